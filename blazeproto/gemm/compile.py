@@ -1,0 +1,237 @@
+"""CUDA C++ to Hopper machine code, and a kernel as an object one can look into.
+
+>>> kernel = Kernel("combine.cu", "combine", {"TOP_K": 8, "HAS_SCORES": 1})
+>>> kernel.compile()
+Kernel(combine: 40 registers, 0 B spilled, 0 B shared; combine.cu TOP_K=8 HAS_SCORES=1)
+>>> print(kernel.sass)
+
+NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
+everything here but :meth:`Kernel.function` works on any machine. Cubins are kept in ``$BLAZEPROTO_CACHE`` (default
+``~/.cache/blazeproto``) under a hash of the source with its headers, the options and the compiler's version.
+
+A malformed ``wgmma`` can crash the compiler and the process with it: :func:`compile_in_subprocess` survives that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blazeproto.gemm import nvrtc
+from blazeproto.gemm.nvrtc import Binary, CompileError
+
+CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
+OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--ptxas-options=-v", "-lineinfo", "-default-device")
+CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
+
+
+# --- The cache -------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """``$BLAZEPROTO_CACHE``, or ``blazeproto`` in the user's cache folder."""
+    chosen = os.environ.get("BLAZEPROTO_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "blazeproto"
+
+
+def _read_cache(key: str) -> Binary | None:
+    try:
+        return Binary.from_bytes((cache_folder() / f"{key}.zip").read_bytes())
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):  # absent or damaged: compile again
+        return None
+
+
+def _write_cache(key: str, binary: Binary) -> None:
+    """Write beside, then rename: another process sees the whole entry or none. A folder we may not write to is no error."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=cache_folder(), suffix=".partial")
+        with os.fdopen(handle, "wb") as file:
+            file.write(binary.to_bytes())
+        os.replace(name, cache_folder() / f"{key}.zip")
+    except OSError:
+        pass
+
+
+# --- The kernel ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Kernel:
+    """One ``extern "C" __global__`` function of one .cu file, compiled with one set of macros. Nothing is done until asked for.
+
+    file: name of a .cu in ``blazeproto/gemm/cuda``, or any path.  entry: the function's name.
+    defines: macros, as ``-DNAME=value``.  dynamic_smem: bytes of shared memory that every launch asks for.
+    options: further NVRTC options.
+    """
+
+    file: str
+    entry: str
+    defines: Mapping[str, int | str] = field(default_factory=dict)
+    dynamic_smem: int = 0
+    options: tuple[str, ...] = ()
+    _functions: dict[int, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def path(self) -> Path:
+        return CUDA_SOURCES / self.file  # an absolute `file` stays itself
+
+    @property
+    def macros(self) -> tuple[str, ...]:
+        values = ((name, int(value) if isinstance(value, bool) else value) for name, value in self.defines.items())
+        return tuple(f"-D{name}={value}" for name, value in values)
+
+    @cached_property
+    def source(self) -> str:
+        """The macros, then the .cu with each project header written out where it is first included."""
+        lines = [f"#define {macro[2:].replace('=', ' ', 1)}" for macro in self.macros]
+        return "\n".join([*lines, _expand(self.path, set())])
+
+    @cached_property
+    def key(self) -> str:
+        """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version."""
+        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, self.source]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def binary(self) -> Binary:
+        """From the cache, or else compiled in this process (and cached)."""
+        return self._obtain(nvrtc.compile)
+
+    def compile(self) -> Kernel:
+        """Now rather than at first use."""
+        _ = self.binary
+        return self
+
+    def _obtain(self, compiler: Callable[[str, Sequence[str]], Binary]) -> Binary:
+        binary = _read_cache(self.key)
+        if binary is None:
+            includes = [f"-I{folder}" for folder in (CUDA_SOURCES, *nvrtc.include_folders())]
+            binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
+            _write_cache(self.key, binary)
+        if "C7510" in binary.log or "serialized" in binary.log:
+            warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)
+        return binary
+
+    @property
+    def cubin(self) -> bytes:
+        return self.binary.cubin
+
+    @property
+    def ptx(self) -> str:
+        return self.binary.ptx
+
+    @property
+    def log(self) -> str:
+        """All that the compiler said, ptxas's resource usage included."""
+        return self.binary.log
+
+    @cached_property
+    def sass(self) -> str:
+        """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError where there is none."""
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(self.cubin)
+            command = [nvrtc.find_tool("nvdisasm"), "--print-code", str(cubin)]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def _usage(self, pattern: str) -> list[int]:
+        """Numbers that ``pattern`` finds in the part of ptxas's report that is about this entry."""
+        _, found, report = self.log.partition(f"Compiling entry function '{self.entry}'")
+        if not found:
+            raise CompileError(f"{self.file} has no extern 'C' __global__ function {self.entry}\n{self.log}")
+        return [int(number) for number in re.findall(pattern, report.partition("Compiling entry function")[0])]
+
+    @property
+    def registers(self) -> int:
+        """Per thread."""
+        return self._usage(r"Used (\d+) registers")[0]
+
+    @property
+    def spills(self) -> int:
+        """Bytes per thread that are stored to and loaded from local memory for want of registers."""
+        return sum(self._usage(r"(\d+) bytes spill"))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block: declared in the source plus asked for at the launch."""
+        return sum(self._usage(r"(\d+) bytes smem")) + self.dynamic_smem
+
+    def function(self) -> Any:
+        """The ``cupy.cuda.Function`` on the current device: call it with ``(grid, block, args, shared_mem, stream)``.
+
+        ``stream`` is any object whose ``.ptr`` is a cudaStream_t.
+        """
+        import cupy
+
+        device = cupy.cuda.runtime.getDevice()
+        function = self._functions.get(device)
+        if function is None:
+            module = cupy.cuda.Module()
+            module.load(self.cubin)
+            function = module.get_function(self.entry)
+            if self.dynamic_smem:
+                limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                cupy.cuda.driver.funcSetAttribute(function.ptr, limit, self.dynamic_smem)
+            self._functions[device] = function
+        return function
+
+    def __repr__(self) -> str:
+        made_from = " ".join([self.file, *(macro[2:] for macro in self.macros)])
+        if "binary" not in self.__dict__:  # where cached_property keeps it
+            return f"Kernel({self.entry}: not compiled; {made_from})"
+        usage = f"{self.registers} registers, {self.spills} B spilled, {self.smem_bytes} B shared"
+        return f"Kernel({self.entry}: {usage}; {made_from})"
+
+
+def _expand(path: Path, seen: set[Path]) -> str:
+    """The file's text with ``#include "…"`` lines replaced by the files they name, each once (they have ``#pragma once``)."""
+
+    def include(match: re.Match[str]) -> str:
+        header = CUDA_SOURCES / match[1]
+        if header in seen:
+            return ""
+        seen.add(header)
+        return f"// ---- {match[1]}\n{_expand(header, seen)}\n// ---- end of {match[1]}"
+
+    return re.sub(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', include, path.read_text(), flags=re.MULTILINE)
+
+
+# --- In another process ----------------------------------------------------------------------------------------------
+
+
+def compile_in_subprocess(kernel: Kernel) -> Kernel:
+    """Fill ``kernel.binary`` by a compiler in a process of its own. CompileError if it refuses the kernel or crashes."""
+
+    def compiler(file: str, options: Sequence[str]) -> Binary:
+        command = [sys.executable, "-P", nvrtc.__file__]  # -P: this folder's modules must not shadow others
+        done = subprocess.run(command, check=False, input=json.dumps([file, options]).encode(), capture_output=True)
+        if done.returncode < 0:
+            raise CompileError(f"NVRTC crashed (signal {-done.returncode}) over {kernel!r}")
+        if done.returncode > 0:
+            raise CompileError(done.stderr.decode(errors="replace"))
+        return Binary.from_bytes(done.stdout)
+
+    if "binary" not in kernel.__dict__:
+        kernel.__dict__["binary"] = kernel._obtain(compiler)
+    return kernel
+
+
+def compile_many(kernels: Iterable[Kernel], jobs: int | None = None) -> list[Kernel]:
+    """Compile in ``jobs`` processes at a time (default: one a core); raises the first CompileError."""
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        return list(pool.map(compile_in_subprocess, kernels))

@@ -1,0 +1,149 @@
+"""The compiler: one .cu file in, Hopper machine code out. Needs no GPU and no driver; serves CUDA 12 and CUDA 13 alike.
+
+Imports nothing of this package, so that ``python nvrtc.py`` is a compiler process of its own, quick to start: a malformed
+``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`` in compile.py is its caller).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The headers our kernels may include, the CUDA ones directly or not; each is looked for once, in this order.
+HEADERS = ("cuda_bf16.h", "nv/target", "cuda/std/cstdint")
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel, or died over it; the message ends with the compiler's log."""
+
+
+class Binary(NamedTuple):
+    """One compiled .cu file. As bytes it is a zip archive, whose checksums tell a damaged cache entry from a sound one."""
+
+    cubin: bytes
+    ptx: str
+    log: str  # all that the compiler and ptxas said
+
+    def to_bytes(self) -> bytes:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("kernel.cubin", self.cubin)
+            archive.writestr("kernel.ptx", self.ptx)
+            archive.writestr("log.txt", self.log)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Binary:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            cubin, ptx, log = (archive.read(name) for name in ("kernel.cubin", "kernel.ptx", "log.txt"))
+        return cls(cubin, ptx.decode(), log.decode())
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """cuda.bindings returns (error, value…): raise on an error, else hand over the value."""
+    status, *values = result
+    if int(status) != 0:
+        raise CompileError(f"NVRTC: {status.name}")
+    return values[0] if values else None
+
+
+@cache
+def version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that compiles here."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as missing:
+        hint = "install blazeproto[cu12] or blazeproto[cu13]"
+        raise CompileError(f"compiling kernels needs cuda.bindings: {hint}") from missing
+    status, major, minor = nvrtc.nvrtcVersion()
+    _check((status,))
+    return major, minor
+
+
+def compile(file: str, options: Sequence[str]) -> Binary:
+    """Compile the .cu at ``file`` in this process. ``options`` are NVRTC's, include folders among them."""
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(Path(file).read_bytes(), file.encode(), 0, [], []))
+
+    def fetch(what: str) -> bytes:
+        data = b" " * _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program))
+        _check(getattr(nvrtc, f"nvrtcGet{what}")(program, data))  # fills `data` in place
+        return data
+
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = fetch("ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
+        if int(status) != 0:
+            raise CompileError(f"{Path(file).name}: {status.name}\n{log}")
+        return Binary(fetch("CUBIN"), fetch("PTX").rstrip(b"\0").decode(), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+# --- Where CUDA's headers and tools lie ------------------------------------------------------------------------------
+
+
+def _wheel_folders() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+
+
+def _cuda_homes() -> Iterator[Path]:
+    """Roots of CUDA installations, likeliest to match our NVRTC first: its wheels, the environment, nvcc's, the usual one."""
+    for wheels in _wheel_folders():  # CUDA 13's wheels share a folder, CUDA 12's have one each
+        yield from (wheels / part for part in (f"cu{version()[0]}", "cuda_runtime", "cuda_cccl"))
+    yield from (Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if os.environ.get(name))
+    if nvcc := shutil.which("nvcc"):
+        yield Path(nvcc).resolve().parent.parent
+    yield Path("/usr/local/cuda")
+
+
+@cache
+def include_folders() -> tuple[str, ...]:
+    """The folders that hold CUDA's headers. CompileError where one of HEADERS is nowhere."""
+    inside = ("include", "include/cccl", "targets/x86_64-linux/include")
+    folders = [home / part for home in _cuda_homes() for part in inside]
+    if spec := importlib.util.find_spec("cupy"):  # brings a copy of <nv/target> and <cuda/std/…>: better than none
+        folders.append(Path(spec.origin or "").parent / "_core/include/cupy/_cccl/libcudacxx")
+    found: list[str] = []
+    for header in HEADERS:
+        if any((Path(folder) / header).is_file() for folder in found):
+            continue
+        folder = next((folder for folder in folders if (folder / header).is_file()), None)
+        if folder is None:
+            raise CompileError(f"no <{header}>: install blazeproto[cu12] or blazeproto[cu13], or set CUDA_HOME")
+        found.append(str(folder))
+    return tuple(found)
+
+
+def find_tool(name: str) -> str:
+    """Path of a CUDA program: on PATH, in a CUDA installation, or in a wheel of any CUDA version; FileNotFoundError."""
+    installed = [home / "bin" / name for home in _cuda_homes()]
+    wheels = [path for folder in _wheel_folders() for path in sorted(folder.glob(f"*/bin/{name}"))]
+    found = shutil.which(name) or next((str(path) for path in installed + wheels if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{name} not found: pip install nvidia-cuda-{name}, or set CUDA_HOME")
+    return found
+
+
+def _main() -> None:
+    """The compiler process: ``[file, options]`` as JSON on stdin, a Binary's bytes on stdout, an error as exit code 1."""
+    try:
+        binary = compile(*json.load(sys.stdin))
+    except CompileError as error:
+        sys.exit(str(error))
+    sys.stdout.buffer.write(binary.to_bytes())
+
+
+if __name__ == "__main__":
+    _main()
