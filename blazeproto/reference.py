@@ -1,0 +1,82 @@
+"""The expert MLP in float64, as plainly as torch can say it: the oracle that every test compares with.
+
+One loop over the experts, ordinary autograd, no sorting, no grouped product, nothing saved cleverly. It follows
+MoEBlaze Algorithm 1 line by line; see :func:`moe_mlp`. Everything that is faster has to agree with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+"""Activations of the form f(gate) * up; the weight holds the gate's rows, then up's."""
+
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+"""Activations of a layer without a gate. GELU is the exact one, with erf."""
+
+ACTIVATIONS = (*GATED, *UNGATED)
+
+
+def is_gated(activation: str) -> bool:
+    """Whether the up projection has a gate, so that H is (rows, 2n) instead of (rows, n)."""
+    return activation in GATED
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    """H (rows, 2n) or (rows, n) -> act (rows, n), in the dtype of ``h``."""
+    if is_gated(activation):
+        gate, up = h.chunk(2, dim=-1)
+        return GATED[activation](gate) * up
+    return UNGATED[activation](h)
+
+
+def moe_mlp(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor,
+    *,
+    num_experts: int,
+    activation: str = "swiglu",
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    pair_tokens: Tensor | None = None,
+) -> Tensor:
+    """O_t = sum over the pairs of token t of S * (act(x_t W_up[e]^T + b_up[e]) W_down[e]^T + b_down[e]).
+
+    Args:
+        x: (T, d).
+        gate_up_proj: (E, 2n, d), gate rows then up rows; (E, n, d) without a gate.
+        down_proj: (E, d, n).
+        scores: (T, K); (P,) when experts per token vary.
+        topk_experts: (T, K) or (P,) expert ids. A pair whose id is outside [0, E) takes no part: it adds nothing,
+            and every gradient through it is zero.
+        up_bias: (E, 2n) or (E, n).
+        down_bias: (E, d).
+        pair_tokens: (P,) the token of each pair, when experts per token vary.
+
+    Returns:
+        (T, d) in float64, differentiable in every floating-point argument.
+    """
+    x64, up64, down64, scores64 = (t.double() for t in (x, gate_up_proj, down_proj, scores.reshape(-1)))
+    experts = topk_experts.reshape(-1)
+    if pair_tokens is None:
+        pair_tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(topk_experts.shape[1])
+
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(num_experts):
+        pairs = torch.nonzero(experts == expert).flatten()
+        tokens = pair_tokens[pairs].long()
+        h = x64[tokens] @ up64[expert].T
+        if up_bias is not None:
+            h = h + up_bias[expert].double()
+        y = activate(h, activation) @ down64[expert].T
+        if down_bias is not None:
+            y = y + down_bias[expert].double()
+        out = out.index_add(0, tokens, scores64[pairs, None] * y)
+    return out
