@@ -1,0 +1,164 @@
+"""A device array as the kernels see it: pointer, shape, dtype, strides. Whose library made it is forgotten at this door.
+
+`view` takes a torch, CuPy, Numba or JAX array without copying and costs about 1 µs for a torch tensor, where a DLPack exchange
+costs 16. torch is never imported here: a tensor is known by its methods, and its stream asked of the torch that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from math import prod
+from typing import Any, NamedTuple
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+class DeviceArray(NamedTuple):
+    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: str  # "bfloat16", "float32", "int32"…
+    strides: tuple[int, ...]
+    device: int
+    owner: object
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps; a dimension of one element may have any stride."""
+        expected = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != expected and self.size:
+                return False
+            expected *= length
+        return True
+
+    def __repr__(self) -> str:  # without the owner, whose repr may copy from the device
+        return f"DeviceArray({self.dtype}{list(self.shape)} at {self.ptr:#x} on cuda:{self.device})"
+
+
+_TORCH_DTYPES: dict[Any, str] = {}  # torch.bfloat16 → "bfloat16", filled as dtypes are met
+
+
+def view(array: Any, name: str = "array") -> DeviceArray:
+    """What the kernels need to know about a device array.
+
+    array: a DeviceArray (returned as it is), a torch tensor, a CuPy array, or anything with ``__cuda_array_interface__`` or
+    ``__dlpack__``. uint16 counts as bfloat16, for libraries that lack the type (CuPy without ml_dtypes, Numba).
+    name: what to call it in an error. TypeError if it is no array, ValueError if it isn't on a CUDA device.
+    """
+    kind = type(array)
+    if kind is DeviceArray:
+        return array
+    if hasattr(array, "data_ptr"):  # a torch tensor; its __cuda_array_interface__ refuses requires_grad and bfloat16
+        device = array.get_device()
+        if device < 0:
+            raise ValueError(f"{name}: expected an array on a CUDA device, got a tensor on {array.device}")
+        dtype = _TORCH_DTYPES.get(array.dtype) or _TORCH_DTYPES.setdefault(array.dtype, str(array.dtype).split(".")[-1])
+        return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.stride(), device, array)
+    if kind is BFloat16Array:
+        return view(array.bits)
+    if kind.__module__.partition(".")[0] == "cupy":
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+        return DeviceArray(array.data.ptr, array.shape, dtype, strides, array.device.id, array)
+
+    import cupy
+
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        return view(cupy.asarray(array), name)  # waits for the stream that the interface names
+    if hasattr(array, "__dlpack__"):
+        kind_of_device = int(array.__dlpack_device__()[0])
+        if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
+        return view(cupy.from_dlpack(array), name)
+    raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
+
+
+def current_stream(array: Any = None) -> int:
+    """The raw cudaStream_t that the caller works on: torch's current stream for a torch tensor, else CuPy's."""
+    if type(array) is DeviceArray:
+        array = array.owner
+    if hasattr(array, "data_ptr") and "torch" in sys.modules:
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(array.get_device())
+    import cupy
+
+    return cupy.cuda.get_current_stream().ptr
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> Any:
+    """Uninitialised memory on CuPy's current device, for callers that pass no output: a CuPy array, or a BFloat16Array."""
+    import cupy
+
+    if dtype == "bfloat16":
+        return BFloat16Array(cupy.empty(shape, "uint16"))
+    return cupy.empty(shape, dtype)
+
+
+class BFloat16Array:
+    """A bfloat16 array for a library without bfloat16: the bit patterns as uint16, exported by DLPack as what they mean.
+
+    >>> torch.from_dlpack(BFloat16Array(bits)).dtype
+    torch.bfloat16
+    """
+
+    dtype = "bfloat16"
+
+    def __init__(self, bits: Any) -> None:
+        self.bits = bits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+    def float(self) -> Any:
+        """The values as float32: bfloat16 is float32's upper half."""
+        return (self.bits.astype("uint32") << 16).view("float32")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.bits.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.bits.__dlpack__(**options)
+        _relabel_as_bfloat16(capsule)
+        return capsule
+
+    def __repr__(self) -> str:
+        return f"BFloat16Array({self.float()!r})"
+
+
+def _relabel_as_bfloat16(capsule: Any) -> None:
+    """Change the type code in a DLPack capsule from kDLUInt (1) to kDLBfloat (4).
+
+    A DLTensor is {void* data; int32 device[2]; int32 ndim; uint8 code, bits; uint16 lanes; …}: the code is its byte 20. A
+    versioned capsule puts {uint32 version[2]; void* context; void (*deleter); uint64 flags} before it.
+    """
+    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    name = get_name(capsule)
+    header = 32 if name == b"dltensor_versioned" else 0
+    code = ctypes.c_uint8.from_address(get_pointer(capsule, name) + header + 20)
+    if code.value not in (1, 4):
+        raise TypeError(f"expected a uint16 array to relabel as bfloat16, got DLPack type code {code.value}")
+    code.value = 4
