@@ -1,0 +1,184 @@
+"""From router logits to scores, token choice, auxiliary losses and the balancing bias, in plain torch.
+
+    logits (T, E) --dense_scores--> scores (T, E) --choose_top_k--> experts (T, K) --gathered_scores--> scores (T, K)
+
+Everything here runs on any device, has static shapes and never waits for the device. The two choices that a step must
+not make twice (``ROUTING_OPS``) are torch operators, so that an activation-checkpointing policy can keep their outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+SCORES: tuple[str, ...] = get_args(Score)
+
+# Added to a sum of scores before dividing by it: all K sigmoid scores of a token may underflow to zero.
+_TINY = 1e-20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice, as operators: integer outputs, no gradient
+
+
+@torch.library.custom_op("blazeproto::choose_top_k", mutates_args=())
+def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
+    """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
+
+    keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
+    """
+    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
+    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
+    chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
+    # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
+    for slot in range(top_k):
+        expert = chosen[:, slot : slot + 1]
+        torch.argmax(left, dim=1, keepdim=True, out=expert)
+        left.scatter_(1, expert, -torch.inf)
+    return chosen.to(torch.int32)
+
+
+@choose_top_k.register_fake
+def _(keys: Tensor, top_k: int) -> Tensor:
+    return keys.new_empty(keys.shape[0], top_k, dtype=torch.int32)
+
+
+@torch.library.custom_op("blazeproto::pairs_from_mask", mutates_args=())
+def pairs_from_mask(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The True entries of a (T, E) mask as a flat list of pairs, by token, ascending expert id inside one.
+
+    Returns pair_experts (P,), pair_tokens (P,) and token_offsets (T + 1,), int32, where P is ``capacity``: a host
+    number, so no shape depends on the mask. Pairs that the mask does not fill come last, with expert -1 and token 0;
+    the caller's capacity is an upper bound of the number of True entries (what lies beyond it is left out).
+    """
+    num_tokens, num_experts = mask.shape
+    seen = mask.flatten().cumsum(0, dtype=torch.int32)  # (T*E,) how many pairs up to and with this entry
+    wanted = torch.arange(1, capacity + 1, dtype=torch.int32, device=mask.device)
+    entry = torch.searchsorted(seen, wanted)  # (P,) the first entry that has seen p + 1 pairs
+    used = entry < num_tokens * num_experts
+    pair_experts = torch.where(used, entry % num_experts, -1).to(torch.int32)
+    pair_tokens = torch.where(used, entry // num_experts, 0).to(torch.int32)
+    token_offsets = torch.zeros(num_tokens + 1, dtype=torch.int32, device=mask.device)
+    token_offsets[1:] = mask.sum(dim=1).cumsum(0).clamp(max=capacity)
+    return pair_experts, pair_tokens, token_offsets
+
+
+@pairs_from_mask.register_fake
+def _(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    def new(size: int) -> Tensor:
+        return mask.new_empty(size, dtype=torch.int32)
+
+    return new(capacity), new(capacity), new(mask.shape[0] + 1)
+
+
+# What an activation-checkpointing policy has to keep, so that the recomputed forward routes as the first one did.
+ROUTING_OPS = (torch.ops.blazeproto.choose_top_k.default, torch.ops.blazeproto.pairs_from_mask.default)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast; returns (T, E).
+
+    Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4 ("selective precision"). A token with a NaN
+    or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
+    """
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+    finite = torch.isfinite(logits).all(dim=1, keepdim=True)
+    return torch.where(finite, logits, torch.nan)
+
+
+def dense_scores(logits: Tensor, score: str) -> Tensor:
+    """Every expert's score in [0, 1] for every token, (T, E): softmax over the experts, or sigmoid."""
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, dim=1)
+
+
+def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize: bool, scale: float) -> Tensor:
+    """The scores (T, K) of the experts (T, K) that were chosen; differentiable in the logits (T, E).
+
+    ``softmax_topk``: softmax over all experts, then the chosen ones (Switch Transformer eq. 1; SonicMoE §2.2).
+    ``topk_softmax``: softmax over the chosen logits alone (Shazeer et al. 2017 eq. 3; Mixtral §2.1).
+    ``sigmoid``:      sigmoid of the chosen logits (DeepSeek-V3 §2.1.2, eq. 15). The balancing bias chooses and
+                      never enters a score.
+    ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
+    """
+    index = experts.long()
+    if score == "topk_softmax":
+        return torch.softmax(logits.gather(1, index), dim=1) * scale
+    scores = dense_scores(logits, score).gather(1, index)
+    if renormalize:
+        scores = scores / (scores.sum(dim=1, keepdim=True) + _TINY)
+    return scores * scale
+
+
+def pair_scores(
+    logits: Tensor, mask: Tensor, experts: Tensor, tokens: Tensor, *, score: str, renormalize: bool, scale: float
+) -> Tensor:
+    """The scores (P,) of a flat list of pairs, as `gathered_scores`; zero for the unused ones (expert -1).
+
+    mask (T, E) says which pairs are in the list: with ``renormalize`` (and with ``topk_softmax``, which is the same
+    thing: a softmax over a subset) a token's scores sum to one over the experts it really has.
+    """
+    scores = dense_scores(logits, score)
+    if renormalize or score == "topk_softmax":
+        kept = torch.where(mask, scores, 0.0)
+        scores = scores / (kept.sum(dim=1, keepdim=True) + _TINY)
+    used = experts >= 0
+    index = tokens.long() * logits.shape[1] + experts.long().clamp(min=0)
+    return torch.where(used, scores.flatten().gather(0, index), 0.0) * scale
+
+
+def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
+    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 eq. 16). (T, E), no gradient."""
+    logits = logits.detach()
+    return logits if bias is None else dense_scores(logits, score) + bias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Balance
+
+
+def expert_load(experts: Tensor, num_experts: int) -> Tensor:
+    """How many pairs each expert has: experts of any shape, ids outside [0, E) not counted; returns (E,) int32."""
+    ids = experts.flatten().long()
+    # One more bin takes the sentinels. (torch.bincount would ask the device for the largest id.)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    load = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
+    return load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))[:num_experts]
+
+
+def load_balancing_loss(logits: Tensor, experts: Tensor, *, score: str = "softmax_topk") -> Tensor:
+    """E * sum_e f_e P_e: Switch Transformer eq. 4 without its coefficient; 1 when the load is even.
+
+    f_e is the fraction of the T*K choices in ``experts`` (T, K) that fell on expert e (eq. 5, for any K), P_e the mean
+    router probability (eq. 6). Sigmoid scores are first divided by their sum (DeepSeek-V3 eq. 18). The gradient flows
+    through P alone. Returns a scalar; zero for T = 0.
+    """
+    num_tokens, num_experts = logits.shape
+    probabilities = dense_scores(logits, score)
+    if score == "sigmoid":
+        probabilities = probabilities / (probabilities.sum(dim=1, keepdim=True) + _TINY)
+    fraction = expert_load(experts, num_experts).to(logits.dtype) / max(experts.numel(), 1)
+    return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of logsumexp(logits)²: ST-MoE eq. 5 without its coefficient. Scalar; zero for T = 0."""
+    return torch.logsumexp(logits, dim=1).square().sum() / max(logits.shape[0], 1)
+
+
+def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+    """The balancing bias after a step: up by ``rate`` where the load was below its mean, down where above.
+
+    Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
+    load (E,) of the whole batch: sum it over ranks and accumulation steps first.
+    """
+    load = load.to(torch.float32)
+    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)

@@ -1,0 +1,332 @@
+"""The Router module: every named router end to end, its records, gradients and contracts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto import scoring
+from blazeproto.choices import TokenRounding
+from blazeproto.router import ROUTERS, Router, Routing, make_router, routing_stats
+
+VARYING = [name for name in ROUTERS if name.startswith(("token_rounding", "expert_choice", "capacity"))]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def named(name: str, d: int = 16, num_experts: int = 8, top_k: int = 2, **overrides: Any) -> Router:
+    if name.startswith("token_rounding"):
+        overrides = {"tile": 8} | overrides
+    return make_router(name, d, num_experts, top_k, **overrides)
+
+
+def ids_for(router: Router, num_tokens: int) -> Tensor | None:
+    return torch.arange(num_tokens) % 50 if "Hash" in router.extra_repr() else None
+
+
+def check_record(routing: Routing, num_tokens: int, num_experts: int, top_k: int) -> None:
+    """What the layer relies on."""
+    experts = routing.experts
+    assert experts.dtype == torch.int32 and not experts.requires_grad
+    assert routing.logits.shape == (num_tokens, num_experts)
+    assert routing.scores.shape == experts.shape and routing.scores.dtype == routing.logits.dtype
+    assert routing.load.dtype == torch.int32
+    assert routing.load.tolist() == [(experts == e).sum().item() for e in range(num_experts)]
+    if routing.token_offsets is None:
+        assert routing.pair_tokens is None
+        assert experts.shape == (num_tokens, top_k)
+        assert all(len(set(row)) == top_k for row in experts.tolist())
+        assert ((experts >= 0) & (experts < num_experts)).all()
+        return
+    tokens, offsets = routing.pair_tokens, routing.token_offsets
+    assert tokens is not None and tokens.dtype == offsets.dtype == torch.int32
+    assert experts.dim() == 1 and tokens.shape == experts.shape and offsets.shape == (num_tokens + 1,)
+    used = int(offsets[-1])
+    assert offsets[0] == 0
+    assert (experts[:used] >= 0).all() and (experts[:used] < num_experts).all()
+    assert (experts[used:] == -1).all() and (tokens[used:] == 0).all() and (routing.scores[used:] == 0).all()
+    pairs = (tokens.long() * num_experts + experts)[:used]
+    assert (pairs.diff() > 0).all()  # by token, ascending expert, none twice
+    expected = torch.repeat_interleave(torch.arange(num_tokens), offsets.diff().long())
+    assert torch.equal(tokens[:used].long(), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 100])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_record(name: str, num_tokens: int) -> None:
+    router = named(name)
+    x = torch.randn(num_tokens, 16)
+    routing = router(x, token_ids=ids_for(router, num_tokens))
+    check_record(routing, num_tokens, 8, 2)
+    assert (routing.token_offsets is not None) == (name in VARYING)
+    assert all(loss.dim() == 0 and loss.isfinite() for loss in routing.aux_losses.values())
+    stats = routing_stats(routing, top_k=2)
+    assert all(value.isfinite() and not value.requires_grad for value in stats.values())
+    (routing.scores.sum() + sum(routing.aux_losses.values())).backward()
+    assert router.weight.grad is not None and router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (5, 5), (40, 8)])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_shapes_at_the_edges(name: str, num_experts: int, top_k: int) -> None:
+    router = named(name, num_experts=num_experts, top_k=top_k)
+    routing = router(torch.randn(33, 16), token_ids=ids_for(router, 33))
+    check_record(routing, 33, num_experts, top_k)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gradcheck(name: str) -> None:
+    router = named(name, 5, 4, 2, dtype=torch.float64, z_loss=0.1)
+    x = torch.randn(13, 5, dtype=torch.float64, requires_grad=True)
+    ids = ids_for(router, 13)
+
+    def scores(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(1)  # the same draw in every evaluation of a stochastic rounding
+        routing = torch.func.functional_call(router, {"weight": weight}, (x, ids))
+        return (routing.scores, *routing.aux_losses.values())
+
+    torch.autograd.gradcheck(scores, (x, router.weight))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_compiles_to_one_graph(name: str) -> None:
+    """A graph break, or a shape that depends on data, fails under fullgraph."""
+    torch.compiler.reset()
+    router = named(name)
+    x = torch.randn(40, 16)
+    ids = ids_for(router, 40)
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(1)
+    expected = router(x, token_ids=ids)
+    torch.manual_seed(1)
+    got = compiled(x, token_ids=ids)
+    torch.testing.assert_close(got, expected)
+    got.scores.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["token_rounding", "token_rounding_sr_f", "expert_choice"])
+def test_eval_mode_is_plain_top_k(name: str) -> None:
+    router = named(name).eval()
+    x = torch.randn(40, 16)
+    routing = router(x)
+    assert routing.token_offsets is None
+    plain = Router(16, 8, 2, renormalize=router.renormalize).eval()
+    plain.load_state_dict(router.state_dict())
+    expected = plain(x)
+    assert torch.equal(routing.experts, expected.experts)
+    assert torch.equal(routing.scores, expected.scores)
+
+
+def test_eval_mode_can_keep_the_choice() -> None:
+    router = named("token_rounding", eval_top_k=False).eval()
+    assert router(torch.randn(40, 16)).token_offsets is not None
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_nan_token_harms_no_other(name: str) -> None:
+    router = named(name, num_experts=4).eval()
+    x = torch.randn(24, 16)
+    ids = ids_for(router, 24)
+    clean = router(x, token_ids=ids)
+    x[7, 0] = math.nan
+    routing = router(x, token_ids=ids)
+    check_record(routing, 24, 4, 2)
+    if routing.token_offsets is None:
+        others = torch.arange(24) != 7
+        assert routing.scores[7].isnan().all()
+        assert torch.equal(routing.scores[others], clean.scores[others])
+    else:
+        assert routing.scores[routing.pair_tokens != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_a_nan_token_in_training(name: str) -> None:
+    router = named(name, num_experts=4)
+    x = torch.randn(64, 16)
+    x[7, 0] = math.nan
+    routing = router(x)
+    check_record(routing, 64, 4, 2)
+    mine = (routing.pair_tokens == 7) & (routing.experts >= 0)
+    assert mine.any() and routing.scores[mine].isnan().all()
+    assert routing.scores[~mine].isfinite().all()
+
+
+def test_scores_of_a_token_sum_to_one_when_renormalised() -> None:
+    routing = named("token_rounding")(torch.randn(50, 16))
+    assert routing.pair_tokens is not None
+    total = torch.zeros(50).index_add(0, routing.pair_tokens, routing.scores)
+    has_any = routing.token_offsets.diff() > 0
+    torch.testing.assert_close(total[has_any], torch.ones(int(has_any.sum())))
+
+
+def test_arithmetic_is_fp32_under_autocast_and_in_a_bf16_model() -> None:
+    x = torch.randn(32, 16)
+    router = named("top_k")
+    expected = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = router(x)
+    torch.testing.assert_close(routing, expected, rtol=0, atol=0)
+    half = router.to(torch.bfloat16)(x.bfloat16())
+    assert half.logits.dtype == half.scores.dtype == torch.float32
+    torch.testing.assert_close(half.logits, x.bfloat16().float() @ router.weight.float().t())
+
+
+def test_bias_buffer_stays_fp32_and_steps() -> None:
+    router = named("aux_free").to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias is not None and router.expert_bias.dtype == torch.float32
+    router.update_bias(torch.tensor([9, 0, 0, 0, 0, 0, 0, 0]))
+    assert router.expert_bias.tolist() == pytest.approx([-1e-3] + [1e-3] * 7)
+    assert "expert_bias" in router.state_dict()
+
+
+def test_update_bias_does_nothing_without_a_rate() -> None:
+    router = Router(16, 8, 2, score="sigmoid")
+    router.update_bias(torch.arange(8))
+    assert router.expert_bias is not None and not router.expert_bias.any()
+    Router(16, 8, 2).update_bias(torch.arange(8))  # no bias at all
+
+
+def test_forward_changes_no_state() -> None:
+    router = named("aux_free")
+    before = {name: value.clone() for name, value in router.state_dict().items()}
+    router(torch.randn(40, 16))
+    torch.testing.assert_close(dict(router.state_dict()), before, rtol=0, atol=0)
+
+
+def test_aux_losses_carry_their_coefficients() -> None:
+    x = torch.randn(40, 16)
+    router = Router(16, 8, 2, aux_loss=0.25, z_loss=0.5)
+    routing = router(x)
+    torch.testing.assert_close(
+        routing.aux_losses["load_balancing"], 0.25 * scoring.load_balancing_loss(routing.logits, routing.experts)
+    )
+    torch.testing.assert_close(routing.aux_losses["z"], 0.5 * scoring.z_loss(routing.logits))
+    assert Router(16, 8, 2)(x).aux_losses == {}
+
+
+def test_aux_loss_evens_out_the_load() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, 16) + 1.0
+    router = Router(16, 8, 2, aux_loss=1.0)
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
+    before = routing_stats(router(x))["balance"]
+    for _ in range(60):
+        optimizer.zero_grad()
+        router(x).aux_losses["load_balancing"].backward()
+        optimizer.step()
+    after = routing_stats(router(x))["balance"]
+    assert after < 1.6 < before
+
+
+def test_stats_of_known_routings() -> None:
+    router = Router(4, 4, 1)
+    with torch.no_grad():
+        router.weight.zero_()
+    stats = routing_stats(router(torch.randn(12, 4)), top_k=1)  # all ties: expert 0 has every token
+    assert stats["balance"].item() == pytest.approx(4.0)
+    assert stats["entropy"].item() == pytest.approx(math.log(4))
+    assert stats["pairs"].item() == 1.0
+
+
+def test_state_dict_round_trip_and_meta_device() -> None:
+    router = named("aux_free")
+    assert make_router("aux_free", 16, 8, 2, device="meta").weight.is_meta
+    other = named("aux_free")
+    other.load_state_dict(router.state_dict())
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(other(x), router(x), rtol=0, atol=0)
+
+
+def test_repr_names_the_choice() -> None:
+    assert "TokenRounding(tile=8, rule='nr_f'" in repr(named("token_rounding"))
+
+
+def test_choice_objects_are_taken_as_they_are() -> None:
+    choice = TokenRounding(tile=4)
+    assert Router(16, 8, 2, choose=choice).choice is choice
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": 9}, ValueError, "top_k: expected at most num_experts = 8, got 9"),
+        ({"top_k": 0}, ValueError, "top_k: expected at least 1, got 0"),
+        ({"top_k": 2.0}, TypeError, "top_k: expected an int, got float"),
+        ({"score": "tanh"}, ValueError, "score: expected one of"),
+        ({"aux_loss": -1.0}, ValueError, "aux_loss: expected a finite number"),
+        ({"z_loss": math.nan}, ValueError, "z_loss: expected a finite number"),
+        ({"tile": 8}, TypeError, "takes no options"),
+        ({"choose": TokenRounding(), "tile": 8}, TypeError, "carries its own options"),
+        ({"choose": "hash", "aux_loss": 0.1}, ValueError, "expected 0 with Hash"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Router(**({"d_model": 16, "num_experts": 8, "top_k": 2} | options))
+
+
+@pytest.mark.parametrize(
+    ("x", "ids", "error", "message"),
+    [
+        (torch.zeros(3, 16, dtype=torch.int64), None, TypeError, "x: expected a floating-point tensor"),
+        (torch.zeros(3, 15), None, ValueError, r"x: expected shape \(T, 16\), got \(3, 15\)"),
+        (torch.zeros(2, 3, 16), None, ValueError, r"x: expected shape \(T, 16\)"),
+        (torch.zeros(3, 16, device="meta"), None, ValueError, "x: expected device cpu"),
+        (torch.zeros(3, 16), None, ValueError, "token_ids: expected T integers for hash routing, got None"),
+        (torch.zeros(3, 16), torch.zeros(3), TypeError, "token_ids: expected an integer tensor"),
+        (torch.zeros(3, 16), torch.zeros(4, dtype=torch.int64), ValueError, "token_ids: expected 3 ids"),
+    ],
+)
+def test_bad_input(x: Tensor, ids: Tensor | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        named("hash")(x, token_ids=ids)
+
+
+def test_unknown_router_name() -> None:
+    with pytest.raises(ValueError, match="router: expected one of"):
+        make_router("nonsense", 16, 8, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_host_synchronisation_and_graph_capture(name: str) -> None:
+    router = named(name, 64, 32, 4, device="cuda")
+    x = torch.randn(1024, 64, device="cuda")
+    ids = torch.arange(1024, device="cuda") if name == "hash" else None
+
+    def step() -> tuple[Routing, Tensor]:
+        routing = router(x, token_ids=ids)
+        loss = routing.scores.square().sum() + sum(routing.aux_losses.values())
+        return routing, torch.autograd.grad(loss, router.weight)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        routing, gradient = step()
+    x.copy_(torch.randn(1024, 64))
+    graph.replay()
+    torch.cuda.synchronize()
+    if name in ("token_rounding_sr_f", "token_rounding_nr_s"):
+        return  # another draw than the eager one's
+    expected, expected_gradient = step()
+    assert torch.equal(routing.experts, expected.experts)
+    torch.testing.assert_close(routing.scores, expected.scores)
+    torch.testing.assert_close(gradient, expected_gradient)

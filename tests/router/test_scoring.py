@@ -1,0 +1,199 @@
+"""Scores, top-k, auxiliary losses and the balancing bias against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blazeproto import scoring
+
+FEW = settings(max_examples=40, deadline=None)
+
+
+@st.composite
+def tied_logits(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
+    """Logits (T, E) with many ties, and a K."""
+    num_tokens, num_experts = draw(st.integers(0, 30)), draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    logits = torch.round(logits * draw(st.sampled_from([0.0, 0.5, 2.0, 1e3])))
+    return logits, draw(st.integers(1, num_experts))
+
+
+@FEW
+@given(tied_logits())
+def test_top_k_is_the_stable_sort(case: tuple[torch.Tensor, int]) -> None:
+    logits, top_k = case
+    experts = scoring.choose_top_k(logits, top_k)
+    expected = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_k]
+    assert experts.dtype == torch.int32
+    assert torch.equal(experts.long(), expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", scoring.SCORES)
+def test_logits_that_are_not_finite(value: float, score: str) -> None:
+    x = torch.randn(5, 8)
+    weight = torch.randn(6, 8)
+    clean = scoring.router_logits(x, weight)
+    x[2, 3] = value
+    logits = scoring.router_logits(x, weight)
+    experts = scoring.choose_top_k(scoring.selection_keys(logits, score, None), 6)
+    scores = scoring.gathered_scores(logits, experts, score=score, renormalize=False, scale=1.0)
+    assert torch.equal(experts.sort(dim=1).values, torch.arange(6, dtype=torch.int32).expand(5, 6))
+    assert scores[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert scores[others].isfinite().all()
+    assert torch.equal(logits[others], clean[others])
+
+
+def test_one_nan_logit_makes_the_whole_token_nan() -> None:
+    weight = torch.randn(4, 8)
+    weight[1, 0] = math.inf  # one expert's logits alone
+    x = torch.randn(3, 8)
+    x[0, 0], x[1, 0], x[2, 0] = 1.0, -1.0, 0.0
+    assert scoring.router_logits(x, weight).isnan().all()
+
+
+def test_scores_by_their_formulas() -> None:
+    logits = torch.randn(7, 5, dtype=torch.float64)
+    experts = scoring.choose_top_k(logits, 3)
+    index = experts.long()
+
+    def scores(score: str, renormalize: bool, scale: float = 1.0) -> torch.Tensor:
+        return scoring.gathered_scores(logits, experts, score=score, renormalize=renormalize, scale=scale)
+
+    p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    torch.testing.assert_close(scores("softmax_topk", False), p.gather(1, index))
+    chosen = logits.exp().gather(1, index)
+    torch.testing.assert_close(scores("topk_softmax", False), chosen / chosen.sum(dim=1, keepdim=True))
+    torch.testing.assert_close(scores("softmax_topk", True), scores("topk_softmax", False))
+    s = (1 / (1 + (-logits).exp())).gather(1, index)
+    torch.testing.assert_close(scores("sigmoid", False), s)
+    torch.testing.assert_close(scores("sigmoid", True, 2.5), 2.5 * s / s.sum(dim=1, keepdim=True))
+
+
+def test_bias_chooses_and_does_not_score() -> None:
+    logits = torch.randn(20, 6, dtype=torch.float64)
+    bias = torch.zeros(6, dtype=torch.float64)
+    bias[4] = 2.0  # more than any sigmoid
+    experts = scoring.choose_top_k(scoring.selection_keys(logits, "sigmoid", bias), 2)
+    assert (experts[:, 0] == 4).all()
+    scores = scoring.gathered_scores(logits, experts, score="sigmoid", renormalize=False, scale=1.0)
+    torch.testing.assert_close(scores[:, 0], torch.sigmoid(logits[:, 4]))
+
+
+@pytest.mark.parametrize("score", scoring.SCORES)
+def test_saturated_sigmoids_and_renormalisation_stay_finite(score: str) -> None:
+    logits = torch.tensor([[-200.0, -300.0, -250.0], [200.0, 300.0, 250.0]])
+    experts = scoring.choose_top_k(logits, 2)
+    assert experts.tolist() == [[0, 2], [1, 2]]
+    assert scoring.gathered_scores(logits, experts, score=score, renormalize=True, scale=1.0).isfinite().all()
+
+
+@FEW
+@given(tied_logits())
+def test_pair_scores_equal_gathered_scores_on_the_same_pairs(case: tuple[torch.Tensor, int]) -> None:
+    logits, top_k = case
+    num_tokens, num_experts = logits.shape
+    # Ascending ids, the order that pairs have inside a token.
+    experts = scoring.choose_top_k(logits, top_k).sort(dim=1).values
+    mask = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, experts.long(), True)
+    pair_experts, pair_tokens, _ = scoring.pairs_from_mask(mask, num_tokens * top_k)
+    assert torch.equal(pair_experts.view(num_tokens, top_k), experts)
+    for score in scoring.SCORES:
+        for renormalize in (False, True):
+            options = {"score": score, "renormalize": renormalize, "scale": 1.5}
+            expected = scoring.gathered_scores(logits, experts, **options)
+            got = scoring.pair_scores(logits, mask, pair_experts, pair_tokens, **options)
+            torch.testing.assert_close(got.view_as(expected), expected)
+
+
+@FEW
+@given(st.integers(0, 12), st.integers(1, 9), st.integers(0, 20), st.integers(0, 2**31))
+def test_pairs_from_mask(num_tokens: int, num_experts: int, spare: int, seed: int) -> None:
+    mask = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) < 0.3
+    pairs = mask.nonzero().tolist()  # by token, then by expert
+    experts, tokens, offsets = scoring.pairs_from_mask(mask, len(pairs) + spare)
+    assert list(zip(tokens.tolist(), experts.tolist(), strict=True)) == [*map(tuple, pairs), *[(0, -1)] * spare]
+    assert offsets.tolist() == [sum(t < token for t, _ in pairs) for token in range(num_tokens + 1)]
+
+
+def test_operators_pass_opcheck() -> None:
+    torch.library.opcheck(scoring.choose_top_k, (torch.randn(4, 6), 2))
+    torch.library.opcheck(scoring.pairs_from_mask, (torch.rand(4, 6) < 0.5, 30))
+
+
+def test_expert_load_counts_ids_in_range_alone() -> None:
+    experts = torch.tensor([[0, 3], [3, -1], [7, 4]], dtype=torch.int32)
+    assert scoring.expert_load(experts, 4).tolist() == [1, 0, 0, 2]
+
+
+def test_load_balancing_loss_is_switch_equation_4() -> None:
+    logits = torch.randn(50, 8, dtype=torch.float64)
+    experts = logits.argmax(dim=1, keepdim=True)
+    p = torch.softmax(logits, dim=1)
+    f = torch.stack([(experts == e).double().mean() for e in range(8)])
+    torch.testing.assert_close(scoring.load_balancing_loss(logits, experts), 8 * (f * p.mean(dim=0)).sum())
+
+
+@pytest.mark.parametrize("score", scoring.SCORES)
+def test_an_even_load_has_loss_one(score: str) -> None:
+    experts = torch.arange(24).view(12, 2) % 8
+    loss = scoring.load_balancing_loss(torch.zeros(12, 8), experts, score=score)
+    torch.testing.assert_close(loss, torch.tensor(1.0))
+
+
+def test_z_loss_is_st_moe_equation_5() -> None:
+    logits = torch.randn(9, 4, dtype=torch.float64)
+    expected = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / 9
+    assert scoring.z_loss(logits).item() == pytest.approx(expected)
+
+
+def test_losses_of_no_tokens_are_zero() -> None:
+    logits = torch.zeros(0, 4)
+    assert scoring.load_balancing_loss(logits, torch.zeros(0, 2, dtype=torch.int32)).item() == 0
+    assert scoring.z_loss(logits).item() == 0
+
+
+def test_bias_moves_against_the_load() -> None:
+    bias = scoring.updated_bias(torch.zeros(4), torch.tensor([10, 2, 6, 6]), 0.5)
+    assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
+
+
+def test_bias_balances_a_skewed_router() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(512, 8) + torch.linspace(-2, 2, 8)
+    bias = torch.zeros(8)
+
+    def load() -> torch.Tensor:
+        experts = scoring.choose_top_k(scoring.selection_keys(logits, "sigmoid", bias), 2)
+        return scoring.expert_load(experts, 8)
+
+    before = load()
+    for _ in range(200):
+        bias = scoring.updated_bias(bias, load(), 0.01)
+    assert before.max() > 2 * 128
+    assert load().max() < 1.15 * 128
+
+
+@pytest.mark.parametrize("score", scoring.SCORES)
+def test_gradients(score: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    experts = scoring.choose_top_k(logits.detach(), 3)
+    mask = torch.rand(5, 6) < 0.5
+    pair_experts, pair_tokens, _ = scoring.pairs_from_mask(mask, 30)
+    for renormalize in (False, True):
+        options = {"score": score, "renormalize": renormalize, "scale": 1.5}
+        torch.autograd.gradcheck(lambda v: scoring.gathered_scores(v, experts, **options), logits)  # noqa: B023
+        torch.autograd.gradcheck(
+            lambda v: scoring.pair_scores(v, mask, pair_experts, pair_tokens, **options),  # noqa: B023
+            logits,
+        )
+    torch.autograd.gradcheck(lambda v: scoring.load_balancing_loss(v, experts, score=score), logits)
+    torch.autograd.gradcheck(scoring.z_loss, logits)
