@@ -1,0 +1,7 @@
+"""What is saved, what is recomputed, in which order the kernels run: the bridge to PyTorch."""
+
+from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
+from blazeproto.autograd.mlp import moe_mlp
+from blazeproto.autograd.policy import SavePolicy, saved_bytes
+
+__all__ = ["SavePolicy", "checkpoint_contexts", "checkpoint_policy", "moe_mlp", "saved_bytes"]

@@ -1,0 +1,75 @@
+"""Which of the two sets of products runs: ``backend="auto" | "hopper" | "torch"``.
+
+:func:`products_for` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
+and every operator of one layer answers alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.policy import Options
+
+BACKENDS = ("auto", "hopper", "torch")
+HOPPER_CAPABILITY = (9, 0)
+ALIGNMENT = 8  # elements of bf16 in the 16 bytes that TMA wants a row to be a multiple of
+
+
+def products_for(options: Options, t: Tensor, d_model: int, d_expert: int) -> ModuleType:
+    """The module of products for tensors like ``t``: ``hopper_products`` or ``torch_products``.
+
+    Raises:
+        ValueError: "hopper" was asked for and cannot run; the message says what is missing.
+    """
+    if options.backend != "torch":
+        missing = missing_for_hopper(t.device, t.dtype, d_model, d_expert)
+        if missing is None:
+            from blazeproto.autograd import hopper_products
+
+            return hopper_products
+        if options.backend == "hopper":
+            raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+    from blazeproto.autograd import torch_products
+
+    return torch_products
+
+
+def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
+    """Whether the dispatch of tensors on ``device`` is built by blazeproto.dispatch instead of torch operations."""
+    return backend != "torch" and device.type == "cuda" and _missing_on_device(_index(device)) is None
+
+
+def missing_for_hopper(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
+    """What keeps the Hopper backend from running on this device, dtype and these widths (d, n); None if nothing."""
+    if device.type != "cuda":
+        return f"a CUDA GPU of compute capability 9.0; the tensors are on {device}"
+    if dtype != torch.bfloat16:
+        return f"torch.bfloat16 tensors; they are {dtype}"
+    for width in widths:
+        if width % ALIGNMENT:
+            return f"d_model and d_expert that are multiples of {ALIGNMENT} (16 bytes of bf16); one is {width}"
+    return _missing_on_device(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _missing_on_device(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability != HOPPER_CAPABILITY:
+        return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
+    for module, extra in (("cupy", "cupy-cuda12x or cupy-cuda13x"), ("numba.cuda", "numba-cuda")):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"the package {module.split('.')[0]} ({extra}); install blazeproto[cu12] or blazeproto[cu13]"
+    return None

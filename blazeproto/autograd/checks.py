@@ -1,0 +1,162 @@
+"""What the arguments of ``moe_mlp`` must be. Everything is looked at on the host, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
+from blazeproto.autograd.policy import SavePolicy
+from blazeproto.reference import ACTIVATIONS, is_gated
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+COMBINES = ("gather", "fused")
+
+
+def check_arguments(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor | None,
+    *,
+    num_experts: int,
+    activation: str,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    save: SavePolicy | str,
+    backend: str,
+    combine: str,
+    workspace_bytes: int | None,
+    dispatch: Any,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    weight_grad_dtype: torch.dtype | None,
+) -> None:
+    """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
+    _check_choice("activation", activation, ACTIVATIONS)
+    _check_choice("save", save, [policy.value for policy in SavePolicy])
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("combine", combine, COMBINES)
+    if weight_grad_dtype not in (None, torch.float32):
+        raise ValueError(f"weight_grad_dtype: expected None or torch.float32, got {weight_grad_dtype}")
+
+    _check_tensor("x", x, FLOAT_DTYPES)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (T, d), got {tuple(x.shape)}")
+    num_tokens, d_model = x.shape
+
+    _check_tensor("down_proj", down_proj, FLOAT_DTYPES, x.device)
+    if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
+        raise ValueError(
+            f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
+        )
+    d_expert = down_proj.shape[2]
+    gates = 2 if is_gated(activation) else 1
+    _check_shape("gate_up_proj", gate_up_proj, (num_experts, gates * d_expert, d_model), "(E, 2n, d), ungated (E, n, d)")
+    _check_weight_dtypes(x, gate_up_proj, down_proj, up_bias, down_bias)
+    if up_bias is not None:
+        _check_shape("up_bias", up_bias, (num_experts, gates * d_expert), "(E, 2n), ungated (E, n)")
+    if down_bias is not None:
+        _check_shape("down_bias", down_bias, (num_experts, d_model), "(E, d)")
+    for name, tensor in (("gate_up_proj", gate_up_proj), ("up_bias", up_bias), ("down_bias", down_bias)):
+        if tensor is not None:
+            _check_tensor(name, tensor, FLOAT_DTYPES, x.device)
+
+    _check_routing(num_tokens, x.device, scores, topk_experts, num_experts, dispatch, pair_tokens, token_offsets)
+    if workspace_bytes is not None:
+        if dispatch is not None or pair_tokens is not None:
+            raise ValueError(
+                "workspace_bytes: expected None with dispatch= or a varying number of experts per token (chunks of tokens "
+                f"need a fixed K and a dispatch each), got {workspace_bytes}"
+            )
+        if workspace_bytes <= 0:
+            raise ValueError(f"workspace_bytes: expected a positive number of bytes, got {workspace_bytes}")
+    if backend == "hopper":
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        missing = missing_for_hopper(x.device, dtype, d_model, d_expert)
+        if missing is not None:
+            raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+
+
+def _check_routing(
+    num_tokens: int,
+    device: torch.device,
+    scores: Tensor,
+    topk_experts: Tensor | None,
+    num_experts: int,
+    dispatch: Any,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+) -> None:
+    _check_tensor("scores", scores, FLOAT_DTYPES, device)
+    if (pair_tokens is None) != (token_offsets is None):
+        raise ValueError("pair_tokens: expected together with token_offsets, got one without the other")
+    if dispatch is not None:
+        if topk_experts is not None or pair_tokens is not None:
+            raise ValueError("dispatch: expected without topk_experts, pair_tokens and token_offsets, got both")
+        num_pairs = dispatch.token_index_map.shape[0]
+        if scores.numel() != num_pairs:
+            raise ValueError(f"scores: expected {num_pairs} of them, one a pair of dispatch, got {tuple(scores.shape)}")
+        if dispatch.expert_token_offsets.shape != (num_experts + 1,):
+            raise ValueError(
+                f"dispatch: expected one for num_experts={num_experts}, got offsets of shape "
+                f"{tuple(dispatch.expert_token_offsets.shape)}"
+            )
+        if dispatch.expert_token_offsets.device != device:
+            raise ValueError(f"dispatch: expected on {device} as x is, got {dispatch.expert_token_offsets.device}")
+        return
+    if topk_experts is None:
+        raise ValueError("topk_experts: expected (T, K) expert ids, or dispatch= instead, got neither")
+    _check_tensor("topk_experts", topk_experts, INDEX_DTYPES, device)
+    if pair_tokens is None:
+        if topk_experts.dim() != 2 or topk_experts.shape[0] != num_tokens:
+            raise ValueError(
+                f"topk_experts: expected shape (T, K) = ({num_tokens}, K), got {tuple(topk_experts.shape)}"
+            )
+        top_k = topk_experts.shape[1]
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"topk_experts: expected 1 <= K <= num_experts={num_experts} experts per token, got K={top_k}"
+            )
+    else:
+        assert token_offsets is not None
+        if topk_experts.dim() != 1:
+            raise ValueError(f"topk_experts: expected shape (P,) with pair_tokens, got {tuple(topk_experts.shape)}")
+        _check_tensor("pair_tokens", pair_tokens, (torch.int32,), device)
+        _check_tensor("token_offsets", token_offsets, (torch.int32,), device)
+        _check_shape("pair_tokens", pair_tokens, tuple(topk_experts.shape), "(P,)")
+        _check_shape("token_offsets", token_offsets, (num_tokens + 1,), "(T + 1,)")
+    _check_shape("scores", scores, tuple(topk_experts.shape), "that of topk_experts")
+
+
+def _check_weight_dtypes(x: Tensor, *weights: Tensor | None) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        return  # weights are cast where they are used
+    for name, weight in zip(("gate_up_proj", "down_proj", "up_bias", "down_bias"), weights, strict=True):
+        if weight is not None and weight.dtype != x.dtype:
+            raise ValueError(f"{name}: expected dtype {x.dtype} as x has (outside autocast), got {weight.dtype}")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected on {device} as x is, got {tensor.device}")
+
+
+def _check_shape(name: str, tensor: Any, shape: tuple[int, ...], words: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {words} = {shape}, got {tuple(tensor.shape)}")

@@ -1,0 +1,108 @@
+"""How this package defines a torch operator, and the dispatch operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import has_dispatch_kernels
+from blazeproto.autograd.policy import Options
+
+library = torch.library.Library("blazeproto", "DEF")  # noqa: TOR901 (it lives as long as the process)
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Add an operator: its schema, its kernel for every device, its fake kernel (shapes and dtypes only)."""
+    name = schema.split("(", 1)[0]
+    library.define(schema)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"blazeproto::{name}", fake, lib=library)
+
+
+def differentiate(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Give operator ``name`` its backward."""
+    torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup_context, lib=library)
+
+
+def refuse_double_backward(name: str) -> None:
+    """Make a derivative of the backward operator ``name`` raise: without a formula torch would only warn, and use 0."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            f"blazeproto::{name} has no derivative: moe_mlp can be differentiated once, and a backward pass reached "
+            "the gradients of a backward pass with create_graph=True"
+        )
+
+    torch.library.register_autograd(f"blazeproto::{name}", backward, lib=library)
+
+
+def present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Backward operators return lists: the gradients that are needed, without the others."""
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def placed(gradients: Sequence[Tensor], needs: Sequence[bool], num_inputs: int) -> tuple[Tensor | None, ...]:
+    """The inverse of :func:`present`: each gradient at its input, None at the others."""
+    remaining = iter(gradients)
+    of_needed = [next(remaining) if need else None for need in needs]
+    return (*of_needed, *[None] * (num_inputs - len(of_needed)))
+
+
+def weight_grad_dtype(weight: Tensor, options: Options) -> torch.dtype:
+    return torch.float32 if options.weight_grads == "float32" else weight.dtype
+
+
+# ---- dispatch ----------------------------------------------------------------------------------------------------
+
+
+def _dispatch(topk_experts: Tensor, num_experts: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """topk_experts (T, K) or (P,), int32 or int64 -> pair_indices (P,), offsets (E+1,), token_index_map (P,), int32.
+
+    A pair whose expert id is outside [0, E) gets no row: -1 in ``token_index_map``. The rows that are left over come
+    last, with -1 in ``pair_indices``.
+    """
+    index_arrays = _dispatch_fake(topk_experts, num_experts, backend)
+    build_dispatch(topk_experts, num_experts, backend, index_arrays)
+    return index_arrays
+
+
+def build_dispatch(
+    topk_experts: Tensor, num_experts: int, backend: str, index_arrays: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Fill ``index_arrays``, as :func:`_dispatch` returns them."""
+    if has_dispatch_kernels(backend, topk_experts.device):
+        from blazeproto.autograd import hopper_products
+
+        hopper_products.build_dispatch(topk_experts, num_experts, index_arrays)
+        return
+    pair_indices, offsets, token_index_map = index_arrays
+    experts = topk_experts.reshape(-1)
+    here = (experts >= 0) & (experts < num_experts)
+    keys = torch.where(here, experts, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
+    counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int32))
+    offsets[0] = 0
+    offsets[1:] = counts[:-1].cumsum(0)
+    order = torch.sort(keys, stable=True).indices  # (P,) the pair in each row; pairs without a row come last
+    pair_indices.copy_(order).masked_fill_(~here[order], -1)
+    token_index_map[order] = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    token_index_map.masked_fill_(~here, -1)
+
+
+def _dispatch_fake(topk_experts: Tensor, num_experts: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    num_pairs = topk_experts.numel()
+    return (
+        topk_experts.new_empty(num_pairs, dtype=torch.int32),
+        topk_experts.new_empty(num_experts + 1, dtype=torch.int32),
+        topk_experts.new_empty(num_pairs, dtype=torch.int32),
+    )
+
+
+define(
+    "dispatch(Tensor topk_experts, int num_experts, str backend) "
+    "-> (Tensor pair_indices, Tensor offsets, Tensor token_index_map)",
+    _dispatch,
+    _dispatch_fake,
+)

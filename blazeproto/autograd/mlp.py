@@ -1,0 +1,167 @@
+"""``moe_mlp``: the expert MLP as a function of tensors, with a backward.
+
+Two autograd nodes. A plain box runs in forward, a double one in backward; what a node saves is listed below it.
+
+    x, W_up ──> [ moe_up ] ── h ──> [ moe_down ] ──> out
+                     └─────── act ──────┘
+    saved:      X, indices           H, S, indices          (save="minimal")
+
+    dX, dW_up <── [[ moe_up_backward ]] <── dH ── [[ moe_down_backward ]] <── dO
+                                             dS, dW_down <──┘
+
+No gradient runs along act: ``moe_down_backward`` makes act again from H, and what it hands back is the gradient of H. So
+act need not be saved; and since H belongs to the second node alone, autograd frees it before the first node's backward
+allocates. Nothing that is saved is ever written over, so a graph may be kept and run backward twice.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd import down, up  # noqa: F401 (they define the operators)
+from blazeproto.autograd.checks import check_arguments
+from blazeproto.autograd.chunked import chunk_length, transient_bytes_per_token
+from blazeproto.autograd.policy import Options, SavePolicy
+
+
+class DispatchLike(Protocol):
+    """``blazeproto.dispatch.Dispatch`` whose arrays are torch tensors."""
+
+    expert_pair_indices: Tensor
+    expert_token_offsets: Tensor
+    token_index_map: Tensor
+    top_k: int | None
+    pair_tokens: Tensor | None
+    token_offsets: Tensor | None
+
+
+def moe_mlp(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor | None = None,
+    *,
+    num_experts: int,
+    activation: str = "swiglu",
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    save: SavePolicy | str = SavePolicy.MINIMAL,
+    backend: str = "auto",
+    combine: str = "gather",
+    workspace_bytes: int | None = None,
+    dispatch: DispatchLike | None = None,
+    pair_tokens: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    weight_grad_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Route each token through its experts: out_t = sum_k S_tk MLP_e(t,k)(x_t). MoEBlaze Algorithm 1.
+
+    Args:
+        x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast, and weights are cast on use.
+        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout); (E, n, d) for an ungated activation.
+        down_proj: (E, d, n).
+        scores: (T, K) router scores, differentiable; (P,) when experts per token vary.
+        topk_experts: (T, K) expert ids, int32 or int64, distinct in a row; (P,) when experts per token vary. An id
+            outside [0, E) means "not here": the pair adds nothing and its gradients are zero. Not needed with
+            ``dispatch``.
+        num_experts: E.
+        activation: "swiglu", "geglu"; without a gate "relu", "silu", "gelu".
+        up_bias, down_bias: (E, 2n) or (E, n), and (E, d).
+        save: what is kept for backward, see :class:`SavePolicy`.
+        backend: "hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.
+        combine: "gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
+            order that varies from run to run. The torch backend treats both as "gather".
+        workspace_bytes: bound on the bytes of transient buffers. The layer then runs in chunks of tokens, with a
+            dispatch each and float32 accumulators for the weight gradients. Needs a fixed K.
+        dispatch: index arrays built before, instead of ``topk_experts``.
+        pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
+            token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).
+        weight_grad_dtype: torch.float32 to get float32 gradients of bf16 weights. Set ``weight.grad_dtype`` to match,
+            or autograd casts them back.
+
+    Returns:
+        (T, d) in the dtype of ``x`` (of autocast, under it).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came, and
+            nothing has been launched. Backend "hopper" where it cannot run says what is missing.
+        RuntimeError: on a double backward.
+    """
+    check_arguments(
+        x,
+        gate_up_proj,
+        down_proj,
+        scores,
+        topk_experts,
+        num_experts=num_experts,
+        activation=activation,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        save=save,
+        backend=backend,
+        combine=combine,
+        workspace_bytes=workspace_bytes,
+        dispatch=dispatch,
+        pair_tokens=pair_tokens,
+        token_offsets=token_offsets,
+        weight_grad_dtype=weight_grad_dtype,
+    )
+    save = SavePolicy(save).value
+    weight_grads = "float32" if weight_grad_dtype == torch.float32 and x.dtype != torch.float64 else "weight"
+    options = Options(activation, save, combine, backend, weight_grads)
+    tensors = (x, gate_up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return _run(*tensors, num_experts, options, workspace_bytes, dispatch)
+    if x.dtype != torch.float64:  # which autocast leaves alone everywhere
+        x = x.to(torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
+        return _run(x, *tensors[1:], num_experts, options, workspace_bytes, dispatch)
+
+
+def _run(
+    x: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    num_experts: int,
+    options: Options,
+    workspace_bytes: int | None,
+    dispatch: DispatchLike | None,
+) -> Tensor:
+    """:func:`moe_mlp` after checks and casts."""
+    ops = torch.ops.blazeproto
+    x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
+    scores = scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+    if workspace_bytes is not None:
+        assert topk_experts is not None
+        bytes_per_token = transient_bytes_per_token(down_proj, topk_experts.shape[1], options, x.dtype.itemsize)
+        chunk_tokens = chunk_length(x.shape[0], bytes_per_token, workspace_bytes)
+        if chunk_tokens < x.shape[0]:
+            if not torch.is_grad_enabled():
+                options = options._replace(save="recompute")  # nothing will ask for H
+            tensors = (x, up_proj, up_bias, down_proj, down_bias, scores)
+            return ops.moe_chunked.default(*tensors, topk_experts, chunk_tokens, options.encode())[0]
+
+    if dispatch is not None:
+        index_arrays = (dispatch.expert_pair_indices, dispatch.expert_token_offsets, dispatch.token_index_map)
+        top_k, pair_tokens, token_offsets = dispatch.top_k, dispatch.pair_tokens, dispatch.token_offsets
+    else:
+        assert topk_experts is not None
+        index_arrays = ops.dispatch.default(topk_experts, num_experts, options.backend)
+        top_k = None if pair_tokens is not None else topk_experts.shape[1]
+    tail = (*index_arrays, top_k or 0, pair_tokens, token_offsets, options.encode())
+
+    h, act = ops.moe_up.default(x, up_proj, up_bias, *tail)
+    to_recompute_from = (x, up_proj, up_bias) if options.save == "recompute" else (None, None, None)
+    return ops.moe_down.default(h, act, scores, down_proj, down_bias, *to_recompute_from, *tail)
