@@ -44,7 +44,7 @@ class Router(nn.Module):
     Args:
         d_model, num_experts, top_k: d, E and K, 1 <= K <= E.
         score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; see `scoring.gathered_scores`.
-        renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3 eq. 13) and for token
+        renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3) and for token
             rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself.
         scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus

@@ -8,7 +8,7 @@ not make twice (``ROUTING_OPS``) are torch operators, so that an activation-chec
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -82,15 +82,39 @@ ROUTING_OPS = (torch.ops.blazeproto.choose_top_k.default, torch.ops.blazeproto.p
 # Scores
 
 
+class _WideLinear(torch.autograd.Function):
+    """x (T, d) @ weight (E, d)^T in fp32 (fp64 if either is), whatever their dtypes, outside autocast.
+
+    Saves x as it came. F.linear on a converted x would save the fp32 copy, 4 * T * d bytes that outlive the forward.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype) if need_x else None
+            d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype) if need_weight else None
+        return d_x, d_weight
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast; returns (T, E).
 
     Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4 ("selective precision"). A token with a NaN
     or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
     """
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
-        logits = torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+    logits: Tensor = _WideLinear.apply(x, weight)
     finite = torch.isfinite(logits).all(dim=1, keepdim=True)
     return torch.where(finite, logits, torch.nan)
 
@@ -105,7 +129,7 @@ def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize:
 
     ``softmax_topk``: softmax over all experts, then the chosen ones (Switch Transformer eq. 1; SonicMoE §2.2).
     ``topk_softmax``: softmax over the chosen logits alone (Shazeer et al. 2017 eq. 3; Mixtral §2.1).
-    ``sigmoid``:      sigmoid of the chosen logits (DeepSeek-V3 §2.1.2, eq. 15). The balancing bias chooses and
+    ``sigmoid``:      sigmoid of the chosen logits (DeepSeek-V3 §2.1.2). The balancing bias chooses and
                       never enters a score.
     ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
     """
@@ -136,7 +160,7 @@ def pair_scores(
 
 
 def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
-    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 eq. 16). (T, E), no gradient."""
+    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient."""
     logits = logits.detach()
     return logits if bias is None else dense_scores(logits, score) + bias
 
@@ -158,7 +182,7 @@ def load_balancing_loss(logits: Tensor, experts: Tensor, *, score: str = "softma
     """E * sum_e f_e P_e: Switch Transformer eq. 4 without its coefficient; 1 when the load is even.
 
     f_e is the fraction of the T*K choices in ``experts`` (T, K) that fell on expert e (eq. 5, for any K), P_e the mean
-    router probability (eq. 6). Sigmoid scores are first divided by their sum (DeepSeek-V3 eq. 18). The gradient flows
+    router probability (eq. 6). Sigmoid scores are first divided by their sum (DeepSeek-V3 §2.1.2). The gradient flows
     through P alone. Returns a scalar; zero for T = 0.
     """
     num_tokens, num_experts = logits.shape

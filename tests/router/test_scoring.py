@@ -59,6 +59,26 @@ def test_one_nan_logit_makes_the_whole_token_nan() -> None:
     assert scoring.router_logits(x, weight).isnan().all()
 
 
+def test_logits_save_the_features_as_they_came() -> None:
+    x = torch.randn(12, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 8, requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = scoring.router_logits(x, weight)
+    assert [t.dtype for t in saved if t.shape == x.shape] == [torch.bfloat16]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # backward keeps out of it too
+        logits.sum().backward()
+    assert x.grad is not None and weight.grad is not None
+    assert x.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad, x.detach().float().sum(dim=0).expand(4, 8))
+    torch.testing.assert_close(x.grad, weight.detach().sum(dim=0).bfloat16().expand(12, 8))
+
+
 def test_scores_by_their_formulas() -> None:
     logits = torch.randn(7, 5, dtype=torch.float64)
     experts = scoring.choose_top_k(logits, 3)
