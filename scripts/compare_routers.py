@@ -1,0 +1,82 @@
+"""Train the CPU preset with every router and write the table of final validation losses.
+
+    python scripts/compare_routers.py                     # the table, from the runs that exist
+    python scripts/compare_routers.py --train             # first make the runs that are missing, one after the other
+    python scripts/compare_routers.py --train top_k hash  # only these
+
+Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from blazeproto.router import ROUTERS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "routers.md"
+BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
+
+
+def metrics_file(runs: Path, name: str) -> Path:
+    return runs / f"router-{name}" / "metrics.jsonl"
+
+
+def read_run(path: Path) -> dict[str, float] | None:
+    """The last validation loss of a run, at which step, and the median speed; None without a validation."""
+    if not path.exists():
+        return None
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    validated = [row for row in rows if row.get("val_loss") is not None]
+    if not validated:
+        return None
+    last = validated[-1]
+    speeds = sorted(row["tokens_per_s"] for row in rows if row.get("tokens_per_s"))
+    return {
+        "val_loss": last["val_loss"],
+        "step": last["step"],
+        "tokens_per_s": speeds[len(speeds) // 2] if speeds else 0.0,
+    }
+
+
+def table(runs: Path, names: list[str]) -> str:
+    lines = ["| router | validation loss, nats/byte | against `top_k` | steps |", "| --- | --- | --- | --- |"]
+    found = {name: run for name in names if (run := read_run(metrics_file(runs, name)))}
+    base = found.get("top_k")
+    for name, run in found.items():
+        difference = f"{run['val_loss'] - base['val_loss']:+.3f}" if base else ""
+        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['step']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="routers to train (all)")
+    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of the runs")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.names) - set(ROUTERS)):
+        parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
+
+    for name in args.names or ROUTERS:
+        if not args.train or read_run(metrics_file(args.runs, name)):
+            continue
+        command = [sys.executable, "scripts/train_lm.py", "--router", name, "--name", f"router-{name}"]
+        print("$", " ".join(command), flush=True)
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            return code
+
+    text = table(args.runs, list(ROUTERS))
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
