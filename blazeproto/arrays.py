@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,15 +47,18 @@ class DeviceArray(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Row-major without gaps; a dimension of one element may have any stride."""
-        expected = 1
-        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length != 1 and stride != expected and self.size:
-                return False
-            expected *= length
-        return True
+        wanted = _row_major_strides(self.shape)
+        if self.strides == wanted or not self.size:
+            return True
+        return all(n == 1 or got == want for n, got, want in zip(self.shape, self.strides, wanted, strict=True))
 
     def __repr__(self) -> str:  # without the owner, whose repr may copy from the device
         return f"DeviceArray({self.dtype}{list(self.shape)} at {self.ptr:#x} on cuda:{self.device})"
+
+
+@lru_cache(maxsize=4096)
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 _TORCH_DTYPES: dict[Any, str] = {}  # torch.bfloat16 → "bfloat16", filled as dtypes are met
@@ -113,6 +117,32 @@ def empty(shape: tuple[int, ...], dtype: str) -> Any:
     if dtype == "bfloat16":
         return BFloat16Array(cupy.empty(shape, "uint16"))
     return cupy.empty(shape, dtype)
+
+
+def expect(name: str, array: Any, dtype: str, shape: tuple[int | None, ...] | None = None) -> DeviceArray:
+    """A checked view: of that dtype and shape (None: any length), contiguous, and 16-byte aligned as the kernels' loads need it.
+
+    TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
+    """
+    a = view(array, name)
+    if a.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {a.dtype}")
+    if shape is not None and a.shape != shape:
+        right_rank = len(a.shape) == len(shape)
+        if not right_rank or any(want not in (None, got) for want, got in zip(shape, a.shape, strict=True)):
+            wanted = ", ".join("any" if want is None else str(want) for want in shape)
+            raise ValueError(f"{name}: expected shape ({wanted}), got {a.shape}")
+    if not a.is_contiguous:
+        raise ValueError(f"{name}: expected a contiguous array, got strides {a.strides} for shape {a.shape}")
+    if a.ptr % 16:
+        raise ValueError(f"{name}: expected a 16-byte aligned pointer, got {a.ptr:#x}")
+    return a
+
+
+def output(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> tuple[Any, DeviceArray]:
+    """The caller's array, or a new one where it gave none; and the checked view of it."""
+    array = empty(shape, dtype) if array is None else array
+    return array, expect(name, array, dtype, shape)
 
 
 class BFloat16Array:

@@ -215,11 +215,10 @@ def _weight_gradient(left: Array, right: Array, rows: Any, dw: Array | None, acc
 # --- Small sums beside the products ----------------------------------------------------------------------------------
 
 
-def reduce_scores_grad(partial: Array, rows: Any, *, d_scores: Array | None = None) -> Array:
+def reduce_scores_grad(partial: Array, token_index_map: Array, d_scores: Array | None = None) -> Array:
     """partial (J, R), one line a column tile of `down_backward_act` → d_scores (P,), 0 for a pair without a row."""
-    d_scores = _unwritten(d_scores, (len(rows.token_index_map),), partial.dtype)
-    summed = partial.reshape(-1, len(rows.pair_indices)).sum(axis=0)
-    d_scores.reshape(-1)[...] = np.where(rows.token_index_map >= 0, summed[rows.token_index_map], 0)
+    d_scores = _unwritten(d_scores, token_index_map.shape, partial.dtype)
+    d_scores.reshape(-1)[...] = np.where(token_index_map >= 0, partial.sum(axis=0)[token_index_map], 0)
     return d_scores
 
 
@@ -231,6 +230,7 @@ def expert_row_sum(
     scores: Array | None = None,
     out: Array | None = None,
     accumulate: bool = False,
+    workspace: Any = None,
 ) -> Array:
     """A bias's gradient, out (E, m): the sum over an expert's rows r of values[r], values (R, m).
 

@@ -1,16 +1,17 @@
-"""Launching the memory-bound kernels of combine.cu and reduce.cu on views and a raw stream. No checks: products.py makes them.
+"""The memory-bound kernels beside the products: `combine`, and the sums behind the gradients of scores and biases.
 
-``rows`` is a `Rows` of views (`blazeproto.arrays.DeviceArray`), ``stream`` a cudaStream_t as an int. Every integer parameter of
-these kernels is 64 bits wide, so a Python int is passed as it is.
+Arrays are bf16 (scores and their gradients fp32) and contiguous, widths multiples of 8; anything `blazeproto.arrays.view` takes.
+``rows`` is a `blazeproto.gemm.Rows`. Outputs are allocated where none is handed in; the stream is the caller's current one unless
+given. Twins: `blazeproto.gemm.reference`. Every integer parameter of the kernels has 64 bits: a Python int passes as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from blazeproto.arrays import DeviceArray
+from blazeproto.arrays import DeviceArray, current_stream, expect, output, view
 from blazeproto.gemm.compile import Kernel
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
@@ -22,21 +23,31 @@ MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 
 
-class _Stream:
+class _Stream(NamedTuple):
     """A raw stream in the form CuPy's launch takes."""
 
-    __slots__ = ("ptr",)
+    ptr: int
 
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+
+def _launch(kernel: Kernel, grid: tuple[int, ...], threads: int, args: tuple[int, ...], stream: int) -> None:
+    kernel.function()(grid, (threads,), args, 0, _Stream(stream))
 
 
 def _pointer(array: DeviceArray | None) -> int:
     return 0 if array is None else array.ptr
 
 
-def _num_tokens(rows: Any) -> int:
-    return rows.token_index_map.size // rows.top_k if rows.top_k else rows.token_offsets.size - 1
+def _columns(name: str, width: int) -> int:
+    if width % CHUNK:
+        raise ValueError(f"{name}: expected a width that is a multiple of {CHUNK}, got {width}")
+    return width
+
+
+def _pair_scores(name: str, scores: Any, num_pairs: int) -> DeviceArray:
+    checked = expect(name, scores, "float32")
+    if checked.size != num_pairs:
+        raise ValueError(f"{name}: expected {num_pairs} elements, one a pair, got shape {checked.shape}")
+    return checked
 
 
 @cache
@@ -83,20 +94,28 @@ def _combine_blocks(kernel: Kernel, device: int) -> int:
     return _num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
 
 
-def combine(y: DeviceArray, rows: Any, scores: DeviceArray | None, out: DeviceArray, stream: int) -> None:
-    """out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order. Floor: (R + T)·d·2 B at the memory's speed."""
-    num_tokens, d = out.shape
-    if num_tokens == 0:
-        return
+def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: int | None = None) -> Any:
+    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order; no scores: plain sum.
+
+    Makes the output from Y with scores, dX from dX̃ without. Floor: (R + T)·d·2 bytes at the memory's speed.
+    """
+    rows = rows.views()
+    y = expect("y", y, "bfloat16", (rows.num_rows, None))
+    num_tokens, d = rows.num_tokens, _columns("y", y.shape[1])
+    out, out_view = output("out", out, "bfloat16", (num_tokens, d))
+    weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
+    if num_tokens == 0 or d == 0:
+        return out
+    stream = current_stream(out_view) if stream is None else stream
     top_k = rows.top_k or 0
-    kernel = combine_kernel(d, top_k, scores is not None)
+    kernel = combine_kernel(d, top_k, weights is not None)
     lanes, vectors = combine_layout(d, top_k)
     columns = -(-d // (CHUNK * lanes * vectors))
     enough = -(-num_tokens * lanes // COMBINE_THREADS)
-    grid = (min(enough, max(1, _combine_blocks(kernel, out.device) // columns)), columns)
-    token_offsets = 0 if top_k else rows.token_offsets.ptr
-    args = (y.ptr, _pointer(scores), rows.token_index_map.ptr, token_offsets, out.ptr, num_tokens, d)
-    kernel.function()(grid, (COMBINE_THREADS,), args, 0, _Stream(stream))
+    grid = (min(enough, max(1, _combine_blocks(kernel, out_view.device) // columns)), columns)
+    indices = (rows.token_index_map.ptr, _pointer(rows.token_offsets))
+    _launch(kernel, grid, COMBINE_THREADS, (y.ptr, _pointer(weights), *indices, out_view.ptr, num_tokens, d), stream)
+    return out
 
 
 # --- reduce.cu -------------------------------------------------------------------------------------------------------
@@ -107,66 +126,89 @@ def reduce_kernel(entry: str, top_k: int) -> Kernel:
     return Kernel("reduce.cu", entry, {"TOP_K": top_k, "THREADS": REDUCE_THREADS})
 
 
-def _reduce(entry: str, rows: Any, grid: tuple[int, ...], args: tuple[int, ...], stream: int) -> None:
-    reduce_kernel(entry, rows.top_k or 0).function()(grid, (REDUCE_THREADS,), args, 0, _Stream(stream))
+def reduce_scores_grad(partial: Any, token_index_map: Any, d_scores: Any = None, *, stream: int | None = None) -> Any:
+    """partial (J, R) fp32 → d_scores (P,) = Σ_j partial[j, row of p], in order; 0 for a pair without a row."""
+    partial = expect("partial", partial, "float32", (None, None))
+    index_map = expect("token_index_map", token_index_map, "int32")
+    num_pairs = index_map.size
+    d_scores = output("d_scores", None, "float32", (num_pairs,))[0] if d_scores is None else d_scores
+    d_scores_view = _pair_scores("d_scores", d_scores, num_pairs)
+    if num_pairs:
+        args = (partial.ptr, index_map.ptr, d_scores_view.ptr, *partial.shape, num_pairs)
+        stream = current_stream(d_scores_view) if stream is None else stream
+        kernel = reduce_kernel("reduce_scores_grad", 0)
+        _launch(kernel, (-(-num_pairs // REDUCE_THREADS),), REDUCE_THREADS, args, stream)
+    return d_scores
 
 
-def reduce_scores_grad(partial: DeviceArray, rows: Any, d_scores: DeviceArray, stream: int) -> None:
-    """d_scores (P,) = Σ_j partial[j, row of p], 0 for a pair without a row. partial (J, R) fp32."""
-    num_rows, num_pairs = rows.pair_indices.size, rows.token_index_map.size
-    if num_pairs == 0:
-        return
-    lines = partial.size // num_rows if num_rows else 0
-    args = (partial.ptr, rows.token_index_map.ptr, d_scores.ptr, lines, num_rows, num_pairs)
-    _reduce("reduce_scores_grad", rows, (-(-num_pairs // REDUCE_THREADS),), args, stream)
-
-
-def bias_score_grad(d_out: DeviceArray, bias: DeviceArray, rows: Any, d_scores: DeviceArray, stream: int) -> None:
-    """d_scores[p] += ⟨d_out[token of p], bias[expert of p]⟩. d_out (T, d), bias (E, d) bf16."""
-    num_tokens, d = d_out.shape
-    if num_tokens == 0:
-        return
-    token_offsets = 0 if rows.top_k else rows.token_offsets.ptr
-    indices = (rows.token_index_map.ptr, rows.offsets.ptr, token_offsets)
-    args = (d_out.ptr, bias.ptr, *indices, d_scores.ptr, num_tokens, rows.offsets.size - 1, d)
-    _reduce("bias_score_grad", rows, (-(-num_tokens // (REDUCE_THREADS // 32)),), args, stream)
+def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, stream: int | None = None) -> Any:
+    """Adds a down bias's share to d_scores (P,), in place: ⟨d_out[token], down_bias[expert]⟩. d_out (T, d), down_bias (E, d)."""
+    rows = rows.views()
+    num_tokens, num_experts = rows.num_tokens, rows.num_experts
+    d_out = expect("d_out", d_out, "bfloat16", (num_tokens, None))
+    d = _columns("d_out", d_out.shape[1])
+    bias = expect("down_bias", down_bias, "bfloat16", (num_experts, d))
+    d_scores_view = _pair_scores("d_scores", d_scores, rows.token_index_map.size)
+    if num_tokens and num_experts:
+        indices = (rows.token_index_map.ptr, rows.offsets.ptr, _pointer(rows.token_offsets))
+        args = (d_out.ptr, bias.ptr, *indices, d_scores_view.ptr, num_tokens, num_experts, d)
+        stream = current_stream(d_scores_view) if stream is None else stream
+        kernel = reduce_kernel("bias_score_grad", rows.top_k or 0)
+        _launch(kernel, (-(-num_tokens // (REDUCE_THREADS // 32)),), REDUCE_THREADS, args, stream)
+    return d_scores
 
 
 def row_shares(num_rows: int) -> tuple[int, int]:
-    """(shares, rows in each) that `expert_row_sum` deals the rows into. By the shape alone, so that sums don't depend on the GPU."""
+    """(shares, rows in each) that `expert_row_sum` deals out. By the shape alone, so that sums don't depend on the GPU."""
     rows_per_share = max(64, -(-num_rows // MAX_SHARES))
     return -(-num_rows // rows_per_share), rows_per_share
 
 
-def row_sum_slots(num_rows: int, num_experts: int) -> int:
-    """Lines of the fp32 workspace (slots, m) that `expert_row_sum` needs."""
-    return row_shares(num_rows)[0] + num_experts
-
-
 def expert_row_sum(
-    values: DeviceArray,
+    values: Any,
     rows: Any,
-    out: DeviceArray,
-    slots: DeviceArray,
-    stream: int,
     *,
     gather: bool = False,
-    scores: DeviceArray | None = None,
+    scores: Any = None,
+    out: Any = None,
     accumulate: bool = False,
-) -> None:
-    """out (E, m) bf16 or fp32 = Σ over an expert's rows r of values[r]; ``gather``: of scores[pair of r] · values[token of r].
+    workspace: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """A bias's gradient: out (E, m), bf16 or fp32 = Σ over an expert's rows r of values[r], values (R, m).
 
-    slots: fp32 workspace, (`row_sum_slots`, m).
+    gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].  accumulate: added to ``out``.
+    workspace: fp32, (`row_sum_slots(R, E)`, m).
     """
-    num_experts, m = out.shape
-    shares, rows_per_share = row_shares(rows.pair_indices.size)
+    rows = rows.views()
+    values = expect("values", values, "bfloat16", (rows.num_tokens if gather else rows.num_rows, None))
+    num_experts, m = rows.num_experts, _columns("values", values.shape[1])
+    if out is None and accumulate:
+        raise ValueError("out: expected an array to accumulate into, got None")
+    f32 = out is not None and view(out, "out").dtype == "float32"
+    out, out_view = output("out", out, "float32" if f32 else "bfloat16", (num_experts, m))
+    weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
+    shares, rows_per_share = row_shares(rows.num_rows)
+    workspace, slots = output("workspace", workspace, "float32", (row_sum_slots(rows.num_rows, num_experts), m))
+    if num_experts == 0 or m == 0:
+        return out
+    stream = current_stream(out_view) if stream is None else stream
     if shares:
-        indices = (rows.pair_indices.ptr, rows.offsets.ptr, _pointer(rows.pair_tokens), _pointer(scores))
+        indices = (rows.pair_indices.ptr, rows.offsets.ptr, _pointer(rows.pair_tokens), _pointer(weights))
         args = (values.ptr, *indices, slots.ptr, num_experts, m, rows_per_share, int(gather))
-        _reduce("expert_row_sum", rows, (-(-m // (32 * CHUNK)), shares), args, stream)
-    outs = (0, out.ptr) if out.dtype == "float32" else (out.ptr, 0)
+        kernel = reduce_kernel("expert_row_sum", rows.top_k or 0)
+        _launch(kernel, (-(-m // (32 * CHUNK)), shares), REDUCE_THREADS, args, stream)
+    outs = (0, out_view.ptr) if f32 else (out_view.ptr, 0)
     args = (slots.ptr, rows.offsets.ptr, *outs, m, rows_per_share, int(accumulate))
-    _reduce("expert_row_sum_finish", rows, (-(-m // REDUCE_THREADS), num_experts), args, stream)
+    _launch(
+        reduce_kernel("expert_row_sum_finish", 0), (-(-m // REDUCE_THREADS), num_experts), REDUCE_THREADS, args, stream
+    )
+    return out
+
+
+def row_sum_slots(num_rows: int, num_experts: int) -> int:
+    """Lines of `expert_row_sum`'s workspace: one for every (share, expert) that can meet."""
+    return row_shares(num_rows)[0] + num_experts
 
 
 def all_kernels() -> Iterator[Kernel]:
