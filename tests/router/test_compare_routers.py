@@ -1,0 +1,41 @@
+"""The table of docs/routers.md, from runs written by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_routers", ROOT / "scripts" / "compare_routers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_run(runs: Path, name: str, rows: list[dict[str, float]]) -> None:
+    folder = runs / f"router-{name}"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_table_takes_the_last_validation_and_leaves_out_what_has_none(tmp_path: Path) -> None:
+    script = load_script()
+    write_run(
+        tmp_path, "top_k", [{"step": 0, "val_loss": 5.5}, {"step": 10, "val_loss": 2.0}, {"step": 11, "loss": 1.9}]
+    )
+    write_run(tmp_path, "hash", [{"step": 10, "val_loss": 2.125}])
+    write_run(tmp_path, "capacity", [{"step": 1, "loss": 5.0}])
+    lines = script.table(tmp_path, ["top_k", "capacity", "hash", "aux_free"]).splitlines()
+    assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 10 |", "| `hash` | 2.125 | +0.125 | 10 |"]
+
+
+def test_the_page_has_a_place_for_the_table() -> None:
+    script = load_script()
+    page = script.PAGE.read_text()
+    assert page.count(script.BEGIN) == 1 and page.count(script.END) == 1
