@@ -199,10 +199,9 @@ def expert_row_sum(
         kernel = reduce_kernel("expert_row_sum", rows.top_k or 0)
         _launch(kernel, (-(-m // (32 * CHUNK)), shares), REDUCE_THREADS, args, stream)
     outs = (0, out_view.ptr) if f32 else (out_view.ptr, 0)
-    args = (slots.ptr, rows.offsets.ptr, *outs, m, rows_per_share, int(accumulate))
-    _launch(
-        reduce_kernel("expert_row_sum_finish", 0), (-(-m // REDUCE_THREADS), num_experts), REDUCE_THREADS, args, stream
-    )
+    finish_args = (slots.ptr, rows.offsets.ptr, *outs, m, rows_per_share, int(accumulate))
+    kernel = reduce_kernel("expert_row_sum_finish", 0)
+    _launch(kernel, (-(-m // REDUCE_THREADS), num_experts), REDUCE_THREADS, finish_args, stream)
     return out
 
 
