@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 CHOOSING_OPERATORS = {"aten::topk", "aten::sort", "aten::argsort", "aten::bernoulli", "aten::multinomial"}
 """torch operators a router chooses with; beside them, every operator of CHOOSING_NAMESPACE named dispatch or topk."""
 CHOOSING_NAMESPACE = "blazeproto"
-CHOOSING_WORDS = ("dispatch", "topk", "route", "choose")
+CHOOSING_WORDS = ("dispatch", "topk", "route", "choose", "pairs")
 
 
 def checkpoint_policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,8 @@
 """The products of the expert MLP on a Hopper GPU: ``blazeproto.gemm`` with outputs and workspaces allocated by torch.
 
 Same names and signatures as ``torch_products``, whose docstrings give the shapes. Nothing here outlives the call: no
-pointer, no view, so weights may move between forward and backward.
+pointer, no view, so weights may move between forward and backward. An array that is not contiguous or not 16-byte
+aligned is copied.
 """
 
 from __future__ import annotations
@@ -11,8 +12,26 @@ from torch import Tensor
 
 from blazeproto import gemm
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
+from blazeproto.gemm import rowops
+from blazeproto.reference import is_gated
 
-ALIGNMENT = 16  # bytes; what comes misaligned is copied
+ALIGNMENT = 16  # bytes
+
+
+def build_dispatch(
+    topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """topk_experts (T, K) or (P,) -> fills pair_indices (P,), offsets (E+1,), token_index_map (P,)."""
+    from blazeproto import dispatch
+
+    pair_indices, offsets, token_index_map = index_arrays
+    pairs_by_token = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]
+    out = {
+        "expert_pair_indices": pair_indices,
+        "expert_token_offsets": offsets,
+        "token_index_map": token_index_map,
+    }
+    dispatch.build_dispatch(pairs_by_token.contiguous(), num_experts, out=out)
 
 
 def up_forward(
@@ -20,8 +39,9 @@ def up_forward(
 ) -> tuple[Tensor, Tensor]:
     num_rows, up_width = rows.pair_indices.shape[0], up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h_out is None else h_out
-    act = x.new_empty(num_rows, up_width // gemm_gates(activation))
-    gemm.up_forward(_ready(x), _ready(up_proj), rows, activation=activation, bias=bias, h=h, act=act)
+    act = x.new_empty(num_rows, up_width // (1 + is_gated(activation)))
+    bias = None if bias is None else _ready(bias.to(x.dtype))
+    gemm.up_forward(_ready(x), _ready(up_proj), _views(rows), activation=activation, bias=bias, h=h, act=act)
     return h, act
 
 
@@ -43,15 +63,16 @@ def down_forward(
     out: Tensor | None = None,
 ) -> Tensor:
     d_model = down_proj.shape[1]
-    down_proj = _ready(down_proj)
+    views, down_proj, scores = _views(rows), _ready(down_proj), _ready(scores)
+    bias = None if bias is None else _ready(bias.to(act.dtype))
     if combine == "fused":
         sums = torch.zeros(num_tokens, d_model, dtype=torch.float32, device=act.device)
-        gemm.down_forward_fused(act, down_proj, scores, rows, bias=bias, out_f32=sums)
+        gemm.down_forward_fused(act, down_proj, scores, views, bias=bias, out_f32=sums)
         return sums.to(act.dtype) if out is None else out.copy_(sums)
     y = act.new_empty(act.shape[0], d_model)
-    gemm.down_forward(act, down_proj, rows, bias=bias, y=y)
+    gemm.down_forward(act, down_proj, views, bias=bias, y=y)
     out = act.new_empty(num_tokens, d_model) if out is None else out
-    gemm.combine(y, rows, scores=scores, out=out)
+    gemm.combine(y, views, scores=scores, out=out)
     return out
 
 
@@ -70,22 +91,34 @@ def down_backward(
     d_bias: Tensor | None = None,
 ) -> DownGradients:
     needs_h, needs_scores, needs_weight, needs_bias = needs
-    d_out, down_proj = _ready(d_out), _ready(down_proj)
+    views, d_out, down_proj, scores = _views(rows), _ready(d_out), _ready(down_proj), _ready(scores)
     dh = d_scores = None
-    if needs_h or needs_scores or needs_weight:  # one kernel makes all three, act in its registers
+    if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
+        num_rows, d_expert = h.shape[0], down_proj.shape[2]
         dh = torch.empty_like(h)
-        a_scaled = h.new_empty(h.shape[0], h.shape[1] // gemm_gates(activation))
+        a_scaled = h.new_empty(num_rows, d_expert)
         d_scores = torch.empty_like(scores)
         gemm.down_backward_act(
-            d_out, down_proj, h, scores, rows, activation=activation, dh=dh, a_scaled=a_scaled, d_scores=d_scores
+            d_out,
+            down_proj,
+            h,
+            scores,
+            views,
+            activation=activation,
+            dh=dh,
+            a_scaled=a_scaled,
+            d_scores=d_scores.view(-1),
+            workspace=scores.new_empty(gemm.score_partials(d_expert), num_rows),
         )
         if bias is not None and needs_scores:
-            gemm.bias_score_grad(d_out, bias, rows, d_scores=d_scores)
+            bias = _ready(bias.to(d_out.dtype))
+            gemm.bias_score_grad(d_out, bias, views, d_scores=d_scores)
         if needs_weight:
-            d_weight = _weight_grad(gemm.down_backward_weight, d_out, a_scaled, rows, down_proj, weight_dtype, d_weight)
+            accumulate = d_weight is not None
+            d_weight = torch.empty_like(down_proj, dtype=weight_dtype) if d_weight is None else d_weight
+            gemm.down_backward_weight(d_out, a_scaled, views, dw=d_weight, accumulate=accumulate)
     if needs_bias:
-        made = gemm.expert_row_sum(d_out, rows, scores=scores, out=_bias_grad_like(down_proj))
-        d_bias = made if d_bias is None else d_bias.add_(made)
+        d_bias = _expert_sum(d_out, down_proj, views, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
 
 
@@ -101,23 +134,43 @@ def up_backward(
     d_bias: Tensor | None = None,
 ) -> UpGradients:
     needs_x, needs_weight, needs_bias = needs
-    dh, x, up_proj = _ready(dh), _ready(x), _ready(up_proj)
+    views, dh, x, up_proj = _views(rows), _ready(dh), _ready(x), _ready(up_proj)
     if needs_x:
         dx_rows = x.new_empty(dh.shape[0], x.shape[1])
-        gemm.up_backward_act(dh, up_proj, rows, dx_rows=dx_rows)
+        gemm.up_backward_act(dh, up_proj, views, dx_rows=dx_rows)
         dx = torch.empty_like(x) if dx is None else dx
-        gemm.combine(dx_rows, rows, out=dx)
+        gemm.combine(dx_rows, views, out=dx)
         del dx_rows  # before the weight gradient is allocated
     if needs_weight:
-        d_weight = _weight_grad(gemm.up_backward_weight, dh, x, rows, up_proj, weight_dtype, d_weight)
+        accumulate = d_weight is not None
+        d_weight = torch.empty_like(up_proj, dtype=weight_dtype) if d_weight is None else d_weight
+        gemm.up_backward_weight(dh, x, views, dw=d_weight, accumulate=accumulate)
     if needs_bias:
-        made = gemm.expert_row_sum(dh, rows, out=_bias_grad_like(up_proj))
-        d_bias = made if d_bias is None else d_bias.add_(made)
+        d_bias = _expert_sum(dh, up_proj, views, d_bias)
     return dx, d_weight, d_bias
 
 
-def gemm_gates(activation: str) -> int:
-    """G: how many widths n the up projection has."""
-    from blazeproto.reference import is_gated
+def _expert_sum(
+    values: Tensor, weight: Tensor, views: gemm.Rows, accumulator: Tensor | None, scores: Tensor | None = None
+) -> Tensor:
+    """A bias gradient: (E, m) sums over each expert's rows, of S dO gathered (``scores`` given) or of rows as they are."""
+    num_experts, width = weight.shape[:2]
+    accumulate = accumulator is not None
+    out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
+    slots = values.new_empty(rowops.row_sum_slots(views.num_rows, num_experts), width, dtype=torch.float32)
+    gemm.expert_row_sum(
+        values, views, gather=scores is not None, scores=scores, out=out, accumulate=accumulate, workspace=slots
+    )
+    return out
 
-    return 2 if is_gated(activation) else 1
+
+def _views(rows: Rows) -> gemm.Rows:
+    """The index arrays as pointers, once for all the kernels of an operator; chunks of them may need an aligned copy."""
+    index_arrays = [t if t is None or isinstance(t, int) else _ready(t) for t in rows]
+    return gemm.Rows(*index_arrays).views()
+
+
+def _ready(t: Tensor) -> Tensor:
+    """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
+    t = t.contiguous()
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()

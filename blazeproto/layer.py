@@ -1,0 +1,230 @@
+"""The Mixture-of-Experts layer as an nn.Module: a router, the experts, and a shared expert if wanted.
+
+    layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)
+    out, stats = layer(x)                       # x (..., d_model)
+    loss = criterion(out) + stats.aux_loss
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
+from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
+from blazeproto.autograd.checks import COMBINES
+from blazeproto.reference import ACTIVATIONS, activate, is_gated
+from blazeproto.router import Router, make_router
+
+
+class MoEStats(NamedTuple):
+    """What the router did in one forward pass."""
+
+    load: Tensor  # (E,) int32: pairs of each expert
+    aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
+
+    @property
+    def aux_loss(self) -> Tensor | float:
+        """The auxiliary losses' sum, to add to the loss; 0.0 where the router has none."""
+        return sum(self.aux_losses.values()) if self.aux_losses else 0.0
+
+
+class MoE(nn.Module):
+    """out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
+
+    Args:
+        d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K <= E.
+        activation: "swiglu", "geglu"; without a gate "relu", "silu", "gelu".
+        router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
+            with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
+        bias: whether the experts' projections have biases.
+        d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
+        save, backend, combine, workspace_bytes, weight_grad_dtype: see :func:`blazeproto.autograd.moe_mlp`.
+            A ``weight_grad_dtype`` of torch.float32 makes ``.grad`` of the experts' weights float32.
+        device, dtype: of the parameters.
+
+    Parameters, in Hugging Face's layout, so that a checkpoint loads as it is:
+        gate_up_proj (E, 2n, d), gate rows then up rows; without a gate up_proj (E, n, d)
+        down_proj (E, d, n)
+        gate_up_proj_bias (E, 2n) or up_proj_bias (E, n), down_proj_bias (E, d)
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_expert: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        router: str | nn.Module = "top_k",
+        bias: bool = False,
+        d_shared: int = 0,
+        save: SavePolicy | str = SavePolicy.MINIMAL,
+        backend: str = "auto",
+        combine: str = "gather",
+        workspace_bytes: int | None = None,
+        weight_grad_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **router_options: Any,
+    ) -> None:
+        super().__init__()
+        _check_sizes(d_model=d_model, d_expert=d_expert, num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
+        for name, value, choices in (
+            ("activation", activation, ACTIVATIONS),
+            ("save", save, [policy.value for policy in SavePolicy]),
+            ("backend", backend, BACKENDS),
+            ("combine", combine, COMBINES),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+        self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
+        self.activation, self.backend, self.combine = activation, backend, combine
+        self.save = SavePolicy(save)
+        self.workspace_bytes, self.weight_grad_dtype = workspace_bytes, weight_grad_dtype
+
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        if isinstance(router, str):
+            router = make_router(router, d_model, num_experts, top_k, **where, **router_options)
+        elif router_options:
+            raise TypeError(f"router: a module brings its own options, got {sorted(router_options)} too")
+        elif (routed := getattr(router, "num_experts", num_experts)) != num_experts:
+            raise ValueError(f"router: expected one for num_experts={num_experts}, got one for {routed}")
+        self.router = router
+
+        up_width = 2 * d_expert if is_gated(activation) else d_expert
+        self.up_name = "gate_up_proj" if is_gated(activation) else "up_proj"
+        self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, d_model, d_expert, **where))
+        up_bias = nn.Parameter(torch.empty(num_experts, up_width, **where)) if bias else None
+        self.register_parameter(f"{self.up_name}_bias", up_bias)
+        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
+        self.shared_expert = SharedExpert(d_model, d_shared, activation, **where) if d_shared else None
+
+        if backend == "hopper" and self.down_proj.device.type != "meta":
+            missing = missing_for_hopper(self.down_proj.device, torch.bfloat16, d_model, d_expert)
+            if missing is not None:
+                raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+        if weight_grad_dtype is not None:
+            for weight in (self.up_proj_weight, self.down_proj):
+                weight.grad_dtype = weight_grad_dtype
+        self.reset_parameters()
+
+    @property
+    def up_proj_weight(self) -> nn.Parameter:
+        """``gate_up_proj``, or ``up_proj`` of an ungated layer."""
+        return getattr(self, self.up_name)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each expert as nn.Linear starts: uniform within 1 / sqrt(fan in), biases too. The router is left as it is."""
+        up, down = self.up_proj_weight, self.down_proj
+        for parameter, fan_in in (
+            (up, self.d_model),
+            (getattr(self, f"{self.up_name}_bias"), self.d_model),
+            (down, self.d_expert),
+            (self.down_proj_bias, self.d_expert),
+        ):
+            if parameter is not None:
+                parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, MoEStats]:
+        """x (..., d) -> out (..., d) and what the router did. ``token_ids`` (...) are for hash routing alone."""
+        if x.dim() == 0 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
+        tokens = x.reshape(-1, self.d_model)
+        routing = self.router(tokens) if token_ids is None else self.router(tokens, token_ids)
+        out = moe_mlp(
+            tokens,
+            self.up_proj_weight,
+            self.down_proj,
+            routing.scores,
+            routing.experts,
+            num_experts=self.num_experts,
+            activation=self.activation,
+            up_bias=getattr(self, f"{self.up_name}_bias"),
+            down_bias=self.down_proj_bias,
+            save=self.save,
+            backend=self.backend,
+            combine=self.combine,
+            workspace_bytes=self.workspace_bytes,
+            pair_tokens=routing.pair_tokens,
+            token_offsets=routing.token_offsets,
+            weight_grad_dtype=self.weight_grad_dtype,
+        )
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(tokens)
+        return out.reshape(x.shape), MoEStats(routing.load, routing.aux_losses)
+
+    def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
+        """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""
+        return saved_bytes(
+            self.save,
+            num_tokens=num_tokens,
+            d_model=self.d_model,
+            d_expert=self.d_expert,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            activation=self.activation,
+            itemsize=self.down_proj.element_size() if itemsize is None else itemsize,
+        )
+
+    def extra_repr(self) -> str:
+        biases = ", bias=True" if self.down_proj_bias is not None else ""
+        return (
+            f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"activation={self.activation}{biases}, save={self.save.value}, backend={self.backend}"
+        )
+
+
+class SharedExpert(nn.Module):
+    """The MLP that every token goes through, beside its routed experts (DeepSeekMoE §3.2).
+
+    gate_up_proj (2 m, d), or up_proj (m, d) without a gate; down_proj (d, m).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        activation: str = "swiglu",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(d_model=d_model, d_shared=d_hidden)
+        self.activation = activation
+        self.up_name = "gate_up_proj" if is_gated(activation) else "up_proj"
+        up_width = d_hidden * (1 + is_gated(activation))
+        weights = {self.up_name: (up_width, d_model), "down_proj": (d_model, d_hidden)}
+        for name, shape in weights.items():
+            weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            nn.init.uniform_(weight, -(shape[1] ** -0.5), shape[1] ** -0.5)
+            self.register_parameter(name, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, d) -> (T, d)."""
+        return F.linear(activate(F.linear(x, getattr(self, self.up_name)), self.activation), self.down_proj)
+
+    def extra_repr(self) -> str:
+        d_model, d_hidden = self.down_proj.shape
+        return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
