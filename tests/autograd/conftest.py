@@ -1,0 +1,129 @@
+"""One way to make the inputs of ``moe_mlp`` for every test in this folder, and to run it with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto.autograd import moe_mlp
+from blazeproto.reference import is_gated
+from blazeproto.reference import moe_mlp as reference_mlp
+
+
+@dataclass
+class Case:
+    """Inputs of one expert MLP. ``parameters`` are what gradients are taken of, None for biases that are not there."""
+
+    x: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    scores: Tensor
+    topk_experts: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    options: dict[str, Any]  # num_experts, activation
+    varying: dict[str, Tensor]  # pair_tokens, token_offsets where experts per token vary
+    d_out: Tensor
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        named = (self.x, self.gate_up_proj, self.down_proj, self.scores, self.up_bias, self.down_bias)
+        return [t for t in named if t is not None]
+
+    def forward(self, **options: Any) -> Tensor:
+        return moe_mlp(
+            self.x,
+            self.gate_up_proj,
+            self.down_proj,
+            self.scores,
+            self.topk_experts,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
+            **{**self.options, **self.varying, **options},
+        )
+
+    def run(self, **options: Any) -> list[Tensor]:
+        """The output and the gradient of every parameter."""
+        out = self.forward(**options)
+        return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out)]
+
+    def reference(self) -> list[Tensor]:
+        """The same by the oracle, in float64."""
+        pair_tokens = self.varying.get("pair_tokens")
+        out = reference_mlp(
+            self.x,
+            self.gate_up_proj,
+            self.down_proj,
+            self.scores,
+            self.topk_experts,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
+            pair_tokens=pair_tokens,
+            **self.options,
+        )
+        return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out.double())]
+
+
+def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple[int, ...]) -> Tensor:
+    """(T, K) distinct ids in each row, none of them in ``idle``."""
+    busy = torch.tensor([e for e in range(num_experts) if e not in idle])
+    ranks = torch.rand(num_tokens, len(busy)).argsort(dim=1)[:, :top_k]
+    return busy[ranks]
+
+
+def _make_case(
+    num_tokens: int = 37,
+    d_model: int = 16,
+    d_expert: int = 24,
+    num_experts: int = 5,
+    top_k: int = 3,
+    *,
+    activation: str = "swiglu",
+    bias: bool = False,
+    sentinels: bool = False,
+    varying: bool = False,
+    idle: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> Case:
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        return (torch.randn(*shape) * fan_in**-0.5).to(device, dtype).requires_grad_()
+
+    up_width = d_expert * (1 + is_gated(activation))
+    experts = _distinct_experts(num_tokens, num_experts, top_k, idle)
+    if sentinels and num_tokens:
+        experts[torch.rand(experts.shape) < 0.2] = num_experts + 3
+        experts[0] = -1  # a token without any expert
+    extra: dict[str, Tensor] = {}
+    if varying:
+        kept = torch.rand(experts.shape) < 0.6
+        pair_tokens = kept.nonzero()[:, 0]
+        offsets = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+        unused = 4  # places without a pair
+        experts = torch.nn.functional.pad(experts[kept], (0, unused), value=-1)
+        pair_tokens = torch.nn.functional.pad(pair_tokens, (0, unused))
+        extra = {"pair_tokens": pair_tokens.int().to(device), "token_offsets": offsets.int().to(device)}
+    score_dtype = torch.promote_types(dtype, torch.float32)
+    return Case(
+        x=normal(num_tokens, d_model),
+        gate_up_proj=normal(num_experts, up_width, d_model, fan_in=d_model),
+        down_proj=normal(num_experts, d_model, d_expert, fan_in=d_expert),
+        scores=torch.rand(experts.shape).to(device, score_dtype).requires_grad_(),
+        topk_experts=experts.to(device, torch.int32),
+        up_bias=normal(num_experts, up_width) if bias else None,
+        down_bias=normal(num_experts, d_model) if bias else None,
+        options={"num_experts": num_experts, "activation": activation},
+        varying=extra,
+        d_out=torch.randn(num_tokens, d_model).to(device, dtype),
+    )
+
+
+@pytest.fixture
+def make_case() -> Callable[..., Case]:
+    """``make_case(num_tokens, d_model, d_expert, num_experts, top_k, activation=…, bias=…, …)`` -> Case."""
+    return _make_case

@@ -1,0 +1,214 @@
+"""What the two autograd nodes save, when they let go of it, and how they treat unusual gradients."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import pytest
+import torch
+
+from blazeproto.autograd import SavePolicy, saved_bytes, torch_products
+
+POLICIES = [policy.value for policy in SavePolicy]
+
+
+def bytes_saved_by(forward, weights):
+    """Bytes of the distinct storages that a forward pass saves, beside the weights."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    for weight in weights:
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    assert out.requires_grad
+    return sum(num_bytes for num_bytes, _ in kept.values())
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saved_bytes(make_case, save, activation, workspace_bytes, dtype):
+    num_tokens, d, n, num_experts, top_k = 96, 32, 48, 6, 3
+    case = make_case(num_tokens, d, n, num_experts, top_k, activation=activation, dtype=dtype)
+    saved = bytes_saved_by(
+        lambda: case.forward(save=save, workspace_bytes=workspace_bytes), (case.gate_up_proj, case.down_proj)
+    )
+
+    gates, itemsize = (2, dtype.itemsize) if activation == "swiglu" else (1, dtype.itemsize)
+    per_token = {
+        "minimal": d + gates * n * top_k,
+        "paper": d + (gates + 1) * n * top_k,
+        "recompute": d,
+    }[save] * itemsize + 12 * top_k
+    offsets = 4 * (num_experts + 1)
+    rest = saved - num_tokens * per_token
+    if workspace_bytes is None:
+        assert rest == offsets
+    else:
+        assert rest % offsets == 0 and rest > offsets  # a dispatch for each chunk
+
+    sizes = {"num_tokens": num_tokens, "d_model": d, "d_expert": n, "num_experts": num_experts, "top_k": top_k}
+    formula = saved_bytes(save, **sizes, activation=activation, itemsize=itemsize, num_chunks=rest // offsets)
+    assert saved == formula
+
+
+def test_h_is_freed_before_the_up_backward(make_case, monkeypatch):
+    case = make_case(96, 16, 24, 5, 2, dtype=torch.float32)
+    references = []
+
+    class Kept:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    def pack(tensor):
+        kept = Kept(tensor)
+        if tensor.shape == (192, 48):  # H
+            references.append(weakref.ref(kept))
+        return kept
+
+    alive_then = []
+    real = torch_products.up_backward
+
+    def up_backward(*args, **kwargs):
+        alive_then.extend(reference() is not None for reference in references)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch_products, "up_backward", up_backward)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        out = case.forward()
+    out.backward(case.d_out)
+    assert alive_then == [False]
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_nothing_saved_is_written_over(make_case, save):
+    case = make_case(bias=True, sentinels=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append((tensor, tensor.clone()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = case.forward(save=save)
+    first = torch.autograd.grad(out, case.parameters, case.d_out, retain_graph=True)
+    second = torch.autograd.grad(out, case.parameters, case.d_out)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(tensor, copy) for tensor, copy in saved)
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_double_backward_is_refused(make_case, workspace_bytes):
+    case = make_case()
+    out = case.forward(workspace_bytes=workspace_bytes)
+    (dx,) = torch.autograd.grad(out.square().sum(), case.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_gradient_of_stride_zero(make_case, save, workspace_bytes):
+    """``out.sum().backward()`` hands over a gradient that is one element, expanded."""
+    case = make_case()
+    out = case.forward(save=save, workspace_bytes=workspace_bytes)
+    expanded = torch.autograd.grad(out.sum(), case.parameters)
+    case.d_out = torch.ones_like(case.d_out)
+    for a, b in zip(expanded, case.run(save=save, workspace_bytes=workspace_bytes)[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("save", POLICIES)
+def test_any_subset_of_gradients(make_case, save, workspace_bytes):
+    """What requires no gradient gets none, and the others do not change."""
+    case = make_case(bias=True)
+    options = {"save": save, "workspace_bytes": workspace_bytes}
+    _, *everything = case.run(**options)
+    for wanted in itertools.product([False, True], repeat=6):
+        if not any(wanted):
+            continue
+        for parameter, want in zip(case.parameters, wanted, strict=True):
+            parameter.requires_grad_(want)
+        parameters = [p for p, want in zip(case.parameters, wanted, strict=True) if want]
+        gradients = torch.autograd.grad(case.forward(**options), parameters, case.d_out)
+        expected = [g for g, want in zip(everything, wanted, strict=True) if want]
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(gradients, expected, strict=True))
+        for parameter in case.parameters:
+            assert parameter.grad is None
+
+
+def test_no_graph_where_no_gradient_is_wanted(make_case):
+    case = make_case()
+    with torch.no_grad():
+        assert case.forward().grad_fn is None
+    for parameter in case.parameters:
+        parameter.requires_grad_(False)
+    assert case.forward().grad_fn is None
+
+
+def test_gradients_accumulate(make_case):
+    case = make_case(40)
+    half = make_case(40)
+    half.gate_up_proj, half.down_proj = case.gate_up_proj, case.down_proj
+    expected = [a + b for a, b in zip(case.run()[2:4], half.run()[2:4], strict=True)]
+    for micro_batch in (case, half):
+        micro_batch.forward().backward(micro_batch.d_out)
+    assert torch.equal(case.gate_up_proj.grad, expected[0])
+    assert torch.equal(case.down_proj.grad, expected[1])
+
+
+def test_float32_weight_gradients_of_bfloat16_weights(make_case):
+    case = make_case(96, 32, 48, 6, 3, dtype=torch.bfloat16)
+    for weight in (case.gate_up_proj, case.down_proj):
+        weight.grad_dtype = torch.float32
+    for workspace_bytes in (None, 40_000):
+        case.gate_up_proj.grad = case.down_proj.grad = None
+        for _ in range(2):
+            out = case.forward(weight_grad_dtype=torch.float32, workspace_bytes=workspace_bytes)
+            out.backward(case.d_out)
+        for weight, expected in zip((case.gate_up_proj, case.down_proj), case.reference()[2:4], strict=True):
+            assert weight.grad.dtype == torch.float32
+            assert (weight.grad / 2 - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_autocast(make_case):
+    """float32 parameters, computed in bfloat16; gradients come in the parameters' dtype."""
+    case = make_case(96, 32, 48, 6, 3, dtype=torch.float32, bias=True)
+    expected = case.reference()
+    case.d_out = case.d_out.bfloat16()
+    for workspace_bytes in (None, 40_000):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = case.forward(workspace_bytes=workspace_bytes)
+        assert out.dtype == torch.bfloat16
+        gradients = torch.autograd.grad(out, case.parameters, case.d_out)
+        assert all(g.dtype == torch.float32 for g in gradients)
+        for a, b in zip((out, *gradients), expected, strict=True):
+            assert (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+def test_autocast_leaves_float64_alone(make_case):
+    case = make_case()
+    expected = case.forward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(case.forward(), expected)
+
+
+def test_weights_that_move_between_forward_and_backward(make_case):
+    """As FSDP does: storage is freed after forward and another one filled before backward."""
+    case = make_case()
+    expected = case.run()
+    out = case.forward()
+    for weight in (case.gate_up_proj, case.down_proj):
+        moved = weight.detach().clone()
+        weight.data.fill_(torch.nan)
+        weight.data = moved
+    for a, b in zip(torch.autograd.grad(out, case.parameters, case.d_out), expected[1:], strict=True):
+        assert torch.equal(a, b)
