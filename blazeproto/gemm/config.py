@@ -1,0 +1,143 @@
+"""Which tiles each product runs with, in one place, and the kernels that follow from it.
+
+Measured on an H200 (`scripts/bench_products.py --tune`); docs/kernels.md tells why the winners win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from blazeproto.gemm.compile import Kernel
+
+SMEM_BYTES = 227 * 1024  # mainloop.cuh: SMEM_LIMIT
+THREADS = 384  # mainloop.cuh: THREADS
+MAX_EXPERTS = 512  # varlen_m.cuh: MAX_EXPERTS
+BK = 64  # mainloop.cuh: BK
+
+GATED = ("swiglu", "geglu")
+ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tile shape and pipeline of one kernel (mainloop.cuh draws it).
+
+    tile_n: columns of a tile.  rows_per_consumer: rows of the tile that one consumer warpgroup holds.
+    pingpong: consumers take alternating tiles instead of halves of one.  cluster: CTAs that share their weight tiles.
+    stages: depth of the ring.
+    """
+
+    tile_n: int = 256
+    rows_per_consumer: int = 64
+    pingpong: bool = False
+    cluster: int = 2
+    stages: int = 4
+
+    @property
+    def tile_m(self) -> int:
+        return self.rows_per_consumer * (1 if self.pingpong else 2)
+
+
+# product -> its tiles. Names as in blazeproto.gemm.
+DEFAULTS = {
+    "up_forward": TileConfig(),
+    "down_forward": TileConfig(),
+    "down_backward_act": TileConfig(stages=3),
+    "up_backward_act": TileConfig(),
+    "down_backward_weight": TileConfig(),
+    "up_backward_weight": TileConfig(),
+}
+
+# What scripts/bench_products.py --tune times.
+_PINGPONG_128 = TileConfig(tile_n=128, rows_per_consumer=128, pingpong=True, cluster=1)
+CANDIDATES = {
+    "up_forward": [TileConfig(), TileConfig(cluster=1), _PINGPONG_128, replace(_PINGPONG_128, cluster=2)],
+    "down_forward": [TileConfig(), TileConfig(cluster=1), replace(_PINGPONG_128, stages=5)],
+    "down_backward_act": [
+        TileConfig(stages=3),
+        TileConfig(stages=3, cluster=1),
+        TileConfig(tile_n=128, cluster=1),
+        _PINGPONG_128,
+    ],
+    "up_backward_act": [TileConfig(), TileConfig(cluster=1), replace(_PINGPONG_128, stages=5)],
+    "down_backward_weight": [TileConfig(), TileConfig(cluster=1)],
+    "up_backward_weight": [TileConfig(), TileConfig(cluster=1)],
+}
+
+
+def candidates(product: str) -> list[TileConfig]:
+    """Tile configurations worth timing for ``product``."""
+    return list(CANDIDATES[product])
+
+
+def is_gated(activation: str) -> bool:
+    return activation in GATED
+
+
+@lru_cache(maxsize=None)
+def kernel_for(
+    product: str,
+    config: TileConfig,
+    *,
+    activation: str = "swiglu",
+    bias: bool = False,
+    fused: bool = False,
+    f32: bool = False,
+    gather: bool | None = None,
+    debug: tuple[str, ...] = (),
+) -> Kernel:
+    """The kernel of ``product`` with these tiles.
+
+    bias: adds a bias.  fused: down_forward that sums experts itself.  f32: a weight gradient in fp32.
+    gather: overrides whether rows are gathered (for the linear products).  debug: further macros, see ptx.cuh.
+    """
+    gathers = product in ("up_forward", "down_backward_act") if gather is None else gather
+    macros: dict[str, int | str] = {
+        "BN": config.tile_n,
+        "WG_M": config.rows_per_consumer,
+        "PINGPONG": config.pingpong,
+        "CLUSTER": config.cluster,
+        "STAGES": config.stages,
+        "GATHER": gathers,
+    }
+    options = tuple(f"-D{macro}" for macro in debug)
+    if product.endswith("_weight"):
+        macros |= {"GATHER": 1, "TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
+        return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, options)
+    if product == "up_forward":
+        macros |= {"B_MN": 0, "HALVES": 2 if is_gated(activation) else 1, "HAS_BIAS": bias, "ACTIVATION": activation.upper()}
+        return Kernel("up.cu", "up_forward", macros, SMEM_BYTES, options)
+    if product == "down_backward_act":
+        macros |= {"B_MN": 1, "HALVES": 1, "ACTIVATION": activation.upper()}
+        return Kernel("down_backward.cu", "down_backward", macros, SMEM_BYTES, options)
+    macros |= {"B_MN": product == "up_backward_act", "HALVES": 1, "HAS_BIAS": bias, "FUSED_COMBINE": fused}
+    return Kernel("linear.cu", "linear", macros, SMEM_BYTES, options)
+
+
+def all_kernels() -> Iterator[Kernel]:
+    """Every product kernel that a layer can ask for, and every candidate of the tuner; nothing is compiled yet."""
+    seen = set()
+
+    def once(kernel: Kernel) -> Iterator[Kernel]:
+        if (key := (kernel.file, kernel.macros)) not in seen:
+            seen.add(key)
+            yield kernel
+
+    for product, config in DEFAULTS.items():
+        if product in ("up_forward", "down_backward_act"):
+            for activation in ACTIVATIONS:
+                for bias in (False, True) if product == "up_forward" else (False,):
+                    yield from once(kernel_for(product, config, activation=activation, bias=bias))
+        elif product == "down_forward":
+            for bias in (False, True):
+                for fused in (False, True):
+                    yield from once(kernel_for(product, config, bias=bias, fused=fused))
+        elif product.endswith("_weight"):
+            for f32 in (False, True):
+                yield from once(kernel_for(product, config, f32=f32))
+        else:
+            yield from once(kernel_for(product, config))
+    for product, configs in CANDIDATES.items():
+        for config in configs:
+            yield from once(kernel_for(product, config))

@@ -1,0 +1,266 @@
+// One PTX instruction per function, named as in the PTX ISA manual. Nothing here knows about experts or tiles.
+//
+// Two debugging switches reach into the waits:
+//   SPIN_LIMIT      trap after this many polls of one barrier instead of hanging the GPU
+//   INJECT_DELAYS   sleep a pseudo-random time around every barrier, so that a race shows as a wrong answer
+#pragma once
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+using bf16 = uint16_t;  // only ever moved, packed or unpacked here; the arithmetic is fp32
+
+struct alignas(64) TensorMap {
+    uint8_t opaque[128];
+};
+
+#define DEVICE __device__ __forceinline__
+
+// ---- addresses ------------------------------------------------------------------------------------------------
+DEVICE uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// ---- delays (debugging) ---------------------------------------------------------------------------------------
+DEVICE void maybe_delay() {
+#ifdef INJECT_DELAYS
+    uint32_t clock;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+    const uint32_t hash = (clock ^ (blockIdx.x * 0x9E3779B9u) ^ (threadIdx.x / 32 * 0x85EBCA6Bu)) * 0xC2B2AE35u;
+    if ((hash >> 29) == 0) __nanosleep(hash >> 22 & 1023);
+#endif
+}
+
+// ---- mbarrier -------------------------------------------------------------------------------------------------
+DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(uint32_t barrier) {
+    maybe_delay();
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which would cost a
+// GPU-wide memory barrier a stage: what it guards is read by wgmma and written by TMA, never by ordinary accesses.
+DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+    maybe_delay();
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
+DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    maybe_delay();
+#ifdef SPIN_LIMIT
+    for (int polls = 0; !mbarrier_try_wait(barrier, parity); ++polls)
+        if (polls > SPIN_LIMIT) __trap();
+#else
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+#endif
+}
+
+// ---- clusters, named barriers, registers ----------------------------------------------------------------------
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n" ::: "memory");
+}
+
+DEVICE void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int REGISTERS>
+DEVICE void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+DEVICE void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- TMA: tensor tiles between global and shared memory ---------------------------------------------------------
+DEVICE void prefetch_tensormap(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
+}
+
+DEVICE void tma_load_3d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
+DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// The multicast forms write the same offset of, and complete on the same barrier in, every CTA of `ctas` (a bit mask).
+DEVICE void tma_load_2d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%3, %4}], [%2], %5;" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "h"(ctas)
+        : "memory");
+}
+
+DEVICE void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                  uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%3, %4, %5}], [%2], %6;" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas)
+        : "memory");
+}
+
+DEVICE void tma_load_4d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                                  uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
+        : "memory");
+}
+
+DEVICE void tma_store_2d(const TensorMap* map, uint32_t src, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(src), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+DEVICE void tma_store_3d(const TensorMap* map, uint32_t src, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                     reinterpret_cast<uint64_t>(map)),
+                 "r"(src), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until at most PENDING bulk groups of this thread have yet to finish *reading* shared memory.
+template <int PENDING>
+DEVICE void bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int PENDING>
+DEVICE void bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Orders this thread's ordinary shared-memory accesses (cp.async and stmatrix too) before later TMA and wgmma ones.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- cp.async: 16 bytes a thread; `bytes` 0 writes zeros and reads nothing --------------------------------------
+DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
+                 "l"(__cvta_generic_to_global(src)), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives once all earlier cp.async of this thread have landed; the thread itself goes on. The barrier's count includes it.
+DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- matrix fragments between registers and shared memory -------------------------------------------------------
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t src) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(src)
+                 : "memory");
+}
+
+DEVICE void stmatrix_x4(uint32_t dst, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+DEVICE void stmatrix_x4_trans(uint32_t dst, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+DEVICE uint4 load_shared_16(uint32_t src) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src));
+    return v;
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------
+DEVICE uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
+DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xFFFF0000u); }
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE void reduce_add_f32x2(float* address, float a, float b) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(address)), "f"(a), "f"(b)
+                 : "memory");
+}
