@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from peers import LayerInputs, Program
 def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
     """`options` go to moe_mlp (save, combine, workspace_bytes)."""
     from blazeproto.autograd import moe_mlp
-    from blazeproto.dispatch import build_dispatch
 
     def forward(**extra: Any) -> torch.Tensor:
         return moe_mlp(
@@ -28,13 +29,22 @@ def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
             **extra,
         )
 
-    def metadata() -> object:
-        return build_dispatch(inputs.experts, shape.E)
+    def metadata() -> tuple[torch.Tensor, ...]:
+        made: tuple[torch.Tensor, ...] = torch.ops.blazeproto.dispatch.default(inputs.experts, shape.E, "hopper")
+        return made
 
     without_dispatch = None
     if not options.get("workspace_bytes"):
-        made = metadata()
-        without_dispatch = lambda: forward(dispatch=made)
+        pair_indices, offsets, row_of_pair = metadata()
+        dispatch = SimpleNamespace(
+            expert_pair_indices=pair_indices,
+            expert_token_offsets=offsets,
+            token_index_map=row_of_pair,
+            top_k=shape.K,
+            pair_tokens=None,
+            token_offsets=None,
+        )
+        without_dispatch = partial(forward, dispatch=dispatch)
 
     return Program(
         name="blazeproto",
