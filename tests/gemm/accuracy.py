@@ -1,0 +1,105 @@
+"""How wrong a result may be: measured against how wrong careful bf16 arithmetic is anyway.
+
+For each output, pooled over the runs given to `Pool.add`:
+
+    ‖out − exact‖ ≤ 1.1 ‖yardstick − exact‖                             the whole
+    worst row, worst element of |out − exact| ≤ 3 × the yardstick's     since a norm can miss one wrong 16-byte chunk
+
+Rows and elements are measured by their row's root mean square, so that a small row's error counts as a large one's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+NORM_FACTOR, WORST_FACTOR = 1.1, 3.0
+# An fp32 result has no last rounding to hide behind: tensor cores truncate where the yardstick may round to nearest, and the
+# order of the sums differs. Both errors are near 1e-7.
+FP32_NORM_FACTOR, FP32_WORST_FACTOR = 4.0, 8.0
+SMALL_ROW = 1e-2  # of the output's root mean square: rows smaller than that are measured by it
+ELEMENTS_AT_ONCE = 2**27
+
+
+class Pool:
+    """Errors of outputs by name. Everything stays on the device until `failures` is asked for."""
+
+    def __init__(self) -> None:
+        # name: [Σ error², Σ yardstick error², worst row, yardstick's, worst element, yardstick's]
+        self.totals: dict[str, Tensor] = {}
+        self.elements: dict[str, int] = {}
+        self.fp32: set[str] = set()
+
+    def add(self, name: str, out: Tensor, yardstick: Tensor, exact: Tensor) -> None:
+        """Three arrays of one shape; the last dimension is a row."""
+        if out.shape != exact.shape:
+            raise ValueError(f"{name}: expected shape {tuple(exact.shape)}, got {tuple(out.shape)}")
+        if out.numel() == 0:
+            return
+        total = _errors(out, yardstick, exact)
+        before = self.totals.get(name)
+        if before is not None:
+            total = torch.cat([before[:2] + total[:2], torch.maximum(before[2:], total[2:])])
+        self.totals[name] = total
+        self.elements[name] = self.elements.get(name, 0) + out.numel()
+        if out.dtype == torch.float32:
+            self.fp32.add(name)
+
+    def add_all(self, out: Mapping[str, Tensor], yardstick: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
+        """By name; row outputs of ``out`` may have more rows than are in use."""
+        for name, reference in exact.items():
+            self.add(name, out[name][: len(reference)], yardstick[name], reference)
+
+    def failures(self) -> list[str]:
+        """One line for each bound that doesn't hold."""
+        lines = []
+        for name, total in self.totals.items():
+            error2, yardstick2, *worst = total.tolist()
+            fp32 = name in self.fp32
+            norm_factor, worst_factor = (FP32_NORM_FACTOR, FP32_WORST_FACTOR) if fp32 else (NORM_FACTOR, WORST_FACTOR)
+            bounds = {
+                "norm": (error2**0.5, yardstick2**0.5, norm_factor),
+                "worst row": (worst[0], worst[1], worst_factor),
+                "worst element": (worst[2], worst[3], worst_factor),
+            }
+            for what, (error, yardstick, factor) in bounds.items():
+                if not error <= factor * yardstick:  # so that NaN fails
+                    lines.append(
+                        f"{name}: {what} of the error {error:.3g} > {factor} x yardstick's {yardstick:.3g} "
+                        f"({self.elements[name]} elements)"
+                    )
+        return lines
+
+
+def _errors(out: Tensor, yardstick: Tensor, exact: Tensor) -> Tensor:
+    """(6,) float64: Σ error², Σ yardstick error², worst row, yardstick's, worst element, yardstick's."""
+    out, yardstick, exact = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[None] for t in (out, yardstick, exact))
+    floor = SMALL_ROW * exact.square().mean().sqrt() + torch.finfo(torch.float64).tiny
+    totals = []
+    step = max(1, ELEMENTS_AT_ONCE // exact.shape[1])
+    for start in range(0, exact.shape[0], step):
+        part = exact[start : start + step].double()
+        scale = part.square().mean(dim=1, keepdim=True).sqrt().clamp_min(floor)
+        sums, rows, elements = [], [], []
+        for values in (out, yardstick):
+            error = values[start : start + step].double() - part
+            sums.append(error.square().sum())
+            error = (error / scale).abs()
+            rows.append(error.square().mean(dim=1).sqrt().max())
+            elements.append(error.max())
+        totals.append(torch.stack([*sums, *rows, *elements]))
+    parts = torch.stack(totals)
+    return torch.cat([parts[:, :2].sum(dim=0), parts[:, 2:].amax(dim=0)])
+
+
+def worst_mismatches(out: Tensor, exact: Tensor, count: int = 5) -> list[str]:
+    """Where ``out`` is farthest from ``exact``, NaN first: lines of (row, column), got, want."""
+    if out.numel() == 0:
+        return []
+    out, exact = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[None] for t in (out.double(), exact.double()))
+    distance = (out - exact).abs().nan_to_num(nan=torch.inf).flatten()
+    worst = distance.topk(min(count, distance.numel())).indices.tolist()
+    places = [divmod(index, out.shape[1]) for index in worst]
+    return [f"  ({r}, {c}): got {out[r, c].item():.6g}, want {exact[r, c].item():.6g}" for r, c in places]

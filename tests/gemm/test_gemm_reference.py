@@ -1,0 +1,171 @@
+"""The NumPy twins against ordinary autograd in float64, and the tests' own oracle against the twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from accuracy import Pool
+from oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
+
+from blazeproto.gemm import Rows
+from blazeproto.gemm import reference as twin
+from blazeproto.reference import ACTIVATIONS, moe_mlp
+
+SHAPE = Shape(tokens=23, d=16, n=8, experts=5, top_k=3)
+CASES = {
+    "uniform": {},
+    "zipf": {"routing": "zipf"},
+    "same experts": {"routing": "same"},
+    "half the experts empty": {"routing": "half_empty"},
+    "sentinels": {"sentinels": 0.4},
+    "varying": {"sentinels": 0.4, "varying": True},
+    "nobody here": {"sentinels": 1.0},
+}
+
+
+def to_numpy(case: Case) -> tuple[dict[str, np.ndarray], Rows]:
+    """The case's arrays in float64, and its rows."""
+    names = ("x", "up_proj", "down_proj", "scores", "d_out", "up_bias", "down_bias")
+    arrays = {name: getattr(case, name) for name in names}
+    rows = Rows(*(t.numpy() if isinstance(t, torch.Tensor) else t for t in case.rows))
+    return {name: t.double().numpy() for name, t in arrays.items() if t is not None}, rows
+
+
+def run_twins(case: Case) -> dict[str, np.ndarray]:
+    """Forward and backward by the twins, the results named as the oracle names them."""
+    a, rows = to_numpy(case)
+    activation, r = case.activation, {}
+    r["h"], r["act"] = twin.up_forward(a["x"], a["up_proj"], rows, activation=activation, bias=a.get("up_bias"))
+    r["y"] = twin.down_forward(r["act"], a["down_proj"], rows, bias=a.get("down_bias"))
+    r["out"] = twin.combine(r["y"], rows, scores=a["scores"])
+    down, bias = (r["act"], a["down_proj"], a["scores"]), a.get("down_bias")
+    r["fused"] = twin.down_forward_fused(*down, rows, bias=bias, out_f32=np.zeros_like(a["x"]))
+    r["dh"], r["a_scaled"], r["d_scores"] = twin.down_backward_act(
+        a["d_out"], a["down_proj"], r["h"], a["scores"], rows, activation=activation
+    )
+    r["d_down"] = twin.down_backward_weight(a["d_out"], r["a_scaled"], rows)
+    r["dx_rows"] = twin.up_backward_act(r["dh"], a["up_proj"], rows)
+    r["dx"] = twin.combine(r["dx_rows"], rows)
+    r["d_up"] = twin.up_backward_weight(r["dh"], a["x"], rows)
+    if bias is not None:
+        twin.bias_score_grad(a["d_out"], bias, rows, d_scores=r["d_scores"])
+        r["d_down_bias"] = twin.expert_row_sum(a["d_out"], rows, gather=True, scores=a["scores"])
+        r["d_up_bias"] = twin.expert_row_sum(r["dh"], rows)
+    return r
+
+
+def pair_experts(case: Case) -> torch.Tensor:
+    """(P,) the expert of each pair, -1 where it has no row: the router's choice back from the rows."""
+    experts = torch.full((len(case.rows.token_index_map),), -1)
+    experts[case.row_pair] = case.row_expert
+    return experts
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_twins_are_the_layer(options: dict) -> None:
+    """Their chain gives the output and every gradient that autograd gives of `blazeproto.reference.moe_mlp`."""
+    case = make_case(SHAPE, **options, biases=True, device="cpu")
+    names = ("x", "up_proj", "down_proj", "scores", "up_bias", "down_bias")
+    leaves = {name: getattr(case, name).double().requires_grad_() for name in names}
+    experts, top_k = pair_experts(case), case.rows.top_k
+    pair_tokens = case.rows.pair_tokens
+    out = moe_mlp(
+        *(leaves[name] for name in ("x", "up_proj", "down_proj", "scores")),
+        experts.view(-1, top_k) if top_k else experts,
+        num_experts=SHAPE.experts,
+        activation=case.activation,
+        up_bias=leaves["up_bias"],
+        down_bias=leaves["down_bias"],
+        pair_tokens=None if pair_tokens is None else pair_tokens.long(),
+    )
+    out.backward(case.d_out.double())
+    result = run_twins(case)
+    np.testing.assert_allclose(result["out"], out.detach().numpy(), atol=1e-12)
+    gradients = {"x": "dx", "up_proj": "d_up", "down_proj": "d_down", "scores": "d_scores"}
+    gradients |= {"up_bias": "d_up_bias", "down_bias": "d_down_bias"}
+    for leaf, gradient in gradients.items():
+        expected = leaves[leaf].grad
+        np.testing.assert_allclose(result[gradient], 0 if expected is None else expected, atol=1e-12, err_msg=gradient)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_oracle_is_the_twins(activation: str) -> None:
+    case = make_case(SHAPE, activation=activation, sentinels=0.2, biases=True, device="cpu")
+    result = run_twins(case)
+    for name, value in evaluate(EXACT, case).items():
+        np.testing.assert_allclose(result[name.removesuffix("_f32")][: len(value)], value, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("activation", twin.POINTWISE)
+def test_derivatives_by_finite_differences(activation: str) -> None:
+    rng = np.random.default_rng(0)
+    h, d_act = rng.normal(size=(4, 6)), rng.normal(size=(4, 3 if activation in twin.GATED else 6))
+    gradient, step = twin.activate_backward(h, d_act, activation), 1e-6
+    for place in np.ndindex(h.shape):
+        nudge = np.zeros_like(h)
+        nudge[place] = step
+        difference = twin.activate(h + nudge, activation) - twin.activate(h - nudge, activation)
+        assert (difference * d_act).sum() / (2 * step) == pytest.approx(gradient[place], abs=1e-8)
+
+
+def test_rows_of_no_pair_are_neither_written_nor_read() -> None:
+    case = make_case(SHAPE, sentinels=0.5, device="cpu")
+    used, result = len(case.row_pair), run_twins(case)
+    for name in ("h", "act", "y", "dh", "a_scaled", "dx_rows"):
+        assert np.isnan(result[name][used:]).all() and np.isfinite(result[name][:used]).all()
+    assert np.isfinite(result["out"]).all() and np.isfinite(result["d_up"]).all()
+
+
+def test_combine_adds_in_slot_order() -> None:
+    """In fp32, where the order shows."""
+    rng = np.random.default_rng(0)
+    case = make_case(Shape(31, 8, 8, 9, 7), device="cpu")
+    _, rows = to_numpy(case)
+    y, scores = rng.normal(size=(31 * 7, 8)).astype(np.float32), case.scores.numpy()
+    expected = np.zeros((31, 8), np.float32)
+    for token in range(31):
+        for pair in range(7 * token, 7 * token + 7):
+            expected[token] += scores[pair] * y[rows.token_index_map[pair]]
+    assert np.array_equal(twin.combine(y, rows, scores=scores), expected)
+
+
+def test_score_partials_are_summed_by_pair() -> None:
+    case = make_case(SHAPE, sentinels=0.3, device="cpu")
+    partial = np.random.default_rng(0).normal(size=(4, case.rows.num_rows))
+    _, rows = to_numpy(case)
+    d_scores = twin.reduce_scores_grad(partial, rows.token_index_map)
+    for pair, row in enumerate(rows.token_index_map):
+        assert d_scores[pair] == (partial[:, row].sum() if row >= 0 else 0)
+
+
+def test_weight_gradients_accumulate() -> None:
+    case = make_case(SHAPE, device="cpu")
+    a, rows = to_numpy(case)
+    dh = np.random.default_rng(0).normal(size=(case.rows.num_rows, 16))
+    once = twin.up_backward_weight(dh, a["x"], rows)
+    twice = twin.up_backward_weight(dh, a["x"], rows, dw=once.copy(), accumulate=True)
+    np.testing.assert_allclose(twice, 2 * once)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda out: out, None),
+        (lambda out: out.mul_(1.004), "norm"),
+        (lambda out: out[3, 8:16].neg_(), "worst element"),
+        (lambda out: out[5].mul_(1.05), "worst row"),
+        (lambda out: out[7, :1].fill_(torch.nan), "norm"),
+    ],
+    ids=["sound", "all a bit off", "one wrong chunk", "one wrong row", "NaN"],
+)
+def test_the_bounds_find_what_is_wrong(spoil: object, message: str | None) -> None:
+    """The accuracy check lets the yardstick's own arithmetic pass and sees one wrong 16-byte chunk."""
+    case = make_case(Shape(256, 128, 64, 4, 2), device="cpu")
+    stage = evaluate(YARDSTICK, case)
+    exact, out = evaluate(EXACT, case, stage), {name: value.clone() for name, value in stage.items()}
+    spoil(out["out"])  # type: ignore[operator]
+    pool = Pool()
+    pool.add_all(out, stage, exact)
+    lines = pool.failures()
+    assert lines == [] if message is None else any(line.startswith(f"out: {message}") for line in lines)
