@@ -87,6 +87,7 @@ def _make_case(
     bias: bool = False,
     sentinels: bool = False,
     varying: bool = False,
+    unused: int = 4,  # places without a pair, with ``varying``
     idle: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
@@ -104,7 +105,6 @@ def _make_case(
         kept = torch.rand(experts.shape) < 0.6
         pair_tokens = kept.nonzero()[:, 0]
         offsets = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-        unused = 4  # places without a pair
         experts = torch.nn.functional.pad(experts[kept], (0, unused), value=-1)
         pair_tokens = torch.nn.functional.pad(pair_tokens, (0, unused))
         extra = {"pair_tokens": pair_tokens.int().to(device), "token_offsets": offsets.int().to(device)}
