@@ -168,7 +168,7 @@ class Router(nn.Module):
         max_pairs = choice.max_pairs(logits.shape[0], self.num_experts, self.top_k)
         pair_experts, pair_tokens, token_offsets = scoring.pairs_from_mask(mask, max_pairs)
         scores = scoring.pair_scores(
-            logits, mask, pair_experts, pair_tokens, score=self.score, renormalize=self.renormalize, scale=self.scale
+            logits, pair_experts, pair_tokens, score=self.score, renormalize=self.renormalize, scale=self.scale
         )
         load = scoring.expert_load(pair_experts, self.num_experts)
         aux_losses = self._aux_losses(logits, experts)

@@ -143,20 +143,24 @@ def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize:
 
 
 def pair_scores(
-    logits: Tensor, mask: Tensor, experts: Tensor, tokens: Tensor, *, score: str, renormalize: bool, scale: float
+    logits: Tensor, experts: Tensor, tokens: Tensor, *, score: str, renormalize: bool, scale: float
 ) -> Tensor:
-    """The scores (P,) of a flat list of pairs, as `gathered_scores`; zero for the unused ones (expert -1).
+    """The scores (P,) of a flat list of distinct pairs, as `gathered_scores`; zero for the unused ones (expert -1).
 
-    mask (T, E) says which pairs are in the list: with ``renormalize`` (and with ``topk_softmax``, which is the same
-    thing: a softmax over a subset) a token's scores sum to one over the experts it really has.
+    With ``renormalize`` (and with ``topk_softmax``, which is the same thing: a softmax over a subset) a token's scores
+    sum to one over the experts that it has in the list.
     """
+    num_tokens, num_experts = logits.shape
+    used = experts >= 0
+    entry = tokens.long() * num_experts + experts.long().clamp(min=0)  # of the flat (T, E) scores
     scores = dense_scores(logits, score)
     if renormalize or score == "topk_softmax":
-        kept = torch.where(mask, scores, 0.0)
+        # One more entry takes the unused pairs. Sums over a token's row keep one order; adding up pairs would not.
+        mask = torch.zeros(num_tokens * num_experts + 1, dtype=torch.bool, device=logits.device)
+        mask = mask.scatter(0, torch.where(used, entry, num_tokens * num_experts), True)
+        kept = torch.where(mask[:-1].view_as(scores), scores, 0.0)
         scores = scores / (kept.sum(dim=1, keepdim=True) + _TINY)
-    used = experts >= 0
-    index = tokens.long() * logits.shape[1] + experts.long().clamp(min=0)
-    return torch.where(used, scores.flatten().gather(0, index), 0.0) * scale
+    return torch.where(used, scores.flatten().gather(0, entry), 0.0) * scale
 
 
 def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:

@@ -129,7 +129,7 @@ def test_pair_scores_equal_gathered_scores_on_the_same_pairs(case: tuple[torch.T
         for renormalize in (False, True):
             options = {"score": score, "renormalize": renormalize, "scale": 1.5}
             expected = scoring.gathered_scores(logits, experts, **options)
-            got = scoring.pair_scores(logits, mask, pair_experts, pair_tokens, **options)
+            got = scoring.pair_scores(logits, pair_experts, pair_tokens, **options)
             torch.testing.assert_close(got.view_as(expected), expected)
 
 
@@ -212,7 +212,7 @@ def test_gradients(score: str) -> None:
         options = {"score": score, "renormalize": renormalize, "scale": 1.5}
         torch.autograd.gradcheck(lambda v: scoring.gathered_scores(v, experts, **options), logits)  # noqa: B023
         torch.autograd.gradcheck(
-            lambda v: scoring.pair_scores(v, mask, pair_experts, pair_tokens, **options),  # noqa: B023
+            lambda v: scoring.pair_scores(v, pair_experts, pair_tokens, **options),  # noqa: B023
             logits,
         )
     torch.autograd.gradcheck(lambda v: scoring.load_balancing_loss(v, experts, score=score), logits)
