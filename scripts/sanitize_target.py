@@ -1,0 +1,111 @@
+"""A short run of every kernel, to be watched by compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python scripts/sanitize_target.py
+
+Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight gradients, sentinels, an
+expert without tokens; then the dispatch builders and the fused top-k. Each part runs even if one before it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from blazeproto import dispatch
+from blazeproto.autograd import moe_mlp
+
+DEVICE = torch.device("cuda")
+SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
+GATED = ("swiglu", "geglu")
+
+
+def layer(
+    shape: tuple[int, int, int, int, int], activation: str = "swiglu", bias: bool = False, **options: Any
+) -> None:
+    """One forward and backward; the last expert gets no token, the first token's first choice is not here."""
+    T, d, n, E, K = shape
+    up_rows = 2 * n if activation in GATED else n
+
+    def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(size, device=DEVICE).to(dtype).requires_grad_()
+
+    x, up, down = normal(T, d), normal(E, up_rows, d), normal(E, d, n)
+    scores = torch.rand(T, K, device=DEVICE).requires_grad_()
+    experts = torch.rand(T, E - 1, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
+    experts[0, 0] = E
+    leaves = [x, up, down, scores]
+    if bias:
+        options |= {"up_bias": normal(E, up_rows), "down_bias": normal(E, d)}
+        leaves += [options["up_bias"], options["down_bias"]]
+    if options.get("weight_grad_dtype") is not None:
+        up.grad_dtype = down.grad_dtype = options["weight_grad_dtype"]
+    out = moe_mlp(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
+    gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    torch.cuda.synchronize()
+    for tensor in (out, *gradients):
+        if not tensor.isfinite().all():
+            raise AssertionError(f"not finite: {shape} {activation} {options.keys()}")
+
+
+def layers() -> Iterator[tuple[str, Callable[[], None]]]:
+    for shape in SHAPES:
+        for activation in (*GATED, "relu", "silu", "gelu"):
+            yield f"{shape} {activation}", lambda s=shape, a=activation: layer(s, a)  # type: ignore[misc]
+            yield f"{shape} {activation} bias", lambda s=shape, a=activation: layer(s, a, bias=True)  # type: ignore[misc]
+        variants: tuple[dict[str, Any], ...] = (
+            {"save": "paper"},
+            {"save": "recompute"},
+            {"combine": "fused"},
+            {"workspace_bytes": 1 << 18},
+            {"weight_grad_dtype": torch.float32},
+        )
+        for options in variants:
+            yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
+
+
+def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
+    for num_tokens, num_experts, top_k in ((37, 5, 3), (5000, 130, 8), (1, 1, 1), (0, 4, 2)):
+        for method in ("dense", "tiled", "sort"):
+
+            def run(T: int = num_tokens, E: int = num_experts, K: int = top_k, method: str = method) -> None:
+                experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
+                experts[: T // 7, 0] = -1
+                dispatch.build_dispatch(experts, E, method=method)
+                torch.cuda.synchronize()
+
+            yield f"dispatch {method} {num_tokens} {num_experts} {top_k}", run
+    for score in ("softmax_topk", "topk_softmax", "sigmoid"):
+        for num_experts, top_k in ((5, 3), (128, 8), (520, 16)):
+
+            def choose(E: int = num_experts, K: int = top_k, score: str = score) -> None:
+                dispatch.topk_route(torch.randn(77, E, device=DEVICE), K, score=score)
+                torch.cuda.synchronize()
+
+            yield f"topk_route {score} {num_experts} {top_k}", choose
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="layers,dispatches")
+    parts = {"layers": layers, "dispatches": dispatches}
+    torch.manual_seed(0)
+    failed = []
+    for part in parser.parse_args().parts.split(","):
+        for name, run in parts[part]():
+            try:
+                run()
+                print("ran", name, flush=True)
+            except Exception:  # noqa: BLE001  the sanitizer's report on the others is wanted
+                traceback.print_exc()
+                failed.append(name)
+    print(f"failed: {failed}" if failed else "all ran")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
