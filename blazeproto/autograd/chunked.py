@@ -27,6 +27,7 @@ from blazeproto.autograd.library import (
 from blazeproto.autograd.policy import Options, Rows
 from blazeproto.reference import is_gated
 
+CHUNK_MULTIPLE = 8  # tokens
 SAVED_ACT, SAVED_H = ("paper",), ("minimal", "paper")
 
 
@@ -44,7 +45,10 @@ def transient_bytes_per_token(down_proj: Tensor, top_k: int, options: Options, i
 
 
 def chunk_length(num_tokens: int, bytes_per_token: int, workspace_bytes: int) -> int:
-    """Tokens in a chunk: as many as fit the workspace, spread evenly over the chunks."""
+    """Tokens in a chunk: spread evenly over as few chunks as fit the workspace.
+
+    A multiple of CHUNK_MULTIPLE where that many fit, so that slices of index arrays stay 16-byte aligned.
+    """
     fitting = workspace_bytes // bytes_per_token
     if fitting == 0 and num_tokens:
         raise ValueError(
@@ -52,8 +56,11 @@ def chunk_length(num_tokens: int, bytes_per_token: int, workspace_bytes: int) ->
         )
     if fitting >= num_tokens:
         return num_tokens
-    num_chunks = -(-num_tokens // fitting)
-    return -(-num_tokens // num_chunks)
+    if fitting < CHUNK_MULTIPLE:
+        return fitting
+    fitting -= fitting % CHUNK_MULTIPLE
+    even = -(-num_tokens // -(-num_tokens // fitting))
+    return -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 class Chunk(NamedTuple):

@@ -1,0 +1,144 @@
+"""Bad input raises, naming the argument, what was expected and what came, and launches nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blazeproto.autograd import library, moe_mlp
+
+
+@pytest.fixture
+def call(make_case, monkeypatch):
+    """``call(argument=value)``: moe_mlp on good input with some of it replaced; running anything fails the test."""
+    case = make_case(37, 16, 24, 5, 3, dtype=torch.float32)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was launched")
+
+    monkeypatch.setattr(library, "build_dispatch", refuse)
+
+    def call(**replaced):
+        arguments = {
+            "x": case.x,
+            "gate_up_proj": case.gate_up_proj,
+            "down_proj": case.down_proj,
+            "scores": case.scores,
+            "topk_experts": case.topk_experts,
+            **case.options,
+        }
+        return moe_mlp(**{**arguments, **replaced})
+
+    return call
+
+
+INDICES = torch.zeros(37, 3, dtype=torch.int32)
+BAD = {
+    "x is no tensor": ({"x": [1.0]}, TypeError, r"x: expected a torch.Tensor, got list"),
+    "x of integers": ({"x": torch.ones(37, 16, dtype=torch.int32)}, TypeError, r"x: expected dtype .*got torch.int32"),
+    "x with a batch dimension": ({"x": torch.ones(1, 37, 16)}, ValueError, r"x: expected shape \(T, d\), got \(1, 37, 16\)"),
+    "x of another dtype": (
+        {"x": torch.ones(37, 16, dtype=torch.bfloat16)},
+        ValueError,
+        r"gate_up_proj: expected dtype torch.bfloat16 .*, got torch.float32",
+    ),
+    "x of another width": (
+        {"x": torch.ones(37, 8)},
+        ValueError,
+        r"down_proj: expected shape \(E, d, n\) = \(5, 8, n\), got \(5, 16, 24\)",
+    ),
+    "up weight without a gate": (
+        {"gate_up_proj": torch.ones(5, 24, 16)},
+        ValueError,
+        r"gate_up_proj: expected shape .* = \(5, 48, 16\), got \(5, 24, 16\)",
+    ),
+    "up weight for an ungated activation": (
+        {"activation": "relu"},
+        ValueError,
+        r"gate_up_proj: expected shape .* = \(5, 24, 16\), got \(5, 48, 16\)",
+    ),
+    "down weight on another device": (
+        {"down_proj": torch.ones(5, 16, 24, device="meta")},
+        ValueError,
+        r"down_proj: expected on cpu as x is, got meta",
+    ),
+    "up weight on another device": (
+        {"gate_up_proj": torch.ones(5, 48, 16, device="meta")},
+        ValueError,
+        r"gate_up_proj: expected on cpu as x is, got meta",
+    ),
+    "another number of experts": ({"num_experts": 4}, ValueError, r"down_proj: expected shape .* = \(4, 16, n\)"),
+    "up bias of another shape": ({"up_bias": torch.ones(5, 24)}, ValueError, r"up_bias: expected shape .* = \(5, 48\)"),
+    "down bias of another shape": ({"down_bias": torch.ones(5, 24)}, ValueError, r"down_bias: .* = \(5, 16\), got"),
+    "scores of another shape": ({"scores": torch.ones(37, 2)}, ValueError, r"scores: .* = \(37, 3\), got \(37, 2\)"),
+    "scores of integers": ({"scores": INDICES}, TypeError, r"scores: expected dtype"),
+    "ids of floats": ({"topk_experts": torch.ones(37, 3)}, TypeError, r"topk_experts: expected dtype torch.int32 or"),
+    "ids for other tokens": (
+        {"topk_experts": INDICES[:30], "scores": torch.ones(30, 3)},
+        ValueError,
+        r"topk_experts: expected shape \(T, K\) = \(37, K\), got \(30, 3\)",
+    ),
+    "more experts per token than experts": (
+        {"topk_experts": INDICES.repeat(1, 2), "scores": torch.ones(37, 6)},
+        ValueError,
+        r"topk_experts: expected 1 <= K <= num_experts=5 experts per token, got K=6",
+    ),
+    "no ids": ({"topk_experts": None}, ValueError, r"topk_experts: expected .*, got neither"),
+    "half of the varying arguments": (
+        {"pair_tokens": INDICES[:, 0]},
+        ValueError,
+        r"pair_tokens: expected together with token_offsets",
+    ),
+    "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu', .*, got 'tanh'"),
+    "save": ({"save": "nothing"}, ValueError, r"save: expected one of 'minimal', .*, got 'nothing'"),
+    "backend": ({"backend": "cuda"}, ValueError, r"backend: expected one of 'auto', .*, got 'cuda'"),
+    "combine": ({"combine": "atomics"}, ValueError, r"combine: expected one of 'gather', 'fused', got 'atomics'"),
+    "weight gradients in float16": (
+        {"weight_grad_dtype": torch.float16},
+        ValueError,
+        r"weight_grad_dtype: expected None or torch.float32, got torch.float16",
+    ),
+    "a workspace too small": ({"workspace_bytes": 100}, ValueError, r"workspace_bytes: expected at least \d+, .* got 100"),
+    "a negative workspace": ({"workspace_bytes": -1}, ValueError, r"workspace_bytes: expected a positive .* got -1"),
+    "hopper on a CPU": (
+        {"backend": "hopper"},
+        ValueError,
+        r'backend: .* got "hopper", which needs a CUDA GPU of compute capability 9.0; the tensors are on cpu',
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(call, what):
+    replaced, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        call(**replaced)
+
+
+def test_a_dispatch_for_other_pairs(make_case):
+    from blazeproto.dispatch import Dispatch
+
+    def dispatch_of(num_pairs, num_experts):
+        pairs = torch.zeros(num_pairs, dtype=torch.int32)
+        offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+        return Dispatch(pairs, offsets, pairs, pairs, num_experts=num_experts, top_k=3, num_tokens=num_pairs // 3)
+
+    case = make_case(37, 16, 24, 5, 3)
+    arguments = (case.x, case.gate_up_proj, case.down_proj, case.scores)
+    with pytest.raises(ValueError, match=r"scores: expected 30 of them, one a pair of dispatch, got \(37, 3\)"):
+        moe_mlp(*arguments, dispatch=dispatch_of(30, 5), num_experts=5)
+    with pytest.raises(ValueError, match=r"dispatch: expected one for num_experts=5, got offsets of shape \(5,\)"):
+        moe_mlp(*arguments, dispatch=dispatch_of(111, 4), num_experts=5)
+    with pytest.raises(ValueError, match=r"dispatch: expected without topk_experts"):
+        moe_mlp(*arguments, case.topk_experts, dispatch=dispatch_of(111, 5), num_experts=5)
+    with pytest.raises(ValueError, match=r"workspace_bytes: expected None with dispatch="):
+        moe_mlp(*arguments, dispatch=dispatch_of(111, 5), num_experts=5, workspace_bytes=100_000)
+
+
+def test_what_the_hopper_backend_misses():
+    from blazeproto.autograd.backends import missing_for_hopper
+
+    gpu = torch.device("cuda", 0)
+    assert "the tensors are on cpu" in missing_for_hopper(torch.device("cpu"), torch.bfloat16, 64, 64)
+    assert "torch.bfloat16 tensors; they are torch.float32" in missing_for_hopper(gpu, torch.float32, 64, 64)
+    assert "multiples of 8 (16 bytes of bf16); one is 20" in missing_for_hopper(gpu, torch.bfloat16, 64, 20)

@@ -1,0 +1,82 @@
+"""``workspace_bytes``: chunks of tokens give what the whole gives, in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blazeproto.autograd import SavePolicy, chunked, torch_products
+
+POLICIES = [policy.value for policy in SavePolicy]
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
+@pytest.mark.parametrize("sentinels", [False, True])
+def test_chunks_equal_the_whole(make_case, save, activation, sentinels):
+    case = make_case(activation=activation, bias=True, sentinels=sentinels)
+    whole = case.run(save=save)
+    for workspace_bytes in (15_000, 1 << 30):
+        for a, b in zip(case.run(save=save, workspace_bytes=workspace_bytes), whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
+    case = make_case(256, 32, 48, 6, 3, dtype=dtype, bias=True)
+    expected = case.reference()
+    whole, chunks = case.run(), case.run(workspace_bytes=40_000)
+    again = case.run(workspace_bytes=40_000)
+    for a, b, c, reference in zip(whole, chunks, again, expected, strict=True):
+        assert torch.equal(b, c)
+        assert (b - reference).norm() <= 1.1 * (a - reference).norm() + 1e-6 * reference.norm()
+
+
+def test_gradcheck(make_case):
+    case = make_case(9, 4, 3, 4, 2)
+
+    def function(x, gate_up_proj, down_proj, scores):
+        case.x, case.gate_up_proj, case.down_proj, case.scores = x, gate_up_proj, down_proj, scores
+        return case.forward(workspace_bytes=1_000)
+
+    assert torch.autograd.gradcheck(function, case.parameters, fast_mode=True)
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_transient_rows_are_bounded(make_case, save, monkeypatch):
+    """No product ever sees more rows than the workspace is for."""
+    case = make_case(200, 16, 24, 5, 2, dtype=torch.float32)
+    seen = []
+    for name in ("up_forward", "recompute_h", "down_forward", "down_backward", "up_backward"):
+        real = getattr(torch_products, name)
+
+        def counted(*args, _real=real, **kwargs):
+            seen.extend(arg.pair_indices.shape[0] for arg in args if hasattr(arg, "pair_indices"))
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(torch_products, name, counted)
+    bytes_per_row = 4 * max(24 + 16, 48 + 2 * 24, 48 + 16) + (4 * 48 if save == "recompute" else 0)
+    case.run(save=save, workspace_bytes=bytes_per_row * 2 * 40)
+    assert max(seen) <= 2 * 40 and len(seen) >= 4 * 5
+
+
+def test_inference_keeps_no_h(make_case):
+    case = make_case(200)
+    with torch.no_grad():
+        expected = case.forward()
+        torch.testing.assert_close(case.forward(workspace_bytes=20_000), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_chunk_length():
+    assert chunked.chunk_length(1000, 10, 100_000) == 1000
+    assert chunked.chunk_length(1000, 10, 9_990) == 504  # two even chunks, in multiples of 8
+    assert chunked.chunk_length(1000, 10, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
+    assert chunked.chunk_length(1000, 10, 50) == 5
+    assert chunked.chunk_length(0, 10, 50) == 0
+    with pytest.raises(ValueError, match="workspace_bytes: expected at least 10, .* got 9"):
+        chunked.chunk_length(1000, 10, 9)
+
+
+def test_no_tokens(make_case):
+    case = make_case(0)
+    assert [t.shape for t in case.run(workspace_bytes=100_000)[1:]] == [p.shape for p in case.parameters]

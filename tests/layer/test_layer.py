@@ -1,0 +1,203 @@
+"""The layer: shapes, parameters in Hugging Face's layout, state, options, errors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from blazeproto import MoE, Router
+from blazeproto.reference import ACTIVATIONS, is_gated, moe_mlp
+from blazeproto.router import ROUTERS
+
+POLICIES = ["minimal", "paper", "recompute"]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_output_is_the_oracles(activation, bias):
+    layer = MoE(16, 24, 5, 2, activation=activation, bias=bias, dtype=torch.float64)
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    out, stats = layer(x)
+    routing = layer.router(x.view(-1, 16))
+    expected = moe_mlp(
+        x.view(-1, 16),
+        layer.gate_up_proj if is_gated(activation) else layer.up_proj,
+        layer.down_proj,
+        routing.scores,
+        routing.experts,
+        num_experts=5,
+        activation=activation,
+        up_bias=(layer.gate_up_proj_bias if is_gated(activation) else layer.up_proj_bias) if bias else None,
+        down_bias=layer.down_proj_bias,
+    )
+    assert out.shape == x.shape
+    torch.testing.assert_close(out.view(-1, 16), expected, rtol=1e-12, atol=1e-12)
+    assert stats.load.sum() == 42 and torch.equal(stats.load, routing.load)
+
+
+def test_parameters_have_hugging_faces_names_and_shapes():
+    shapes = {name: tuple(p.shape) for name, p in MoE(16, 24, 5, 2, bias=True).named_parameters()}
+    assert shapes == {
+        "gate_up_proj": (5, 48, 16),
+        "down_proj": (5, 16, 24),
+        "gate_up_proj_bias": (5, 48),
+        "down_proj_bias": (5, 16),
+        "router.weight": (5, 16),
+    }
+    shapes = {name: tuple(p.shape) for name, p in MoE(16, 24, 5, 2, activation="gelu", bias=True).named_parameters()}
+    assert shapes["up_proj"] == (5, 24, 16) and shapes["up_proj_bias"] == (5, 24)
+
+
+def test_a_mixtral_layer_by_hand():
+    """gate_up_proj holds the gate's rows, then up's: as transformers' experts compute it."""
+    layer = MoE(16, 24, 4, 2, dtype=torch.float64)
+    x = torch.randn(9, 16, dtype=torch.float64)
+    probabilities = F.softmax(x @ layer.router.weight.T, dim=1)
+    weights, experts = probabilities.topk(2)
+    weights = weights / weights.sum(1, keepdim=True)
+    expected = torch.zeros_like(x)
+    for token in range(9):
+        for weight, expert in zip(weights[token], experts[token], strict=True):
+            gate, up = F.linear(x[token], layer.gate_up_proj[expert]).chunk(2)
+            expected[token] += weight * F.linear(F.silu(gate) * up, layer.down_proj[expert])
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "hash"])
+@pytest.mark.parametrize("save", POLICIES)
+def test_every_router_trains(router, save):
+    layer = MoE(16, 24, 4, 2, router=router, save=save)
+    x = torch.randn(150, 16, requires_grad=True)
+    out, stats = layer(x)
+    (out.square().sum() + stats.aux_loss).backward()
+    assert x.grad.isfinite().all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert layer.router.weight.grad.abs().sum() > 0
+    layer.eval()
+    assert layer(x)[0].isfinite().all()
+
+
+def test_hash_router_takes_token_ids():
+    layer = MoE(16, 24, 4, 2, router="hash")
+    ids = torch.randint(0, 100, (3, 7))
+    out, stats = layer(torch.randn(3, 7, 16), ids)
+    assert out.shape == (3, 7, 16) and stats.load.sum() == 42
+
+
+def test_router_module_and_options():
+    layer = MoE(16, 24, 4, 2, router=Router(16, 4, 2, z_loss=1e-3))
+    assert set(layer(torch.randn(5, 16))[1].aux_losses) == {"z"}
+    layer = MoE(16, 24, 4, 2, router="top_k", aux_loss=0.5, z_loss=1e-3)
+    stats = layer(torch.randn(5, 16))[1]
+    assert set(stats.aux_losses) == {"load_balancing", "z"}
+    assert torch.equal(stats.aux_loss, sum(stats.aux_losses.values()))
+    assert MoE(16, 24, 4, 2, router=Router(16, 4, 2))(torch.randn(5, 16))[1].aux_loss == 0.0
+
+
+def test_shared_expert():
+    layer = MoE(16, 24, 4, 2, d_shared=32, dtype=torch.float64)
+    x = torch.randn(9, 16, dtype=torch.float64)
+    out, _ = layer(x)
+    gate, up = F.linear(x, layer.shared_expert.gate_up_proj).chunk(2, -1)
+    shared = F.linear(F.silu(gate) * up, layer.shared_expert.down_proj)
+    layer.shared_expert = None
+    torch.testing.assert_close(out - layer(x)[0], shared)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "relu", "bias": True}, {"d_shared": 8, "router": "aux_free"}])
+def test_state_dict_round_trip(options):
+    layer, other = (MoE(16, 24, 4, 2, **options) for _ in range(2))
+    x = torch.randn(9, 16)
+    assert not torch.equal(layer(x)[0], other(x)[0])
+    result = other.load_state_dict(layer.state_dict())
+    assert not result.missing_keys and not result.unexpected_keys
+    assert torch.equal(layer(x)[0], other(x)[0])
+
+
+def test_a_checkpoint_that_does_not_fit():
+    with pytest.raises(RuntimeError, match="size mismatch for gate_up_proj"):
+        MoE(16, 24, 4, 2).load_state_dict(MoE(16, 32, 4, 2).state_dict())
+    with pytest.raises(RuntimeError, match="gate_up_proj_bias"):
+        MoE(16, 24, 4, 2, bias=True).load_state_dict(MoE(16, 24, 4, 2).state_dict())
+
+
+def test_repr():
+    text = repr(MoE(16, 24, 4, 2, save="paper", bias=True))
+    assert "d_model=16, d_expert=24, num_experts=4, top_k=2, activation=swiglu, bias=True, save=paper" in text
+
+
+def test_factory_arguments():
+    layer = MoE(16, 24, 4, 2, bias=True, d_shared=8, device="meta", dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in layer.parameters())
+    layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16)
+    out, _ = layer(torch.randn(9, 16, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.gate_up_proj, layer.gate_up_proj)
+
+
+def test_autocast():
+    layer = MoE(16, 24, 4, 2, d_shared=8, bias=True)
+    x = torch.randn(64, 16)
+    expected, _ = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, stats = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert (out - expected).norm() < 2e-2 * expected.norm()
+    out.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_float32_weight_gradients():
+    layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, weight_grad_dtype=torch.float32)
+    layer(torch.randn(9, 16, dtype=torch.bfloat16))[0].sum().backward()
+    assert layer.gate_up_proj.grad.dtype == layer.down_proj.grad.dtype == torch.float32
+
+
+def test_saved_bytes():
+    layer = MoE(512, 256, 16, 4, dtype=torch.bfloat16)
+    assert layer.saved_bytes(1000) == 1000 * (2 * 512 + 4 * 256 * 4 + 12 * 4) + 4 * 17
+
+
+def test_nan_logits_spoil_one_token():
+    layer = MoE(16, 24, 4, 2)
+    x = torch.randn(9, 16)
+    x[3, 5] = torch.nan
+    out, stats = layer(x)
+    assert out[3].isnan().all() and out.isnan().any(1).sum() == 1
+    assert stats.load.sum() == 18
+
+
+BAD = {
+    "no experts": ({"num_experts": 0}, ValueError, r"num_experts: expected at least 1, got 0"),
+    "width of a float": ({"d_model": 16.0}, TypeError, r"d_model: expected an int, got float"),
+    "K above E": ({"top_k": 5}, ValueError, r"top_k: expected at most num_experts=4, got 5"),
+    "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
+    "save": ({"save": "all"}, ValueError, r"save: expected one of 'minimal'.* got 'all'"),
+    "backend": ({"backend": "triton"}, ValueError, r"backend: expected one of 'auto'.* got 'triton'"),
+    "combine": ({"combine": "sum"}, ValueError, r"combine: expected one of 'gather'.* got 'sum'"),
+    "router": ({"router": "random"}, ValueError, r"router: expected one of .* got 'random'"),
+    "hopper on a CPU": ({"backend": "hopper"}, ValueError, r"backend: .* needs a CUDA GPU .* on cpu"),
+    "router for other experts": ({"router": Router(16, 8, 2)}, ValueError, r"router: expected one for num_experts=4"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments(what):
+    replaced, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        MoE(**{"d_model": 16, "d_expert": 24, "num_experts": 4, "top_k": 2, **replaced})
+
+
+def test_bad_input():
+    layer = MoE(16, 24, 4, 2)
+    with pytest.raises(ValueError, match=r"x: expected shape \(\.\.\., 16\), got \(3, 8\)"):
+        layer(torch.randn(3, 8))
+    with pytest.raises(ValueError, match=r"x: expected device cpu.*got meta"):
+        layer(torch.randn(3, 16, device="meta"))
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected dtype torch.float64"):
+        layer(torch.randn(3, 16, dtype=torch.float64))
