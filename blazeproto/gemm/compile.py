@@ -232,6 +232,11 @@ def compile_in_subprocess(kernel: Kernel) -> Kernel:
 
 
 def compile_many(kernels: Iterable[Kernel], jobs: int | None = None) -> list[Kernel]:
-    """Compile in ``jobs`` processes at a time (default: one a core); raises the first CompileError."""
+    """Compile in ``jobs`` processes at a time (default: one a core), equal kernels once; raises the first CompileError."""
+    kernels = list(kernels)
+    unique = {kernel.key: kernel for kernel in kernels}
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        return list(pool.map(compile_in_subprocess, kernels))
+        list(pool.map(compile_in_subprocess, unique.values()))
+    for kernel in kernels:
+        kernel.__dict__["binary"] = unique[kernel.key].binary
+    return kernels

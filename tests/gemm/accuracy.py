@@ -76,7 +76,7 @@ class Pool:
 def _errors(out: Tensor, yardstick: Tensor, exact: Tensor) -> Tensor:
     """(6,) float64: Σ error², Σ yardstick error², worst row, yardstick's, worst element, yardstick's."""
     out, yardstick, exact = (t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t[None] for t in (out, yardstick, exact))
-    floor = SMALL_ROW * exact.square().mean().sqrt() + torch.finfo(torch.float64).tiny
+    floor = SMALL_ROW * torch.linalg.vector_norm(exact) / exact.numel() ** 0.5 + torch.finfo(torch.float64).tiny
     totals = []
     step = max(1, ELEMENTS_AT_ONCE // exact.shape[1])
     for start in range(0, exact.shape[0], step):

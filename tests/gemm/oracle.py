@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from blazeproto import gemm
+from blazeproto.gemm import rowops
 from blazeproto.reference import activate, is_gated
 
 ROUTINGS = ("uniform", "zipf", "same", "half_empty")
@@ -115,7 +116,7 @@ def route(shape: Shape, routing: str, sentinels: float, generator: torch.Generat
         ranks = torch.randperm(shape.experts, device=device, generator=generator) + 1
         preference = -1.2 * ranks.log()
     elif routing == "same":
-        preference = 1e4 * torch.rand(shape.experts, device=device, generator=generator)
+        preference = 1e6 * torch.rand(shape.experts, device=device, generator=generator)
     elif routing == "half_empty":
         preference[max(shape.top_k, shape.experts // 2) :] = -1e4
     noise = -torch.empty(size, device=device).exponential_(generator=generator).log()  # Gumbel: draws by preference
@@ -267,6 +268,10 @@ def run_kernels(
     def poisoned(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.full(size, math.nan, dtype=dtype, device=case.x.device)
 
+    def row_sum_options(width: int) -> dict[str, Tensor]:
+        slots = poisoned(rowops.row_sum_slots(num_rows, num_experts), width, dtype=torch.float32)
+        return {"out": poisoned(num_experts, width), "workspace": slots}
+
     def tiles(product: str) -> dict[str, Any]:
         return {"config": configs[product]} if configs and product in configs else {}
 
@@ -316,14 +321,14 @@ def run_kernels(
     if case.down_bias is not None:
         gemm.bias_score_grad(case.d_out, case.down_bias, rows, d_scores=result["d_scores"])
         result["d_down_bias"] = gemm.expert_row_sum(
-            case.d_out, rows, gather=True, scores=case.scores, out=poisoned(num_experts, d)
+            case.d_out, rows, gather=True, scores=case.scores, **row_sum_options(d)
         )
     result["dx_rows"] = gemm.up_backward_act(
         inputs["dh"], case.up_proj, rows, dx_rows=poisoned(num_rows, d), **tiles("up_backward_act")
     )
     result["dx"] = gemm.combine(inputs["dx_rows"], rows, out=poisoned(*case.x.shape))
     if case.up_bias is not None:
-        result["d_up_bias"] = gemm.expert_row_sum(inputs["dh"], rows, out=poisoned(num_experts, width))
+        result["d_up_bias"] = gemm.expert_row_sum(inputs["dh"], rows, **row_sum_options(width))
     return result
 
 

@@ -1,0 +1,301 @@
+"""Each product on the GPU against the float64 oracle, within the bounds of accuracy.py; outputs and unused rows poisoned with NaN."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from accuracy import Pool, worst_mismatches
+from oracle import EXACT, ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case, rows_fixed, run_kernels, stray_writes
+
+from blazeproto import gemm
+from blazeproto.gemm import config as tiles
+from blazeproto.gemm import products, rowops
+from blazeproto.gemm.compile import compile_many
+from blazeproto.reference import ACTIVATIONS, activate
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [
+    Shape(1, 64, 64, 1, 1),
+    Shape(37, 72, 40, 5, 3),
+    Shape(4096, 512, 2048, 4, 1),
+    Shape(8192, 2880, 2880, 128, 4),
+    Shape(8192, 2048, 512, 512, 10),
+    Shape(4096, 1536, 512, 40, 8),
+]
+SMALL = Shape(300, 136, 72, 7, 3)  # tails in every direction
+WIDTHS = (8, 40, 64, 136, 256, 768, 1536, 2880, 4096, 6152)
+TOP_KS = (1, 2, 3, 4, 6, 8, 16, 17, 40)
+POOLED_ELEMENTS, MOST_SEEDS = 10_000, 160
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """All kernels at once, in parallel processes, instead of one by one as the tests meet them."""
+    kernels = [*gemm.all_kernels(), *rowops.all_kernels()]
+    kernels += [rowops.combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
+    kernels += [tiles.kernel_for("down_forward", config, fused=True) for config in gemm.candidates("down_forward")]
+    for product in ("down_backward_weight", "up_backward_weight"):
+        kernels += [tiles.kernel_for(product, config, f32=True) for config in gemm.candidates(product)]
+    compile_many(kernels)
+
+
+@pytest.fixture(autouse=True)
+def _memory_back():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def check_products(shape: Shape, routing: str = "uniform", *, configs: dict | None = None, **options) -> None:
+    """Every product of a layer, each fed with the yardstick's inputs, over seeds until small outputs are big enough to judge."""
+    pool, seeds = Pool(), max(1, min(MOST_SEEDS, POOLED_ELEMENTS // max(1, shape.tokens * shape.d)))
+    report: list[str] = []
+    for seed in range(seeds):
+        case = make_case(shape, routing, seed=seed, **options)
+        given = evaluate(YARDSTICK, case)
+        result = run_kernels(case, given, configs)
+        report += [f"seed {seed}: {line}" for line in stray_writes(case, result)]
+        exact = evaluate(EXACT, case, given)
+        pool.add_all(result, given, exact)
+    for failure in pool.failures():  # the places are the last seed's
+        name = failure.partition(":")[0]
+        report += [failure, *worst_mismatches(result[name][: len(exact[name])], exact[name])]
+    assert not report, "\n".join(report)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "same"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_and_routings(shape: Shape, routing: str) -> None:
+    check_products(shape, routing)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_unit_weights(routing: str) -> None:
+    check_products(SMALL, routing, unit_weights=True)
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, biases: bool) -> None:
+    check_products(SMALL, activation=activation, biases=biases)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("varying", [False, True], ids=["sentinels", "varying"])
+def test_pairs_without_a_row(share: float, varying: bool) -> None:
+    check_products(SMALL, "zipf", sentinels=share, varying=varying, biases=True)
+
+
+def test_experts_left_empty() -> None:
+    check_products(SMALL, "half_empty", biases=True)
+
+
+def test_wide_top_k() -> None:
+    check_products(Shape(65, 128, 64, 48, 40), biases=True)
+
+
+@pytest.mark.parametrize("product", tiles.DEFAULTS)
+def test_every_tile_configuration(product: str) -> None:
+    for config in gemm.candidates(product):
+        check_products(Shape(1500, 200, 328, 5, 2), "zipf", configs={product: config})
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_no_tokens(biases: bool) -> None:
+    case = make_case(Shape(0, 64, 128, 4, 2), biases=biases)
+    result = run_kernels(case)
+    assert result["out"].shape == result["dx"].shape == (0, 64)
+    for name in ("d_up", "d_down", "d_up_f32", "d_down_f32") + (("d_up_bias", "d_down_bias") if biases else ()):
+        assert (result[name] == 0).all(), name
+
+
+def test_down_projection_gradients_accumulate_in_fp32() -> None:
+    case = make_case(SMALL, "half_empty")
+    given = evaluate(YARDSTICK, case)
+    for name, function, args in (
+        ("d_down", gemm.down_backward_weight, (case.d_out, given["a_scaled"])),
+        ("d_up", gemm.up_backward_weight, (given["dh"], case.x)),
+    ):
+        once = function(*args, case.rows, dw=torch.full_like(given[name], torch.nan, dtype=torch.float32))
+        twice = function(*args, case.rows, dw=once.clone(), accumulate=True)
+        torch.testing.assert_close(twice, 2 * once, rtol=1e-6, atol=1e-6)
+
+
+def _same_bits(case: Case, given: dict, first: dict, times: int) -> None:
+    for repeat in range(times):
+        again = run_kernels(case, given)
+        for name in first.keys() - {"fused"}:  # the fused combine adds by atomics, as its name warns
+            a, b = (torch.nan_to_num(r[name], nan=12345.0) for r in (first, again))
+            assert torch.equal(a, b), f"{name} differs in repeat {repeat}"
+
+
+@pytest.mark.parametrize("shape", [Shape(4096, 1536, 512, 40, 8), SMALL], ids=str)
+def test_twenty_repeats_have_the_same_bits(shape: Shape) -> None:
+    case = make_case(shape, "zipf", biases=True)
+    given = evaluate(YARDSTICK, case)
+    _same_bits(case, given, run_kernels(case, given), times=20)
+
+
+def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random sleeps around every barrier: what a race would get wrong."""
+    case = make_case(Shape(2000, 256, 384, 6, 2), "zipf", biases=True)
+    given = evaluate(YARDSTICK, case)
+    calm = run_kernels(case, given)
+    monkeypatch.setattr(products, "kernel_for", functools.partial(tiles.kernel_for, debug=("INJECT_DELAYS",)))
+    _same_bits(case, given, calm, times=3)
+
+
+def test_graph_replays_another_routing() -> None:
+    """Captured once, replayed with other tokens and another routing written into the same arrays."""
+    shape = SMALL
+    case = make_case(shape, "uniform", biases=True, seed=0)
+    other = make_case(shape, "zipf", biases=True, seed=1)
+    run_kernels(case)  # loads every kernel: nothing may be compiled or loaded during capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_kernels(case)
+    for mine, its in zip(_tensors(case), _tensors(other), strict=True):
+        mine.copy_(its)
+    graph.replay()
+    eager = run_kernels(other)
+    for name in eager.keys() - {"fused"}:
+        a, b = (torch.nan_to_num(r[name], nan=12345.0) for r in (captured, eager))
+        assert torch.equal(a, b), name
+
+
+def _tensors(case: Case) -> list[torch.Tensor]:
+    """What the kernels read."""
+    inputs = [case.x, case.up_proj, case.down_proj, case.scores, case.d_out, case.up_bias, case.down_bias]
+    return [t for t in (*inputs, *case.rows) if isinstance(t, torch.Tensor)]
+
+
+def test_past_two_to_the_31_elements() -> None:
+    """H has 2.2·10⁹ elements; the last rows, whose offsets need more than 32 bits, are checked."""
+    tokens, d, n, experts, top_k = 270_336, 64, 1024, 4, 4
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of free GPU memory")
+    case = make_case(Shape(tokens, d, n, experts, top_k), "same")
+    assert tokens * top_k * 2 * n > 2**31
+    rows, num_rows, last = case.rows, tokens * top_k, slice(-4096, None)
+    row_options = {"dtype": torch.bfloat16, "device": "cuda"}
+    h, act = torch.empty(num_rows, 2 * n, **row_options), torch.empty(num_rows, n, **row_options)
+    gemm.up_forward(case.x, case.up_proj, rows, h=h, act=act)
+    dh, a_scaled, d_scores = torch.empty_like(h), torch.empty_like(act), torch.empty_like(case.scores)
+    workspace = torch.empty(gemm.score_partials(n), num_rows, device="cuda")
+    gemm.down_backward_act(
+        case.d_out,
+        case.down_proj,
+        h,
+        case.scores,
+        rows,
+        dh=dh,
+        a_scaled=a_scaled,
+        d_scores=d_scores,
+        workspace=workspace,
+    )
+    dx_rows = gemm.up_backward_act(dh, case.up_proj, rows, dx_rows=torch.empty(num_rows, d, **row_options))
+    d_up = gemm.up_backward_weight(dh, case.x, rows, dw=torch.empty_like(case.up_proj))
+    h_by_token = gemm.combine(h, rows, out=torch.empty(tokens, 2 * n, **row_options))
+
+    tokens_of, pairs = case.row_token[last], case.row_pair[last]
+    expert = int(case.row_expert[-1])
+    x64, d_out64 = case.x[tokens_of].double(), case.d_out[tokens_of].double()
+    h64 = h[last].double().requires_grad_()
+    act64 = activate(h64, "swiglu")
+    d_act64 = d_out64 @ case.down_proj[expert].double()
+    dh64 = torch.autograd.grad(act64, h64, case.scores[pairs, None] * d_act64)[0]
+    act64 = act64.detach()
+    of_expert = slice(int(rows.offsets[expert]), None)
+    dh_of_expert, x_of_expert = dh[of_expert].T, case.x[case.row_token[of_expert]]
+    score = case.scores[pairs, None]
+    expected = {
+        "h": (h[last], x64 @ case.up_proj[expert].double().T),
+        "act": (act[last], act64),
+        "dh": (dh[last], dh64),
+        "a_scaled": (a_scaled[last], score * act64, score * act64.bfloat16()),
+        "d_scores": (d_scores[pairs].bfloat16(), (d_act64 * act64).sum(dim=1)),
+        "dx_rows": (dx_rows[last], dh[last].double() @ case.up_proj[expert].double()),
+        "d_up": (d_up[expert], dh_of_expert.double() @ x_of_expert.double(), dh_of_expert @ x_of_expert),
+        "combine": (
+            h_by_token[-64:],
+            h[rows.token_index_map[-64 * top_k :].long()].double().view(64, top_k, -1).sum(1),
+        ),
+    }
+    pool = Pool()
+    for name, (got, want, *yardstick) in expected.items():  # the yardstick: one rounding, if nothing else is said
+        pool.add(name, got, (yardstick[0] if yardstick else want).bfloat16(), want)
+    assert pool.failures() == []
+
+
+def test_combine_past_two_to_the_31_elements() -> None:
+    """Four million tokens of width 256, two experts each: the widest token offsets a table asks for."""
+    tokens, d, top_k = 4 * 2**20 + 3, 256, 2
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    experts = torch.randint(4, (tokens, 1), device="cuda", generator=generator)
+    rows = rows_fixed(torch.cat([experts, (experts + 1) % 4], dim=1), 4)
+    y = torch.randn(tokens * top_k, d, device="cuda", generator=generator, dtype=torch.bfloat16)
+    scores = torch.rand(tokens * top_k, device="cuda", generator=generator)
+    out = gemm.combine(y, rows, scores=scores, out=torch.full_like(y[:tokens], torch.nan))
+    row = rows.token_index_map.view(tokens, top_k).long()
+    for part in (slice(0, 1000), slice(tokens // 2, tokens // 2 + 1000), slice(tokens - 1000, tokens)):
+        weights = scores.view(tokens, top_k)[part]
+        want = weights[:, :1] * y[row[part, 0]].float() + weights[:, 1:] * y[row[part, 1]].float()
+        torch.testing.assert_close(out[part], want.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("top_k", TOP_KS)
+def test_combine_widths(d: int, top_k: int) -> None:
+    """Against fp32 in slot order, to the bit of the last rounding; with sentinels, in both numberings of the pairs."""
+    shape, generator = Shape(77, d, 8, 48, top_k), torch.Generator("cuda").manual_seed(d)
+    for varying in (False, True):
+        case = make_case(shape, sentinels=0.2, varying=varying)
+        y = torch.randn(case.rows.num_rows, d, device="cuda", generator=generator).bfloat16()
+        y[len(case.row_pair) :] = torch.nan
+        for scores in (None, case.scores):
+            out = gemm.combine(y, case.rows, scores=scores, out=torch.full_like(case.x, torch.nan))
+            want = EXACT.combine(y[: len(case.row_pair)], case, None if scores is None else scores.double())
+            torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [8, 72, 256, 2880])
+def test_expert_row_sums(width: int) -> None:
+    case = make_case(Shape(3000, width, 8, 9, 3), "zipf", sentinels=0.1)
+    rows, used = case.rows, len(case.row_pair)
+    values = torch.randn(rows.num_rows, width, device="cuda").bfloat16()
+    values[used:] = torch.nan
+    by_row = gemm.expert_row_sum(values, rows, out=torch.full((9, width), torch.nan, device="cuda"))
+    want = EXACT.expert_sum(values[:used], case)
+    torch.testing.assert_close(by_row.double(), want, rtol=1e-5, atol=1e-4)
+    twice = gemm.expert_row_sum(values, rows, out=by_row.clone(), accumulate=True)
+    torch.testing.assert_close(twice, 2 * by_row)
+    gathered = gemm.expert_row_sum(
+        case.d_out, rows, gather=True, scores=case.scores, out=torch.empty(9, width, device="cuda")
+    )
+    want = EXACT.expert_sum(case.d_out[case.row_token], case, case.scores.double())
+    torch.testing.assert_close(gathered.double(), want, rtol=1e-5, atol=1e-4)
+
+
+BAD_INPUT = {
+    "x dtype": (lambda c: {"x": c.x.float()}, TypeError, "x: expected dtype bfloat16, got float32"),
+    "x width": (lambda c: {"x": c.x[:, :64].contiguous()}, ValueError, "x: expected shape"),
+    "x not contiguous": (lambda c: {"x": c.x.t().contiguous().t()}, ValueError, "x: expected a contiguous array"),
+    "x on the CPU": (lambda c: {"x": c.x.cpu()}, ValueError, "x: expected an array on a CUDA device"),
+    "weights of another layer": (lambda c: {"up_proj": c.up_proj[1:]}, ValueError, "up_proj: expected shape"),
+    "width 12": (lambda c: {"up_proj": c.up_proj[..., :12].contiguous()}, ValueError, "up_proj: expected .*multiple"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_named(spoil, error, message) -> None:
+    case = make_case(SMALL)
+    arguments = {"x": case.x, "up_proj": case.up_proj} | spoil(case)
+    with pytest.raises(error, match=message):
+        gemm.up_forward(**arguments, rows=case.rows)
