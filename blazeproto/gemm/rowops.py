@@ -95,9 +95,9 @@ def _combine_blocks(kernel: Kernel, device: int) -> int:
 
 
 def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: int | None = None) -> Any:
-    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order; no scores: plain sum.
+    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order.
 
-    Makes the output from Y with scores, dX from dX̃ without. Floor: (R + T)·d·2 bytes at the memory's speed.
+    Makes the output from Y with scores, dX from dX̃ without: a plain sum. Floor: (R + T)·d·2 bytes at the memory's speed.
     """
     rows = rows.views()
     y = expect("y", y, "bfloat16", (rows.num_rows, None))

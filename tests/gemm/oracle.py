@@ -1,11 +1,12 @@
 """What the products are compared with: their formulas, written once and evaluated twice.
 
-`EXACT` evaluates them in float64. `YARDSTICK` multiplies bf16 matrices with fp32 accumulation and rounds to bf16 where the kernels
-do (H, act, Y, dH, S·act, dX̃): its distance from EXACT is what rounding costs anyone, and kernels may err little more.
+`EXACT` evaluates them in float64. `YARDSTICK` multiplies bf16 matrices with fp32 accumulation and rounds to bf16 where
+the kernels do (H, act, Y, dH, S·act, dX̃): its distance from EXACT is what rounding costs anyone, and kernels may err
+little more.
 
-`evaluate` runs all products. Chained (no ``given``), each takes what the one before it made; with ``given``, each takes its inputs
-from there, so that an error shows in the product that made it. `run_kernels` does either with the kernels. All three return
-the same names. Shapes: T tokens, E experts, d and n widths, R rows, P pairs, G = 2 for a gated activation, else 1.
+`evaluate` runs all products. Chained (no ``given``), each takes what the one before it made; with ``given``, each takes
+its inputs from there, so that an error shows in the product that made it. `run_kernels` does either with the kernels.
+Both return the same names. Shapes: T tokens, E experts, d and n widths, R rows, P pairs, G = 2 for a gated activation, else 1.
 """
 
 from __future__ import annotations

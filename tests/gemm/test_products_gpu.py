@@ -1,4 +1,7 @@
-"""Each product on the GPU against the float64 oracle, within the bounds of accuracy.py; outputs and unused rows poisoned with NaN."""
+"""Each product on the GPU against the float64 oracle, within the bounds of accuracy.py.
+
+Outputs are poisoned with NaN before each run, rows of no pair in inputs and outputs alike.
+"""
 
 from __future__ import annotations
 

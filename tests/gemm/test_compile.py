@@ -1,0 +1,150 @@
+"""The compiler's wrapper, and every kernel of the package compiled to machine code without a spill. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto.gemm import config, nvrtc, rowops
+from blazeproto.gemm.compile import CompileError, Kernel, cache_folder, compile_in_subprocess, compile_many
+
+SOURCE = """
+#include "ptx.cuh"
+#include <cuda_bf16.h>
+#include <cuda/std/cstdint>
+extern "C" __global__ void first(float* x) {
+    __shared__ float shared[N];
+    shared[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = shared[N - 1 - threadIdx.x];
+}
+extern "C" __global__ void second(float* x) { *x = N; }
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small .cu file, and an empty cache."""
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "small.cu"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def test_a_kernel_shows_what_became_of_it(source: str) -> None:
+    kernel = Kernel(source, "first", {"N": 64}, dynamic_smem=1000)
+    assert "not compiled" in repr(kernel)
+    assert kernel.cubin[:4] == b"\x7fELF"
+    assert ".target sm_90a" in kernel.ptx
+    assert 0 < kernel.registers < 64 and kernel.spills == 0 and kernel.smem_bytes == 64 * 4 + 1000
+    assert Kernel(source, "second", {"N": 64}).smem_bytes == 0
+    assert "#define N 64" in kernel.source and "mbarrier_wait" in kernel.source  # with the headers it includes
+    assert repr(kernel).startswith(f"Kernel(first: {kernel.registers} registers, 0 B spilled, 1256 B shared; ")
+
+
+def test_sass_is_machine_code(source: str) -> None:
+    try:
+        nvrtc.find_tool("nvdisasm")
+    except FileNotFoundError:
+        pytest.skip("needs nvdisasm")
+    assert "STS" in Kernel(source, "first", {"N": 64}).sass
+
+
+def test_a_missing_tool_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="nvidia-cuda-nvdiscombobulate"):
+        nvrtc.find_tool("nvdiscombobulate")
+
+
+def test_errors_carry_the_log(source: str) -> None:
+    for compiler in (Kernel.compile, compile_in_subprocess):
+        with pytest.raises(CompileError, match='identifier "nonsense" is undefined'):
+            compiler(Kernel(source, "first", {"N": "nonsense"}))
+    with pytest.raises(CompileError, match="no extern 'C' __global__ function third"):
+        _ = Kernel(source, "third", {"N": 64}).registers
+
+
+def test_the_cache_is_used(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Kernel(source, "first", {"N": 64}).log
+    monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("compiled again"))
+    assert Kernel(source, "first", {"N": 64}).log == log
+    assert Kernel(source, "second", {"N": 64}).log == log  # the same file, the same machine code
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: Kernel(path, "first", {"N": 65}),
+        lambda path: Kernel(path, "first", {"N": 64}, options=("--maxrregcount=32",)),
+        lambda path: Path(path).write_text(SOURCE.replace("N - 1", "N / 2")) and Kernel(path, "first", {"N": 64}),
+    ],
+    ids=["macro", "option", "source"],
+)
+def test_the_key_covers(source: str, change: Callable[[str], Kernel]) -> None:
+    assert Kernel(source, "first", {"N": 64}).key != change(source).key
+
+
+def test_the_key_covers_headers(source: str, tmp_path: Path) -> None:
+    (tmp_path / "small.cuh").write_text("#pragma once\nconstexpr int WIDTH = 1;\n")
+    Path(source).write_text(f'#include "{tmp_path / "small.cuh"}"\n{SOURCE}')
+    before = Kernel(source, "first", {"N": 64}).key
+    (tmp_path / "small.cuh").write_text("#pragma once\nconstexpr int WIDTH = 2;\n")
+    assert Kernel(source, "first", {"N": 64}).key != before
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b""])
+def test_a_damaged_cache_entry_is_compiled_again(source: str, damage: Callable[[bytes], bytes]) -> None:
+    cubin = Kernel(source, "first", {"N": 64}).cubin
+    (entry,) = cache_folder().iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))
+    assert Kernel(source, "first", {"N": 64}).cubin == cubin
+    assert len(entry.read_bytes()) > 1000  # mended
+
+
+def test_an_unwritable_cache_is_no_error(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path / "file" / "cache"))
+    assert Kernel(source, "first", {"N": 64}).registers > 0
+
+
+def test_a_crash_of_the_compiler_is_an_error(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing = tmp_path / "crash.py"
+    crashing.write_text("import os\nos.abort()\n")
+    monkeypatch.setattr(nvrtc, "__file__", str(crashing))
+    with pytest.raises(CompileError, match="NVRTC crashed"):
+        compile_in_subprocess(Kernel(source, "first", {"N": 64}))
+
+
+def test_many_compile_in_parallel(source: str) -> None:
+    kernels = compile_many([Kernel(source, "first", {"N": n}) for n in (32, 64, 32)], jobs=2)
+    assert [kernel.smem_bytes for kernel in kernels] == [128, 256, 128]
+    assert len(list(cache_folder().iterdir())) == 2
+
+
+# --- Every kernel of the package ---------------------------------------------------------------------------------------
+
+KERNELS = list({(k.file, k.entry, k.macros): k for k in (*config.all_kernels(), *rowops.all_kernels())}.values())
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[[Kernel], Kernel]:
+    """A kernel once compiled. All start at once, a process a core; under pytest-xdist each worker sees to its own."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return compile_in_subprocess
+    pool = ThreadPoolExecutor(os.cpu_count())
+    futures: dict[int, Future[Kernel]] = {id(kernel): pool.submit(compile_in_subprocess, kernel) for kernel in KERNELS}
+    return lambda kernel: futures[id(kernel)].result()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: "-".join([k.entry, *(m[2:] for m in k.macros)]))
+def test_no_spills_and_no_serialised_wgmma(kernel: Kernel, compiled: Callable[[Kernel], Kernel]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(kernel).spills == 0, kernel.log
+    assert kernel.smem_bytes <= config.SMEM_BYTES
