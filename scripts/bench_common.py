@@ -1,7 +1,7 @@
 """What the benchmarks share: the 23 layer shapes, their floors, routings, and the record of where a number came from.
 
-A floor is the time the chip needs for a kernel's operations or its least bytes, whichever is longer, at the rates measured on one
-H200: 785 TFLOP/s (cuBLAS, bf16, 8192^3, random data) and 4.24 TB/s (copy, read + write).
+A floor is the time the chip needs for a kernel's operations or its least bytes, whichever is longer, at the rates
+measured on one H200: 785 TFLOP/s (cuBLAS, bf16, 8192^3, random data) and 4.24 TB/s (copy, read + write).
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def geometric_mean(values: list[float]) -> float:
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
     """Fixed-width text, numbers to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in [header, *rows]]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 

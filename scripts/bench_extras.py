@@ -1,4 +1,5 @@
-"""What the layer benchmark measures beside the shapes of the papers: bounded workspaces, four million tokens, skewed routings."""
+"""What the layer benchmark measures beside the shapes of the papers: bounded workspaces, four million tokens, skewed
+routings."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@
     python scripts/bench_layer.py --configs 13-18,23 --peers blazeproto,sonic
     python scripts/bench_layer.py --resume --time-budget 540   # goes on where the last run of the same sources stopped
 
-One SwiGLU layer in bf16, random data and routing. Top-k is excluded; the dispatch metadata is included. All programs run in one
-process on the same inputs, in turn (A B A B); figures are medians of 20 rounds after warm-up (8 beyond 60 ms). Eager times are
-CUDA events; GPU times replay a CUDA graph of the program whose results were checked, or sum its kernels where it can't be captured.
+One SwiGLU layer in bf16, random data and routing. Top-k is excluded; the dispatch metadata is included. All programs
+run in one process on the same inputs, in turn (A B A B); figures are medians of 20 rounds after warm-up (8 beyond 60
+ms). Eager times are CUDA events; GPU times replay a CUDA graph of the program whose results were checked, or sum its
+kernels where it can't be captured.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit i
 MAX_SETS = 3
 
 PROTOCOL = (
-    "one SwiGLU MoE layer, bf16, random data and uniform routing; top-k excluded, dispatch metadata included; programs interleaved "
-    "in one process; median of >=20 rounds (>=8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events; gpu: CUDA-graph replay, or "
-    "the sum of kernel durations where gpu_method says so; bwd = (fwd+bwd) - fwd; saved_MiB by saved_tensors_hooks without "
-    "weights, x counted where saved; peaks over what was allocated before the call"
+    "one SwiGLU MoE layer, bf16, random data and uniform routing; top-k excluded, dispatch metadata included; programs "
+    "interleaved in one process; median of >=20 rounds (>=8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events; "
+    "gpu: CUDA-graph replay, or the sum of kernel durations where gpu_method says so; bwd = (fwd+bwd) - fwd; saved_MiB "
+    "by saved_tensors_hooks without weights, x counted where saved; peaks over what was allocated before the call"
 )
 FLOOR = "sum over the eight kernels of max(operations/785 TFLOP/s, least bytes/4.24 TB/s)"
 
@@ -181,6 +182,17 @@ def ratio(row: dict[str, Any], peer: str, field: str) -> float | None:
         return float(figures[field])
 
     return value(peer) / value(OURS) if {peer, OURS} <= row["peers"].keys() else None
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line on a row, printed as soon as it is measured."""
+    ours, sonic = row["peers"][OURS], row["peers"].get(MAIN_PEER, {})
+    forward, both = (number(ratio(row, MAIN_PEER, field), 2) for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms"))
+    return (
+        f"{LayerShape(**row['cfg']).name}: ours {ours['gpu_fwd_ms']:.3f}, {ours['gpu_fwdbwd_ms']:.3f} ms; "
+        f"{MAIN_PEER} x {forward}, {both} ({ours['gpu_method']}, {sonic.get('gpu_method', 'absent')}); "
+        f"differs {row['difference_from_ours']}{' ' + str(row['not_captured']) if 'not_captured' in row else ''}"
+    )
 
 
 def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
@@ -311,14 +323,7 @@ def main() -> None:
         record["rows"] = [r for r in record["rows"] if r["cfg"] != row["cfg"]] + [row]
         record["rows"].sort(key=lambda r: order.get(LayerShape(**r["cfg"]), len(order)))
         write_json(options.out, record)
-        ours, sonic = row["peers"][OURS], row["peers"].get(MAIN_PEER, {})
-        print(
-            f"{shape.name}: ours {ours['gpu_fwd_ms']:.3f} + {ours['gpu_fwdbwd_ms'] - ours['gpu_fwd_ms']:.3f} ms, "
-            f"{MAIN_PEER} x {number(ratio(row, MAIN_PEER, 'gpu_fwd_ms'), 2)}, {number(ratio(row, MAIN_PEER, 'gpu_fwdbwd_ms'), 2)} "
-            f"({ours['gpu_method']}, {sonic.get('gpu_method', 'absent')}); differs {row['difference_from_ours']}; "
-            f"{time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        print(f"{summary(row)}; {time.monotonic() - started:.0f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -1,12 +1,13 @@
-"""Each product of the layer alone: against torch's grouped_mm, gathered against contiguous, and in its layer form against its floor.
+"""Each product of the layer alone: against torch's grouped_mm, gathered against contiguous, and in its layer form
+against its floor.
 
     python scripts/bench_products.py                     # results/h200/products.json
     python scripts/bench_products.py --configs 1,9 --products up_forward,combine
     python scripts/bench_products.py --tune              # every tile configuration of every product -> results/h200/tune.json
 
-Columns: torch: grouped_mm on rows already gathered. plain: ours on the same rows with nothing after the product but a store.
-gathered: the same, rows fetched by index. layer: as the layer runs it (gather, activation and dS included). GPU time by graph replay,
-all columns of a product in turn (A B A B), medians. Uniform routing, random data.
+Columns: torch: grouped_mm on rows already gathered. plain: ours on the same rows with nothing after the product but a
+store. gathered: the same, rows fetched by index. layer: as the layer runs it (gather, activation and dS included).
+GPU time by graph replay, all columns of a product in turn (A B A B), medians. Uniform routing, random data.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The one entry point on a Hopper GPU: tests, benchmarks, training, sanitizers and fuzzing, each in a process with a time limit.
+"""The one entry point on a Hopper GPU: tests, benchmarks, training, sanitizers and fuzzing, each in a process with a
+time limit.
 
     python scripts/gpu_check.py --steps tests,layer,products --minutes 9 --out /tmp/out
     python scripts/gpu_check.py --full --steps layer        # the benchmarks' long forms, which write the committed results
 
-A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver, versions, a hash of
-the package's sources, and for each step its command, outcome, seconds and last lines. With --out, results and the log go there too.
+A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver,
+versions, a hash of the package's sources, and for each step its command, outcome, seconds and last lines. With --out,
+results and the log go there too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck python scripts/sanitize_target.py
 
-Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight gradients, sentinels, an
-expert without tokens; then the dispatch builders and the fused top-k. Each part runs even if one before it fails.
+Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
+gradients, sentinels, an expert without tokens; then the dispatch builders and the fused top-k. Each part runs even if
+one before it fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ways to time GPU programs against each other: eagerly, by CUDA-graph replay, and as a sum of kernel durations.
 
-Every function takes several callables by name and runs them in turn (A B A B), so that clocks and temperature treat all alike, and
-returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
+Every function takes several callables by name and runs them in turn (A B A B), so that clocks and temperature treat
+all alike, and returns medians by name. Eager time below a millisecond is host time; the other two leave the host out.
 """
 
 from __future__ import annotations

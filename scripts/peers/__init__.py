@@ -1,7 +1,8 @@
 """Other programs that compute one MoE layer, called through their own public interfaces on the same inputs.
 
-Each module here has `build(shape, inputs) -> Program`. Weights are put into the layout a peer wants beforehand, top-k is excluded, and
-the dispatch metadata a peer makes from the chosen expert ids is included. A peer that can't be imported, or fails to build, is absent.
+Each module here has `build(shape, inputs) -> Program`. Weights are put into the layout a peer wants beforehand, top-k
+is excluded, and the dispatch metadata a peer makes from the chosen expert ids is included. A peer that can't be
+imported, or fails to build, is absent.
 """
 
 from __future__ import annotations
@@ -57,9 +58,8 @@ class Program:
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)
 
 
-def make_inputs(shape: LayerShape, routing: str = "uniform", seed: int = 0) -> LayerInputs:
+def make_inputs(shape: LayerShape, routing: str = "uniform", seed: int = 0, device: str = "cuda") -> LayerInputs:
     """Random inputs at unit scale, weights at 1/sqrt(fan-in): never zeros, on which a matrix unit runs faster."""
-    device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """A bound of dense products: torch.bmm on tokens already gathered and spread evenly over the experts.
 
-SonicMoE's own "upper bound": torch.bmm, a fused SwiGLU, torch.bmm, a fused gather-sum. It does no dispatch and no gather, and its
-backward stops at the gradient of the gathered tokens, so it does less than a layer; a program that fuses more can still beat it.
+SonicMoE's own "upper bound": torch.bmm, a fused SwiGLU, torch.bmm, a fused gather-sum. It does no dispatch and no
+gather, and its backward stops at the gradient of the gathered tokens, so it does less than a layer; a program that
+fuses more can still beat it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
             inputs.gate_up_proj,
             inputs.down_proj,
             inputs.scores,
-            inputs.experts,
+            None if "dispatch" in extra else inputs.experts,
             num_experts=shape.E,
             backend="hopper",
             **options,

@@ -1,8 +1,8 @@
 """SonicMoE (PyPI sonic-moe 0.1.2.post1, Python >= 3.12), tuned in full by its own autotuner.
 
-Its layer with fixed K takes router weights and chooses experts itself; the two autograd functions below its router are
-called directly, so that top-k stays outside, with the metadata kernel it uses between the two.
-Tuning happens at the first call for a shape and is kept on disk under QUACK_CACHE_DIR.
+Its layer with fixed K takes router weights and chooses experts itself; the two autograd functions below its router
+are called directly, so that top-k stays outside, with the metadata kernel it uses between the two. Tuning happens at
+the first call for a shape and is kept on disk under QUACK_CACHE_DIR.
 """
 
 from __future__ import annotations
