@@ -57,7 +57,7 @@ def build_dispatch_varying(
 def _lists(experts: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
     """expert_pair_indices, expert_token_offsets, token_index_map and token_expert_indices of flat ids (P,)."""
     valid = (experts >= 0) & (experts < num_experts)
-    keys = np.where(valid, experts, num_experts)
+    keys = np.where(valid, experts, num_experts).astype(np.uint16 if num_experts < 2**16 else np.int64)
     lengths = np.bincount(keys, minlength=num_experts + 1)[:num_experts]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     order = np.argsort(keys, kind="stable").astype(np.int32)  # by expert, ascending pairs inside one

@@ -1,4 +1,4 @@
-"""What the threads of a block do together. One source for the GPU and for Numba's simulator, which has no warp intrinsics."""
+"""What the threads of a block do together. The simulator has no warp intrinsics, so shared memory and barriers do it."""
 
 from __future__ import annotations
 

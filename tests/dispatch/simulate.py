@@ -1,0 +1,89 @@
+"""The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
+
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|topk
+
+A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python thread for
+each CUDA thread, so blocks are cut to 32 of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from routings import differences, make_routing, make_varying
+
+from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled
+
+# (kind, T, E, K, dtype): several chunks, tiles and words; T = 0 and 1; E = 1; K = E; K and E above a block's threads
+CASES = [
+    ("random", 0, 4, 2, "int32"),
+    ("random", 1, 1, 1, "int64"),
+    ("random", 75, 8, 2, "int32"),
+    ("zipf", 150, 11, 3, "int64"),
+    ("sentinels", 130, 37, 4, "int32"),
+    ("sentinels", 70, 40, 3, "int64"),
+    ("same", 67, 5, 5, "int32"),
+    ("nobody_here", 40, 6, 2, "int32"),
+    ("one_expert_busy", 33, 70, 35, "int32"),
+]
+
+
+def check_method(method: str) -> Iterator[str]:
+    for kind, num_tokens, num_experts, top_k, dtype in CASES:
+        ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
+        expected = reference.build_dispatch(ids, num_experts)
+        got = build_dispatch(ids, num_experts, method=method, validate=True)
+        yield from (f"{kind} {ids.shape} E={num_experts}: {line}" for line in differences(got, expected))
+
+    varying = make_varying(40, 9)
+    lines = differences(
+        build_dispatch_varying(*varying, 9, method=method, validate=True), reference.build_dispatch_varying(*varying, 9)
+    )
+    yield from (f"varying: {line}" for line in lines)
+    yield from check_duplicates(method)
+
+
+def check_duplicates(method: str) -> Iterator[str]:
+    """An expert named twice: what comes out is unspecified, but every index is in bounds and neighbours are untouched."""
+    ids = np.random.default_rng(0).integers(-1, 3, (90, 4)).astype(np.int32)
+    sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": 4, "token_index_map": ids.size}
+    guarded = {name: np.full(size + 16, -77, np.int32) for name, size in sizes.items()}
+    inner = {name: array[8:-8] for name, array in guarded.items()}
+    dispatch = build_dispatch(ids, 3, method=method, out=inner)
+    for name, array in guarded.items():
+        if (array[:8] != -77).any() or (array[-8:] != -77).any():
+            yield f"duplicates: {name} was written out of bounds"
+    offsets, rows, index_map = (
+        inner[name] for name in ("expert_token_offsets", "expert_pair_indices", "token_index_map")
+    )
+    if not (offsets[0] == 0 and (np.diff(offsets) >= 0).all() and offsets[-1] <= ids.size):
+        yield f"duplicates: offsets {offsets}"
+    if not ((rows[: offsets[-1]] >= 0).all() and (rows < ids.size).all() and (rows >= -1).all()):
+        yield f"duplicates: rows {rows}"
+    if not ((index_map >= -1) & (index_map < max(offsets[-1], 1))).all():
+        yield f"duplicates: token_index_map {index_map}"
+    try:
+        build_dispatch(ids, 3, method=method, validate=True)
+        yield "duplicates: validate=True raised nothing"
+    except ValueError:
+        pass
+    del dispatch
+
+
+def main(what: str) -> None:
+    tiled.SIZES = tiled.Sizes(threads=32, count_per_thread=2, scan_threads=32, max_chunks=8, min_tile=32, max_tile=64)
+    dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
+    if what == "topk":
+        from simulate_topk import check_topk
+
+        lines = list(check_topk())
+    else:
+        lines = list(check_method(what))
+    print("\n".join(lines) or "as the twin")
+    sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,89 @@
+"""The kernels where there is no GPU: run in Numba's simulator, and compiled to machine code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("what", ["tiled", "dense"])
+def test_simulated(what):
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(HERE / "simulate.py"), what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+
+
+def compiled(kernel) -> str:
+    """PTX, after checking that it links to a cubin that the cache then holds."""
+    pytest.importorskip("cuda.core", reason="needs cuda.core")
+    entry, code = kernel.cubin((9, 0))
+    assert code[:4] == b"\x7fELF" and entry.encode() in code
+    assert kernel.cubin((9, 0)) == (entry, code)
+    return kernel.ptx((9, 0))
+
+
+@pytest.mark.parametrize(("top_k", "dtype"), [(8, "int32"), (10, "int64"), (1, "int32")])
+def test_tiled_compiles(top_k, dtype):
+    from blazeproto.dispatch import tiled
+
+    for kernel in tiled.kernels(tiled.SIZES, 256, top_k, dtype):
+        ptx = compiled(kernel)
+        assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
+
+
+def test_dense_compiles():
+    from blazeproto.dispatch import dense
+
+    for kernel in dense.kernels(4, "int32", "uint8"):
+        assert "atom." not in compiled(kernel), f"{kernel!r} has an atomic"
+
+
+def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
+    from blazeproto.dispatch import dense
+
+    kernel = dense.kernels(4, "int32", "uint8").offsets
+    _, whole = kernel.cubin((9, 0))
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    entry, again = kernel.cubin((9, 0))
+    assert entry.encode() in again and abs(len(again) - len(whole)) < 100  # Numba counts its functions in their names
+
+
+def test_the_plan_keeps_the_table_small_and_the_tiles_in_shared_memory():
+    from blazeproto.dispatch import tiled, workspace_bytes
+
+    for num_tokens in (1, 1000, 8192, 100_000, 2**20, 2**22):
+        for num_experts, top_k in [
+            (128, 8),
+            (256, 8),
+            (16, 4),
+            (8, 2),
+            (128, 4),
+            (40, 8),
+            (512, 10),
+            (384, 8),
+            (512, 1),
+            (512, 512),
+        ]:
+            plan = tiled.plan(num_tokens, top_k, num_experts)
+            assert plan.place_shared_bytes <= tiled.SHARED_LIMIT
+            assert plan.num_chunks * plan.chunk_tokens >= num_tokens and plan.num_chunks <= plan.sizes.max_chunks
+            lists = 8 * num_tokens * top_k
+            assert workspace_bytes(num_tokens, top_k, num_experts) <= 0.05 * lists + 8 * num_experts
+    with pytest.raises(ValueError, match=r"num_experts=99999.*method='sort'"):
+        tiled.plan(1000, 2, 99_999)

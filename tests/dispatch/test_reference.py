@@ -1,0 +1,89 @@
+"""The twin against the paper's example and against what a dispatch means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routings import KINDS, make_routing, make_varying
+
+from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
+
+
+def test_the_papers_example():
+    """MoEBlaze §4.1. The paper says L = 6 and lists five tokens, and prints eight of the ten token_expert_indices (token 2's
+    are missing). Right is:"""
+    topk_experts = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
+    dispatch = build_dispatch(topk_experts, 4)
+    assert dispatch.num_tokens == 5
+    assert dispatch.token_expert_indices.tolist() == [2, 3, 0, 1, 0, 3, 1, 2, 0, 3]
+    assert dispatch.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]  # as printed
+    assert dispatch.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]  # as printed
+    assert dispatch.token_index_map[:2].tolist() == [5, 7]  # "token_index_map[0] = {5, 7}"
+    assert dispatch.token_index_map.tolist() == [5, 7, 0, 3, 1, 8, 4, 6, 2, 9]
+    assert dispatch.expert_pair_indices.tolist() == [2, 4, 8, 3, 6, 0, 7, 1, 5, 9]
+
+
+@st.composite
+def routings(draw) -> tuple[np.ndarray, int]:
+    num_experts = draw(st.one_of(st.integers(1, 12), st.sampled_from([40, 128, 512])))
+    top_k = draw(st.integers(1, min(num_experts, 16)) | st.just(num_experts))
+    num_tokens = draw(st.integers(0, 70))
+    dtype = draw(st.sampled_from(["int32", "int64"]))
+    kind, seed = draw(st.sampled_from(KINDS)), draw(st.integers(0, 2**32 - 1))
+    return make_routing(kind, num_tokens, num_experts, top_k, seed, dtype), num_experts
+
+
+def check_meaning(dispatch, experts: np.ndarray, num_experts: int) -> None:
+    """experts: flat ids (P,)."""
+    offsets, rows, index_map = dispatch.expert_token_offsets, dispatch.expert_pair_indices, dispatch.token_index_map
+    valid = (experts >= 0) & (experts < num_experts)
+    used = offsets[-1]
+    assert offsets[0] == 0 and used == valid.sum() and (np.diff(offsets) >= 0).all()
+    assert sorted(rows[:used]) == np.flatnonzero(valid).tolist(), "each pair exactly once"
+    assert (rows[used:] == -1).all() and (index_map[~valid] == -1).all()
+    assert (index_map[rows[:used]] == np.arange(used)).all(), "the maps invert each other"
+    assert (rows[index_map[valid]] == np.flatnonzero(valid)).all()
+    for expert in range(num_experts):
+        mine = rows[offsets[expert] : offsets[expert + 1]]
+        assert (experts[mine] == expert).all()
+        assert (np.diff(mine) > 0).all(), "stable"
+
+
+@settings(deadline=None, max_examples=150)
+@given(routings())
+def test_the_lists_mean_what_they_say(routing):
+    ids, num_experts = routing
+    dispatch = build_dispatch(ids, num_experts, validate=True)
+    check_meaning(dispatch, ids.reshape(-1), num_experts)
+    rows = dispatch.expert_pair_indices
+    assert (dispatch.expert_token_indices == np.where(rows >= 0, rows // ids.shape[1], -1)).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 50), st.integers(1, 40), st.integers(0, 1000), st.integers(0, 9))
+def test_varying_counts(num_tokens, num_experts, seed, spare):
+    experts, tokens, offsets = make_varying(num_tokens, num_experts, seed, spare)
+    dispatch = build_dispatch_varying(experts, tokens, offsets, num_experts)
+    check_meaning(dispatch, experts, num_experts)
+    assert dispatch.top_k is None and dispatch.num_tokens == num_tokens
+    rows = dispatch.expert_pair_indices
+    assert (dispatch.expert_token_indices == np.where(rows >= 0, tokens[rows] if len(tokens) else 0, -1)).all()
+
+
+def test_fixed_counts_are_a_case_of_varying_ones():
+    ids = make_routing("random", 50, 16, 4)
+    fixed = build_dispatch(ids, 16)
+    tokens, offsets = np.repeat(np.arange(50, dtype=np.int32), 4), np.arange(0, 201, 4, dtype=np.int32)
+    varying = build_dispatch_varying(ids.reshape(-1), tokens, offsets, 16)
+    for name in ("expert_pair_indices", "expert_token_offsets", "token_index_map", "expert_token_indices"):
+        assert (getattr(fixed, name) == getattr(varying, name)).all()
+
+
+def test_an_expert_named_twice_is_refused_on_request():
+    ids = np.array([[0, 1], [2, 2]], np.int32)
+    build_dispatch(ids, 3)
+    with pytest.raises(ValueError, match=r"topk_experts.*distinct.*\[2, 2\] for token 1"):
+        build_dispatch(ids, 3, validate=True)
+    build_dispatch(np.array([[-1, -1], [9, 9]], np.int32), 3, validate=True)  # sentinels may repeat
