@@ -1,8 +1,8 @@
 """The Mixture-of-Experts layer as an nn.Module: a router, the experts, and a shared expert if wanted.
 
-    layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)
-    out, stats = layer(x)                       # x (..., d_model)
-    loss = criterion(out) + stats.aux_loss
+>>> layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)
+>>> out, stats = layer(x)  # x (..., d_model)
+>>> loss = criterion(out) + stats.aux_loss
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
 from blazeproto.autograd.checks import COMBINES
 from blazeproto.reference import ACTIVATIONS, activate, is_gated
-from blazeproto.router import Router, make_router
+from blazeproto.router import make_router
 
 
 class MoEStats(NamedTuple):
@@ -192,6 +192,8 @@ class SharedExpert(nn.Module):
 
     gate_up_proj (2 m, d), or up_proj (m, d) without a gate; down_proj (d, m).
     """
+
+    down_proj: nn.Parameter
 
     def __init__(
         self,

@@ -56,7 +56,9 @@ def check_arguments(
         )
     d_expert = down_proj.shape[2]
     gates = 2 if is_gated(activation) else 1
-    _check_shape("gate_up_proj", gate_up_proj, (num_experts, gates * d_expert, d_model), "(E, 2n, d), ungated (E, n, d)")
+    _check_shape(
+        "gate_up_proj", gate_up_proj, (num_experts, gates * d_expert, d_model), "(E, 2n, d), ungated (E, n, d)"
+    )
     _check_weight_dtypes(x, gate_up_proj, down_proj, up_bias, down_bias)
     if up_bias is not None:
         _check_shape("up_bias", up_bias, (num_experts, gates * d_expert), "(E, 2n), ungated (E, n)")

@@ -64,15 +64,15 @@ def chunk_length(num_tokens: int, bytes_per_token: int, workspace_bytes: int) ->
 
 
 class Chunk(NamedTuple):
-    index: int
+    number: int
     tokens: slice
     pairs: slice  # rows too: a chunk has as many rows as pairs
 
 
 def chunks_of(num_tokens: int, chunk_tokens: int, top_k: int) -> Iterator[Chunk]:
-    for index, begin in enumerate(range(0, num_tokens, chunk_tokens)):
+    for number, begin in enumerate(range(0, num_tokens, chunk_tokens)):
         end = min(begin + chunk_tokens, num_tokens)
-        yield Chunk(index, slice(begin, end), slice(begin * top_k, end * top_k))
+        yield Chunk(number, slice(begin, end), slice(begin * top_k, end * top_k))
 
 
 def _chunked(
@@ -94,15 +94,22 @@ def _chunked(
     made = _chunked_fake(x, up_proj, up_bias, down_proj, down_bias, scores, topk_experts, chunk_tokens, options)
     out, h, act, pair_indices, offsets, token_index_map = made
     up_compute, down_compute = up_proj.to(x.dtype), down_proj.to(x.dtype)
-    for index, tokens, pairs in chunks_of(x.shape[0], chunk_tokens, scores.shape[1]):
-        rows = Rows(pair_indices[pairs], offsets[index], token_index_map[pairs], scores.shape[1])
+    for number, tokens, pairs in chunks_of(x.shape[0], chunk_tokens, scores.shape[1]):
+        rows = Rows(pair_indices[pairs], offsets[number], token_index_map[pairs], scores.shape[1])
         build_dispatch(topk_experts[tokens], num_experts, opts.backend, rows[:3])
         h_chunk = h[pairs] if opts.save in SAVED_H else None
         _, act_chunk = products.up_forward(x[tokens], up_compute, up_bias, rows, opts.activation, h_chunk)
         if opts.save in SAVED_ACT:
             act[pairs] = act_chunk
         products.down_forward(
-            act_chunk, down_compute, down_bias, scores[tokens], rows, tokens.stop - tokens.start, opts.combine, out[tokens]
+            act_chunk,
+            down_compute,
+            down_bias,
+            scores[tokens],
+            rows,
+            tokens.stop - tokens.start,
+            opts.combine,
+            out[tokens],
         )
     return made
 
@@ -166,8 +173,8 @@ def _chunked_backward(
         torch.zeros_like(parameter, dtype=accumulation) if parameter is not None and needed else None
         for parameter, needed in parameters
     )
-    for index, tokens, pairs in chunks_of(x.shape[0], chunk_tokens, top_k):
-        rows = Rows(pair_indices[pairs], offsets[index], token_index_map[pairs], top_k)
+    for number, tokens, pairs in chunks_of(x.shape[0], chunk_tokens, top_k):
+        rows = Rows(pair_indices[pairs], offsets[number], token_index_map[pairs], top_k)
         if opts.save in SAVED_H:
             h_chunk, act_chunk = h[pairs], act[pairs] if opts.save in SAVED_ACT else None
         else:
@@ -191,9 +198,7 @@ def _chunked_backward(
             d_scores[tokens] = d_scores_chunk
         if dh is not None:
             dx_chunk = None if dx is None else dx[tokens]
-            products.up_backward(
-                dh, x[tokens], up_compute, rows, up_needs, accumulation, dx_chunk, d_up, d_up_bias
-            )
+            products.up_backward(dh, x[tokens], up_compute, rows, up_needs, accumulation, dx_chunk, d_up, d_up_bias)
         del dh
     return present(
         (

@@ -42,9 +42,7 @@ def _down(
     rows, options = decode_tail(*tail)
     products = products_for(options, act, *down_proj.shape[1:])
     num_tokens = _num_tokens(scores, rows.token_offsets)
-    return products.down_forward(
-        act, down_proj.to(act.dtype), down_bias, scores, rows, num_tokens, options.combine
-    )
+    return products.down_forward(act, down_proj.to(act.dtype), down_bias, scores, rows, num_tokens, options.combine)
 
 
 def _down_fake(h: Tensor, act: Tensor, scores: Tensor, down_proj: Tensor, *rest: Any) -> Tensor:
@@ -87,7 +85,9 @@ def _down_backward(
         needs,
         weight_grad_dtype(down_proj, options),
     )
-    return present((dh, d_scores, d_weight, d_bias if down_bias is None or d_bias is None else d_bias.to(down_bias.dtype)))
+    return present(
+        (dh, d_scores, d_weight, d_bias if down_bias is None or d_bias is None else d_bias.to(down_bias.dtype))
+    )
 
 
 def _down_backward_fake(
@@ -131,7 +131,9 @@ define(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, act, *tensors, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = inputs
+    h, act, *tensors, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = (
+        inputs
+    )
     save = Options.decode(ctx.options).save
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(

@@ -10,28 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blazeproto import gemm
+from blazeproto import dispatch, gemm
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
-from blazeproto.gemm import rowops
+from blazeproto.gemm.rowops import row_sum_slots
 from blazeproto.reference import is_gated
 
 ALIGNMENT = 16  # bytes
 
 
-def build_dispatch(
-    topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]) -> None:
     """topk_experts (T, K) or (P,) -> fills pair_indices (P,), offsets (E+1,), token_index_map (P,)."""
-    from blazeproto import dispatch
-
-    pair_indices, offsets, token_index_map = index_arrays
-    pairs_by_token = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]
-    out = {
-        "expert_pair_indices": pair_indices,
-        "expert_token_offsets": offsets,
-        "token_index_map": token_index_map,
-    }
-    dispatch.build_dispatch(pairs_by_token.contiguous(), num_experts, out=out)
+    ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
+    ids = ids.contiguous()
+    if ids.dtype == torch.int32:
+        dispatch.build_dispatch(ids, num_experts, out=index_arrays)
+    else:  # int64, of which the kernels make an int32 copy
+        dispatch.build_dispatch(ids, num_experts, out=(*index_arrays, index_arrays[0].new_empty(ids.numel())))
 
 
 def up_forward(
@@ -157,17 +151,16 @@ def _expert_sum(
     num_experts, width = weight.shape[:2]
     accumulate = accumulator is not None
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
-    slots = values.new_empty(rowops.row_sum_slots(views.num_rows, num_experts), width, dtype=torch.float32)
-    gemm.expert_row_sum(
-        values, views, gather=scores is not None, scores=scores, out=out, accumulate=accumulate, workspace=slots
-    )
+    slots = values.new_empty(row_sum_slots(views.num_rows, num_experts), width, dtype=torch.float32)
+    gather = scores is not None
+    gemm.expert_row_sum(values, views, gather=gather, scores=scores, out=out, accumulate=accumulate, workspace=slots)
     return out
 
 
 def _views(rows: Rows) -> gemm.Rows:
     """The index arrays as pointers, once for all the kernels of an operator; chunks of them may need an aligned copy."""
-    index_arrays = [t if t is None or isinstance(t, int) else _ready(t) for t in rows]
-    return gemm.Rows(*index_arrays).views()
+    pair_indices, offsets, token_index_map = (_ready(t) for t in rows[:3])
+    return gemm.Rows(pair_indices, offsets, token_index_map, rows.top_k, rows.pair_tokens, rows.token_offsets).views()
 
 
 def _ready(t: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.policy import Options
 
-library = torch.library.Library("blazeproto", "DEF")  # noqa: TOR901 (it lives as long as the process)
+library = torch.library.Library("blazeproto", "DEF")
+
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Add an operator: its schema, its kernel for every device, its fake kernel (shapes and dtypes only)."""

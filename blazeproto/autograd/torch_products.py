@@ -11,6 +11,8 @@ without a row (-1) reads the very last row, which is then such a clean one.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,9 +85,7 @@ def down_backward(
     row_scores = _row_scores(scores, rows)  # (R, 1)
     dh = d_scores = None
 
-    if needs_weight or needs_scores:
-        act = activate(_accumulation(h), activation).to(h.dtype) if act is None else act
-        act = _accumulation(act)
+    act = activate(_accumulation(h), activation).to(h.dtype) if act is None else act
     if needs_weight:
         a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
         d_weight = _deliver(_grouped_outer(d_rows, a_scaled, rows.offsets).to(weight_dtype), d_weight)
@@ -263,7 +263,7 @@ def _loop_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """:func:`_grouped_mm` expert by expert; reads the offsets on the host."""
     out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype, device=a.device)
     bounds = offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
         torch.mm(a[begin:end], b[expert], out=out[begin:end])
     return out
 
@@ -272,7 +272,7 @@ def _loop_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """:func:`_grouped_outer` expert by expert; reads the offsets on the host."""
     bounds = offsets.tolist()
     out = torch.empty(len(bounds) - 1, a.shape[1], b.shape[1], dtype=a.dtype, device=a.device)
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
         torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
     return out
 

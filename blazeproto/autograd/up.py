@@ -70,7 +70,9 @@ define(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, up_proj, up_bias, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = inputs
+    x, up_proj, up_bias, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = (
+        inputs
+    )
     ctx.mark_non_differentiable(output[1])  # act; its gradient comes back as part of h's
     ctx.set_materialize_grads(False)  # or autograd would make zeros of act's size
     ctx.save_for_backward(x, up_proj, up_bias, pair_indices, offsets, token_index_map, pair_tokens, token_offsets)

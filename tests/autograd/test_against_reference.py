@@ -62,7 +62,9 @@ def test_gradcheck_with_varying_experts_per_token(make_case, save):
     assert torch.autograd.gradcheck(function, case.parameters, fast_mode=True)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)]
+)
 @pytest.mark.parametrize("shape", [(64, 32, 48, 6, 2), (50, 21, 13, 4, 4), (1, 8, 8, 1, 1), (33, 1, 1, 3, 2)])
 def test_other_dtypes_and_widths(make_case, dtype, tolerance, shape):
     """Widths that are no multiple of 16 bytes are padded on the way to the grouped product."""

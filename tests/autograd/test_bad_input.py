@@ -36,7 +36,11 @@ INDICES = torch.zeros(37, 3, dtype=torch.int32)
 BAD = {
     "x is no tensor": ({"x": [1.0]}, TypeError, r"x: expected a torch.Tensor, got list"),
     "x of integers": ({"x": torch.ones(37, 16, dtype=torch.int32)}, TypeError, r"x: expected dtype .*got torch.int32"),
-    "x with a batch dimension": ({"x": torch.ones(1, 37, 16)}, ValueError, r"x: expected shape \(T, d\), got \(1, 37, 16\)"),
+    "x with a batch dimension": (
+        {"x": torch.ones(1, 37, 16)},
+        ValueError,
+        r"x: expected shape \(T, d\), got \(1, 37, 16\)",
+    ),
     "x of another dtype": (
         {"x": torch.ones(37, 16, dtype=torch.bfloat16)},
         ValueError,
@@ -98,7 +102,11 @@ BAD = {
         ValueError,
         r"weight_grad_dtype: expected None or torch.float32, got torch.float16",
     ),
-    "a workspace too small": ({"workspace_bytes": 100}, ValueError, r"workspace_bytes: expected at least \d+, .* got 100"),
+    "a workspace too small": (
+        {"workspace_bytes": 100},
+        ValueError,
+        r"workspace_bytes: expected at least \d+, .* got 100",
+    ),
     "a negative workspace": ({"workspace_bytes": -1}, ValueError, r"workspace_bytes: expected a positive .* got -1"),
     "hopper on a CPU": (
         {"backend": "hopper"},

@@ -73,7 +73,7 @@ def test_chunk_length():
     assert chunked.chunk_length(1000, 10, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
     assert chunked.chunk_length(1000, 10, 50) == 5
     assert chunked.chunk_length(0, 10, 50) == 0
-    with pytest.raises(ValueError, match="workspace_bytes: expected at least 10, .* got 9"):
+    with pytest.raises(ValueError, match=r"workspace_bytes: expected at least 10, .* got 9"):
         chunked.chunk_length(1000, 10, 9)
 
 
