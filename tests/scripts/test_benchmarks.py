@@ -1,0 +1,77 @@
+"""What the benchmarks compute without a GPU: floors, bytes, routings, and steps that are ended at their limit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import bench_common
+import bench_layer
+import gpu_check
+import pytest
+import torch
+from bench_common import LayerShape
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        (LayerShape(40960, 768, 256, 128, 8), 0.6323, 1.1788),
+        (LayerShape(65536, 1024, 4096, 16, 4), 8.5624, 16.9661),
+        (LayerShape(8192, 256, 256, 128, 4), 0.0376, 0.0752),
+    ],
+)
+def test_layer_floor(shape: LayerShape, forward: float, backward: float) -> None:
+    """The figures that the published comparison of the peers gives for these shapes."""
+    assert bench_common.layer_floor_ms(shape) == pytest.approx((forward, backward), abs=5.1e-5)
+
+
+def test_the_shapes_of_both_papers() -> None:
+    assert [len(shapes) for shapes in bench_common.TABLES.values()] == [12, 6, 5]
+    assert len(set(bench_common.SHAPES)) == 23
+    assert set(bench_common.QUICK_SHAPES) <= set(bench_common.SHAPES)
+    assert bench_layer.parse_shapes("1-2,23") == [*bench_common.SHAPES[:2], bench_common.SHAPES[22]]
+    assert bench_layer.parse_shapes("moeblaze-1") == list(bench_common.SHAPES[12:18])
+
+
+def test_saved_bytes_are_the_package_s_own_count() -> None:
+    from blazeproto.autograd import saved_bytes
+
+    shape = LayerShape(96, 64, 40, 5, 3)
+    for policy in ("minimal", "paper", "recompute"):
+        theirs = saved_bytes(
+            policy, num_tokens=shape.T, d_model=shape.d, d_expert=shape.n, num_experts=shape.E, top_k=shape.K
+        )
+        assert bench_common.saved_bytes(shape, policy) == theirs
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "half_on_one"])
+def test_routings_are_distinct_and_skewed_as_they_say(kind: str) -> None:
+    shape = LayerShape(2000, 8, 8, 16, 4)
+    experts = bench_common.route(shape, kind, "cpu", torch.Generator().manual_seed(0))
+    assert experts.shape == (shape.T, shape.K)
+    assert experts.dtype == torch.int32
+    assert (experts.sort(dim=1).values.diff(dim=1) > 0).all()
+    load = torch.bincount(experts.flatten(), minlength=shape.E)
+    mean = shape.rows / shape.E
+    if kind == "uniform":
+        assert (load - mean).abs().max() < 0.2 * mean
+    elif kind == "zipf":
+        assert load[0] > 3 * mean > 9 * load[-1]
+    else:
+        assert load[0] == shape.T // 2
+
+
+def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {
+        "hangs": gpu_check.Step('python -c "print(1, flush=True); import time; time.sleep(60)"', minutes=1),
+        "works": gpu_check.Step("python -c \"print('ERROR SUMMARY: 3 errors')\"", minutes=1),
+    }
+    monkeypatch.setattr(gpu_check, "STEPS", steps)
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
+    hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
+    assert hung["outcome"] == "killed after 1 s"
+    assert hung["last_lines"] == ["1"]
+    worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
+    assert worked["outcome"] == "ok"
+    assert worked["findings"] == 3

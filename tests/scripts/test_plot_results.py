@@ -1,0 +1,95 @@
+"""README's tables come from the results files, and only from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+plot_results = pytest.importorskip("plot_results")
+
+FIXTURE = Path(__file__).parent / "layer.json"
+README = """# A package
+
+Before.
+
+<!-- results:layer -->
+stale
+<!-- /results:layer -->
+
+<!-- results:memory --><!-- /results:memory -->
+
+<!-- results:products -->
+kept: there are no such results
+<!-- /results:products -->
+
+After.
+"""
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "layer.json").write_text(FIXTURE.read_text())
+    return tmp_path
+
+
+def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
+    filled = plot_results.fill(README, results)
+    assert filled.startswith("# A package\n\nBefore.\n")
+    assert filled.endswith("\nAfter.\n")
+    assert "stale" not in filled
+    assert "kept: there are no such results" in filled
+    # ours 0.5, SonicMoE 0.8 forward; 1.5 and 2.0 together
+    assert "| 8192, 256, 256, 128, 4 | **0.50** | 0.80 |" in filled
+    assert "| 1.60 | 1.33 |" in filled
+    assert "SonicMoE 1.60× forward, 1.20× backward (1 shapes)" in filled
+    assert "| 8192, 256, 256, 128, 4 | 36 | 36 | 97 | 80 | 104 | 132 |" in filled
+
+
+def test_filling_twice_changes_nothing(results: Path) -> None:
+    once = plot_results.fill(README, results)
+    assert plot_results.fill(once, results) == once
+
+
+def test_an_unknown_table_is_refused(results: Path) -> None:
+    with pytest.raises(ValueError, match="results marker: expected one of"):
+        plot_results.fill("<!-- results:nothing --><!-- /results:nothing -->", results)
+
+
+def test_plots_are_drawn(results: Path) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    record = json.loads(FIXTURE.read_text())
+    for draw in (plot_results.plot_speed, plot_results.plot_memory):
+        path = results / f"{draw.__name__}.png"
+        draw(record, path)
+        assert path.stat().st_size > 5000
+    series = [{"T": T, "E": 128, "K": 8, "tiled_ms": T / 1e6, "floor_ms": T / 4e6} for T in (8192, 65536)]
+    assert plot_results.plot_dispatch({"rows": [], "series": {"T": series}}, results / "dispatch.png")
+    assert not plot_results.plot_dispatch({"rows": []}, results / "none.png")
+
+
+def test_the_tables_of_products_and_dispatch() -> None:
+    product = {
+        "product": "combine",
+        "cfg": {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1},
+        "floor_ms": 0.1,
+        "layer_ms": 0.104,
+    }
+    origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
+    table = plot_results.products_table({"rows": [product | {"layer_to_floor": 1.04}], **origin})
+    assert "| combine | 8, 8, 8, 2, 1 | – | – | – | 0.104 | 0.100 | – | – | 1.04 |" in table
+    row = {"name": "Qwen3", "T": 1048576, "E": 128, "K": 8, "tiled_ms": 0.06, "torch_sort_ms": 0.96, "floor_ms": 0.02}
+    assert "| Qwen3 | 1048576 | 128 | 8 | 0.060 | 0.960 | 0.020 | 3.00 |" in plot_results.dispatch_table(
+        {"rows": [row]}
+    )
+    topk = {"T": 1048576, "E": 128, "K": 8, "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
+    assert "| 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in plot_results.topk_table(topk)
+
+
+def test_the_readme_is_what_the_committed_results_say() -> None:
+    readme = plot_results.REPOSITORY / "README.md"
+    if not readme.exists():
+        pytest.skip("there is no README.md")
+    text = readme.read_text()
+    assert plot_results.fill(text, plot_results.RESULTS) == text, "run scripts/plot_results.py"
