@@ -126,7 +126,7 @@ def _down_backward_torch(a: Arrays) -> Call:
 def _down_backward_layer(a: Arrays, config: Any) -> Call:
     partials = gemm.score_partials(a.shape.n, config)
     workspace = torch.empty(partials, a.shape.rows, dtype=torch.float32, device=a.x.device)
-    outputs = {"dh": a.h_out, "a_scaled": a.act_out, "d_scores": a.d_scores, "workspace": workspace}
+    outputs: dict[str, Any] = {"dh": a.h_out, "a_scaled": a.act_out, "d_scores": a.d_scores, "workspace": workspace}
     return lambda: gemm.down_backward_act(a.d_out, a.down_proj, a.h, a.scores, a.rows, config=config, **outputs)
 
 

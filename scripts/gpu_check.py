@@ -73,7 +73,7 @@ STEPS = {
     "tune": Step("python scripts/bench_products.py --tune", 6, last_lines=60),
     "dispatch": Step("python scripts/bench_dispatch.py", 4),
     "train": Step("python scripts/train_lm.py", 8),
-    "fuzz": Step("python scripts/fuzz_products.py", 4),
+    "fuzz": Step("python scripts/fuzz_products.py --runs 1000 --seconds 210", 4.5),
     "memcheck": _sanitizer("memcheck"),
     "synccheck": _sanitizer("synccheck"),
     "racecheck": _sanitizer("racecheck"),

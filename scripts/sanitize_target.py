@@ -13,7 +13,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,8 @@ from blazeproto.autograd import moe_mlp
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
 GATED = ("swiglu", "geglu")
+Method = Literal["dense", "tiled", "sort"]
+METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
 
 
 def layer(
@@ -71,9 +73,9 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
     for num_tokens, num_experts, top_k in ((37, 5, 3), (5000, 130, 8), (1, 1, 1), (0, 4, 2)):
-        for method in ("dense", "tiled", "sort"):
+        for method in METHODS:
 
-            def run(T: int = num_tokens, E: int = num_experts, K: int = top_k, method: str = method) -> None:
+            def run(T: int = num_tokens, E: int = num_experts, K: int = top_k, method: Method = method) -> None:
                 experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
                 experts[: T // 7, 0] = -1
                 dispatch.build_dispatch(experts, E, method=method)

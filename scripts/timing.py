@@ -11,10 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 Call = Callable[[], object]
+Pool = Any  # what torch.cuda.graph_pool_handle gives
 
 ROUNDS = 20
 WARMUPS = 5
@@ -97,7 +99,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 
-def capture(call: Call, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+def capture(call: Call, pool: Pool) -> torch.cuda.CUDAGraph:
     """A warmed-up call as a CUDA graph, shown to compute what the call does: its results are poisoned, replayed and compared.
 
     Raises what the capture raises (at a host synchronisation, say), or RuntimeError where a replay gives other results.
@@ -123,7 +125,7 @@ def _nan_is_largest(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def captured(call: Call, pool: tuple[int, int]) -> Rotation:
+def captured(call: Call, pool: Pool) -> Rotation:
     """Replays of a call, or of each member of a rotation, as graphs."""
     members = call.members if isinstance(call, Rotation) else [call]
     return Rotation([capture(member, pool).replay for member in members])
