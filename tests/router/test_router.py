@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ VARYING = [name for name in ROUTERS if name.startswith(("token_rounding", "exper
 
 
 @pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
+def seed() -> None:
     torch.manual_seed(0)
-    yield
 
 
 def named(name: str, d: int = 16, num_experts: int = 8, top_k: int = 2, **overrides: Any) -> Router:
