@@ -39,14 +39,22 @@ class Pool:
             raise ValueError(f"{name}: expected shape {tuple(exact.shape)}, got {tuple(out.shape)}")
         if out.numel() == 0:
             return
-        total = _errors(out, yardstick, exact)
+        if out.dtype == torch.float32:
+            self.fp32.add(name)
+        self._pour(name, _errors(out, yardstick, exact), out.numel())
+
+    def _pour(self, name: str, total: Tensor, elements: int) -> None:
         before = self.totals.get(name)
         if before is not None:
             total = torch.cat([before[:2] + total[:2], torch.maximum(before[2:], total[2:])])
         self.totals[name] = total
-        self.elements[name] = self.elements.get(name, 0) + out.numel()
-        if out.dtype == torch.float32:
-            self.fp32.add(name)
+        self.elements[name] = self.elements.get(name, 0) + elements
+
+    def merge(self, other: Pool) -> None:
+        """Take in what another pool holds."""
+        self.fp32 |= other.fp32
+        for name, total in other.totals.items():
+            self._pour(name, total, other.elements[name])
 
     def add_all(self, out: Mapping[str, Tensor], yardstick: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
         """By name; row outputs of ``out`` may have more rows than are in use."""
