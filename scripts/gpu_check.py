@@ -65,12 +65,20 @@ STEPS = {
         "python -m pytest -m gpu -q -x --no-header -p no:cacheprovider", 5, "python -m pytest -m gpu -q --no-header", 9
     ),
     "layer": Step(
-        "python scripts/bench_layer.py --quick", 3, "python scripts/bench_layer.py --resume", 9.5, last_lines=60
+        "python scripts/bench_layer.py --quick",
+        3,
+        "python scripts/bench_layer.py --resume --time-budget 480",
+        9.5,
+        last_lines=60,
     ),
     "products": Step(
-        "python scripts/bench_products.py --quick", 2, "python scripts/bench_products.py", 5, last_lines=60
+        "python scripts/bench_products.py --quick",
+        2,
+        "python scripts/bench_products.py --time-budget 270",
+        5.5,
+        last_lines=60,
     ),
-    "tune": Step("python scripts/bench_products.py --tune", 6, last_lines=60),
+    "tune": Step("python scripts/bench_products.py --tune --time-budget 330", 6.5, last_lines=60),
     "dispatch": Step("python scripts/bench_dispatch.py", 4),
     "train": Step("python scripts/train_lm.py", 8),
     "fuzz": Step("python scripts/fuzz_products.py --runs 1000 --seconds 210", 4.5),
