@@ -8,7 +8,7 @@ given. Twins: `blazeproto.gemm.reference`. Every integer parameter of the kernel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from blazeproto.arrays import DeviceArray, current_stream, expect, output, view
@@ -16,6 +16,7 @@ from blazeproto.gemm.compile import Kernel
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
 COMBINE_THREADS = 128
+LANES, MAX_VECTORS = (128, 64, 32, 16, 8, 4), 4  # what combine.cu is compiled for
 LOADS_IN_FLIGHT = 8  # 16-byte loads that a thread of `combine` should have under way
 WASTE = 1.125  # lanes kept per lane needed, at most, where the shape allows it
 REDUCE_THREADS = 256
@@ -68,16 +69,15 @@ def combine_layout(d: int, top_k: int) -> tuple[int, int]:
     pass over the row is not mostly idle: wide groups touch long pieces of a row at a time.
     """
     chunks = d // CHUNK
-    vectors = {1: 4, 2: 4, 3: 2, 4: 2}.get(top_k, 1)
-    while vectors > 1 and vectors * 4 > chunks:
-        vectors //= 2
+    vectors = 1
+    while vectors < MAX_VECTORS and 0 < 2 * vectors * top_k <= LOADS_IN_FLIGHT and 2 * vectors * min(LANES) <= chunks:
+        vectors *= 2
 
     def lanes_paid(lanes: int) -> int:
         return -(-chunks // (lanes * vectors)) * lanes * vectors
 
-    choices = (128, 64, 32, 16, 8, 4)
-    thrifty = [lanes for lanes in choices if lanes_paid(lanes) <= WASTE * chunks]
-    return (thrifty[0] if thrifty else min(choices, key=lanes_paid)), vectors
+    thrifty = [lanes for lanes in LANES if lanes_paid(lanes) <= WASTE * chunks]
+    return (thrifty[0] if thrifty else min(LANES, key=lanes_paid)), vectors
 
 
 @cache
@@ -87,11 +87,16 @@ def combine_kernel(d: int, top_k: int, has_scores: bool) -> Kernel:
     return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes})
 
 
-@cache
-def _combine_blocks(kernel: Kernel, device: int) -> int:
-    """How many blocks the device holds at once: the kernel walks the tokens with that many."""
+@lru_cache(maxsize=1024)
+def _combine_plan(num_tokens: int, d: int, top_k: int, has_scores: bool, device: int) -> tuple[Kernel, tuple[int, int]]:
+    """The kernel and its grid: as many blocks as the device holds at once (they walk the tokens), or fewer for few tokens."""
+    kernel = combine_kernel(d, top_k, has_scores)
+    lanes, vectors = combine_layout(d, top_k)
     registers = -(-kernel.registers // 8) * 8 * COMBINE_THREADS
-    return _num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
+    resident = _num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
+    columns = -(-d // (CHUNK * lanes * vectors))
+    enough = -(-num_tokens * lanes // COMBINE_THREADS)
+    return kernel, (min(enough, max(1, resident // columns)), columns)
 
 
 def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: int | None = None) -> Any:
@@ -106,15 +111,10 @@ def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: i
     weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
     if num_tokens == 0 or d == 0:
         return out
-    stream = current_stream(out_view) if stream is None else stream
-    top_k = rows.top_k or 0
-    kernel = combine_kernel(d, top_k, weights is not None)
-    lanes, vectors = combine_layout(d, top_k)
-    columns = -(-d // (CHUNK * lanes * vectors))
-    enough = -(-num_tokens * lanes // COMBINE_THREADS)
-    grid = (min(enough, max(1, _combine_blocks(kernel, out_view.device) // columns)), columns)
+    kernel, grid = _combine_plan(num_tokens, d, rows.top_k or 0, weights is not None, out_view.device)
     indices = (rows.token_index_map.ptr, _pointer(rows.token_offsets))
-    _launch(kernel, grid, COMBINE_THREADS, (y.ptr, _pointer(weights), *indices, out_view.ptr, num_tokens, d), stream)
+    args = (y.ptr, _pointer(weights), *indices, out_view.ptr, num_tokens, d)
+    _launch(kernel, grid, COMBINE_THREADS, args, current_stream(out_view) if stream is None else stream)
     return out
 
 
