@@ -290,7 +290,7 @@ def plot_speed(record: Record, path: Path) -> None:
         axis.set_ylabel("floor time / measured time")
         axis.set_title(f"One MoE layer, {title}: share of the hardware floor's speed (higher is faster)")
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
-    figure.suptitle(measured_on(record).replace("`", ""), fontsize=8, y=0.005, va="bottom")
+    figure.supxlabel(measured_on(record).replace("`", ""), fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
