@@ -32,7 +32,6 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
     rows = shape.rows
     gate_up = interleave_gate_up(inputs.gate_up_proj).requires_grad_()
     down = inputs.down_proj
-    up_weight, down_weight = gate_up.permute(1, 2, 0), down.permute(1, 2, 0)  # (2n, d, E) and (d, n, E), views
 
     def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         def indices(count: int) -> torch.Tensor:
@@ -45,6 +44,8 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
 
     def forward() -> torch.Tensor:
         offsets, gather, scatter, reverse_scatter = metadata()
+        # (2n, d, E) and (d, n, E), views; made here, since a view's node keeps the stream it was made on
+        up_weight, down_weight = gate_up.permute(1, 2, 0), down.permute(1, 2, 0)
         routing = (gather, scatter, reverse_scatter, None, False)  # no token offsets: K is fixed
         swiglu = ActivationType.SWIGLU
         act, h = _UpProjection.apply(
