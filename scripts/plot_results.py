@@ -198,18 +198,14 @@ def products_table(record: Record) -> str:
 
 
 def dispatch_table(record: Record) -> str:
-    """Dispatch builders by model: whatever columns the rows have that end in _ms, and ratios to the floor."""
-    columns = {
-        "tiled_ms": "tiled", "dense_ms": "dense", "sort_ms": "CuPy sort", "torch_sort_ms": "torch.sort",
-        "paper_ms": "paper: dense", "paper_sort_ms": "paper: sort", "paper_hash_ms": "paper: hash", "floor_ms": "floor",
-    }  # fmt: skip
-    present = [column for column in columns if any(row.get(column) is not None for row in record["rows"])]
+    """Dispatch builders by model: every column that ends in _ms (`paper_hash_ms`: "paper hash"), and the ratio to the floor."""
+    fields = [field for field in record["rows"][0] if field.endswith("_ms")]
+    names = [{"torch_sort_ms": "torch.sort", "sort_ms": "CuPy sort"}.get(f, f[:-3].replace("_", " ")) for f in fields]
     rows = []
     for row in record["rows"]:
-        line = [str(row["name"]), *(str(row[key]) for key in "TEK"), *(number(row.get(c), 3) for c in present)]
+        line = [str(row["name"]), *(str(row[key]) for key in "TEK"), *(number(row.get(f), 3) for f in fields)]
         rows.append([*line, number(row["tiled_ms"] / row["floor_ms"])])
-    header = ["model", "T", "E", "K", *(columns[column] for column in present), "tiled / floor"]
-    return f"{markdown_table(header, rows)}\n\nms of GPU time."
+    return f"{markdown_table(['model', 'T', 'E', 'K', *names, 'tiled / floor'], rows)}\n\nms of GPU time."
 
 
 def topk_table(record: Record) -> str:
