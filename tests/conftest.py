@@ -1,4 +1,4 @@
-"""What every test shares: the ``gpu`` marker, and seeds."""
+"""What every test shares: the ``gpu`` marker skips where there is no Hopper GPU; seeds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ def _why_no_hopper() -> str | None:
         return "needs a CUDA device of compute capability 9.0, there is none"
     capability = torch.cuda.get_device_capability()
     return None if capability == (9, 0) else f"needs a CUDA device of compute capability 9.0, this one has {capability}"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: runs on a Hopper GPU; skipped where there is none")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -116,7 +116,7 @@ def test_no_tokens(biases: bool) -> None:
         assert (result[name] == 0).all(), name
 
 
-def test_down_projection_gradients_accumulate_in_fp32() -> None:
+def test_weight_gradients_accumulate_in_fp32() -> None:
     case = make_case(SMALL, "half_empty")
     given = evaluate(YARDSTICK, case)
     for name, function, args in (
