@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
-from blazeproto.reference import GATED, UNGATED, activate, is_gated
+from blazeproto.reference import GATED, UNGATED, is_gated
 
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
 
@@ -34,7 +34,7 @@ def up_forward(
     if bias is not None:
         h = h.add_(bias.to(h.dtype)[_row_experts(rows)])
     h = h if h_out is None else h_out.copy_(h)
-    return h, activate(_accumulation(h), activation).to(h.dtype)
+    return h, _activate(h, activation)
 
 
 recompute_h = up_forward  # act comes along and down_backward uses it
@@ -85,7 +85,7 @@ def down_backward(
     row_scores = _row_scores(scores, rows)  # (R, 1)
     dh = d_scores = None
 
-    act = activate(_accumulation(h), activation).to(h.dtype) if act is None else act
+    act = _activate(h, activation) if act is None else act
     if needs_weight:
         a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
         d_weight = _deliver(_grouped_outer(d_rows, a_scaled, rows.offsets).to(weight_dtype), d_weight)
@@ -134,11 +134,19 @@ def _deliver(grad: Tensor, accumulator: Tensor | None) -> Tensor:
     return grad if accumulator is None else accumulator.add_(grad)
 
 
+def _activate(h: Tensor, activation: str) -> Tensor:
+    """h (R, G*n) -> act (R, n), rounded to the dtype of ``h`` once, at the end."""
+    if not is_gated(activation):
+        return UNGATED[activation](_accumulation(h)).to(h.dtype)
+    gate, up = h.chunk(2, dim=-1)
+    return GATED[activation](_accumulation(gate)).mul_(_accumulation(up)).to(h.dtype)
+
+
 def _activation_backward(d_act: Tensor, h: Tensor, activation: str) -> Tensor:
     """d_act (R, n), h (R, G*n) -> dH (R, G*n) in the dtype of ``h``."""
     if not is_gated(activation):
         return _d_nonlinearity(UNGATED[activation], d_act, _accumulation(h)).to(h.dtype)
-    gate, up = _accumulation(h).chunk(2, dim=-1)
+    gate, up = (_accumulation(half) for half in h.chunk(2, dim=-1))
     dh = torch.empty_like(h)
     d_gate, d_up = dh.chunk(2, dim=-1)
     d_up.copy_(GATED[activation](gate).mul_(d_act))
