@@ -1,0 +1,310 @@
+"""A byte-level GPT whose feed-forward layers are Mixture-of-Experts layers, and the text that it learns.
+
+    model = GPT(GPTConfig(layers=4, d_model=128, heads=4, context=256, d_expert=128, num_experts=8, top_k=2))
+    out = model(ids, targets)                        # ids, targets (B, T) of bytes
+    (out.loss + out.aux_loss).backward()
+    model.generate(b"import ", 100)
+
+A block is x + attention(norm(x)), then x + experts(norm(x)): RMSNorm (Zhang and Sennrich 2019) before each, rotary
+positions (Su et al. 2021) on queries and keys that are normalised (Henry et al. 2020), no biases.
+
+The text: Python's own standard library, or any file or folder, as one tensor of bytes for training and one that is held
+out, and batches that are a function of the seed and the step.
+
+B is the number of sequences, T of positions in one, d the model's width, V = 256 the number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blazeproto.layer import MoE
+
+VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The model's sizes, and how its MoE layers run (see :class:`blazeproto.layer.MoE`)."""
+
+    layers: int
+    d_model: int
+    heads: int  # of d_model / heads numbers each, an even count
+    context: int  # positions that the model can look at
+    d_expert: int
+    num_experts: int
+    top_k: int
+    dropout: float = 0.0
+    router: str = "top_k"
+    backend: str = "auto"
+    save: str = "minimal"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "d_model", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.d_model % (2 * self.heads):
+            raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
+
+
+class Output(NamedTuple):
+    """What a forward pass gives."""
+
+    logits: Tensor  # (B, T, V)
+    loss: Tensor | None  # cross-entropy in nats a byte, where there were targets
+    aux_loss: Tensor | float  # the routers' auxiliary losses, coefficients in, summed over layers
+    loads: Tensor  # (layers, E) int32: pairs of each expert
+
+
+class Attention(nn.Module):
+    """Causal self-attention. x (B, T, d) -> (B, T, d)."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        batch, length, d_model = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, d_model // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, d / heads)
+        q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation).to(v.dtype) for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, d_model))
+
+
+class Block(nn.Module):
+    """Attention, then experts. x (B, T, d), ids (B, T) -> x, the routers' auxiliary loss, the load (E,)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention = Attention(config.d_model, config.heads)
+        self.moe_norm = nn.RMSNorm(config.d_model)
+        self.moe = MoE(
+            config.d_model,
+            config.d_expert,
+            config.num_experts,
+            config.top_k,
+            router=config.router,
+            backend=config.backend,
+            save=config.save,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, ids: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | float, Tensor]:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        out, stats = self.moe(self.moe_norm(x), ids)  # hash routing alone looks at the bytes themselves
+        return x + self.dropout(out), stats.aux_loss, stats.load
+
+
+class GPT(nn.Module):
+    """Bytes in, a distribution of the next byte out."""
+
+    rotation_cos: Tensor
+    rotation_sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks: Any = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        cos, sin = rotations(config.context, config.d_model // config.heads)
+        self.register_buffer("rotation_cos", cos, persistent=False)
+        self.register_buffer("rotation_sin", sin, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Layers start as torch's and blazeproto's own; what writes to the residual is scaled down with depth (GPT-2).
+
+        The head starts at zero, so an untrained model's loss is ln 256 = 5.55 nats a byte.
+        """
+        self.embedding.weight.normal_(std=1.0)
+        self.head.weight.zero_()
+        scale = (2 * self.config.layers) ** -0.5
+        for block in self.blocks:
+            block.attention.out.weight.mul_(scale)
+            block.moe.down_proj.mul_(scale)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Output:
+        """ids (B, T) integers in [0, 256), T <= context; targets the same, or None for no loss."""
+        length = ids.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"ids: expected at most context = {self.config.context} positions, got {length}")
+        rotation = self.rotation_cos[:length], self.rotation_sin[:length]
+        ids = ids.long()
+        x = self.dropout(self.embedding(ids))
+        aux_loss: Tensor | float = 0.0
+        loads = []
+        for block in self.blocks:
+            x, aux_loss_of_block, load = block(x, ids, rotation)
+            aux_loss = aux_loss + aux_loss_of_block
+            loads.append(load)
+        logits = self.head(self.norm(x)).float()
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
+        return Output(logits, loss, aux_loss, torch.stack(loads))
+
+    def update_router_biases(self, loads: Tensor) -> None:
+        """One step of the balancing without auxiliary loss, where routers do that. loads (layers, E) of the whole batch."""
+        for block, load in zip(self.blocks, loads, strict=True):
+            block.moe.router.update_bias(load)
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
+        """The prompt and so many bytes more, drawn one by one from softmax(logits / temperature)."""
+        if not prompt:
+            raise ValueError("prompt: expected at least one byte, got none")
+        generator = torch.Generator().manual_seed(seed)
+        device = self.head.weight.device
+        training = self.training
+        self.eval()
+        ids = list(prompt)
+        for _ in range(num_bytes):
+            logits = self(torch.tensor([ids[-self.config.context :]], device=device)).logits[0, -1]
+            probabilities = torch.softmax(logits.cpu() / temperature, dim=-1)
+            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        self.train(training)
+        return bytes(ids)
+
+
+class SavedBytes:
+    """Counts what autograd keeps between forward and backward, parameters excepted, each memory once: ``with counter.hooks:``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
+
+    def count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.parameters:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (length, width / 2) of position times frequency, frequencies from 1 down to 1 / 10000."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, width // 2)
+    angle = torch.arange(length)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, heads, T, width), each pair (x_i, x_{i + width/2}) turned by its position's angle."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+# ---- text --------------------------------------------------------------------------------------------------------
+
+HELD_OUT = 16  # one file in so many
+
+
+def text_files(place: Path, pattern: str = "*") -> list[tuple[str, bytes]]:
+    """Relative path and content of each UTF-8 file below a folder, in the order of their paths."""
+    found = []
+    for path in sorted(place.rglob(pattern)):
+        parts = path.relative_to(place).parts
+        if any(part in ("site-packages", "dist-packages", "__pycache__") or part.startswith(".") for part in parts):
+            continue
+        try:
+            content = path.read_bytes() if path.is_file() else b""
+            content.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if content and b"\0" not in content:
+            found.append(("/".join(parts), content))
+    return found
+
+
+def load_data(data: str, context: int) -> tuple[Tensor, Tensor]:
+    """Training and validation bytes, each file ended by a zero byte.
+
+    A file is held out by a hash of its path, so the split is the same on every machine. A single file, and a folder too
+    small to split so, gives its last tenth.
+    """
+    place = Path(data) if data else Path(sysconfig.get_paths()["stdlib"])
+    try:
+        files = [(place.name, place.read_bytes())] if not place.is_dir() else text_files(place, "*" if data else "*.py")
+    except OSError as error:
+        raise ValueError(f"data: expected a file or a folder that can be read, got {place} ({error})") from error
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for name, content in files:
+        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT == 0
+        parts[held_out].append(content + b"\0")
+    train, validation = (b"".join(part) for part in parts)
+    if len(validation) <= context or len(train) <= context or len(files) == 1:
+        everything = b"".join(content + b"\0" for _, content in files)
+        cut = len(everything) - len(everything) // 10
+        train, validation = everything[:cut], everything[cut:]
+    if len(validation) <= context:
+        size = len(train) + len(validation)
+        raise ValueError(f"data: expected text of over {10 * context + 10} bytes, got {size} in {place}")
+    return as_bytes(train), as_bytes(validation)
+
+
+def as_bytes(text: bytes) -> Tensor:
+    """(len(text),) uint8."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class Batches:
+    """Batch i is a function of i and the seed alone, so a resumed run needs no memory of the ones before.
+
+    Each epoch cuts the text into windows from another beginning, and shuffles them.
+    """
+
+    def __init__(self, text: Tensor, context: int, batch: int, seed: int = 0) -> None:
+        self.text, self.context, self.batch, self.seed = text, context, batch, seed
+        self.per_epoch = max((len(text) - 1) // context - 1, 1)
+        self.window = torch.arange(context + 1, device=text.device)
+        self.epoch, self.starts = -1, torch.empty(0)
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (batch, context)."""
+        starts = [self.start(step * self.batch + i) for i in range(self.batch)]
+        return self.windows(torch.tensor(starts))
+
+    def start(self, index: int) -> int:
+        epoch, place = divmod(index, self.per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            slack = len(self.text) - self.per_epoch * self.context
+            phase = torch.randint(min(slack, self.context), (1,), generator=generator)
+            order = torch.randperm(self.per_epoch, generator=generator)
+            self.epoch, self.starts = epoch, order * self.context + phase
+        return int(self.starts[place])
+
+    def windows(self, starts: Tensor) -> tuple[Tensor, Tensor]:
+        places = starts.to(self.text.device, non_blocking=True)[:, None] + self.window
+        sequences = self.text[places]
+        return sequences[:, :-1], sequences[:, 1:]
+
+    def spread(self, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of windows spread evenly over the text: about ``num_bytes`` of it, or all."""
+        available = (len(self.text) - 1) // self.context
+        count = max(1, min(num_bytes // self.context, available))
+        starts = torch.arange(count) * available // count * self.context
+        for some in starts.split(self.batch):
+            yield self.windows(some)
