@@ -38,7 +38,7 @@ def read_run(path: Path) -> dict[str, float] | None:
     speeds = sorted(row["tokens_per_s"] for row in rows if row.get("tokens_per_s"))
     return {
         "val_loss": last["val_loss"],
-        "step": last["step"],
+        "steps": last["step"] + 1,
         "tokens_per_s": speeds[len(speeds) // 2] if speeds else 0.0,
     }
 
@@ -49,7 +49,7 @@ def table(runs: Path, names: list[str]) -> str:
     base = found.get("top_k")
     for name, run in found.items():
         difference = f"{run['val_loss'] - base['val_loss']:+.3f}" if base else ""
-        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['step']:.0f} |")
+        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['steps']:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +65,8 @@ def main() -> int:
     for name in args.names or ROUTERS:
         if not args.train or read_run(metrics_file(args.runs, name)):
             continue
-        command = [sys.executable, "scripts/train_lm.py", "--router", name, "--name", f"router-{name}"]
+        command = [sys.executable, "scripts/train_lm.py", "--preset", "cpu", "--device", "cpu", "--router", name]
+        command += ["--out", str(args.runs), "--name", f"router-{name}"]
         print("$", " ".join(command), flush=True)
         if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
             return code

@@ -32,7 +32,7 @@ def test_table_takes_the_last_validation_and_leaves_out_what_has_none(tmp_path: 
     write_run(tmp_path, "hash", [{"step": 10, "val_loss": 2.125}])
     write_run(tmp_path, "capacity", [{"step": 1, "loss": 5.0}])
     lines = script.table(tmp_path, ["top_k", "capacity", "hash", "aux_free"]).splitlines()
-    assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 10 |", "| `hash` | 2.125 | +0.125 | 10 |"]
+    assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 11 |", "| `hash` | 2.125 | +0.125 | 11 |"]
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
