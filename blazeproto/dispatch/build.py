@@ -2,8 +2,8 @@
 
     topk_experts (T, K) --method--> expert_pair_indices, expert_token_offsets, token_index_map
 
-On the caller's current stream, without waiting for the device; once its kernels are compiled (`prepare_dispatch`), a call with
-``out`` and ``workspace`` allocates nothing and can be captured in a CUDA graph.
+On the caller's current stream, without waiting for the device; once its kernels are compiled (`prepare_dispatch`), a
+call with ``out`` and ``workspace`` allocates nothing and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def build_dispatch(
 ) -> Dispatch:
     """The dispatch of a fixed number of experts per token (MoEBlaze §4).
 
-    topk_experts: (T, K) int32 or int64, contiguous, on a CUDA device: any array that `blazeproto.arrays.view` takes. Ids in a
-        row are distinct; an id outside [0, E) means "not here" and takes no row.
+    topk_experts: (T, K) int32 or int64, contiguous, on a CUDA device: any array that `blazeproto.arrays.view` takes.
+        Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
     num_experts: E. It may be smaller than K: of K choices few may be here (expert parallelism).
     method: "tiled" (default), "dense" or "sort"; one result, three ways (tiled.py, dense.py, sort.py).
-    validate: raise ValueError if a row names an expert twice; waits for the device. Without it such a row gives an unspecified
-        dispatch whose indices are all in bounds.
-    out: arrays to fill: (expert_pair_indices (T·K,), expert_token_offsets (E+1,), token_index_map (T·K,)) as a tuple or by
-        name, int32; for int64 ids also token_expert_indices (T·K,).
-    workspace: at least `workspace_bytes` bytes of any contiguous device array, 16-byte aligned.
+    validate: raise ValueError if a row names an expert twice; waits for the device. Without it such a row gives an
+        unspecified dispatch whose indices are all in bounds.
+    out: arrays to fill: (expert_pair_indices (T·K,), expert_token_offsets (E+1,), token_index_map (T·K,)) as a tuple
+        or by name, int32; for int64 ids also token_expert_indices (T·K,).
+    workspace: at least `workspace_bytes` bytes of any contiguous device array, 4-byte aligned.
     stream: a raw cudaStream_t; default: the caller's current one.
 
-    Returns a Dispatch of torch tensors for a torch tensor, else of CuPy arrays. token_expert_indices is topk_experts itself,
-    flat; of int64 ids an int32 copy, in which ids outside [0, E) are -1.
+    Returns a Dispatch of torch tensors for a torch tensor, else of CuPy arrays. token_expert_indices is topk_experts
+    itself, flat; of int64 ids an int32 copy, in which ids outside [0, E) are -1.
     """
     ids, num_experts = _check(topk_experts, num_experts, "topk_experts", 2, method)
     num_tokens, top_k = ids.shape
@@ -101,8 +101,8 @@ def build_dispatch_varying(
 
 
 def workspace_bytes(num_tokens: int, top_k: int, num_experts: int, method: Method = "tiled") -> int:
-    """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes (with
-    at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy."""
+    """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes
+    (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy."""
     if method == "tiled":
         from blazeproto.dispatch import tiled
 
@@ -117,7 +117,7 @@ def workspace_bytes(num_tokens: int, top_k: int, num_experts: int, method: Metho
 def prepare_dispatch(
     num_tokens: int, top_k: int, num_experts: int, *, dtype: str = "int32", method: Method = "tiled", device: int = 0
 ) -> None:
-    """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture. K and the size class of T count."""
+    """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture."""
     import cupy
 
     chosen: tuple[launch.Kernel, ...] = ()
@@ -139,7 +139,7 @@ def prepare_dispatch(
 
 
 def _view(array: Any, name: str) -> arrays.DeviceArray:
-    if launch.simulated():  # NumPy arrays stand for device arrays
+    if launch.simulated() and not isinstance(array, arrays.DeviceArray):  # NumPy arrays stand for device arrays
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return arrays.DeviceArray(array.ctypes.data, array.shape, array.dtype.name, strides, 0, array)
     return arrays.view(array, name)

@@ -1,4 +1,5 @@
-"""``method="dense"``: the three steps of MoEBlaze §4.2, as the paper writes them. No atomics; for reading, not for speed.
+"""``method="dense"``: the three steps of MoEBlaze §4.2, as the paper writes them. No atomics; for reading, not for
+speed.
 
     1. dense token map      map[token, expert] = slot + 1, all else 0               a thread a pair
     2. expert lengths       count each column's entries, tile by tile of tokens     a thread a (tile, expert)
@@ -12,8 +13,9 @@
         [0 3]           token 3      .   1  2  .
                         token 4      1   .  .  2
 
-The paper gives a block to each expert and stores where every entry goes (its "location map"). Here neighbouring threads take
-neighbouring experts, so that a row of the map is read as it lies in memory, and the location is the loop's own counter.
+The paper gives a block to each expert and stores where every entry goes (its "location map"). Here neighbouring
+threads take neighbouring experts, so that a row of the map is read as it lies in memory, and the location is the
+loop's own counter.
 
 Bytes: T·E of the map are written twice (cleared, marked) and read twice; then the ids and both lists.
 """

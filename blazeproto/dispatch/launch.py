@@ -1,11 +1,12 @@
 """A Numba kernel compiled once and launched by raw pointers.
 
-    Python function --numba.cuda.compile--> PTX --cuda.core.Linker--> cubin --CuPy Module--> CUfunction --cuLaunchKernel-->
+    Python function --numba.cuda.compile--> PTX --cuda.core.Linker--> cubin --CuPy Module--> CUfunction
+    --cuLaunchKernel-->
 
 Numba's own launch wraps every array and costs 50 µs; what it compiled can be launched for 3. Kernels take raw pointers
-(``types.CPointer``) and 64-bit integers only, so an argument block is a row of 8-byte words. Everything up to the cubin needs
-neither a GPU nor a driver, so any machine can check that a kernel compiles. Cubins are kept in ``$BLAZEPROTO_CACHE`` (default
-``~/.cache/blazeproto``), and where one is found there Numba isn't even imported.
+(``types.CPointer``) and 64-bit integers only, so an argument block is a row of 8-byte words. Everything up to the
+cubin needs neither a GPU nor a driver, so any machine can check that a kernel compiles. Cubins are kept in
+``$BLAZEPROTO_CACHE`` (default ``~/.cache/blazeproto``), and where one is found there Numba isn't even imported.
 
 Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same object runs the same function on NumPy arrays.
 """
@@ -32,7 +33,8 @@ def simulated() -> bool:
 
 
 class Kernel:
-    """One kernel: ``make(threads, **constants)`` returns the Python function, with the constants as compile-time values.
+    """One kernel: ``make(threads, **constants)`` returns the Python function, with the constants as compile-time
+    values.
 
     make: a module-level function; nothing is called before the kernel is compiled.
     parameters: one word a parameter: ``int32*``, ``float32*``…  for a pointer, ``int64`` for a number.
@@ -175,7 +177,7 @@ def cache_folder() -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write beside, then rename: another process sees the whole file or none. A folder we may not write to is no error."""
+    """Write beside, then rename: another process sees all or nothing. A folder we may not write to is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")

@@ -21,8 +21,8 @@ def build_dispatch(
 ) -> Dispatch:
     """MoEBlaze §4.1's structures from topk_experts (T, K); see `blazeproto.dispatch.build_dispatch`.
 
-    The result is unique, so method, out, workspace and stream change nothing here. ValueError with ``validate`` when a row
-    names an expert twice.
+    The result is unique, so method, out, workspace and stream change nothing here. ValueError with ``validate`` when a
+    row names an expert twice.
     """
     num_tokens, top_k = topk_experts.shape
     if validate:
@@ -69,12 +69,92 @@ def _lists(experts: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
 
 
 def check_distinct(topk_experts: Any, num_experts: int) -> None:
-    """ValueError if a row of topk_experts (T, K) names an expert twice. NumPy and CuPy arrays alike; waits for the device."""
+    """ValueError if a row of topk_experts (T, K) names an expert twice. NumPy or CuPy; waits for the device."""
     rows = topk_experts.copy()
     rows.sort(axis=1)
     twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, 1:] < num_experts)
     if bool(twice.any()):
         token = int(twice.any(axis=1).argmax())
-        raise ValueError(
-            f"topk_experts: expected distinct experts in a token's row, got {topk_experts[token].tolist()} for token {token}"
+        row = topk_experts[token].tolist()
+        raise ValueError(f"topk_experts: expected distinct experts in a token's row, got {row} for token {token}")
+
+
+# --- Top-k -----------------------------------------------------------------------------------------------------------
+
+TINY = 1e-20
+
+
+def topk_route(
+    logits: np.ndarray,
+    top_k: int,
+    *,
+    score: str = "softmax_topk",
+    bias: np.ndarray | None = None,
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """scores (T, K) and experts (T, K) int32 of logits (T, E); see `blazeproto.dispatch.topk_route`.
+
+    Scores are float32 for float32 logits and float64 for float64 ones.
+    """
+    finite = np.isfinite(logits).all(axis=1, keepdims=True)
+    logits = np.where(finite, logits, 0)  # ties throughout: experts 0 … K-1
+    keys = logits if bias is None else np.where(finite, _sigmoid(logits) + bias, 0)
+    experts = np.argsort(-keys, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    scores, _ = _scores(logits, experts, score, renormalize)
+    return np.where(finite, scores * logits.dtype.type(scale), np.nan).astype(logits.dtype), experts
+
+
+def topk_route_backward(
+    logits: np.ndarray,
+    experts: np.ndarray,
+    d_scores: np.ndarray,
+    *,
+    score: str = "softmax_topk",
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> np.ndarray:
+    """d_logits (T, E) from d_scores (T, K); see `blazeproto.dispatch.topk_route_backward`."""
+    finite = np.isfinite(logits).all(axis=1, keepdims=True)
+    logits = np.where(finite, logits, 0)
+    scores, dense = _scores(logits, experts, score, renormalize)
+    chosen = np.take_along_axis(dense, experts, axis=1)  # the scores before renormalising
+    gradient = d_scores * scale
+    if score == "topk_softmax" or (renormalize is None and score == "sigmoid") or renormalize:
+        gradient = (gradient - (gradient * scores).sum(axis=1, keepdims=True)) / (
+            chosen.sum(axis=1, keepdims=True) + TINY
         )
+    d_dense = np.zeros_like(dense)
+    np.put_along_axis(d_dense, experts, gradient.astype(dense.dtype), axis=1)
+    if score == "sigmoid":
+        d_logits = d_dense * dense * (1 - dense)
+    else:
+        d_logits = dense * (d_dense - (d_dense * dense).sum(axis=1, keepdims=True))
+    return np.where(finite, d_logits, 0).astype(logits.dtype)
+
+
+def _scores(
+    logits: np.ndarray, experts: np.ndarray, score: str, renormalize: bool | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the chosen experts' scores (T, K) before scaling, every expert's score (T, E)).
+
+    A softmax over the chosen logits is a softmax over all, renormalised.
+    """
+    if score == "sigmoid":
+        dense = _sigmoid(logits)
+    else:
+        dense = np.exp(logits - logits.max(axis=1, keepdims=True))
+        dense = dense / dense.sum(axis=1, keepdims=True)
+    chosen = np.take_along_axis(dense, experts, axis=1)
+    if score == "topk_softmax" or (score == "sigmoid" if renormalize is None else renormalize):
+        chosen = chosen / (chosen.sum(axis=1, keepdims=True) + TINY)
+    return chosen, dense
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-values))

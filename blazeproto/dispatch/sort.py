@@ -5,7 +5,8 @@
     argsort                  2 4 8 3 6 0 7 1 5 9        expert_pair_indices
     its inverse              5 7 0 3 1 8 4 6 2 9        token_index_map
 
-It allocates inside CuPy and may wait for the device: a baseline to measure, and the way out for shapes that tiled.py refuses.
+It allocates inside CuPy and may wait for the device: a baseline to measure, and the way out for shapes that tiled.py
+refuses.
 """
 
 from __future__ import annotations

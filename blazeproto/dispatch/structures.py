@@ -18,11 +18,12 @@ class Dispatch:
         token_index_map         5 7   0 3   1 8   4 6   2 9       row of each pair: the inverse
         expert_token_indices    1 2 4   1 3   0 3   0 2 4         token of each row: made when asked for
 
-    All int32 and one-dimensional, (P,) with P = T·K, but offsets (E+1,). A pair whose expert id lies outside [0, E) has no row:
-    its token_index_map is -1, and what is left at the end of expert_pair_indices is -1.
+    All int32 and one-dimensional, (P,) with P = T·K, but offsets (E+1,). A pair whose expert id lies outside [0, E)
+    has no row: its token_index_map is -1, and what is left at the end of expert_pair_indices is -1.
 
-    With a number of experts that varies from token to token, top_k is None, token_offsets (T+1,) says where each token's
-    pairs begin and pair_tokens (P,) names each pair's token; with a fixed K both are None and nothing pays for them.
+    With a number of experts that varies from token to token, top_k is None, token_offsets (T+1,) says where each
+    token's pairs begin and pair_tokens (P,) names each pair's token; with a fixed K both are None and nothing pays for
+    them.
     """
 
     expert_pair_indices: Any

@@ -1,24 +1,27 @@
-"""``method="tiled"``: the paper's dense token-expert map, a tile at a time and as bits, so that it never leaves the chip.
+"""``method="tiled"``: the paper's dense token-expert map, a tile at a time and as bits, so that it never leaves the
+chip.
 
-MoEBlaze §4.2 writes a T x E map to memory, counts its columns, and walks the columns to place tokens. Here a block owns a
-chunk of consecutive tokens and takes it a tile at a time (256 tokens by default). The tile's map is E columns of bits in shared
-memory; a pair's place among its expert's tokens is the number of bits above its own:
+MoEBlaze §4.2 writes a T x E map to memory, counts its columns, and walks the columns to place tokens. Here a block
+owns a chunk of consecutive tokens and takes it a tile at a time (256 tokens by default). The tile's map is E columns
+of bits in shared memory; a pair's place among its expert's tokens is the number of bits above its own:
 
                   expert 0  expert 1  expert 2 …                           K = 2
-        token 0      1         .         1                before[w]: bits in the words above
-        token 1      .         1         1                           row = base[e] + before[w][e] + popc(word & lower bits)
-        token 2      1         1         .                                  = base[1] + 0 + popc(0b0010) for token 2, expert 1
+        token 0      1         .         1            before[w][e]: bits in the words above
+        token 1      .         1         1            row = base[e] + before[w][e] + popc(word & lower bits)
+        token 2      1         1         .                = base[1] + 0 + popc(0b010) for token 2, expert 1
         …         ───────────────────────────  one 32-bit word per 32 tokens and expert
 
     count_pairs    every chunk counts its experts                 reads the ids, writes a (chunks, E) table
     scan_chunks    table[c][e] becomes the sum over chunks < c    reads and writes the table
     place_pairs    offsets; then tile by tile: mark, scan the columns, look up, write both lists
 
-Setting a bit is order-independent, so the shared atomics leave no trace: the result is unique, and the same to the bit each time.
-Rows of one expert are first gathered in shared memory (`staged`), so that the list is written in runs, not one by one.
+Setting a bit is order-independent, so the shared atomics leave no trace: the result is unique, and the same to the bit
+each time. Rows of one expert are first gathered in shared memory (`staged`), so that the list is written in runs, not
+one by one.
 
-Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16 bytes a
-pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see `plan`).
+Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16
+bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see
+`plan`).
 """
 
 # Numba infers types from values: int32() and uint32() keep arithmetic narrow (int32 + int32 is int64 otherwise), and an
@@ -280,7 +283,8 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
             tile += tile_pairs
             cuda.syncthreads()
 
-        # An expert named twice in one token's row was counted twice and has one bit: the rows left over get a valid pair.
+        # An expert named twice in one token's row was counted twice and has one bit: the rows left over get a valid
+        # pair.
         for e in range(my_first, my_last):
             for spare in range(base[uint32(e)], limit[uint32(e)]):
                 expert_pair_indices[spare] = chunk * chunk_pairs
@@ -332,9 +336,9 @@ SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
 def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     """Tiles of about 2048 pairs, chunks of whole tiles, at most ``max_chunks`` of them.
 
-    A tile's map takes E/4 bytes a token: tiles are halved while that passes 32 KB, and while there are too few tokens to give
-    every multiprocessor two. A chunk is large enough that the table keeps to TABLE_SHARE of the index lists (8·K bytes a token).
-    ValueError if no tile fits a block's shared memory.
+    A tile's map takes E/4 bytes a token: tiles are halved while that passes 32 KB, and while there are too few tokens
+    to give every multiprocessor two. A chunk is large enough that the table keeps to TABLE_SHARE of the index lists
+    (8·K bytes a token). ValueError if no tile fits a block's shared memory.
     """
     sizes = SIZES
     tile = sizes.max_tile

@@ -1,11 +1,25 @@
-"""What the threads of a block do together. The simulator has no warp intrinsics, so shared memory and barriers do it."""
+"""What the threads of a block do together, each helper in one form for the GPU and one for Numba's simulator.
+
+The simulator has no warp intrinsics: there, a value goes through shared memory and barriers, so every thread of a
+block must call, and call equally often. `inclusive_scan` is the same in both. Helpers are inlined by Numba: compiled
+as functions of their own they would ask for a device.
+"""
 
 from __future__ import annotations
 
-from numba import cuda, int32
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from blazeproto.dispatch.launch import simulated
+
+device = cuda.jit(device=True, inline="always")
+WARP = 32
+FULL = 0xFFFFFFFF  # all lanes of a warp
 
 
-@cuda.jit(device=True, inline="always")
+@device
 def inclusive_scan(scratch, thread, width, value):
     """Sum of ``value`` over the block's threads up to and with this one, for the first ``width`` threads.
 
@@ -30,3 +44,201 @@ def inclusive_scan(scratch, thread, width, value):
         cuda.syncthreads()
         distance = int32(distance * 2)
     return value
+
+
+if simulated():
+
+    @device
+    def float_bits(value):
+        return uint32(np.float32(value).view(np.uint32))
+
+    @device
+    def bits_float(bits):
+        return np.uint32(bits).view(np.float32)
+
+    @device
+    def fast_exp2(value):
+        with np.errstate(over="ignore", under="ignore"):
+            return np.exp2(np.float32(value))
+
+    @device
+    def fast_reciprocal(value):
+        return np.float32(1) / np.float32(value)
+
+    @device
+    def warp_barrier():
+        cuda.syncthreads()
+
+else:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    def _bitcast(result: Any, argument: Any, llvm_result: Any) -> Any:
+        @intrinsic
+        def cast(typing_context, value):
+            def codegen(context, builder, signature, arguments):
+                return builder.bitcast(arguments[0], llvm_result)
+
+            return result(argument), codegen
+
+        return cast
+
+    float_bits = _bitcast(types.uint32, types.float32, ir.IntType(32))  # the bits of an fp32 value
+    bits_float = _bitcast(types.float32, types.uint32, ir.FloatType())  # and back
+
+    def _redux(operation: str) -> Any:
+        """``redux.sync``: one instruction for what takes five shuffles (sm_80 and later; integers only)."""
+
+        @intrinsic
+        def redux(typing_context, value):
+            def codegen(context, builder, signature, arguments):
+                word = ir.IntType(32)
+                text = f"redux.sync.{operation}.u32 $0, $1, {FULL:#x};"
+                instruction = ir.InlineAsm(ir.FunctionType(word, [word]), text, "=r,r", side_effect=True)
+                return builder.call(instruction, arguments)
+
+            return types.uint32(types.uint32), codegen
+
+        return redux
+
+    _redux_max, _redux_min = _redux("max"), _redux("min")
+
+    def _approximate(instruction: str) -> Any:
+        """One instruction of the special-function unit: 2 ulp, denormals count as 0."""
+
+        @intrinsic
+        def approximate(typing_context, value):
+            def codegen(context, builder, signature, arguments):
+                kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+                return builder.call(ir.InlineAsm(kind, f"{instruction}.approx.ftz.f32 $0, $1;", "=f,f"), arguments)
+
+            return types.float32(types.float32), codegen
+
+        return approximate
+
+    fast_exp2, fast_reciprocal = _approximate("ex2"), _approximate("rcp")
+
+    @device
+    def warp_barrier():
+        cuda.syncwarp()
+
+
+class Group(NamedTuple):
+    """What groups of neighbouring threads, a power of two of them up to a warp, do together. Each gets the result."""
+
+    maximum: Any  # of uint32
+    minimum: Any  # of uint32
+    total: Any  # of float32
+    any: Any  # of bool
+    any_nearby: Any  # of bool, in the whole warp (in the simulator: the block): for branches that hold such calls
+    first: Any  # the first lane's float32
+    next: Any  # the following lane's uint32; the last lane gets its own
+
+
+def group_of(lanes: int, threads: int) -> Group:
+    """The functions for groups of ``lanes`` in blocks of ``threads``."""
+    steps = lanes.bit_length() - 1
+
+    if simulated():
+        # The simulator tells shared arrays apart by the line that makes them: a line for each kind of value.
+        def words() -> Any:
+            return cuda.shared.array(threads, uint32)
+
+        def floats() -> Any:
+            return cuda.shared.array(threads, float32)
+
+        def flags() -> Any:
+            return cuda.shared.array(threads, np.bool_)
+
+        def reduction(combine: Any, make_scratch: Any) -> Any:
+            @device
+            def reduce(value):
+                scratch = make_scratch()
+                thread = cuda.threadIdx.x
+                scratch[thread] = value
+                cuda.syncthreads()
+                first = thread // lanes * lanes
+                result = combine([scratch[i] for i in range(first, first + lanes)])
+                cuda.syncthreads()
+                return result
+
+            return reduce
+
+        @device
+        def any_nearby(value):
+            return cuda.syncthreads_or(value) != 0
+
+        @device
+        def following(value):
+            scratch = words()
+            thread = cuda.threadIdx.x
+            scratch[thread] = value
+            cuda.syncthreads()
+            result = scratch[min(thread + 1, thread // lanes * lanes + lanes - 1)]
+            cuda.syncthreads()
+            return result
+
+        return Group(
+            maximum=reduction(max, words),
+            minimum=reduction(min, words),
+            total=reduction(sum, floats),
+            any=reduction(any, flags),
+            any_nearby=any_nearby,
+            first=reduction(lambda values: values[0], floats),
+            next=following,
+        )
+
+    if lanes == WARP:
+
+        @device
+        def maximum(value):
+            return _redux_max(value)
+
+        @device
+        def minimum(value):
+            return _redux_min(value)
+
+        @device
+        def some(value):
+            return cuda.any_sync(FULL, value) != 0
+
+    else:
+
+        @device
+        def maximum(value):
+            for step in range(steps):
+                value = max(value, uint32(cuda.shfl_xor_sync(FULL, int32(value), 1 << step)))
+            return value
+
+        @device
+        def minimum(value):
+            for step in range(steps):
+                value = min(value, uint32(cuda.shfl_xor_sync(FULL, int32(value), 1 << step)))
+            return value
+
+        @device
+        def some(value):
+            mine = ((1 << lanes) - 1) << (cuda.laneid & ~(lanes - 1))
+            return (cuda.ballot_sync(FULL, value) & mine) != 0
+
+    @device
+    def total(value):
+        for step in range(steps):
+            value += cuda.shfl_xor_sync(FULL, value, 1 << step)
+        return value
+
+    @device
+    def any_nearby(value):
+        return cuda.any_sync(FULL, value) != 0
+
+    @device
+    def leading(value):
+        return cuda.shfl_sync(FULL, value, cuda.laneid & ~(lanes - 1))
+
+    @device
+    def following(value):
+        result = uint32(cuda.shfl_down_sync(FULL, int32(value), 1))  # within a warp; the last lane gets its own
+        return result if lanes == WARP or (cuda.laneid & (lanes - 1)) != lanes - 1 else value
+
+    return Group(maximum, minimum, total, some, any_nearby, leading, following)

@@ -2,8 +2,8 @@
 
     NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|topk
 
-A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python thread for
-each CUDA thread, so blocks are cut to 32 of them.
+A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
+thread for each CUDA thread, so blocks are cut to 32 of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_method(method: str) -> Iterator[str]:
 
 
 def check_duplicates(method: str) -> Iterator[str]:
-    """An expert named twice: what comes out is unspecified, but every index is in bounds and neighbours are untouched."""
+    """An expert named twice: what comes out is unspecified, but every index is in bounds, and so are all writes."""
     ids = np.random.default_rng(0).integers(-1, 3, (90, 4)).astype(np.int32)
     sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": 4, "token_index_map": ids.size}
     guarded = {name: np.full(size + 16, -77, np.int32) for name, size in sizes.items()}

@@ -14,7 +14,7 @@ pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("what", ["tiled", "dense"])
+@pytest.mark.parametrize("what", ["tiled", "dense", "topk"])
 def test_simulated(what):
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}

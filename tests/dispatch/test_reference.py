@@ -12,8 +12,8 @@ from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
 
 
 def test_the_papers_example():
-    """MoEBlaze §4.1. The paper says L = 6 and lists five tokens, and prints eight of the ten token_expert_indices (token 2's
-    are missing). Right is:"""
+    """MoEBlaze §4.1. The paper says L = 6 and lists five tokens, and prints eight of the ten token_expert_indices
+    (token 2's are missing). Right is:"""
     topk_experts = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
     dispatch = build_dispatch(topk_experts, 4)
     assert dispatch.num_tokens == 5

@@ -1,0 +1,63 @@
+"""Top-k kernels in Numba's simulator; run by ``simulate.py topk``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from blazeproto.dispatch import reference, topk, topk_route, topk_route_backward
+
+# (T, E, K, options): lanes 2 to 32, one expert to several a lane, K = E, E no multiple of the lanes
+CASES = [
+    (5, 1, 1, {"score": "softmax_topk"}),
+    (9, 8, 2, {"score": "softmax_topk"}),
+    (3, 8, 8, {"score": "topk_softmax", "scale": 2.5}),
+    (3, 37, 5, {"score": "softmax_topk", "renormalize": True}),
+    (2, 70, 16, {"score": "sigmoid", "scale": 2.5, "biased": True}),
+    (2, 140, 3, {"score": "sigmoid", "renormalize": False}),
+]
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, options: dict) -> Iterator[str]:
+    rng = np.random.default_rng(num_experts)
+    options = dict(options)
+    bias = rng.standard_normal(num_experts).astype(np.float32) if options.pop("biased", False) else None
+    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+    logits[0] = np.round(logits[0])  # ties, -0 among them
+    if num_tokens > 2:
+        logits[1, num_experts // 2] = rng.choice([np.nan, np.inf, -np.inf])
+    given = to_bfloat16(logits) if half else logits
+    logits = from_bfloat16(given) if half else logits
+
+    scores, experts = topk_route(given, top_k, bias=bias, **options)
+    right_scores, right = reference.topk_route(logits, top_k, bias=bias, **options)
+    if not np.array_equal(experts, right):
+        yield f"experts\n{experts}\nexpected\n{right}"
+    elif not np.allclose(scores, right_scores, rtol=1e-5, atol=1e-7, equal_nan=True):
+        yield f"scores\n{scores}\nexpected\n{right_scores}"
+
+    d_scores = rng.standard_normal(scores.shape).astype(np.float32)
+    d_logits = topk_route_backward(given, right, d_scores, **options)
+    d_logits = from_bfloat16(d_logits) if half else d_logits
+    right_d = reference.topk_route_backward(logits, right, d_scores, **options)
+    if not np.allclose(d_logits, right_d, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-6):
+        yield f"d_logits\n{d_logits}\nexpected\n{right_d}"
+
+
+def check_topk() -> Iterator[str]:
+    topk.THREADS = 32
+    for index, (num_tokens, num_experts, top_k, options) in enumerate(CASES):
+        half = index % 3 == 1
+        for line in check_case(num_tokens, num_experts, top_k, half, options):
+            yield f"T={num_tokens} E={num_experts} K={top_k} {options}{' bf16' if half else ''}: {line}"
