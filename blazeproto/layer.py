@@ -164,7 +164,7 @@ class MoE(nn.Module):
         )
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
-        return out.reshape(x.shape), MoEStats(routing.load, routing.aux_losses)
+        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, routing.aux_losses)
 
     def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
         """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""

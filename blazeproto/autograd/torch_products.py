@@ -245,6 +245,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """c_r = a_r b[expert of r]. a (R, k), b (E, k, m) -> (R, m); rows past offsets[E] are undefined."""
     if a.dtype == torch.float64:
         return _loop_mm(a, b, offsets)
+    if a.shape[0] == 0:
+        return a.new_empty(0, b.shape[2])
     if _aligned(a) and _aligned(b):
         return F.grouped_mm(a, b, offs=offsets[1:])
     k, m = b.shape[1:]
@@ -257,6 +259,8 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     m, k = a.shape[1], b.shape[1]
     if a.dtype == torch.float64:
         return _loop_outer(a, b, offsets)
+    if a.shape[0] == 0:
+        return a.new_zeros(offsets.shape[0] - 1, m, k)
     if _aligned(a) and _aligned(b):
         out = F.grouped_mm(a.t(), b, offs=offsets[1:])
     else:

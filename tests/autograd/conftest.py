@@ -53,20 +53,24 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out)]
 
     def reference(self) -> list[Tensor]:
-        """The same by the oracle, in float64."""
-        pair_tokens = self.varying.get("pair_tokens")
+        """The same by the oracle; gradients in float64 too, taken of float64 copies of the parameters."""
+        x, gate_up_proj, down_proj, scores, up_bias, down_bias = (
+            None if t is None else t.detach().double().requires_grad_()
+            for t in (self.x, self.gate_up_proj, self.down_proj, self.scores, self.up_bias, self.down_bias)
+        )
         out = reference_mlp(
-            self.x,
-            self.gate_up_proj,
-            self.down_proj,
-            self.scores,
+            x,
+            gate_up_proj,
+            down_proj,
+            scores,
             self.topk_experts,
-            up_bias=self.up_bias,
-            down_bias=self.down_bias,
-            pair_tokens=pair_tokens,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            pair_tokens=self.varying.get("pair_tokens"),
             **self.options,
         )
-        return [out.detach(), *torch.autograd.grad(out, self.parameters, self.d_out.double())]
+        parameters = [t for t in (x, gate_up_proj, down_proj, scores, up_bias, down_bias) if t is not None]
+        return [out.detach(), *torch.autograd.grad(out, parameters, self.d_out.double())]
 
 
 def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple[int, ...]) -> Tensor:

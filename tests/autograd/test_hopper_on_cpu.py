@@ -1,0 +1,107 @@
+"""The Hopper backend's order of products, with the kernels' NumPy twins in their place, so that a CPU can run it.
+
+In float64, and with every buffer that the twins do not write full of NaN. What is tested is which product gets which array,
+not the kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto import dispatch, gemm
+from blazeproto.autograd import SavePolicy, chunked, down, hopper_products, library, up
+from blazeproto.gemm import reference
+from blazeproto.reference import ACTIVATIONS
+
+PRODUCTS = (
+    "up_forward",
+    "down_forward",
+    "down_forward_fused",
+    "down_backward_act",
+    "down_backward_weight",
+    "up_backward_act",
+    "up_backward_weight",
+    "combine",
+    "expert_row_sum",
+    "bias_score_grad",
+)
+
+
+def as_numpy(value):
+    if isinstance(value, gemm.Rows):
+        return gemm.Rows(*(as_numpy(field) for field in value))
+    return value.detach().numpy() if isinstance(value, Tensor) else value
+
+
+def run_twin(name, signature, *args, **kwargs):
+    signature.bind(*args, **kwargs)  # the kernel's own signature takes these arguments
+    arguments = {key: as_numpy(value) for key, value in kwargs.items()}
+    getattr(reference, name)(*map(as_numpy, args), **arguments)  # writes into the outputs, which share memory
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    for name in PRODUCTS:
+        signature = inspect.signature(getattr(gemm, name))
+        monkeypatch.setattr(gemm, name, partial(run_twin, name, signature))
+    monkeypatch.setattr(hopper_products, "_views", lambda rows: gemm.Rows(*rows))
+    for module in (up, down, chunked):
+        monkeypatch.setattr(module, "products_for", lambda *_: hopper_products)
+    real = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *size, **options: poison(real(self, *size, **options)),
+    )
+
+
+def poison(tensor: Tensor) -> Tensor:
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**31))
+
+
+CASES = [(activation, "minimal", "sentinels") for activation in ACTIVATIONS]
+CASES += [("swiglu", save.value, routing) for save in SavePolicy for routing in ("fixed", "varying")]
+
+
+@pytest.mark.parametrize(("activation", "save", "routing"), CASES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
+    case = make_case(
+        40, activation=activation, bias=bias, sentinels=routing == "sentinels", varying=routing == "varying", idle=(2,)
+    )
+    expected = case.reference()
+    for combine in ("gather", "fused"):
+        for workspace_bytes in (None,) if routing == "varying" else (None, 20_000):
+            results = case.run(save=save, combine=combine, workspace_bytes=workspace_bytes)
+            for got, reference_of_it in zip(results, expected, strict=True):
+                # Some sums are left in float32: the fused output, bias gradients.
+                torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+
+
+def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
+    """(T, K) ids as they are, pairs as tokens with one expert each; int64 ids with a place for their copy."""
+    case, varying = make_case(sentinels=True), make_case(varying=True)
+    calls = []
+
+    def build_dispatch(ids, num_experts, *, out):
+        calls.append((tuple(ids.shape), len(out)))
+        signature.bind(ids, num_experts, out=out)
+        twin = dispatch.reference.build_dispatch(ids.numpy(), num_experts)
+        names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
+        for tensor, name in zip(out, names, strict=False):
+            tensor.copy_(torch.from_numpy(getattr(twin, name)))
+
+    signature = inspect.signature(dispatch.build_dispatch)
+    for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
+        expected = torch.ops.blazeproto.dispatch(ids, 5, "torch")
+        with monkeypatch.context() as patched:
+            patched.setattr(dispatch, "build_dispatch", build_dispatch)
+            patched.setattr(library, "has_dispatch_kernels", lambda *_: True)
+            got = torch.ops.blazeproto.dispatch(ids, 5, "hopper")
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert calls == [((37, 3), 3), ((37, 3), 4), ((varying.topk_experts.shape[0], 1), 3)]
