@@ -50,7 +50,6 @@ from blazeproto.router import ROUTERS
 class Config:
     """Every setting; each is an option of the command line. The defaults are the CPU preset."""
 
-    # model
     layers: int = 4
     d_model: int = 128
     heads: int = 4
@@ -79,6 +78,11 @@ class Config:
     val_bytes: int = 1 << 16  # of held-out text that is validated on, spread over all of it
     log_every: int = 10
     checkpoint_every: int = 320
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "warmup", "val_every", "val_bytes", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
 
 PRESETS = {
@@ -302,8 +306,7 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Validate the best weights on more text, let them write some, and note how the run went."""
-        if self.best["model"]:
-            self.model.load_state_dict(self.best["model"])
+        self.model.load_state_dict(self.best["model"])
         with self.precision:
             sample = self.model.generate(b"\0", 400, seed=self.config.seed)
         summary = {
@@ -331,17 +334,16 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on from a checkpoint")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     for field in dataclasses.fields(Config):
-        flag, default = "--" + field.name.replace("_", "-"), getattr(PRESETS["cpu"], field.name)
-        if isinstance(default, bool):
+        flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
+        if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         else:
-            kind = type(default)
             parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), metavar=kind.__name__.upper())
     return parser
 
 
 def open_run(args: argparse.Namespace, device: torch.device) -> Trainer:
-    """The run that the options mean: a new one, or one that goes on."""
+    """A new run, or one that goes on."""
     given = {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
     if args.resume:
         folder = args.out / args.name if args.name else run_folder.newest_unfinished(args.out)
@@ -352,8 +354,7 @@ def open_run(args: argparse.Namespace, device: torch.device) -> Trainer:
         for name, value in given.items():
             if value != getattr(config, name):
                 raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
-        trainer = Trainer(config, folder, device)
-        trainer.load()
+        (trainer := Trainer(config, folder, device)).load()
         return trainer
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     preset = args.preset or ("hopper" if hopper else "cpu")

@@ -1,0 +1,103 @@
+"""A tiny text and tiny runs of scripts/train_lm.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """--device cpu --steps 20 --layers 2 --d-model 32 --heads 2 --context 32 --d-expert 16 --num-experts 4
+    --batch 4 --dropout 0.1 --val-every 5 --val-bytes 512 --log-every 4 --warmup 4"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the processes have that runs are compared with: a sum's order may follow from how many threads make it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def script() -> Iterator[ModuleType]:
+    """scripts/train_lm.py as a module."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield importlib.import_module("train_lm")
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+@pytest.fixture
+def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Run the script in this process: options -> exit code, what it printed."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def call(*options: object) -> tuple[int, str]:
+        code = script.main([str(option) for option in options])
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def start() -> Callable[..., subprocess.Popen[str]]:
+    """Run the script as a process of its own."""
+
+    def call(*options: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / "train_lm.py"), *map(str, options)],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("".join(f"{j} times {i} is {i * j}.\n" for j in range(40)))
+    return folder
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run, without the speeds, which no two runs share."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
+
+
+@pytest.fixture
+def metrics() -> Callable[[Path], list[dict[str, Any]]]:
+    return read_metrics
+
+
+@pytest.fixture
+def tiny(text: Path) -> list[str]:
+    """Options of a run of 20 steps that takes a second."""
+    return [*TINY.split(), "--data", str(text)]
+
+
+@pytest.fixture
+def finished(run: Callable[..., tuple[int, str]], tiny: list[str], tmp_path: Path) -> Path:
+    """The folder of a run that nothing interrupted."""
+    code, printed = run(*tiny, "--out", tmp_path / "whole")
+    assert code == 0, printed
+    return tmp_path / "whole" / "cpu"
