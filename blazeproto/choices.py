@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from blazeproto.scoring import choose_top_k
+from blazeproto.routing_ops import choose_top_k
 
 RoundingRule = Literal["nr_f", "sr_f", "nr_s", "balance_f", "up", "down"]
 Priority = Literal["slot", "token", "score"]

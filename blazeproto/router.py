@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blazeproto import scoring
+from blazeproto import routing_ops, scoring
 from blazeproto.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, make_choice
 
 
@@ -139,12 +139,14 @@ class Router(nn.Module):
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
             experts = choice(token_ids.flatten(), self.num_experts, self.top_k)
-            return self._fixed(logits, experts)
-        keys = scoring.selection_keys(logits, self.score, self.expert_bias)
-        experts = scoring.choose_top_k(keys, self.top_k)
+            scores = scoring.gathered_scores(logits, experts, **self._score_options)
+            return self._fixed(logits, scores, experts)
         if choice is None or (choice.eval_top_k and not self.training):
-            return self._fixed(logits, experts)
-        return self._varying(logits, experts, choice)
+            options = self._score_options
+            scores, experts = routing_ops.route_top_k(logits, self.expert_bias, self.top_k, *options.values())
+            return self._fixed(logits, scores, experts)
+        keys = scoring.selection_keys(logits, self.score, self.expert_bias)
+        return self._varying(logits, routing_ops.choose_top_k(keys, self.top_k), choice)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -156,20 +158,19 @@ class Router(nn.Module):
         if self.expert_bias is not None and self.bias_update_rate > 0:
             self.expert_bias.copy_(scoring.updated_bias(self.expert_bias, load, self.bias_update_rate))
 
-    def _fixed(self, logits: Tensor, experts: Tensor) -> Routing:
-        scores = scoring.gathered_scores(
-            logits, experts, score=self.score, renormalize=self.renormalize, scale=self.scale
-        )
+    @property
+    def _score_options(self) -> dict[str, Any]:
+        return {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
+
+    def _fixed(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Routing:
         load = scoring.expert_load(experts, self.num_experts)
         return Routing(scores, experts, logits, load, self._aux_losses(logits, experts))
 
     def _varying(self, logits: Tensor, experts: Tensor, choice: TokenRounding | ExpertChoice | Capacity) -> Routing:
         mask = choice(scoring.dense_scores(logits.detach(), self.score), experts)
         max_pairs = choice.max_pairs(logits.shape[0], self.num_experts, self.top_k)
-        pair_experts, pair_tokens, token_offsets = scoring.pairs_from_mask(mask, max_pairs)
-        scores = scoring.pair_scores(
-            logits, pair_experts, pair_tokens, score=self.score, renormalize=self.renormalize, scale=self.scale
-        )
+        pair_experts, pair_tokens, token_offsets = routing_ops.pairs_from_mask(mask, max_pairs)
+        scores = scoring.pair_scores(logits, pair_experts, pair_tokens, **self._score_options)
         load = scoring.expert_load(pair_experts, self.num_experts)
         aux_losses = self._aux_losses(logits, experts)
         return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)

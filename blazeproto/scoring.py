@@ -1,9 +1,10 @@
-"""From router logits to scores, token choice, auxiliary losses and the balancing bias, in plain torch.
+"""From router logits to scores, auxiliary losses and the balancing bias, in plain torch.
 
-    logits (T, E) --dense_scores--> scores (T, E) --choose_top_k--> experts (T, K) --gathered_scores--> scores (T, K)
+    logits (T, E) --dense_scores--> (T, E)        every expert's score
+                  --gathered_scores--> (T, K)     those of the chosen experts
+                  --pair_scores--> (P,)           those of a flat list of pairs
 
-Everything here runs on any device, has static shapes and never waits for the device. The two choices that a step must
-not make twice (``ROUTING_OPS``) are torch operators, so that an activation-checkpointing policy can keep their outputs.
+Everything here runs on any device, has static shapes and never waits for the device.
 """
 
 from __future__ import annotations
@@ -17,65 +18,7 @@ Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
 
 # Added to a sum of scores before dividing by it: all K sigmoid scores of a token may underflow to zero.
-_TINY = 1e-20
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The choice, as operators: integer outputs, no gradient
-
-
-@torch.library.custom_op("blazeproto::choose_top_k", mutates_args=())
-def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
-    """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
-
-    keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
-    """
-    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
-    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
-    chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
-    # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
-    for slot in range(top_k):
-        expert = chosen[:, slot : slot + 1]
-        torch.argmax(left, dim=1, keepdim=True, out=expert)
-        left.scatter_(1, expert, -torch.inf)
-    return chosen.to(torch.int32)
-
-
-@choose_top_k.register_fake
-def _(keys: Tensor, top_k: int) -> Tensor:
-    return keys.new_empty(keys.shape[0], top_k, dtype=torch.int32)
-
-
-@torch.library.custom_op("blazeproto::pairs_from_mask", mutates_args=())
-def pairs_from_mask(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The True entries of a (T, E) mask as a flat list of pairs, by token, ascending expert id inside one.
-
-    Returns pair_experts (P,), pair_tokens (P,) and token_offsets (T + 1,), int32, where P is ``capacity``: a host
-    number, so no shape depends on the mask. Pairs that the mask does not fill come last, with expert -1 and token 0;
-    the caller's capacity is an upper bound of the number of True entries (what lies beyond it is left out).
-    """
-    num_tokens, num_experts = mask.shape
-    seen = mask.flatten().cumsum(0, dtype=torch.int32)  # (T*E,) how many pairs up to and with this entry
-    wanted = torch.arange(1, capacity + 1, dtype=torch.int32, device=mask.device)
-    entry = torch.searchsorted(seen, wanted)  # (P,) the first entry that has seen p + 1 pairs
-    used = entry < num_tokens * num_experts
-    pair_experts = torch.where(used, entry % num_experts, -1).to(torch.int32)
-    pair_tokens = torch.where(used, entry // num_experts, 0).to(torch.int32)
-    token_offsets = torch.zeros(num_tokens + 1, dtype=torch.int32, device=mask.device)
-    token_offsets[1:] = mask.sum(dim=1).cumsum(0).clamp(max=capacity)
-    return pair_experts, pair_tokens, token_offsets
-
-
-@pairs_from_mask.register_fake
-def _(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    def new(size: int) -> Tensor:
-        return mask.new_empty(size, dtype=torch.int32)
-
-    return new(capacity), new(capacity), new(mask.shape[0] + 1)
-
-
-# What an activation-checkpointing policy has to keep, so that the recomputed forward routes as the first one did.
-ROUTING_OPS = (torch.ops.blazeproto.choose_top_k.default, torch.ops.blazeproto.pairs_from_mask.default)
+TINY = 1e-20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,7 +81,7 @@ def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize:
         return torch.softmax(logits.gather(1, index), dim=1) * scale
     scores = dense_scores(logits, score).gather(1, index)
     if renormalize:
-        scores = scores / (scores.sum(dim=1, keepdim=True) + _TINY)
+        scores = scores / (scores.sum(dim=1, keepdim=True) + TINY)
     return scores * scale
 
 
@@ -159,7 +102,7 @@ def pair_scores(
         mask = torch.zeros(num_tokens * num_experts + 1, dtype=torch.bool, device=logits.device)
         mask = mask.scatter(0, torch.where(used, entry, num_tokens * num_experts), True)
         kept = torch.where(mask[:-1].view_as(scores), scores, 0.0)
-        scores = scores / (kept.sum(dim=1, keepdim=True) + _TINY)
+        scores = scores / (kept.sum(dim=1, keepdim=True) + TINY)
     return torch.where(used, scores.flatten().gather(0, entry), 0.0) * scale
 
 
@@ -192,7 +135,7 @@ def load_balancing_loss(logits: Tensor, experts: Tensor, *, score: str = "softma
     num_tokens, num_experts = logits.shape
     probabilities = dense_scores(logits, score)
     if score == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(dim=1, keepdim=True) + _TINY)
+        probabilities = probabilities / (probabilities.sum(dim=1, keepdim=True) + TINY)
     fraction = expert_load(experts, num_experts).to(logits.dtype) / max(experts.numel(), 1)
     return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
 

@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="routers to train (all)")
     parser.add_argument("--train", action="store_true", help="make the runs that are missing")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of the runs")
+    parser.add_argument("--steps", type=int, help="of each run (the preset's)")
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(ROUTERS)):
         parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
@@ -67,6 +68,7 @@ def main() -> int:
             continue
         command = [sys.executable, "scripts/train_lm.py", "--preset", "cpu", "--device", "cpu", "--router", name]
         command += ["--out", str(args.runs), "--name", f"router-{name}"]
+        command += ["--steps", str(args.steps)] if args.steps else []
         print("$", " ".join(command), flush=True)
         if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
             return code

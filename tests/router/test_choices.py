@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blazeproto import choices
 from blazeproto.choices import Capacity, ExpertChoice, Hash, TokenRounding, make_choice
-from blazeproto.scoring import choose_top_k
+from blazeproto.routing_ops import choose_top_k
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)
