@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,12 @@ def _make_case(
 def make_case() -> Callable[..., Case]:
     """``make_case(num_tokens, d_model, d_expert, num_experts, top_k, activation=…, bias=…, …)`` -> Case."""
     return _make_case
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
