@@ -56,7 +56,7 @@ def build_dispatch(
     if validate:
         check_distinct(topk_experts if launch.simulated() else _as_cupy(ids, ids.shape), num_experts)
     lists = _build(ids, num_tokens, top_k, num_experts, method, out, workspace, stream)
-    return Dispatch(*lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+    return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
 def build_dispatch_varying(
@@ -91,7 +91,7 @@ def build_dispatch_varying(
             raise ValueError(f"token_offsets: expected an ascent from 0 to at most {num_pairs}, got {values.tolist()}")
     lists = _build(ids, num_pairs, 1, num_experts, method, out, workspace, stream)
     return Dispatch(
-        *lists,
+        **lists,
         num_experts=num_experts,
         top_k=None,
         num_tokens=offsets.shape[0] - 1,
@@ -216,7 +216,8 @@ class _Buffers(NamedTuple):
 
 
 def _argument(buffer: arrays.DeviceArray) -> Any:
-    return buffer.owner.reshape(-1) if launch.simulated() else buffer.ptr
+    owner: Any = buffer.owner
+    return owner.reshape(-1) if launch.simulated() else buffer.ptr
 
 
 def _part(workspace: Any, first: int, size: int, dtype: str) -> Any:
@@ -239,8 +240,8 @@ def _build(
     out: Mapping[str, Any] | tuple[Any, ...] | None,
     workspace: Any,
     stream: int | None,
-) -> tuple[Any, ...]:
-    """The four lists of a Dispatch, in its order, for flat or (T, K) ids."""
+) -> dict[str, Any]:
+    """The four lists of a Dispatch, by name, for flat or (T, K) ids."""
     if stream is None:
         stream = 0 if launch.simulated() else arrays.current_stream(ids)
     num_pairs, copy_ids = num_tokens * top_k, ids.dtype == "int64"
@@ -258,11 +259,11 @@ def _build(
         else:
             arguments = [_argument(buffer) for buffer in flat]
             copy = arguments[3] if copy_ids else _argument(ids)  # of int32 ids no copy is made
-            buffers = _Buffers(_argument(ids), *arguments[:3], copy, _argument(scratch))
+            pairs, offsets, index_map = arguments[:3]
+            buffers = _Buffers(_argument(ids), pairs, offsets, index_map, copy, _argument(scratch))
             run = _run_tiled if method == "tiled" else _run_dense
             run(buffers, ids, num_tokens, top_k, num_experts, stream)
-    result = [array for _, array, _ in lists]
-    return (*result[:3], result[3] if copy_ids else _flat(ids))
+    return {"token_expert_indices": _flat(ids), **{name: array for name, array, _ in lists}}
 
 
 def _outputs(
@@ -282,7 +283,7 @@ def _outputs(
 
 def _flat(ids: arrays.DeviceArray) -> Any:
     """The router's choice as one list, in the caller's kind of array where that has a reshape."""
-    owner = ids.owner
+    owner: Any = ids.owner
     return owner.reshape(-1) if hasattr(owner, "reshape") else _as_cupy(ids, (ids.size,))
 
 
@@ -297,7 +298,7 @@ def _run_tiled(
     size = plan.num_chunks * num_experts
     table, totals = _part(buffers.workspace, 0, size, "int32"), _part(buffers.workspace, 4 * size, num_experts, "int32")
     pairs, chunk_pairs = num_tokens * top_k, plan.chunk_tokens * top_k
-    kernels.count.launch(
+    kernels.count_pairs.launch(
         *where,
         plan.num_chunks,
         4 * (num_experts + 1),

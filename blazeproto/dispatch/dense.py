@@ -21,6 +21,7 @@ Bytes: T·E of the map are written twice (cleared, marked) and read twice; then 
 """
 
 # As in tiled.py, types come from the values.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from functools import lru_cache

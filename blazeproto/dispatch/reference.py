@@ -28,7 +28,7 @@ def build_dispatch(
     if validate:
         check_distinct(topk_experts, num_experts)
     lists = _lists(topk_experts.reshape(-1), num_experts)
-    return Dispatch(*lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+    return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
 def build_dispatch_varying(
@@ -45,7 +45,7 @@ def build_dispatch_varying(
 ) -> Dispatch:
     """The same for a number of experts that varies; see `blazeproto.dispatch.build_dispatch_varying`."""
     return Dispatch(
-        *_lists(pair_experts, num_experts),
+        **_lists(pair_experts, num_experts),
         num_experts=num_experts,
         top_k=None,
         num_tokens=len(token_offsets) - 1,
@@ -54,8 +54,8 @@ def build_dispatch_varying(
     )
 
 
-def _lists(experts: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
-    """expert_pair_indices, expert_token_offsets, token_index_map and token_expert_indices of flat ids (P,)."""
+def _lists(experts: np.ndarray, num_experts: int) -> dict[str, Any]:
+    """The four lists of flat ids (P,), by name."""
     valid = (experts >= 0) & (experts < num_experts)
     keys = np.where(valid, experts, num_experts).astype(np.uint16 if num_experts < 2**16 else np.int64)
     lengths = np.bincount(keys, minlength=num_experts + 1)[:num_experts]
@@ -65,7 +65,12 @@ def _lists(experts: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
     index_map = np.full(experts.size, -1, np.int32)
     index_map[order[: offsets[-1]]] = np.arange(offsets[-1], dtype=np.int32)
     ids = experts if experts.dtype == np.int32 else np.where(valid, experts, -1).astype(np.int32)
-    return order, offsets, index_map, ids
+    return {
+        "expert_pair_indices": order,
+        "expert_token_offsets": offsets,
+        "token_index_map": index_map,
+        "token_expert_indices": ids,
+    }
 
 
 def check_distinct(topk_experts: Any, num_experts: int) -> None:

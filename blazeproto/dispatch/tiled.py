@@ -26,6 +26,7 @@ bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough tha
 
 # Numba infers types from values: int32() and uint32() keep arithmetic narrow (int32 + int32 is int64 otherwise), and an
 # unsigned index spares the check for a negative one. Annotations would mean nothing here.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from functools import lru_cache
@@ -364,7 +365,7 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
 
 
 class Kernels(NamedTuple):
-    count: Kernel
+    count_pairs: Kernel
     scan: Kernel
     place: Kernel
 

@@ -5,6 +5,7 @@ block must call, and call equally often. `inclusive_scan` is the same in both. H
 as functions of their own they would ask for a device.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-redef, import-untyped"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
