@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,7 @@ def dispatch_row(
     check(experts[0], num_experts, ours)
     programs: dict[str, Sequence[Call]] = {name: [prepared(ids, num_experts, name) for ids in experts] for name in ours}
     if "torch_sort" in methods:
-        programs["torch_sort"] = [lambda ids=ids: by_torch_sort(ids, num_experts) for ids in experts]  # type:
-        ignore[misc]
+        programs["torch_sort"] = [partial(by_torch_sort, ids, num_experts) for ids in experts]
     times = gpu_ms(programs, eager=["sort"], rounds=rounds)
     row: dict[str, Any] = {"T": num_tokens, "E": num_experts, "K": top_k}
     row |= {f"{name}_ms": times[name] for name in methods}
@@ -188,7 +188,7 @@ def small_batches(sizes: Sequence[int]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"T": num_tokens, "E": 128, "K": 8}
         row["gpu_us"] = 1e3 * gpu_ms({"tiled": [call]})["tiled"]
         row["host_us"] = 1e3 * host_ms(call)
-        row["host_us_allocating"] = 1e3 * host_ms(lambda ids=experts: build_dispatch(ids, 128))
+        row["host_us_allocating"] = 1e3 * host_ms(partial(build_dispatch, experts, 128))
         rows.append(row)
     return rows
 
@@ -220,9 +220,9 @@ def topk_row(
     scores, experts = topk_route(logits[0], top_k, **options)
     right, _ = by_torch_topk(logits[0], top_k, options["score"])
     torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-6)
-    forward = [lambda x=x, o=o: topk_route(x, top_k, out=o, **options) for x, o in zip(logits, out, strict=True)]
-    backward = [lambda x=x: topk_route_backward(x, experts, scores, out=d_logits, **options) for x in logits]
-    plain = [lambda x=x: by_torch_topk(x, top_k, options["score"]) for x in logits]
+    forward = [partial(topk_route, x, top_k, out=o, **options) for x, o in zip(logits, out, strict=True)]
+    backward = [partial(topk_route_backward, x, experts, scores, out=d_logits, **options) for x in logits]
+    plain = [partial(by_torch_topk, x, top_k, options["score"]) for x in logits]
     times = gpu_ms({"fused": forward, "backward": backward, "torch": plain}, rounds=9)
     item, pairs = logits[0].element_size(), 8 * num_tokens * top_k
     return {
