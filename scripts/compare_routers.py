@@ -22,34 +22,29 @@ PAGE = ROOT / "docs" / "routers.md"
 BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
 
 
-def metrics_file(runs: Path, name: str) -> Path:
-    return runs / f"router-{name}" / "metrics.jsonl"
+def run_folder(runs: Path, name: str) -> Path:
+    return runs / f"router-{name}"
 
 
-def read_run(path: Path) -> dict[str, float] | None:
-    """The last validation loss of a run, at which step, and the median speed; None without a validation."""
-    if not path.exists():
+def read_run(folder: Path) -> dict[str, float] | None:
+    """The last validation loss and balance of a run, and its steps; None of one that has not ended."""
+    if not (folder / "summary.json").exists():  # which a run writes last
         return None
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    validated = [row for row in rows if row.get("val_loss") is not None]
-    if not validated:
-        return None
-    last = validated[-1]
-    speeds = sorted(row["tokens_per_s"] for row in rows if row.get("tokens_per_s"))
-    return {
-        "val_loss": last["val_loss"],
-        "steps": last["step"] + 1,
-        "tokens_per_s": speeds[len(speeds) // 2] if speeds else 0.0,
-    }
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "val_loss" in row][-1]
+    return {"val_loss": last["val_loss"], "balance": last["balance"], "steps": last["step"] + 1}
 
 
 def table(runs: Path, names: list[str]) -> str:
-    lines = ["| router | validation loss, nats/byte | against `top_k` | steps |", "| --- | --- | --- | --- |"]
-    found = {name: run for name in names if (run := read_run(metrics_file(runs, name)))}
+    lines = [
+        "| router | validation loss, nats/byte | against `top_k` | largest load / mean, last step | steps |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    found = {name: run for name in names if (run := read_run(run_folder(runs, name)))}
     base = found.get("top_k")
     for name, run in found.items():
         difference = f"{run['val_loss'] - base['val_loss']:+.3f}" if base else ""
-        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['steps']:.0f} |")
+        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['balance']:.2f} | {run['steps']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -64,11 +59,15 @@ def main() -> int:
         parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
 
     for name in args.names or ROUTERS:
-        if not args.train or read_run(metrics_file(args.runs, name)):
+        if not args.train or read_run(run_folder(args.runs, name)):
             continue
-        command = [sys.executable, "scripts/train_lm.py", "--preset", "cpu", "--device", "cpu", "--router", name]
-        command += ["--out", str(args.runs), "--name", f"router-{name}"]
-        command += ["--steps", str(args.steps)] if args.steps else []
+        command = [sys.executable, "scripts/train_lm.py", "--out", str(args.runs), "--name", f"router-{name}"]
+        command += ["--device", "cpu"]
+        if run_folder(args.runs, name).exists():
+            command += ["--resume"]  # an interrupted one
+        else:
+            command += ["--preset", "cpu", "--router", name]
+            command += ["--steps", str(args.steps)] if args.steps else []
         print("$", " ".join(command), flush=True)
         if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
             return code

@@ -18,21 +18,22 @@ def load_script() -> ModuleType:
     return module
 
 
-def write_run(runs: Path, name: str, rows: list[dict[str, float]]) -> None:
+def write_run(runs: Path, name: str, rows: list[dict[str, float]], ended: bool = True) -> None:
     folder = runs / f"router-{name}"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if ended:
+        (folder / "summary.json").write_text("{}")
 
 
-def test_table_takes_the_last_validation_and_leaves_out_what_has_none(tmp_path: Path) -> None:
+def test_table_takes_the_last_validation_of_the_runs_that_ended(tmp_path: Path) -> None:
     script = load_script()
-    write_run(
-        tmp_path, "top_k", [{"step": 0, "val_loss": 5.5}, {"step": 10, "val_loss": 2.0}, {"step": 11, "loss": 1.9}]
-    )
-    write_run(tmp_path, "hash", [{"step": 10, "val_loss": 2.125}])
-    write_run(tmp_path, "capacity", [{"step": 1, "loss": 5.0}])
+    rows = [{"step": 0, "val_loss": 5.5, "balance": 2.0}, {"step": 1}, {"step": 9, "val_loss": 2.0, "balance": 1.5}]
+    write_run(tmp_path, "top_k", rows)
+    write_run(tmp_path, "hash", [{"step": 9, "val_loss": 2.125, "balance": 1.25}])
+    write_run(tmp_path, "capacity", [{"step": 4, "val_loss": 5.0, "balance": 1.0}], ended=False)
     lines = script.table(tmp_path, ["top_k", "capacity", "hash", "aux_free"]).splitlines()
-    assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 11 |", "| `hash` | 2.125 | +0.125 | 11 |"]
+    assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 1.50 | 10 |", "| `hash` | 2.125 | +0.125 | 1.25 | 10 |"]
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
