@@ -6,7 +6,7 @@ Measured on an H200 (`scripts/bench_products.py --tune`); docs/kernels.md tells 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from blazeproto.gemm.compile import Kernel
@@ -14,7 +14,7 @@ from blazeproto.gemm.compile import Kernel
 SMEM_BYTES = 227 * 1024  # mainloop.cuh: SMEM_LIMIT
 THREADS = 384  # mainloop.cuh: THREADS
 MAX_EXPERTS = 512  # varlen_m.cuh: MAX_EXPERTS
-BK = 64  # mainloop.cuh: BK
+BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
@@ -23,46 +23,35 @@ ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
 class TileConfig:
     """Tile shape and pipeline of one kernel (mainloop.cuh draws it).
 
-    tile_n: columns of a tile.  rows_per_consumer: rows of the tile that one consumer warpgroup holds.
-    pingpong: consumers take alternating tiles instead of halves of one.  cluster: CTAs that share their weight tiles.
-    stages: depth of the ring.
+    tile_n: columns of a tile, which has 128 rows.  cluster: CTAs that share their weight tiles.  stages: depth of the ring.
+    deferred: whether a tile's epilogue runs under the next tile's mainloop.
     """
 
     tile_n: int = 256
-    rows_per_consumer: int = 64
-    pingpong: bool = False
     cluster: int = 2
     stages: int = 4
-
-    @property
-    def tile_m(self) -> int:
-        return self.rows_per_consumer * (1 if self.pingpong else 2)
+    deferred: bool = False
 
 
 # product -> its tiles. Names as in blazeproto.gemm.
 DEFAULTS = {
     "up_forward": TileConfig(),
-    "down_forward": TileConfig(),
+    "down_forward": TileConfig(deferred=True),
     "down_backward_act": TileConfig(stages=3),
-    "up_backward_act": TileConfig(),
-    "down_backward_weight": TileConfig(),
-    "up_backward_weight": TileConfig(),
+    "up_backward_act": TileConfig(deferred=True),
+    "down_backward_weight": TileConfig(deferred=True),
+    "up_backward_weight": TileConfig(deferred=True),
 }
 
 # What scripts/bench_products.py --tune times.
-_PINGPONG_128 = TileConfig(tile_n=128, rows_per_consumer=128, pingpong=True, cluster=1)
+_SHAPES = [TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1)]
 CANDIDATES = {
-    "up_forward": [TileConfig(), TileConfig(cluster=1), _PINGPONG_128, replace(_PINGPONG_128, cluster=2)],
-    "down_forward": [TileConfig(), TileConfig(cluster=1), replace(_PINGPONG_128, stages=5)],
-    "down_backward_act": [
-        TileConfig(stages=3),
-        TileConfig(stages=3, cluster=1),
-        TileConfig(tile_n=128, cluster=1),
-        _PINGPONG_128,
-    ],
-    "up_backward_act": [TileConfig(), TileConfig(cluster=1), replace(_PINGPONG_128, stages=5)],
-    "down_backward_weight": [TileConfig(), TileConfig(cluster=1)],
-    "up_backward_weight": [TileConfig(), TileConfig(cluster=1)],
+    "up_forward": [TileConfig(), TileConfig(cluster=1)],
+    "down_forward": _SHAPES,
+    "down_backward_act": [TileConfig(stages=3)],
+    "up_backward_act": _SHAPES,
+    "down_backward_weight": _SHAPES,
+    "up_backward_weight": _SHAPES,
 }
 
 
@@ -95,10 +84,9 @@ def kernel_for(
     gathers = product in ("up_forward", "down_backward_act") if gather is None else gather
     macros: dict[str, int | str] = {
         "BN": config.tile_n,
-        "WG_M": config.rows_per_consumer,
-        "PINGPONG": config.pingpong,
         "CLUSTER": config.cluster,
         "STAGES": config.stages,
+        "DEFERRED": config.deferred,
         "GATHER": gathers,
     }
     options = tuple(f"-D{macro}" for macro in debug)

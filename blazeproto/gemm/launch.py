@@ -18,7 +18,8 @@ import numpy as np
 from blazeproto.gemm.compile import Kernel
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
-_BFLOAT16, _SWIZZLE_128B, _L2_PROMOTION_256B = 9, 3, 3  # CUtensorMapDataType, -Swizzle, -L2promotion
+_BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
+_SWIZZLE = {64: 3, 32: 2}  # CUtensorMapSwizzle by the box's row: 128 or 64 bytes
 
 
 class Box(NamedTuple):
@@ -80,7 +81,7 @@ def _encode(where: int, box: Box) -> None:
     struct.pack_into(f"{rank}Q", _scratch.encoder, 0, *box.shape)
     struct.pack_into(f"{rank - 1}Q", _scratch.encoder, 40, *box.strides)
     struct.pack_into(f"{rank}I", _scratch.encoder, 72, *box.box)
-    options = (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0)  # no interleave; what is out of bounds reads as zeros
+    options = (0, _SWIZZLE[box.box[0]], _L2_PROMOTION_256B, 0)  # no interleave; what is out of bounds reads as zeros
     error = _driver().cuTensorMapEncodeTiled(where, _BFLOAT16, rank, box.ptr, at, at + 40, at + 72, at + 96, *options)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {error} for {box}")

@@ -18,6 +18,7 @@ from blazeproto.arrays import DeviceArray, current_stream, empty, view
 from blazeproto.gemm import rowops
 from blazeproto.gemm.config import (
     BK,
+    BM,
     DEFAULTS,
     
     MAX_EXPERTS,
@@ -29,6 +30,7 @@ from blazeproto.gemm.config import (
 from blazeproto.gemm.launch import Box, box_2d, box_3d, box_4d, launch
 
 SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
+NARROW_SLAB = 32  # columns of one in down_backward.cu
 
 
 class Rows(NamedTuple):
@@ -127,6 +129,21 @@ def _grid(device: int, config: TileConfig, tiles_at_most: int) -> int:
     return max(count // config.cluster, 1) * config.cluster
 
 
+@lru_cache(maxsize=None)
+def division(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) with n // divisor == n * multiplier >> shift for 0 <= n < 2**31 and a 32-bit multiplier."""
+    log2 = divisor.bit_length() - 1
+    if divisor == 1 << log2:
+        return 1 << 31, 31 + log2
+    return (1 << 32 + log2) // divisor + 1, 32 + log2
+
+
+def _pair_to_token(rows: Rows) -> tuple[int, int, int]:
+    """gather.cuh: PairToToken, as three 8-byte words."""
+    multiplier, shift = division(rows.top_k) if rows.top_k else (0, 0)
+    return rows.pair_indices.ptr, rows.pair_tokens.ptr if rows.pair_tokens else 0, multiplier | shift << 32
+
+
 # --- The row products: varlen_m.cuh ------------------------------------------------------------------------------------
 
 
@@ -151,22 +168,21 @@ def _rows_launch(
 ) -> None:
     """Fill RowsParams and launch."""
     reduction = a.shape[1]
-    a_box = None if gathered else box_2d(a.ptr, reduction, a.shape[0], (BK, config.tile_m))
-    blocks_at_most = rows.num_rows // (config.tile_m * config.cluster) + min(rows.num_experts, rows.num_rows)
+    a_box = None if gathered else box_2d(a.ptr, reduction, a.shape[0], (BK, BM))
+    blocks_at_most = rows.num_rows // (BM * config.cluster) + min(rows.num_experts, rows.num_rows)
     launch(
         kernel,
         (a_box, weights, h, out0, out1),
         (
             a.ptr if gathered else 0,
-            rows.pair_indices.ptr,
-            rows.pair_tokens.ptr if rows.pair_tokens else 0,
+            *_pair_to_token(rows),
             rows.offsets.ptr,
             *out_pointers,
             bias,
             scores,
             reduction_out,
         ),
-        (rows.num_tokens, rows.num_rows, rows.num_experts, reduction, columns, rows.top_k or 0),
+        (rows.num_rows, rows.num_experts, reduction, columns),
         grid=_grid(a.device, config, blocks_at_most * -(-columns // tile_columns)),
         block=THREADS,
         stream=stream,
@@ -210,13 +226,18 @@ def up_forward(
         weights=box_4d(w.ptr, (d, n, halves, rows.num_experts), (BK, config.tile_n // max(halves, config.cluster), 1, 1)),
         columns=n,
         tile_columns=config.tile_n // halves,
-        out0=box_3d(h_view.ptr, (n, halves, rows.num_rows), (SLAB, 1, SLAB)),
+        out0=_h_box(h_view, n, halves, (SLAB, SLAB, 1)),
         out1=box_2d(act_view.ptr, n, rows.num_rows, (SLAB, SLAB)),
         out_pointers=(h_view.ptr, act_view.ptr),
         bias=b.ptr if b else 0,
         stream=current_stream(x_view) if stream is None else stream,
     )
     return h, act
+
+
+def _h_box(h: DeviceArray, n: int, halves: int, box: tuple[int, int, int]) -> Box:
+    """Of H, (R, G n), seen as (half, row, column): a box may hold gate and up of the same rows one after the other."""
+    return Box(h.ptr, (n, h.shape[0], halves), (2 * n * halves, 2 * n), box)
 
 
 def grouped_mm(
@@ -382,9 +403,9 @@ def down_backward_act(
         weights=_linear_weights(w, config, True),
         columns=n,
         tile_columns=config.tile_n,
-        h=box_3d(h_view.ptr, (n, halves, rows.num_rows), (SLAB, 1, SLAB)),
-        out0=box_3d(dh_view.ptr, (n, halves, rows.num_rows), (SLAB, 1, SLAB)),
-        out1=box_2d(a_view.ptr, n, rows.num_rows, (SLAB, SLAB)),
+        h=_h_box(h_view, n, halves, (NARROW_SLAB, SLAB, halves)),
+        out0=_h_box(dh_view, n, halves, (NARROW_SLAB, SLAB, halves)),
+        out1=box_2d(a_view.ptr, n, rows.num_rows, (NARROW_SLAB, SLAB)),
         out_pointers=(dh_view.ptr, a_view.ptr),
         scores=s.ptr,
         reduction_out=partials.ptr,
@@ -422,7 +443,7 @@ def _weight_gradient(
     if shape[0] == 0 or shape[1] % 8 or shape[2] % 8:
         raise ValueError(f"dw: expected widths that are multiples of 8 and at least one expert, got shape {shape}")
     d, width = gathered.shape[1], ordered.shape[1]
-    tiles = shape[0] * -(-d // (config.tile_m * config.cluster)) * -(-width // config.tile_n)
+    tiles = shape[0] * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
     ordered_box = box_2d(ordered.ptr, width, rows.num_rows, (SLAB, BK)) if rows.num_rows else None
     launch(
         kernel_for(product, config, f32=f32),
@@ -430,12 +451,11 @@ def _weight_gradient(
         (
             gathered.ptr,
             ordered.ptr,
-            rows.pair_indices.ptr,
-            rows.pair_tokens.ptr if rows.pair_tokens else 0,
+            *_pair_to_token(rows),
             rows.offsets.ptr,
             dw_view.ptr if f32 else 0,
         ),
-        (rows.num_experts, d, width, rows.top_k or 0, accumulate),
+        (rows.num_experts, d, width, accumulate),
         grid=_grid(dw_view.device, config, tiles),
         block=THREADS,
         stream=current_stream(dw_view) if stream is None else stream,

@@ -8,30 +8,25 @@
 #pragma once
 #include "mainloop.cuh"
 
-constexpr int SLAB_BYTES = 64 * SWIZZLE_ROW;
+constexpr int SLAB_BYTES = STRIP * SWIZZLE_ROW;
 
 // Where this lane's stmatrix/ldmatrix row lies for a 16-row x 16-column block: rows of this warp, columns 16 * block...
 DEVICE uint32_t slab_address(uint32_t slab, int block) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
     const int row = warp * 16 + lane % 16, chunk = 2 * block + lane / 16;
     return slab + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
 }
 
 // The same for a transposed slab (row = accumulator column): 16 columns of the accumulator, this warp's 16 rows.
 DEVICE uint32_t slab_address_transposed(uint32_t slab, int block) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
     const int row = block * 16 + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     return slab + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
 }
 
-// Eight accumulators of a 16-column block as stmatrix takes them.
-DEVICE void pack_block(uint32_t (&packed)[4], const float* acc) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) packed[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
-}
+// Row of the strip that accumulators 4j + 2h and 4j + 2h + 1 of this thread belong to.
+DEVICE int strip_row(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + h * 8; }
 
-DEVICE int warpgroup_thread() { return threadIdx.x % WARPGROUP; }
-DEVICE int consumer_index() { return threadIdx.x / WARPGROUP - 1; }
 DEVICE void warpgroup_sync() { named_barrier_sync(EPILOGUE_BARRIER + consumer_index(), WARPGROUP); }
 
 // A slab to global rows [0, rows) and columns [0, columns) of `out`, 16 bytes a thread.
@@ -46,31 +41,75 @@ DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, 
     fence_proxy_async();  // the slab's next writer may be TMA
 }
 
-// A consumer warpgroup's staging slabs, used in turn; a slab is free again when the TMA store out of it has read it.
-template <int BUFFERS>
-struct SlabRing {
-    uint32_t slabs;
+// This consumer's part of the epilogue's shared memory, of `bytes` each.
+DEVICE uint32_t epilogue_memory(int bytes) { return shared_at(EPILOGUE_OFFSET + consumer_index() * bytes); }
+DEVICE uint32_t epilogue_barriers() {
+    return shared_at(BARRIER_OFFSET + 2 * STAGES * 8 + consumer_index() * EPILOGUE_BARRIER_BYTES);
+}
+
+// A consumer warpgroup's two staging slabs, written in turn: fill `next_slab()`, then `release()`. One barrier a slab: it tells the
+// storing thread that the slab is whole, and everybody that the other slab's store has been read out.
+struct SlabPair {
+    static constexpr int BYTES = 2 * SLAB_BYTES;
     int next = 0;
 
-    DEVICE explicit SlabRing(uint32_t address) : slabs(address) {}
-
-    DEVICE uint32_t acquire() {
-        if (warpgroup_thread() == 0) bulk_wait_group_read<BUFFERS - 1>();
-        warpgroup_sync();
-        return slabs + next * SLAB_BYTES;
-    }
+    DEVICE uint32_t next_slab() const { return epilogue_memory(BYTES) + next * SLAB_BYTES; }
 
     // `store` issues the TMA store of a slab, `store_tail` the predicated one.
     template <class Store, class StoreTail>
     DEVICE void release(bool whole, Store store, StoreTail store_tail) {
-        const uint32_t slab = slabs + next * SLAB_BYTES;
+        const uint32_t slab = next_slab();
         fence_proxy_async();
+        if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
         warpgroup_sync();
         if (!whole) store_tail(slab);
-        if (warpgroup_thread() == 0) {
-            if (whole) store(slab);
+        if (whole && warpgroup_thread() == 0) {
+            store(slab);
             bulk_commit_group();
         }
-        next = (next + 1) % BUFFERS;
+        next ^= 1;
+    }
+};
+
+// An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled). DEFERRED 1
+// runs them under the next tile's mainloop, one a stage, and keeps the packed tile in registers until then; 0 runs them at once.
+template <class Epilogue>
+struct Parts {
+    Epilogue& epilogue;
+    int next = Epilogue::PARTS;  // the first that still waits
+
+    DEVICE explicit Parts(Epilogue& e) : epilogue(e) {}
+
+    // After `hold`.
+    DEVICE void start() {
+        if constexpr (DEFERRED) next = 0;
+        else run_all<0>();
+    }
+
+    // While a stage is multiplied: the next part; with the last stage of a mainloop (`left` 1), all that still wait.
+    DEVICE void run(int left) {
+        if constexpr (!DEFERRED) return;
+#pragma unroll 1
+        for (int parts = left == 1 ? Epilogue::PARTS - next : next < Epilogue::PARTS; parts > 0; --parts) {
+            run_only<0>();
+            ++next;
+        }
+    }
+
+   private:
+    template <int I>
+    DEVICE void run_only() {
+        if constexpr (I < Epilogue::PARTS) {
+            if (I == next) epilogue.template part<I>();
+            else run_only<I + 1>();
+        }
+    }
+
+    template <int I>
+    DEVICE void run_all() {
+        if constexpr (I < Epilogue::PARTS) {
+            epilogue.template part<I>();
+            run_all<I + 1>();
+        }
     }
 };

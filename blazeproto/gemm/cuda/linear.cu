@@ -12,72 +12,64 @@
 #include "varlen_m.cuh"
 
 struct LinearEpilogue {
-    static constexpr int SLABS = 2;
-    static constexpr int SMEM_BYTES = SLABS * SLAB_BYTES;
-    static constexpr int BARRIER_BYTES = 0;
+    static constexpr int SMEM_BYTES = SlabPair::BYTES;
+    static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / 64;
     const RowsParams& p;
-    SlabRing<SLABS> slabs;
+    SlabPair slabs;
+    uint32_t out[BN / 4];  // the strip as it is stored: pairs of bf16
+    Tile tile;
 
-    DEVICE LinearEpilogue(const RowsParams& params, uint32_t smem, uint32_t) : p(params), slabs(smem) {}
-    DEVICE void prefetch(const Tile&, int) {}
+    DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {}
+    DEVICE void init() {}
+    DEVICE void prefetch(const Tile&) {}
 
-    // Bias of columns `column`, `column + 1`.
-    DEVICE uint32_t bias_pair(const Tile& tile, int column) const {
+    DEVICE uint32_t bias_pair(int column) const {
         if (!HAS_BIAS || column >= p.columns) return 0;
-        return __ldg(reinterpret_cast<const uint32_t*>(p.bias + int64_t(tile.expert) * p.columns + column));
+        return load_pair(p.bias + int64_t(tile.expert) * p.columns + column);
     }
 
-    DEVICE void store_slab(const float* acc, const Tile& tile, int row, int column) {
-        const uint32_t slab = slabs.acquire();
-#pragma unroll
-        for (int block = 0; block < 4; ++block) {
-            uint32_t quad[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t bias = bias_pair(tile, column + block * 16 + i / 2 * 8 + threadIdx.x % 4 * 2);
-                const float* pair = acc + block * 8 + 2 * i;
-                quad[i] = pack_bf16(pair[0] + bf16_low(bias), pair[1] + bf16_high(bias));
-            }
-            stmatrix_x4(slab_address(slab, block), quad);
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
+        tile = of;
+        if constexpr (FUSED_COMBINE) {
+            add_to_tokens(acc);
+            return;
         }
+#pragma unroll
+        for (int i = 0; i < BN / 4; ++i) {
+            const uint32_t bias = bias_pair(tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
+            out[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
+        }
+    }
+
+    template <int SLAB>
+    DEVICE void part() {
+        const int column = tile.column + SLAB * 64;
+        if (column >= p.columns || tile.row >= tile.row_end) return;  // the same for the whole warpgroup
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) stmatrix_x4(slab_address(slabs.next_slab(), quarter), out + SLAB * 16 + quarter * 4);
         slabs.release(
-            row + 64 <= tile.row_end, [&](uint32_t s) { tma_store_2d(&p.out0, s, column, row); },
+            tile.row + STRIP <= tile.row_end, [&](uint32_t s) { tma_store_2d(&p.out0, s, column, tile.row); },
             [&](uint32_t s) {
-                store_slab_predicated(s, p.out0_rows + int64_t(row) * p.columns + column, p.columns, tile.row_end - row,
+                store_slab_predicated(s, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns, tile.row_end - tile.row,
                                       p.columns - column);
             });
     }
 
-    DEVICE void add_to_tokens(const float (&acc)[BN / 2], const Tile& tile, int strip_row) const {
+    DEVICE void add_to_tokens(const float (&acc)[BN / 2]) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = strip_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + h * 8;
+            const int row = tile.row + strip_row(h);
             if (row >= tile.row_end) continue;
-            const float score = __ldg(p.scores + __ldg(p.pair_indices + row));
-            float* out = p.reduction_out + int64_t(token_of_row(p, row)) * p.columns;
+            const int pair = __ldg(p.pairs.pair_indices + row);
+            const float score = __ldg(p.scores + pair);
+            float* token = p.reduction_out + int64_t(p.pairs.token(pair)) * p.columns;
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {
                 const int column = tile.column + j * 8 + threadIdx.x % 4 * 2;
                 if (column >= p.columns) continue;
-                const uint32_t bias = bias_pair(tile, column);
-                reduce_add_f32x2(out + column, score * (acc[4 * j + 2 * h] + bf16_low(bias)),
+                const uint32_t bias = bias_pair(column);
+                reduce_add_f32x2(token + column, score * (acc[4 * j + 2 * h] + bf16_low(bias)),
                                  score * (acc[4 * j + 2 * h + 1] + bf16_high(bias)));
-            }
-        }
-    }
-
-    DEVICE void operator()(float (&acc)[STRIPS][BN / 2], const Tile& tile, int first_row) {
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip) {
-            const int row = tile.row + first_row + strip * 64;
-            if (row >= tile.row_end) return;  // the same for the whole warpgroup
-            if constexpr (FUSED_COMBINE) {
-                add_to_tokens(acc[strip], tile, row);
-            } else {
-#pragma unroll
-                for (int slab = 0; slab < BN / 64; ++slab)
-                    if (tile.column + slab * 64 < p.columns)
-                        store_slab(acc[strip] + slab * 32, tile, row, tile.column + slab * 64);
             }
         }
     }

@@ -9,8 +9,11 @@
 //
 // A stage holds BK = 64 steps of the reduction: one 128-byte swizzled row a row of A (or, MN-major, a row a step).
 //
-// COOPERATIVE (PINGPONG 0): both consumers work on one tile, WG_M rows each. PINGPONG 1: tiles alternate between the
-// consumers, so that the epilogue of one runs under the mainloop of the other.
+// DEFERRED: the epilogue of a tile runs under the mainloop of the next one. After its last wgmma a consumer packs the accumulators
+// (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued.
+//
+//   consumer    mma tile 0 | pack | mma tile 1 .................. | pack | mma tile 2 ....
+//                                 | slab, slab, slab of tile 0           | slab, slab, slab of tile 1
 //
 // CLUSTER 2: two CTAs take neighbouring row blocks of one expert and one block of columns. Each loads half of the B stage
 // and multicasts it to both, which halves what the weights cost in L2 bandwidth.
@@ -22,8 +25,8 @@ constexpr int CONSUMERS = 2;
 constexpr int WARPGROUP = 128;
 constexpr int SMEM_LIMIT = 227 * 1024;  // dynamic shared memory a CTA may have; every kernel here asks for all of it
 constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
-constexpr int STRIPS = WG_M / 64;  // 64-row accumulator strips a consumer holds
-constexpr int BM = PINGPONG ? WG_M : CONSUMERS * WG_M;
+constexpr int STRIP = 64;  // rows of a tile that one consumer works on
+constexpr int BM = CONSUMERS * STRIP;
 constexpr int A_BYTES = BM * BK * 2;
 constexpr int B_BYTES = BN * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
@@ -34,37 +37,49 @@ constexpr int PRODUCER_REGISTERS = GATHER ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = GATHER ? 232 : 240;
 
 constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warpgroup
-constexpr int TURN_BARRIER = 3;      // named barriers 3, 4: whose turn to issue wgmma (ping-pong)
 
-constexpr int EMPTY_ARRIVALS = (PINGPONG ? 1 : CONSUMERS) * 4 * CLUSTER;  // one a consumer warp, from every CTA of the cluster
-static_assert(WG_M % 64 == 0 && BN % 64 == 0, "wgmma strips and swizzle panels are 64 wide");
+constexpr int EMPTY_ARRIVALS = CONSUMERS * 4 * CLUSTER;  // one a consumer warp, from every CTA of the cluster
+static_assert(BN % PANEL == 0, "B is loaded in panels");
 
+// Shared memory, all of it dynamic: the stages, then the epilogue's slabs; at the end the row schedule and before it the barriers.
+constexpr int MAX_EXPERTS = 512;
+constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
+constexpr int SCHEDULE_OFFSET = SMEM_LIMIT - (MAX_EXPERTS + 4) * 4;
+constexpr int EPILOGUE_BARRIER_BYTES = 32;  // a consumer's
+constexpr int BARRIER_OFFSET = SCHEDULE_OFFSET - 2 * STAGES * 8 - CONSUMERS * EPILOGUE_BARRIER_BYTES;
+
+DEVICE uint8_t* shared_memory() {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    return smem;
+}
+
+DEVICE uint32_t shared_at(int offset) { return smem_address(shared_memory()) + offset; }
+
+// Where in the ring a producer or consumer is. The addresses follow from `stage`: registers are short beside 192 of accumulators.
 struct Ring {
-    uint32_t data, full, empty;  // shared-memory addresses
     int stage = 0;
     uint32_t phase = 0;
 
-    DEVICE Ring(uint32_t data_address, uint32_t barriers)
-        : data(data_address), full(barriers), empty(barriers + STAGES * 8) {}
-
-    DEVICE uint32_t a() const { return data + stage * STAGE_BYTES; }
+    DEVICE uint32_t a() const { return shared_at(stage * STAGE_BYTES); }
     DEVICE uint32_t b() const { return a() + A_BYTES; }
-    DEVICE uint32_t full_barrier() const { return full + stage * 8; }
-    DEVICE uint32_t empty_barrier() const { return empty + stage * 8; }
-
-    DEVICE void advance(int steps = 1) {
-        stage += steps;
-        phase ^= (stage / STAGES) & 1;
-        stage %= STAGES;
+    DEVICE uint32_t full_barrier() const { return shared_at(BARRIER_OFFSET + stage * 8); }
+    DEVICE uint32_t empty_barrier() const { return shared_at(BARRIER_OFFSET + (STAGES + stage) * 8); }
+    DEVICE uint32_t empty_barrier_before() const {
+        return shared_at(BARRIER_OFFSET + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8);
     }
 
-    static constexpr int BARRIER_BYTES = 2 * STAGES * 8;
+    DEVICE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
 
     // By one thread, before any use. A stage is full by the TMA thread's expect_tx and, gathering, every producer thread's copies.
-    DEVICE void init() const {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, GATHER ? 1 + WARPGROUP : 1);
-            mbarrier_init(empty + s * 8, EMPTY_ARRIVALS);
+    DEVICE static void init() {
+        for (Ring ring; ring.phase == 0; ring.advance()) {
+            mbarrier_init(ring.full_barrier(), GATHER ? 1 + WARPGROUP : 1);
+            mbarrier_init(ring.empty_barrier(), EMPTY_ARRIVALS);
         }
         fence_mbarrier_init();
     }
@@ -72,51 +87,45 @@ struct Ring {
 
 // ---- consumer: one tile's products ---------------------------------------------------------------------------------
 // Frees a stage for the producers of every CTA that writes into it.
-DEVICE void release_stage(const Ring& ring) {
+DEVICE void release_stage(uint32_t empty_barrier) {
     const int lane = threadIdx.x % 32;
     if constexpr (CLUSTER == 1) {
-        if (lane == 0) mbarrier_arrive(ring.empty_barrier());
+        if (lane == 0) mbarrier_arrive(empty_barrier);
     } else {
-        if (lane < CLUSTER) mbarrier_arrive_cluster(ring.empty_barrier(), lane);
+        if (lane < CLUSTER) mbarrier_arrive_cluster(empty_barrier, lane);
     }
 }
 
-// acc[strip] (64 x BN) = A strip * B over `steps` stages. MN_A, MN_B: 1 where that operand lies MN-major.
-template <int MN_A, int MN_B>
-DEVICE void multiply(float (&acc)[STRIPS][BN / 2], Ring& ring, int steps, int first_row) {
-    Ring previous = ring;
+DEVICE int warpgroup_thread() { return thread_index() % WARPGROUP; }
+DEVICE int consumer_index() { return threadIdx.x / WARPGROUP - 1; }
+
+// acc (this consumer's strip, STRIP x BN) = A * B over `steps` stages. MN_A, MN_B: 1 where that operand lies MN-major.
+// `meanwhile(left)` runs while the wgmma of a stage do; `left` counts the stages from this one to the last.
+template <int MN_A, int MN_B, class Meanwhile>
+DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int steps, Meanwhile meanwhile) {
     for (int step = 0; step < steps; ++step) {
         mbarrier_wait(ring.full_barrier(), ring.phase);
         if (GATHER) fence_proxy_async();  // cp.async wrote through the generic proxy, wgmma reads through the async one
-        const uint32_t a = ring.a(), b = ring.b();
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip) pin_registers(acc[strip]);
+        // K-major, a strip is 64 rows of the stage; MN-major, one panel: as many bytes either way.
+        const uint32_t a = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, b = ring.b();
+        pin_registers(acc);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < BK / WGMMA_K; ++k) {
-            const uint64_t b_descriptor = MN_B ? matrix_descriptor(b + k * WGMMA_K * SWIZZLE_ROW, PANEL_BYTES)
-                                               : matrix_descriptor(b + k * WGMMA_K * 2, 0);
-#pragma unroll
-            for (int strip = 0; strip < STRIPS; ++strip) {
-                const int row = first_row + strip * 64;
-                const uint64_t a_descriptor =
-                    MN_A ? matrix_descriptor(a + row / PANEL * PANEL_BYTES + k * WGMMA_K * SWIZZLE_ROW, PANEL_BYTES)
-                         : matrix_descriptor(a + row * SWIZZLE_ROW + k * WGMMA_K * 2, 0);
-                wgmma<MN_A, MN_B>(acc[strip], a_descriptor, b_descriptor, step > 0 || k > 0);
-            }
+            const uint32_t along_k_major = k * WGMMA_K * 2, along_mn_major = k * WGMMA_K * SWIZZLE_ROW;
+            wgmma<MN_A, MN_B>(acc, matrix_descriptor(a + (MN_A ? along_mn_major : along_k_major), PANEL_BYTES),
+                              matrix_descriptor(b + (MN_B ? along_mn_major : along_k_major), PANEL_BYTES), step > 0 || k > 0);
         }
         wgmma_commit_group();
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip) pin_registers(acc[strip]);
+        pin_registers(acc);
         if (step > 0) {  // one group stays in flight; the stage before it is free
             wgmma_wait_group<1>();
-            release_stage(previous);
+            release_stage(ring.empty_barrier_before());
         }
-        previous = ring;
         ring.advance();
+        meanwhile(steps - step);
     }
     wgmma_wait_group<0>();
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) pin_registers(acc[strip]);
-    if (steps > 0) release_stage(previous);
+    pin_registers(acc);
+    if (steps > 0) release_stage(ring.empty_barrier_before());
 }

@@ -27,6 +27,13 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
+// threadIdx.x, read where it is written: what is computed from it is not kept in registers across a mainloop.
+DEVICE uint32_t thread_index() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // ---- delays (debugging) ---------------------------------------------------------------------------------------
 DEVICE void maybe_delay() {
 #ifdef INJECT_DELAYS
@@ -220,13 +227,13 @@ DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t src) {
                  : "memory");
 }
 
-DEVICE void stmatrix_x4(uint32_t dst, const uint32_t (&r)[4]) {
+DEVICE void stmatrix_x4(uint32_t dst, const uint32_t* r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
-DEVICE void stmatrix_x4_trans(uint32_t dst, const uint32_t (&r)[4]) {
+DEVICE void stmatrix_x4_trans(uint32_t dst, const uint32_t* r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
@@ -248,15 +255,28 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xFFFF0000u); }
 
+// Two bf16. Volatile, like the special functions below: moved together, many of them would hold many registers at once.
+DEVICE uint32_t load_pair(const bf16* pair) {
+    uint32_t packed;
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(packed) : "l"(__cvta_generic_to_global(pair)));
+    return packed;
+}
+
 DEVICE float exp2_approx(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 DEVICE float reciprocal_approx(float x) {
     float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float tanh_approx(float x) {  // relative error below 2^-11
+    float y;
+    asm volatile("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

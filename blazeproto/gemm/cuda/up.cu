@@ -15,80 +15,68 @@
 #include "varlen_m.cuh"
 
 struct UpEpilogue {
-    static constexpr int SLABS = 2;
-    static constexpr int SMEM_BYTES = SLABS * SLAB_BYTES;
-    static constexpr int BARRIER_BYTES = 0;
+    static constexpr int SMEM_BYTES = SlabPair::BYTES;
+    static constexpr int SLABS_A_BLOCK = HALVES + 1;  // of 64 hidden units: H's gate, H's up, act
+    static constexpr int PARTS = TILE_COLUMNS / 64 * SLABS_A_BLOCK;
     const RowsParams& p;
-    SlabRing<SLABS> slabs;
+    SlabPair slabs;
+    uint32_t h[BN / 4];  // the strip of H as it is stored: pairs of bf16
+    Tile tile;
 
-    DEVICE UpEpilogue(const RowsParams& params, uint32_t smem, uint32_t) : p(params), slabs(smem) {}
-    DEVICE void prefetch(const Tile&, int) {}
+    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
+    DEVICE void init() {}
+    DEVICE void prefetch(const Tile&) {}
 
-    DEVICE void add_bias(float (&acc)[BN / 2], const Tile& tile) const {
-        const bf16* bias = p.bias + int64_t(tile.expert) * HALVES * p.columns;
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
+        tile = of;
 #pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-            constexpr int BLOCKS = TILE_COLUMNS / 8;
-            const int column = tile.column + j % BLOCKS * 8 + threadIdx.x % 4 * 2;
-            if (column >= p.columns) continue;
-            const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(bias + j / BLOCKS * p.columns + column));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[4 * j + i] += i % 2 ? bf16_high(pair) : bf16_low(pair);
+        for (int i = 0; i < BN / 4; ++i) {  // h[2j + r]: row r * 8 + l / 4 of the strip's warp, columns 8 j + 2 (l % 4) and the next
+            uint32_t bias = 0;
+            if (HAS_BIAS) {
+                const int half = i / 2 * 8 / TILE_COLUMNS;
+                const int column = tile.column + i / 2 * 8 % TILE_COLUMNS + threadIdx.x % 4 * 2;
+                if (column < p.columns) bias = load_pair(p.bias + (int64_t(tile.expert) * HALVES + half) * p.columns + column);
+            }
+            h[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
         }
     }
 
-    // One 64-column slab of H (`half` 0 gate, 1 up) or, with half < 0, of act.
-    template <class Packed>
-    DEVICE void store(const Tile& tile, int row, int column, int half, Packed packed) {
-        if (column >= p.columns) return;
-        const uint32_t slab = slabs.acquire();
+    DEVICE static uint32_t activate(uint32_t gate, uint32_t up) {
+        float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
+        if (HALVES == 2) low *= bf16_low(up), high *= bf16_high(up);
+        return pack_bf16(low, high);
+    }
+
+    // One slab of 64 columns: gate, up or act of 64 hidden units.
+    template <int INDEX>
+    DEVICE void part() {
+        const int block = INDEX / SLABS_A_BLOCK, kind = INDEX % SLABS_A_BLOCK;
+        const bool is_act = kind == HALVES;
+        const int column = tile.column + block * 64;
+        if (column >= p.columns || tile.row >= tile.row_end) return;  // the same for the whole warpgroup
+        const uint32_t* gate = h + block * 16;
+        const uint32_t* up = gate + (HALVES - 1) * BN / 8;
 #pragma unroll
-        for (int block = 0; block < 4; ++block) {
+        for (int quarter = 0; quarter < 4; ++quarter) {
             uint32_t quad[4];
-            packed(quad, block);
-            stmatrix_x4(slab_address(slab, block), quad);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = quarter * 4 + i;
+                quad[i] = is_act ? activate(gate[at], up[at]) : kind == 0 ? gate[at] : up[at];
+            }
+            stmatrix_x4(slab_address(slabs.next_slab(), quarter), quad);
         }
         slabs.release(
-            row + 64 <= tile.row_end,
-            [&](uint32_t s) {
-                if (half >= 0) tma_store_3d(&p.out0, s, column, half, row);
-                else tma_store_2d(&p.out1, s, column, row);
+            tile.row + STRIP <= tile.row_end,
+            [&](uint32_t slab) {
+                if (is_act) tma_store_2d(&p.out1, slab, column, tile.row);
+                else tma_store_3d(&p.out0, slab, column, tile.row, kind);
             },
-            [&](uint32_t s) {
-                const int64_t stride = half >= 0 ? HALVES * p.columns : p.columns;
-                bf16* out = half >= 0 ? p.out0_rows + half * p.columns : p.out1_rows;
-                store_slab_predicated(s, out + row * stride + column, stride, tile.row_end - row, p.columns - column);
+            [&](uint32_t slab) {
+                const int64_t stride = is_act ? p.columns : HALVES * p.columns;
+                bf16* out = is_act ? p.out1_rows : p.out0_rows + kind * p.columns;
+                store_slab_predicated(slab, out + tile.row * stride + column, stride, tile.row_end - tile.row, p.columns - column);
             });
-    }
-
-    DEVICE void operator()(float (&acc)[STRIPS][BN / 2], const Tile& tile, int first_row) {
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; ++strip) {
-            const int row = tile.row + first_row + strip * 64;
-            if (row >= tile.row_end) return;  // the same for the whole warpgroup
-            if (HAS_BIAS) add_bias(acc[strip], tile);
-#pragma unroll
-            for (int slab = 0; slab < TILE_COLUMNS / 64; ++slab) {
-                const int column = tile.column + slab * 64;
-                const float* gate = acc[strip] + slab * 32;
-                const float* up = gate + (HALVES - 1) * BN / 4;
-                store(tile, row, column, 0, [&](uint32_t(&quad)[4], int block) { pack_block(quad, gate + block * 8); });
-                if (HALVES == 2)
-                    store(tile, row, column, 1, [&](uint32_t(&quad)[4], int block) { pack_block(quad, up + block * 8); });
-                store(tile, row, column, -1, [&](uint32_t(&quad)[4], int block) {
-                    uint32_t gates[4], ups[4];
-                    pack_block(gates, gate + block * 8);
-                    pack_block(ups, up + block * 8);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        float low = nonlinearity<ACTIVATION>(bf16_low(gates[i])).value;
-                        float high = nonlinearity<ACTIVATION>(bf16_high(gates[i])).value;
-                        if (HALVES == 2) low *= bf16_low(ups[i]), high *= bf16_high(ups[i]);
-                        quad[i] = pack_bf16(low, high);
-                    }
-                });
-            }
-        }
     }
 };
 

@@ -9,8 +9,8 @@
 // One persistent CTA (or cluster) a multiprocessor walks the tiles of all experts; the host never learns a token count.
 #pragma once
 #include "epilogue.cuh"
+#include "gather.cuh"
 
-constexpr int MAX_EXPERTS = 512;
 constexpr int ROW_GROUP = 8;  // row blocks that share their weights in L2 before the next column block
 constexpr int B_BOXES = B_MN ? BN / PANEL : (CLUSTER > HALVES ? CLUSTER : HALVES);
 constexpr int B_BOX_BYTES = B_BYTES / B_BOXES;
@@ -23,21 +23,14 @@ struct RowsParams {
     TensorMap h;           // H, read by the down backward epilogue
     TensorMap out0, out1;  // what the epilogue stores
     const bf16* source;    // (tokens, reduction) to gather from
-    const int* pair_indices;
-    const int* pair_tokens;  // token of a pair when experts per token vary, else null
-    const int* offsets;      // (experts + 1,)
+    PairToToken pairs;
+    const int* offsets;  // (experts + 1,)
     bf16 *out0_rows, *out1_rows;
     const bf16* bias;      // (experts, HALVES * columns)
     const float* scores;   // by pair
     float* reduction_out;  // per-row partial sums, or an fp32 output
-    int tokens, rows, experts, reduction, columns, top_k;
+    int rows, experts, reduction, columns;
 };
-
-// The token a row of the buffers came from.
-DEVICE int token_of_row(const RowsParams& p, int row) {
-    const int pair = __ldg(p.pair_indices + row);
-    return p.top_k ? pair / p.top_k : __ldg(p.pair_tokens + pair);
-}
 
 struct Tile {
     int expert;
@@ -47,74 +40,79 @@ struct Tile {
 
 // Tiles in launch order: expert by expert; inside one, groups of ROW_GROUP row blocks, columns within a group, rows fastest.
 struct TileScheduler {
-    const int* first_block;  // (experts + 1,) in shared memory: row blocks of all experts before this one
-    const int* offsets;
-    int experts, column_blocks, tiles;
+    const RowsParams& p;
+    int tiles;
 
-    // Called by the whole CTA; `first_block` has room for experts + 1 entries.
-    DEVICE TileScheduler(const RowsParams& p, int* first_block_smem)
-        : first_block(first_block_smem), offsets(p.offsets), experts(p.experts),
-          column_blocks((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
+    DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {}
+
+    // (experts + 1,): row blocks of all experts before this one.
+    DEVICE static int* first_block() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
+    DEVICE int column_blocks() const { return (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS; }
+
+    // By the whole CTA, before `at`.
+    DEVICE void build() {
+        int* first = first_block();
+        const int experts = p.experts;
         for (int e = threadIdx.x; e < experts; e += THREADS)
-            first_block_smem[e] = (p.offsets[e + 1] - p.offsets[e] + CLUSTER * BM - 1) / (CLUSTER * BM);
+            first[e] = (p.offsets[e + 1] - p.offsets[e] + CLUSTER * BM - 1) / (CLUSTER * BM);
         __syncthreads();
         if (threadIdx.x < 32) {  // exclusive scan by one warp, a run of experts a lane
-            const int run = (experts + 31) / 32, begin = threadIdx.x * run;
+            const int run = (experts + 31) / 32, begin = threadIdx.x * run, end = min(begin + run, experts);
             int sum = 0;
-            for (int e = begin; e < min(begin + run, experts); ++e) sum += first_block_smem[e];
+            for (int e = begin; e < end; ++e) sum += first[e];
             int before = sum;
             for (int step = 1; step < 32; step *= 2) {
                 const int other = __shfl_up_sync(~0u, before, step);
                 if (threadIdx.x >= step) before += other;
             }
             before -= sum;
-            for (int e = begin; e < min(begin + run, experts); ++e) {
-                const int blocks = first_block_smem[e];
-                first_block_smem[e] = before;
+            for (int e = begin; e < end; ++e) {
+                const int blocks = first[e];
+                first[e] = before;
                 before += blocks;
             }
-            if (threadIdx.x == 31) first_block_smem[experts] = before;
+            if (threadIdx.x == 31) first[experts] = before;
         }
         __syncthreads();
-        tiles = first_block[experts] * column_blocks;
+        tiles = first[experts] * column_blocks();
     }
 
     DEVICE Tile at(int index, int rank) const {
-        const int block = index / column_blocks;
-        int low = 0, high = experts;  // the last expert whose first block is at or before `block`
+        const int* first = first_block();
+        const int columns = column_blocks(), block = index / columns;
+        int low = 0, high = p.experts;  // the last expert whose first block is at or before `block`
         while (high - low > 1) {
             const int middle = (low + high) / 2;
-            (first_block[middle] <= block ? low : high) = middle;
+            (first[middle] <= block ? low : high) = middle;
         }
         // Experts without rows share their first block with the next one: `low` is the one that owns it.
-        const int blocks = first_block[low + 1] - first_block[low];
-        const int local = index - first_block[low] * column_blocks;
-        const int group = local / (ROW_GROUP * column_blocks);
-        const int in_group = local - group * ROW_GROUP * column_blocks;
+        const int blocks = first[low + 1] - first[low];
+        const int local = index - first[low] * columns;
+        const int group = local / (ROW_GROUP * columns);
+        const int in_group = local - group * ROW_GROUP * columns;
         const int group_rows = min(ROW_GROUP, blocks - group * ROW_GROUP);
         const int row_block = group * ROW_GROUP + in_group % group_rows;
-        return {low, offsets[low] + (row_block * CLUSTER + rank) * BM, offsets[low + 1],
-                in_group / group_rows * TILE_COLUMNS};
+        return {low, p.offsets[low] + (row_block * CLUSTER + rank) * BM, p.offsets[low + 1], in_group / group_rows * TILE_COLUMNS};
     }
 };
 
 // ---- producer ------------------------------------------------------------------------------------------------------
 // This CTA's share of the B boxes of one stage, multicast to the whole cluster.
-DEVICE void load_weights(const RowsParams& p, const Ring& ring, const Tile& tile, int k, uint32_t rank) {
+DEVICE void load_weights(const RowsParams& p, const Ring& ring, int expert, int first_column, int k, uint32_t rank) {
     constexpr uint16_t EVERYONE = (1 << CLUSTER) - 1;
 #pragma unroll
     for (int i = 0; i < B_BOXES / CLUSTER; ++i) {
         const int box = rank * (B_BOXES / CLUSTER) + i;
         const uint32_t dst = ring.b() + box * B_BOX_BYTES;
         if constexpr (B_MN) {
-            const int column = tile.column + box * PANEL;
-            if constexpr (CLUSTER == 1) tma_load_3d(dst, &p.b, ring.full_barrier(), column, k, tile.expert);
-            else tma_load_3d_multicast(dst, &p.b, ring.full_barrier(), column, k, tile.expert, EVERYONE);
+            const int column = first_column + box * PANEL;
+            if constexpr (CLUSTER == 1) tma_load_3d(dst, &p.b, ring.full_barrier(), column, k, expert);
+            else tma_load_3d_multicast(dst, &p.b, ring.full_barrier(), column, k, expert, EVERYONE);
         } else {
             constexpr int BOXES_A_HALF = B_BOXES / HALVES, BOX_ROWS = BN / B_BOXES;
-            const int column = tile.column + box % BOXES_A_HALF * BOX_ROWS, half = box / BOXES_A_HALF;
-            if constexpr (CLUSTER == 1) tma_load_4d(dst, &p.b, ring.full_barrier(), k, column, half, tile.expert);
-            else tma_load_4d_multicast(dst, &p.b, ring.full_barrier(), k, column, half, tile.expert, EVERYONE);
+            const int column = first_column + box % BOXES_A_HALF * BOX_ROWS, half = box / BOXES_A_HALF;
+            if constexpr (CLUSTER == 1) tma_load_4d(dst, &p.b, ring.full_barrier(), k, column, half, expert);
+            else tma_load_4d_multicast(dst, &p.b, ring.full_barrier(), k, column, half, expert, EVERYONE);
         }
     }
 }
@@ -127,37 +125,33 @@ DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileSchedul
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
             mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
             tma_load_2d(ring.a(), &p.a, ring.full_barrier(), k, tile.row);
-            load_weights(p, ring, tile, k, rank);
+            load_weights(p, ring, tile.expert, tile.column, k, rank);
             ring.advance();
         }
     }
 }
 
 DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride, uint32_t rank) {
-    constexpr int CHUNKS = BK * 2 / 16, ROWS_A_PASS = WARPGROUP / CHUNKS, ROWS = BM / ROWS_A_PASS;
-    const int chunk = threadIdx.x % CHUNKS, first_row = threadIdx.x / CHUNKS;
-    const uint32_t swizzled = first_row * SWIZZLE_ROW + ((chunk ^ (first_row & 7)) << 4);
+    constexpr int PASSES = BM / ROWS_A_PASS;
+    if (first >= scheduler.tiles) return;
+    Tile tile = scheduler.at(first, rank);
+    int next_pair[PASSES];
+    load_pairs(next_pair, p.pairs, tile.row, tile.row_end);
     for (int index = first; index < scheduler.tiles; index += stride) {
-        const Tile tile = scheduler.at(index, rank);
-        int token[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = tile.row + first_row + i * ROWS_A_PASS;
-            token[i] = row < tile.row_end ? token_of_row(p, row) : -1;
+        const int expert = tile.expert, column = tile.column;
+        int token[PASSES];
+        tokens_of(token, p.pairs, next_pair);
+        if (index + stride < scheduler.tiles) {  // a tile ahead of their use
+            tile = scheduler.at(index + stride, rank);
+            load_pairs(next_pair, p.pairs, tile.row, tile.row_end);
         }
         for (int k = 0; k < p.reduction; k += BK) {
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
             if (threadIdx.x == 0) {
                 mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                load_weights(p, ring, tile, k, rank);
+                load_weights(p, ring, expert, column, k, rank);
             }
-            const int column = k + chunk * 8;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const bool valid = token[i] >= 0 && column < p.reduction;
-                const bf16* src = p.source + (valid ? int64_t(token[i]) * p.reduction + column : 0);
-                cp_async_16(ring.a() + swizzled + i * ROWS_A_PASS * SWIZZLE_ROW, src, valid ? 16 : 0);
-            }
+            copy_rows<1>(ring.a(), p.source, p.reduction, k, token, 0);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
@@ -165,49 +159,41 @@ DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler
 }
 
 // ---- the kernel's body -----------------------------------------------------------------------------------------------
-// An Epilogue has SMEM_BYTES (a consumer warpgroup's), a constructor (params, its shared memory), `prefetch(tile, first_row)` called
-// before the mainloop and `operator()(acc, tile, first_row)` after it.
+// An Epilogue has SMEM_BYTES (a consumer's), a constructor (params), `init()` by the whole warpgroup, `prefetch(tile)` for what it
+// reads of the tile in the mainloop, `hold(acc, tile)` which takes over the accumulators, and parts (epilogue.cuh: Parts).
 template <class Epilogue>
 DEVICE void varlen_m(const RowsParams& p) {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
-    constexpr int BARRIER_OFFSET = EPILOGUE_OFFSET + CONSUMERS * Epilogue::SMEM_BYTES;
-    constexpr int SCHEDULE_OFFSET = BARRIER_OFFSET + Ring::BARRIER_BYTES + CONSUMERS * Epilogue::BARRIER_BYTES;
-    static_assert(SCHEDULE_OFFSET + (MAX_EXPERTS + 1) * 4 <= SMEM_LIMIT, "the stages and the epilogue do not fit");
-
-    const uint32_t base = smem_address(smem);
-    Ring ring(base, base + BARRIER_OFFSET);
-    if (threadIdx.x == 0) ring.init();
-    const int consumer = threadIdx.x / WARPGROUP - 1;
-    Epilogue epilogue(p, base + EPILOGUE_OFFSET + max(consumer, 0) * Epilogue::SMEM_BYTES,
-                      base + BARRIER_OFFSET + Ring::BARRIER_BYTES + max(consumer, 0) * Epilogue::BARRIER_BYTES);
-    const TileScheduler scheduler(p, reinterpret_cast<int*>(smem + SCHEDULE_OFFSET));
+    static_assert(EPILOGUE_OFFSET + CONSUMERS * Epilogue::SMEM_BYTES <= BARRIER_OFFSET, "the stages and the epilogue do not fit");
+    if (threadIdx.x == 0) Ring::init();
+    Epilogue epilogue(p);
+    if (consumer_index() >= 0) epilogue.init();
+    TileScheduler scheduler(p);
+    scheduler.build();
     if constexpr (CLUSTER > 1) cluster_sync();
 
+    Ring ring;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-    if (consumer < 0) {
+    if (consumer_index() < 0) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if constexpr (GATHER) produce_gathered(p, ring, scheduler, first, stride, rank);
         else produce_contiguous(p, ring, scheduler, first, stride, rank);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         const int steps = (p.reduction + BK - 1) / BK;
-        const int first_row = PINGPONG ? 0 : consumer * WG_M;
-        if (PINGPONG && consumer == 1) named_barrier_arrive(TURN_BARRIER, 2 * WARPGROUP);
-        for (int index = first, turn = 0; index < scheduler.tiles; index += stride, ++turn) {
-            if (PINGPONG && turn % CONSUMERS != consumer) {
-                ring.advance(steps);
-                continue;
-            }
-            const Tile tile = scheduler.at(index, rank);
-            float acc[STRIPS][BN / 2];
-            epilogue.prefetch(tile, first_row);
-            if (PINGPONG) named_barrier_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
-            multiply<0, B_MN>(acc, ring, steps, first_row);
-            if (PINGPONG) named_barrier_arrive(TURN_BARRIER + 1 - consumer, 2 * WARPGROUP);
-            epilogue(acc, tile, first_row);
+        Parts<Epilogue> parts(epilogue);
+        for (int index = first; index < scheduler.tiles; index += stride) {
+            Tile tile = scheduler.at(index, rank);
+            tile.row += consumer_index() * STRIP;
+            float acc[BN / 2];
+            multiply<0, B_MN>(acc, ring, steps, [&](int left) {
+                if (left == steps) epilogue.prefetch(tile);
+                parts.run(left);
+            });
+            epilogue.hold(acc, tile);
+            parts.start();
         }
+        parts.run(1);
         if (warpgroup_thread() == 0) bulk_wait_group<0>();
     }
     if constexpr (CLUSTER > 1) cluster_sync();  // a peer may still write into, or arrive in, this CTA's shared memory

@@ -16,23 +16,20 @@
 //
 // Floor: max(2 d width R / 785 TFLOP/s, 2 (d T + width R + d width E) bytes / 4.24 TB/s).
 #include "epilogue.cuh"
+#include "gather.cuh"
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
-constexpr int CHUNKS = PANEL * 2 / 16;                    // 16-byte chunks in a panel's row
-constexpr int ROWS_A_PASS = WARPGROUP / CHUNKS;           // rows the producers copy at once
 constexpr int PASSES = BK / ROWS_A_PASS;
-static_assert(!PINGPONG && GATHER && STRIPS == 1, "the one shape this kernel is written for");
 
 struct WeightParams {
     TensorMap ordered;  // (width, rows)
     TensorMap out;      // bf16 output: (n, d, E) or (d, 2n, E)
     const bf16* gathered_rows;  // (tokens, d)
     const bf16* ordered_rows;   // (rows, width)
-    const int* pair_indices;
-    const int* pair_tokens;
+    PairToToken pairs;
     const int* offsets;
     float* out_f32;
-    int experts, gathered_width, ordered_width, top_k, accumulate;
+    int experts, gathered_width, ordered_width, accumulate;
 };
 
 struct WeightTile {
@@ -59,41 +56,10 @@ DEVICE int steps_of(const WeightTile& tile) { return (tile.row_end - tile.first_
 // ---- producer --------------------------------------------------------------------------------------------------------
 struct WeightProducer {
     const WeightParams& p;
-    Ring ring;
     uint32_t rank;
-    int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
-    uint32_t swizzled = first * SWIZZLE_ROW + ((chunk ^ (first & 7)) << 4);
+    Ring ring;
 
-    DEVICE WeightProducer(const WeightParams& params, const Ring& r, uint32_t cta) : p(params), ring(r), rank(cta) {}
-
-    // The pair of each of this thread's passes, or -1 past the expert's end. Only loads: nothing waits for them here.
-    DEVICE void load_pairs(int (&pair)[PASSES], const WeightTile& tile, int row) const {
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            const int r = row + first + pass * ROWS_A_PASS;
-            pair[pass] = r < tile.row_end ? __ldg(p.pair_indices + r) : -1;
-        }
-    }
-
-    DEVICE int token_of(int pair) const {
-        if (pair < 0) return -1;
-        return p.top_k ? pair / p.top_k : __ldg(p.pair_tokens + pair);
-    }
-
-    // PANELS panels of 64 columns from column `left` of a row-major matrix; source row -1 becomes zeros.
-    template <int PANELS>
-    DEVICE void copy_panels(uint32_t dst, const bf16* matrix, int width, int left, const int (&row)[PASSES]) const {
-#pragma unroll 1  // unrolled, the addresses of all panels would not fit the producer's registers
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const int column = left + panel * PANEL + chunk * 8;
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
-                const bool valid = row[pass] >= 0 && column < width;
-                const bf16* src = matrix + (valid ? int64_t(row[pass]) * width + column : 0);
-                cp_async_16(dst + panel * PANEL_BYTES + swizzled + pass * ROWS_A_PASS * SWIZZLE_ROW, src, valid ? 16 : 0);
-            }
-        }
-    }
+    DEVICE WeightProducer(const WeightParams& params, uint32_t cta) : p(params), rank(cta) {}
 
     DEVICE void load_ordered(const WeightTile& tile, int row) const {
         constexpr int SHARE = B_PANELS / CLUSTER;
@@ -109,12 +75,11 @@ struct WeightProducer {
 
     DEVICE void produce(const WeightTile& tile) {
         int next_pair[PASSES];
-        load_pairs(next_pair, tile, tile.first_row);
+        load_pairs(next_pair, p.pairs, tile.first_row, tile.row_end);
         for (int row = tile.first_row; row < tile.row_end; row += BK) {
             int token[PASSES];
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) token[pass] = token_of(next_pair[pass]);
-            load_pairs(next_pair, tile, row + BK);  // a step ahead of their use
+            tokens_of(token, p.pairs, next_pair);
+            load_pairs(next_pair, p.pairs, row + BK, tile.row_end);  // a step ahead of their use
             const bool tail = row + BK > tile.row_end;
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
             if (threadIdx.x == 0) {
@@ -125,81 +90,81 @@ struct WeightProducer {
                     load_ordered(tile, row);
                 }
             }
-            copy_panels<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i, token);
-            if (tail) {
-                int ordered_row[PASSES];
-#pragma unroll
-                for (int pass = 0; pass < PASSES; ++pass) {
-                    const int r = row + first + pass * ROWS_A_PASS;
-                    ordered_row[pass] = r < tile.row_end ? r : -1;
-                }
-                copy_panels<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j, ordered_row);
-            }
+            copy_rows<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i, token, PANEL_BYTES);
+            if (tail) copy_ordered_tail(tile, row);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
+    }
+
+    DEVICE void copy_ordered_tail(const WeightTile& tile, int row) const {
+        int source[PASSES];
+        const int first = row + gather_row();
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int r = first + pass * ROWS_A_PASS;
+            source[pass] = r < tile.row_end ? r : -1;
+        }
+#pragma unroll 1
+        for (int panel = 0; panel < B_PANELS; ++panel)
+            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, 0);
     }
 };
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
 struct WeightEpilogue {
-    static constexpr int SLABS = 2;
-    static constexpr int SMEM_BYTES = SLABS * SLAB_BYTES;
+    static constexpr int SMEM_BYTES = SlabPair::BYTES;
+    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64;
     const WeightParams& p;
-    SlabRing<SLABS> slabs;
+    SlabPair slabs;
+    uint32_t out[BN / 4];
+    WeightTile tile;
 
-    DEVICE WeightEpilogue(const WeightParams& params, uint32_t smem) : p(params), slabs(smem) {}
+    DEVICE explicit WeightEpilogue(const WeightParams& params) : p(params) {}
 
-    DEVICE void store_slab(const float* acc, const WeightTile& tile, int i, int j) {
-        const uint32_t slab = slabs.acquire();
+    DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of) {
+        tile = of;
+        if constexpr (OUT_F32) {
+            store_f32(acc);
+            return;
+        }
 #pragma unroll
-        for (int block = 0; block < 4; ++block) {
-            uint32_t quad[4];
-            pack_block(quad, acc + block * 8);
-            if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, block), quad);
-            else stmatrix_x4(slab_address(slab, block), quad);
+        for (int i = 0; i < BN / 4; ++i) out[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
+    }
+
+    template <int INDEX>
+    DEVICE void part() {
+        const int i = tile.i, j = tile.j + INDEX * 64;
+        if (i >= p.gathered_width || j >= p.ordered_width) return;
+        const uint32_t slab = slabs.next_slab();
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            const uint32_t* quad = out + INDEX * 16 + quarter * 4;
+            if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
+            else stmatrix_x4(slab_address(slab, quarter), quad);
         }
         slabs.release(
             true, [&](uint32_t s) { tma_store_3d(&p.out, s, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); },
             [](uint32_t) {});
     }
 
-    DEVICE void store_f32(const float (&acc)[BN / 2], const WeightTile& tile, int i0) const {
-        float* out = p.out_f32 + int64_t(tile.expert) * p.gathered_width * p.ordered_width;
+    DEVICE void store_f32(const float (&acc)[BN / 2]) const {
+        float* expert = p.out_f32 + int64_t(tile.expert) * p.gathered_width * p.ordered_width;
         const int64_t i_stride = TRANSPOSED ? 1 : p.ordered_width, j_stride = TRANSPOSED ? p.gathered_width : 1;
 #pragma unroll
         for (int x = 0; x < BN / 2; ++x) {
-            const int i = i0 + threadIdx.x / 32 % 4 * 16 + x / 2 % 2 * 8 + threadIdx.x % 32 / 4;
-            const int j = tile.j + x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
+            const int i = tile.i + strip_row(x / 2 % 2), j = tile.j + x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
             if (i >= p.gathered_width || j >= p.ordered_width) continue;
-            float* address = out + i * i_stride + j * j_stride;
+            float* address = expert + i * i_stride + j * j_stride;
             *address = p.accumulate ? *address + acc[x] : acc[x];
-        }
-    }
-
-    DEVICE void operator()(const float (&acc)[BN / 2], const WeightTile& tile) {
-        const int i = tile.i + consumer_index() * WG_M;
-        if (i >= p.gathered_width) return;
-        if constexpr (OUT_F32) {
-            store_f32(acc, tile, i);
-        } else {
-#pragma unroll
-            for (int slab = 0; slab < BN / 64; ++slab)
-                if (tile.j + slab * 64 < p.ordered_width) store_slab(acc + slab * 32, tile, i, tile.j + slab * 64);
         }
     }
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
-    constexpr int BARRIER_OFFSET = EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES;
-    static_assert(BARRIER_OFFSET + Ring::BARRIER_BYTES <= SMEM_LIMIT, "the stages and the epilogue do not fit");
-
-    const uint32_t base = smem_address(smem);
-    Ring ring(base, base + BARRIER_OFFSET);
-    if (threadIdx.x == 0) ring.init();
+    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= BARRIER_OFFSET, "the stages and the epilogue do not fit");
+    if (threadIdx.x == 0) Ring::init();
     __syncthreads();
     if constexpr (CLUSTER > 1) cluster_sync();
 
@@ -208,19 +173,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const WeightScheduler scheduler(p);
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        WeightProducer producer(p, ring, rank);
+        WeightProducer producer(p, rank);
         for (int index = first; index < scheduler.tiles; index += stride) producer.produce(scheduler.at(index, rank));
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        WeightEpilogue epilogue(p, base + EPILOGUE_OFFSET + consumer_index() * WeightEpilogue::SMEM_BYTES);
+        WeightEpilogue epilogue(p);
+        Ring ring;
+        Parts<WeightEpilogue> parts(epilogue);
         for (int index = first; index < scheduler.tiles; index += stride) {
-            const WeightTile tile = scheduler.at(index, rank);
-            float acc[STRIPS][BN / 2];
+            WeightTile tile = scheduler.at(index, rank);
+            tile.i += consumer_index() * STRIP;
+            const int steps = steps_of(tile);
+            float acc[BN / 2];
 #pragma unroll
-            for (int x = 0; x < BN / 2; ++x) acc[0][x] = 0.0f;  // what an expert without tokens keeps
-            multiply<1, 1>(acc, ring, steps_of(tile), consumer_index() * WG_M);
-            epilogue(acc[0], tile);
+            for (int x = 0; x < BN / 2; ++x) acc[x] = 0.0f;  // what an expert without tokens keeps
+            multiply<1, 1>(acc, ring, steps, [&](int left) { parts.run(left); });
+            if (steps == 0) parts.run(1);
+            epilogue.hold(acc, tile);
+            parts.start();
         }
+        parts.run(1);
         if (warpgroup_thread() == 0) bulk_wait_group<0>();
     }
     if constexpr (CLUSTER > 1) cluster_sync();
