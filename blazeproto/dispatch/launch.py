@@ -85,7 +85,10 @@ class Kernel:
                 return entry.decode(), code
         except (OSError, ValueError):  # absent or damaged: compile again
             pass
-        from cuda.core import Linker, LinkerOptions, ObjectCode
+        try:
+            from cuda.core import Linker, LinkerOptions, ObjectCode
+        except ImportError:  # before 1.0
+            from cuda.core.experimental import Linker, LinkerOptions, ObjectCode
 
         ptx = self.ptx(capability)
         found = re.search(r"\.entry\s+([\w$]+)", ptx)
@@ -107,7 +110,9 @@ class Kernel:
         return digest.hexdigest()
 
     def load(self, device: int) -> int:
-        """The CUfunction on a device, which must be CuPy's current one."""
+        """The CUfunction on a device, which must be CuPy's current one. Compiled and loaded the first time."""
+        if device in self._functions:
+            return self._functions[device]
         import cupy
 
         capability = cupy.cuda.Device(device).compute_capability

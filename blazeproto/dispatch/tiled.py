@@ -156,7 +156,8 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
         chunk_pairs,
     ):
         num_experts = int32(num_experts_wide)
-        thread, chunk = int32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
+        thread = int32(cuda.threadIdx.x & (threads - 1))  # of itself no news, but the compiler learns the range
+        chunk = int64(cuda.blockIdx.x)
 
         # Shared memory. A row is a place in expert_pair_indices; a place is one in this tile's staged pairs.
         # Column E of the map takes the pairs without an expert, so that no step below has to ask for them.
@@ -207,29 +208,32 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
             expert_pair_indices[unused] = -1
             unused += int64(cuda.gridDim.x) * threads
 
-        experts = cuda.local.array(per_thread, int32)  # registers, both
+        experts = cuda.local.array(per_thread, int32)  # registers, all three
         places = cuda.local.array(per_thread, int32)
+        rows = cuda.local.array(per_thread, int32)
         tile = chunk * chunk_pairs  # the tile's first pair
         last = min(tile + chunk_pairs, num_pairs)
         while tile < last:
+            mine = tile + thread  # the thread's first pair of the tile; the others follow in strides of the block
             left = int32(min(last - tile, tile_pairs))
             for i in range(per_thread):
-                pair = int32(i * threads + thread)
                 experts[i] = num_experts
-                if pair < left:
-                    expert = topk_experts[tile + pair]
+                if int32(thread + i * threads) < left:
+                    expert = topk_experts[mine + i * threads]
                     if 0 <= expert < num_experts:
                         experts[i] = expert
 
             # Mark: one bit a pair.
-            for w in range(thread, size, threads):
-                bits[uint32(w)] = 0
+            word = thread
+            while word < size:
+                bits[uint32(word)] = 0
+                word = int32(word + threads)
             cuda.syncthreads()
             for i in range(per_thread):
-                token = uint32(i * threads + thread) // uint32(top_k)
+                token = uint32(uint32(thread + i * threads) // uint32(top_k))
                 if i * threads + threads <= tile_pairs or token < tile_tokens:  # the first is known when compiling
-                    word = uint32((token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
-                    cuda.atomic.or_(bits, word, uint32(1) << (token & uint32(31)))
+                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
+                    cuda.atomic.or_(bits, at, uint32(uint32(1) << uint32(token & uint32(31))))
             cuda.syncthreads()
 
             # Scan the columns: down an expert's words, then over the experts.
@@ -239,7 +243,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
                 for w in range(num_words):
                     at = uint32(w * columns + e)
                     before[at] = count
-                    count = int32(count + cuda.popc(bits[at]))
+                    count = int32(count + int32(cuda.popc(bits[at])))
                 to_row[uint32(e)] = count
                 own = int32(own + count)
             place = int32(inclusive_scan(scratch, thread, scanning, own) - own)
@@ -260,17 +264,18 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
 
             # Look up each pair's place, and with it the row.
             for i in range(per_thread):
-                token = uint32(i * threads + thread) // uint32(top_k)
+                token = uint32(uint32(thread + i * threads) // uint32(top_k))
                 if i * threads + threads <= tile_pairs or token < tile_tokens:
-                    word = uint32((token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
-                    lower = (uint32(1) << (token & uint32(31))) - uint32(1)
-                    places[i] = before[word] + cuda.popc(bits[word] & lower)
+                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
+                    lower = uint32(uint32(uint32(1) << uint32(token & uint32(31))) - uint32(1))
+                    places[i] = before[at] + cuda.popc(bits[at] & lower)
+                    rows[i] = to_row[uint32(experts[i])] + places[i] if experts[i] < num_experts else -1
             for i in range(per_thread):
-                pair = int32(i * threads + thread)
-                if pair < left:
-                    row = int32(to_row[uint32(experts[i])] + places[i])
-                    token_index_map[tile + pair] = row if experts[i] < num_experts else -1
+                pair = int32(thread + i * threads)
+                if i * threads + threads <= tile_pairs or pair < tile_pairs:
                     staged[uint32(places[i])] = int32(experts[i] << 16) | pair
+                if pair < left:
+                    token_index_map[mine + i * threads] = rows[i]
             cuda.syncthreads()
 
             # Write the runs: neighbouring places of one expert are neighbouring rows.
@@ -374,6 +379,7 @@ class Kernels(NamedTuple):
 def kernels(sizes: Sizes, tile_tokens: int, top_k: int, ids: str) -> Kernels:
     """The three kernels for one K, tile and id type ("int32" or "int64"); compiled when first launched."""
     threads = sizes.threads
+    per_thread = -(-tile_tokens * top_k // threads)  # pairs of a tile in registers: what decides how many blocks fit
     return Kernels(
         Kernel(
             count_pairs,
@@ -388,7 +394,7 @@ def kernels(sizes: Sizes, tile_tokens: int, top_k: int, ids: str) -> Kernels:
             place_pairs,
             f"{ids}* int32* int32* int32* int32* int32* int64 int64 int64",
             threads=threads,
-            min_blocks=4,
+            min_blocks=4 if per_thread <= 8 else 3 if per_thread <= 12 else 2 if per_thread <= 24 else 1,
             tile_tokens=tile_tokens,
             top_k=top_k,
         ),

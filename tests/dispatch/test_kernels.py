@@ -14,6 +14,7 @@ pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["tiled", "dense", "topk"])
 def test_simulated(what):
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
