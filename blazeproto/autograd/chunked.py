@@ -19,7 +19,7 @@ from blazeproto.autograd.library import (
     build_dispatch,
     define,
     differentiate,
-    placed,
+    gradients_of,
     present,
     refuse_double_backward,
     weight_grad_dtype,
@@ -250,23 +250,20 @@ define(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *parameters, _topk_experts, ctx.chunk_tokens, ctx.options = inputs
+def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _topk_experts, ctx.chunk_tokens, ctx.options = tail
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*parameters, *output[1:])
+    ctx.save_for_backward(*inputs, *output[1:])
 
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    num_inputs = len(ctx.needs_input_grad)
     if d_out is None:
-        return (None,) * num_inputs
+        return (None,) * 6
+    operator = torch.ops.blazeproto.moe_chunked_backward.default
     needs = ctx.needs_input_grad[:6]
-    gradients = torch.ops.blazeproto.moe_chunked_backward.default(
-        needs, d_out, *ctx.saved_tensors, ctx.chunk_tokens, ctx.options
-    )
-    return placed(gradients, needs, num_inputs)
+    return (*gradients_of(operator, needs, d_out, *ctx.saved_tensors, ctx.chunk_tokens, ctx.options),)
 
 
-differentiate("moe_chunked", _setup, _backward)
+differentiate("moe_chunked", 6, _setup, _backward)
 refuse_double_backward("moe_chunked_backward")

@@ -15,7 +15,7 @@ from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
     define,
     differentiate,
-    placed,
+    gradients_of,
     present,
     refuse_double_backward,
     weight_grad_dtype,
@@ -130,16 +130,16 @@ define(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, act, *tensors, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = (
-        inputs
-    )
+def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: Tensor) -> None:
+    h, act, *parameters = inputs
+    *again, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = tail
     save = Options.decode(ctx.options).save
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         None if save == "recompute" else h,
         act if save == "paper" else None,
-        *tensors,  # scores, down_proj, down_bias, and x, up_proj, up_bias to recompute from
+        *parameters,  # scores, down_proj, down_bias
+        *again,  # x, up_proj, up_bias with "recompute"
         pair_indices,
         offsets,
         token_index_map,
@@ -149,18 +149,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs_h, _needs_act, *needs_rest = ctx.needs_input_grad[:5]
-    num_inputs = len(ctx.needs_input_grad)
     if d_out is None:
-        return (None,) * num_inputs
-    needs = [needs_h, *needs_rest]
+        return (None, None, None, None, None)
+    needs_h, _needs_act, *needs_parameters = ctx.needs_input_grad[:5]
     *saved, pair_tokens, token_offsets = ctx.saved_tensors
-    gradients = torch.ops.blazeproto.moe_down_backward.default(
-        needs, d_out, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options
-    )
-    dh, *rest = placed(gradients, needs, num_inputs - 1)
+    operator = torch.ops.blazeproto.moe_down_backward.default
+    needs = [needs_h, *needs_parameters]
+    dh, *rest = gradients_of(operator, needs, d_out, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options)
     return (dh, None, *rest)
 
 
-differentiate("moe_down", _setup, _backward)
+differentiate("moe_down", 5, _setup, _backward)
 refuse_double_backward("moe_down_backward")

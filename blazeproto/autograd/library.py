@@ -22,29 +22,37 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"blazeproto::{name}", fake, lib=library)
 
 
-def differentiate(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Give operator ``name`` its backward, as ``torch.library.register_autograd`` does with the same two functions.
+def differentiate(
+    name: str, num_inputs: int, setup_context: Callable[..., None], backward: Callable[..., tuple[Tensor | None, ...]]
+) -> None:
+    """Give operator ``name`` its backward, in the manner of ``torch.library.register_autograd``.
 
-    Registered by hand because that one looks up the schema's defaults at every call, 40 us for a dozen arguments.
+    The first ``num_inputs`` arguments may have gradients; ``setup_context(ctx, inputs, tail, output)`` gets the others as
+    ``tail``, and ``backward(ctx, *grads)`` returns ``num_inputs`` gradients. By hand, because ``register_autograd`` looks
+    up the schema's defaults at every call and autograd walks every argument: 35 us of host time an operator.
     """
     operator = getattr(torch.ops.blazeproto, name).default
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *inputs, tail = arguments
         with torch._C._AutoDispatchBelowAutograd():
-            output = operator(*inputs)
-        setup_context(ctx, inputs, output)
+            output = operator(*inputs, *tail)
+        setup_context(ctx, inputs, tail, output)
         return tuple(output) if isinstance(output, list) else output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    def backward_and_none_for_tail(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return (*backward(ctx, *grads), None)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_and_none_for_tail)}
     node = type(name, (torch.autograd.Function,), methods)
     returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
-    def autograd_kernel(*inputs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            output = node.apply(*inputs)  # type: ignore[attr-defined]
+    def autograd_kernel(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            output = node.apply(*arguments[:num_inputs], arguments[num_inputs:])  # type: ignore[attr-defined]
             return list(output) if returns_list else output
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
+            return operator(*arguments)
 
     library.impl(name, autograd_kernel, "Autograd")
 
@@ -52,13 +60,14 @@ def differentiate(name: str, setup_context: Callable[..., None], backward: Calla
 def refuse_double_backward(name: str) -> None:
     """Make a derivative of the backward operator ``name`` raise: without a formula torch would only warn, and use 0."""
 
-    def backward(ctx: Any, *grads: Any) -> None:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             f"blazeproto::{name} has no derivative: moe_mlp can be differentiated once, and a backward pass reached "
             "the gradients of a backward pass with create_graph=True"
         )
 
-    differentiate(name, lambda ctx, inputs, output: None, backward)
+    num_arguments = len(getattr(torch.ops.blazeproto, name).default._schema.arguments)
+    differentiate(name, num_arguments, lambda ctx, inputs, tail, output: None, backward)
 
 
 def present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -66,11 +75,15 @@ def present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def placed(gradients: Sequence[Tensor], needs: Sequence[bool], num_inputs: int) -> tuple[Tensor | None, ...]:
-    """The inverse of :func:`present`: each gradient at its input, None at the others."""
-    remaining = iter(gradients)
-    of_needed = [next(remaining) if need else None for need in needs]
-    return (*of_needed, *[None] * (num_inputs - len(of_needed)))
+def gradients_of(operator: Any, needs: Sequence[bool], *arguments: Any) -> list[Tensor | None]:
+    """Call a backward operator: the inverse of :func:`present`, None for what is not needed."""
+    if torch.is_grad_enabled():  # create_graph=True
+        made = operator(needs, *arguments)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():  # a shortcut past a kernel that would do nothing
+            made = operator(needs, *arguments)
+    remaining = iter(made)
+    return [next(remaining) if need else None for need in needs]
 
 
 def weight_grad_dtype(weight: Tensor, options: Options) -> torch.dtype:

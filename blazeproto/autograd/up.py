@@ -11,7 +11,7 @@ from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
     define,
     differentiate,
-    placed,
+    gradients_of,
     present,
     refuse_double_backward,
     weight_grad_dtype,
@@ -69,26 +69,21 @@ define(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, up_proj, up_bias, pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = (
-        inputs
-    )
+def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = tail
     ctx.mark_non_differentiable(output[1])  # act; its gradient comes back as part of h's
     ctx.set_materialize_grads(False)  # or autograd would make zeros of act's size
-    ctx.save_for_backward(x, up_proj, up_bias, pair_indices, offsets, token_index_map, pair_tokens, token_offsets)
+    ctx.save_for_backward(*inputs, pair_indices, offsets, token_index_map, pair_tokens, token_offsets)
 
 
 def _backward(ctx: Any, dh: Tensor | None, _d_act: None) -> tuple[Tensor | None, ...]:
-    num_inputs = len(ctx.needs_input_grad)
     if dh is None:
-        return (None,) * num_inputs
-    needs = ctx.needs_input_grad[:3]
+        return (None, None, None)
     *saved, pair_tokens, token_offsets = ctx.saved_tensors
-    gradients = torch.ops.blazeproto.moe_up_backward.default(
-        needs, dh, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options
-    )
-    return placed(gradients, needs, num_inputs)
+    operator = torch.ops.blazeproto.moe_up_backward.default
+    needs = ctx.needs_input_grad[:3]
+    return (*gradients_of(operator, needs, dh, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options),)
 
 
-differentiate("moe_up", _setup, _backward)
+differentiate("moe_up", 3, _setup, _backward)
 refuse_double_backward("moe_up_backward")
