@@ -338,7 +338,7 @@ def options() -> argparse.ArgumentParser:
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         else:
-            parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), metavar=kind.__name__.upper())
+            parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name))
     return parser
 
 
@@ -357,8 +357,7 @@ def open_run(args: argparse.Namespace, device: torch.device) -> Trainer:
         (trainer := Trainer(config, folder, device)).load()
         return trainer
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    preset = args.preset or ("hopper" if hopper else "cpu")
-    config = dataclasses.replace(PRESETS[preset], **given)
+    config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
     folder = args.out / (args.name or run_folder.unused_name(args.out, preset))
     if (folder / CONFIG).exists():
         raise ValueError(f"name: expected a new run, but {folder} exists; --resume goes on with it")
