@@ -1,5 +1,4 @@
-"""``method="tiled"``: the paper's dense token-expert map, a tile at a time and as bits, so that it never leaves the
-chip.
+"""``method="tiled"``: the paper's dense token-expert map, a tile at a time and as bits, so that it never leaves chip.
 
 MoEBlaze §4.2 writes a T x E map to memory, counts its columns, and walks the columns to place tokens. Here a block
 owns a chunk of consecutive tokens and takes it a tile at a time (256 tokens by default). The tile's map is E columns
@@ -16,8 +15,7 @@ of bits in shared memory; a pair's place among its expert's tokens is the number
     place_pairs    offsets; then tile by tile: mark, scan the columns, look up, write both lists
 
 Setting a bit is order-independent, so the shared atomics leave no trace: the result is unique, and the same to the bit
-each time. Rows of one expert are first gathered in shared memory (`staged`), so that the list is written in runs, not
-one by one.
+each time. Rows of one expert are first gathered in shared memory (`staged`), so that the list is written in runs.
 
 Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16
 bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see

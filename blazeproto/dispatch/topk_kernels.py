@@ -129,8 +129,9 @@ def topk_route(
     def topk_route(logits, bias, scores, experts, num_tokens, rounds):
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & (lanes - 1))
-        values = cuda.local.array(per_lane, float32)  # registers, all three
+        values = cuda.local.array(per_lane, float32)  # registers, and so the next
         keys = cuda.local.array(depth, uint32)
+        whole_keys = cuda.local.array(depth, uint32)
         ids = cuda.local.array(depth, uint32)
 
         tokens = int32(num_tokens)
@@ -175,26 +176,28 @@ def topk_route(
                 if any_nearby(close and lane < top_k):
                     for i in range(per_lane):
                         expert = uint32(i * lanes + lane)
-                        key = key_of(values[i], int32(expert), bias)
+                        # Read again: this path's arrays may lie in local memory, those of the fast path must not.
+                        value = load(logits, row + expert) if expert < num_experts else float32(0.0)
+                        key = key_of(value, int32(expert), bias)
                         for j in range(depth):
                             if j < i:
-                                sinks = keys[j] >= key
-                                better, worse = (keys[j], key) if sinks else (key, keys[j])
+                                sinks = whole_keys[j] >= key
+                                better, worse = (whole_keys[j], key) if sinks else (key, whole_keys[j])
                                 upper, lower = (ids[j], expert) if sinks else (expert, ids[j])
-                                keys[j], ids[j] = better, upper
+                                whole_keys[j], ids[j] = better, upper
                                 key, expert = worse, lower
                             elif j == i:
-                                keys[j] = key
+                                whole_keys[j] = key
                                 ids[j] = expert
                     for k in range(rounds):  # K, but unknown when compiling: this rare path stays a loop
-                        best = maximum(keys[0])
-                        winner = minimum(ids[0] if keys[0] == best else uint32(0xFFFFFFFF))
+                        best = maximum(whole_keys[0])
+                        winner = minimum(ids[0] if whole_keys[0] == best else uint32(0xFFFFFFFF))
                         choice = int32(winner) if lane == k else choice
                         won = ids[0] == winner
                         for j in range(depth - 1):
-                            keys[j] = keys[j + 1] if won else keys[j]
+                            whole_keys[j] = whole_keys[j + 1] if won else whole_keys[j]
                             ids[j] = ids[j + 1] if won else ids[j]
-                        keys[depth - 1] = uint32(0) if won else keys[depth - 1]
+                        whole_keys[depth - 1] = uint32(0) if won else whole_keys[depth - 1]
                         # no winner's id, so that a lane whose logits are used up never wins again
                         ids[depth - 1] = uint32(0xFFFFFFFE) if won else ids[depth - 1]
 
