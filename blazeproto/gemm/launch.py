@@ -19,6 +19,7 @@ from blazeproto.gemm.compile import Kernel
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _SWIZZLE = {64: 3, 32: 2}  # CUtensorMapSwizzle by the box's row: 128 or 64 bytes
 
 
@@ -82,7 +83,13 @@ def _encode(where: int, box: Box) -> None:
     struct.pack_into(f"{rank - 1}Q", _scratch.encoder, 40, *box.strides)
     struct.pack_into(f"{rank}I", _scratch.encoder, 72, *box.box)
     options = (0, _SWIZZLE[box.box[0]], _L2_PROMOTION_256B, 0)  # no interleave; what is out of bounds reads as zeros
-    error = _driver().cuTensorMapEncodeTiled(where, _BFLOAT16, rank, box.ptr, at, at + 40, at + 72, at + 96, *options)
+    arguments = (where, _BFLOAT16, rank, box.ptr, at, at + 40, at + 72, at + 96, *options)
+    error = _driver().cuTensorMapEncodeTiled(*arguments)
+    if error == _INVALID_CONTEXT:  # a thread that has made no CUDA call yet, such as the autograd engine's
+        import cupy
+
+        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+        error = _driver().cuTensorMapEncodeTiled(*arguments)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {error} for {box}")
 
