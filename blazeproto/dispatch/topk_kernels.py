@@ -181,7 +181,8 @@ def topk_route(
                         key = key_of(value, int32(expert), bias)
                         for j in range(depth):
                             if j < i:
-                                sinks = whole_keys[j] >= key
+                                # By id where equal, for what moved up over j - 1 sinks past equals of higher ids else.
+                                sinks = (whole_keys[j] > key) | ((whole_keys[j] == key) & (ids[j] < expert))
                                 better, worse = (whole_keys[j], key) if sinks else (key, whole_keys[j])
                                 upper, lower = (ids[j], expert) if sinks else (expert, ids[j])
                                 whole_keys[j], ids[j] = better, upper

@@ -35,6 +35,8 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     bias = rng.standard_normal(num_experts).astype(np.float32) if options.pop("biased", False) else None
     logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
     logits[0] = np.round(logits[0])  # ties, -0 among them
+    logits[-1] = 0
+    logits[-1, (num_experts - 1) // 32 * 32] = 1  # the best of a lane is its last, the others are equal
     if num_tokens > 2:
         logits[1, num_experts // 2] = rng.choice([np.nan, np.inf, -np.inf])
     given = to_bfloat16(logits) if half else logits
