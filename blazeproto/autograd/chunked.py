@@ -32,13 +32,16 @@ SAVED_ACT, SAVED_H = ("paper",), ("minimal", "paper")
 
 
 def transient_bytes_per_token(down_proj: Tensor, top_k: int, options: Options, itemsize: int) -> int:
-    """Bytes that one token needs for what lives only during a chunk, in the widest moment of forward and backward."""
+    """Bytes that one token needs for what lives only during a chunk, in the widest moment of forward and backward.
+
+    As if H were recomputed, whatever the save policy: the chunks, and so the order in which weight gradients are
+    summed, are the same for all, which then agree to the bit.
+    """
     _, d_model, d_expert = down_proj.shape
     up_width = d_expert * (1 + is_gated(options.activation))
-    h_again = up_width if options.save == "recompute" else 0
     moments = (
-        h_again + d_expert + d_model,  # down forward: act, Y
-        h_again + up_width + 2 * d_expert,  # down backward: dH, A' (and act, on the torch backend)
+        up_width + d_expert + d_model,  # down forward: H, act, Y
+        2 * up_width + 2 * d_expert,  # down backward: H, dH, A' (and act, on the torch backend)
         up_width + d_model,  # up backward: dH, dX~
     )
     return top_k * max(moments) * itemsize
