@@ -119,7 +119,7 @@ def build_dispatch(
     keys = torch.where(here, experts, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
     counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int32))
-    offsets[0] = 0
+    offsets[:1].zero_()  # offsets[0] = 0 would copy a number from the host and wait
     offsets[1:] = counts[:-1].cumsum(0)
     order = torch.sort(keys, stable=True).indices  # (P,) the pair in each row; pairs without a row come last
     pair_indices.copy_(order).masked_fill_(~here[order], -1)
