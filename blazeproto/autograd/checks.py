@@ -14,6 +14,7 @@ from blazeproto.reference import ACTIVATIONS, is_gated
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 COMBINES = ("gather", "fused")
+SAVE_POLICIES = tuple(policy.value for policy in SavePolicy)  # torch.compile before 2.12 cannot iterate over an enum
 
 
 def check_arguments(
@@ -38,7 +39,7 @@ def check_arguments(
 ) -> None:
     """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
     _check_choice("activation", activation, ACTIVATIONS)
-    _check_choice("save", save, [policy.value for policy in SavePolicy])
+    _check_choice("save", save, SAVE_POLICIES)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("combine", combine, COMBINES)
     if weight_grad_dtype not in (None, torch.float32):
