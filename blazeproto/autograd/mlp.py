@@ -110,7 +110,7 @@ def moe_mlp(
         token_offsets=token_offsets,
         weight_grad_dtype=weight_grad_dtype,
     )
-    save = SavePolicy(save).value
+    save = save.value if isinstance(save, SavePolicy) else save  # SavePolicy(save) would be traced by torch.compile
     weight_grads = "float32" if weight_grad_dtype == torch.float32 and x.dtype != torch.float64 else "weight"
     options = Options(activation, save, combine, backend, weight_grads)
     tensors = (x, gate_up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
