@@ -76,11 +76,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         batch, length, d_model = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, d_model // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, d / heads)
-        q, k = (rotate(F.rms_norm(t, t.shape[-1:]), rotation).to(v.dtype) for t in (q, k))
+        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, heads, T, d / heads)
+        q, k = rotate(F.rms_norm(qkv[:2], qkv.shape[-1:]), rotation).to(qkv.dtype)
+        v = qkv[2]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, d_model))
 
@@ -104,7 +105,7 @@ class Block(nn.Module):
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, ids: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | float, Tensor]:
+    def forward(self, x: Tensor, ids: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
         x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
         out, stats = self.moe(self.moe_norm(x), ids)  # hash routing alone looks at the bytes themselves
         return x + self.dropout(out), stats.aux_loss, stats.load
@@ -113,8 +114,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, a distribution of the next byte out."""
 
-    rotation_cos: Tensor
-    rotation_sin: Tensor
+    rotations: Tensor
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -124,9 +124,7 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
-        cos, sin = rotations(config.context, config.d_model // config.heads)
-        self.register_buffer("rotation_cos", cos, persistent=False)
-        self.register_buffer("rotation_sin", sin, persistent=False)
+        self.register_buffer("rotations", rotations(config.context, config.d_model // config.heads), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ class GPT(nn.Module):
         length = ids.shape[1]
         if length > self.config.context:
             raise ValueError(f"ids: expected at most context = {self.config.context} positions, got {length}")
-        rotation = self.rotation_cos[:length], self.rotation_sin[:length]
+        rotation = torch.view_as_complex(self.rotations[:length].float())
         ids = ids.long()
         x = self.dropout(self.embedding(ids))
         aux_loss: Tensor | float = 0.0
@@ -202,18 +200,17 @@ class SavedBytes:
         return sum(self.storages.values())
 
 
-def rotations(length: int, width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin (length, width / 2) of position times frequency, frequencies from 1 down to 1 / 10000."""
+def rotations(length: int, width: int) -> Tensor:
+    """(length, width / 2, 2): cos and sin of position times frequency, frequencies from 1 down to 1 / 10000."""
     frequency = 10000.0 ** -torch.linspace(0, 1, width // 2)
     angle = torch.arange(length)[:, None] * frequency
-    return angle.cos(), angle.sin()
+    return torch.stack([angle.cos(), angle.sin()], dim=-1)
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x (B, heads, T, width), each pair (x_i, x_{i + width/2}) turned by its position's angle."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """x (..., T, width), each pair of numbers turned by its position's angle; rotation (T, width / 2) complex -> fp32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotation).flatten(-2)
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
