@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,20 +40,27 @@ def script() -> Iterator[ModuleType]:
     sys.path.remove(str(ROOT / "scripts"))
 
 
+@contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Put back what the script sets for the whole process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run the script in this process: options -> exit code, what it printed."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def call(*options: object) -> tuple[int, str]:
         code = script.main([str(option) for option in options])
         printed = capfd.readouterr()
         return code, printed.out + printed.err
 
-    yield call
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.use_deterministic_algorithms(False)
+    with keeping_handlers():
+        yield call
 
 
 @pytest.fixture
@@ -95,9 +104,19 @@ def tiny(text: Path) -> list[str]:
     return [*TINY.split(), "--data", str(text)]
 
 
+@pytest.fixture(scope="session")
+def trained(script: ModuleType, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with keeping_handlers():
+        assert script.main([*TINY.split(), "--data", str(text), "--out", str(out)]) == 0
+    torch.set_num_threads(threads)
+    return out / "cpu"
+
+
 @pytest.fixture
-def finished(run: Callable[..., tuple[int, str]], tiny: list[str], tmp_path: Path) -> Path:
-    """The folder of a run that nothing interrupted."""
-    code, printed = run(*tiny, "--out", tmp_path / "whole")
-    assert code == 0, printed
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """The folder of a run that nothing interrupted; a copy for each test."""
+    shutil.copytree(trained, tmp_path / "whole" / "cpu")
     return tmp_path / "whole" / "cpu"
