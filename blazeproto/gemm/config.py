@@ -35,7 +35,7 @@ class TileConfig:
 
 # product -> its tiles. Names as in blazeproto.gemm.
 DEFAULTS = {
-    "up_forward": TileConfig(),
+    "up_forward": TileConfig(deferred=True),
     "down_forward": TileConfig(deferred=True),
     "down_backward_act": TileConfig(stages=3),
     "up_backward_act": TileConfig(deferred=True),
@@ -46,9 +46,9 @@ DEFAULTS = {
 # What scripts/bench_products.py --tune times.
 _SHAPES = [TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1)]
 CANDIDATES = {
-    "up_forward": [TileConfig(), TileConfig(cluster=1)],
+    "up_forward": _SHAPES,
     "down_forward": _SHAPES,
-    "down_backward_act": [TileConfig(stages=3)],
+    "down_backward_act": [TileConfig(stages=3), TileConfig(stages=3, cluster=1)],
     "up_backward_act": _SHAPES,
     "down_backward_weight": _SHAPES,
     "up_backward_weight": _SHAPES,
@@ -82,11 +82,13 @@ def kernel_for(
     gather: overrides whether rows are gathered (for the linear products).  debug: further macros, see ptx.cuh.
     """
     gathers = product in ("up_forward", "down_backward_act") if gather is None else gather
+    # What GELU computes leaves no registers to hold a tile beside the next one's accumulators.
+    no_room = activation in ("geglu", "gelu")
     macros: dict[str, int | str] = {
         "BN": config.tile_n,
         "CLUSTER": config.cluster,
         "STAGES": config.stages,
-        "DEFERRED": config.deferred,
+        "DEFERRED": config.deferred and not no_room,
         "GATHER": gathers,
     }
     options = tuple(f"-D{macro}" for macro in debug)

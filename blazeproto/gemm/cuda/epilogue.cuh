@@ -25,9 +25,12 @@ DEVICE uint32_t slab_address_transposed(uint32_t slab, int block) {
 }
 
 // Row of the strip that accumulators 4j + 2h and 4j + 2h + 1 of this thread belong to.
-DEVICE int strip_row(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + h * 8; }
+DEVICE int strip_row(int h) {
+    const int thread = thread_index();
+    return thread / 32 % 4 * 16 + thread % 32 / 4 + h * 8;
+}
 
-DEVICE void warpgroup_sync() { named_barrier_sync(EPILOGUE_BARRIER + consumer_index(), WARPGROUP); }
+DEVICE void warpgroup_sync() { named_barrier_sync(EPILOGUE_BARRIER + int(thread_index()) / WARPGROUP - 1, WARPGROUP); }
 
 // A slab to global rows [0, rows) and columns [0, columns) of `out`, 16 bytes a thread.
 DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, int rows, int columns) {
@@ -47,34 +50,38 @@ DEVICE uint32_t epilogue_barriers() {
     return shared_at(BARRIER_OFFSET + 2 * STAGES * 8 + consumer_index() * EPILOGUE_BARRIER_BYTES);
 }
 
-// A consumer warpgroup's two staging slabs, written in turn: fill `next_slab()`, then `release()`. One barrier a slab: it tells the
-// storing thread that the slab is whole, and everybody that the other slab's store has been read out.
-struct SlabPair {
-    static constexpr int BYTES = 2 * SLAB_BYTES;
-    int next = 0;
+// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order, an even
+// number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole, and everybody
+// that the other slab has been read out.
+constexpr int SLAB_PAIR_BYTES = 2 * SLAB_BYTES;
 
-    DEVICE uint32_t next_slab() const { return epilogue_memory(BYTES) + next * SLAB_BYTES; }
+DEVICE uint32_t slab_of_part(int index) { return epilogue_memory(SLAB_PAIR_BYTES) + index % 2 * SLAB_BYTES; }
 
-    // `store` issues the TMA store of a slab, `store_tail` the predicated one.
-    template <class Store, class StoreTail>
-    DEVICE void release(bool whole, Store store, StoreTail store_tail) {
-        const uint32_t slab = next_slab();
-        fence_proxy_async();
-        if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
-        warpgroup_sync();
-        if (!whole) store_tail(slab);
-        if (whole && warpgroup_thread() == 0) {
-            store(slab);
-            bulk_commit_group();
-        }
-        next ^= 1;
+// `store` issues the TMA store of the slab, `store_tail` the predicated one.
+template <class Store, class StoreTail>
+DEVICE void store_slab(bool whole, Store store, StoreTail store_tail) {
+    fence_proxy_async();
+    if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
+    warpgroup_sync();
+    if (!whole) store_tail();
+    if (whole && warpgroup_thread() == 0) {
+        store();
+        bulk_commit_group();
     }
-};
+}
+
+// Instead, by a part that has nothing to store: the next one finds its slab read out all the same.
+DEVICE void skip_slab() {
+    if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
+    warpgroup_sync();
+}
 
 // An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled). DEFERRED 1
-// runs them under the next tile's mainloop, one a stage, and keeps the packed tile in registers until then; 0 runs them at once.
+// runs all but the first EAGER under the next tile's mainloop, one a stage, and keeps what they need in registers until then; 0 runs
+// them at once.
 template <class Epilogue>
 struct Parts {
+    static constexpr int WAITING = DEFERRED ? Epilogue::PARTS - Epilogue::EAGER : 0;
     Epilogue& epilogue;
     int next = Epilogue::PARTS;  // the first that still waits
 
@@ -82,8 +89,8 @@ struct Parts {
 
     // After `hold`.
     DEVICE void start() {
-        if constexpr (DEFERRED) next = 0;
-        else run_all<0>();
+        run_up_to<DEFERRED ? Epilogue::EAGER : Epilogue::PARTS>();
+        if (DEFERRED) next = Epilogue::EAGER;
     }
 
     // While a stage is multiplied: the next part; with the last stage of a mainloop (`left` 1), all that still wait.
@@ -91,7 +98,7 @@ struct Parts {
         if constexpr (!DEFERRED) return;
 #pragma unroll 1
         for (int parts = left == 1 ? Epilogue::PARTS - next : next < Epilogue::PARTS; parts > 0; --parts) {
-            run_only<0>();
+            run_only<Epilogue::EAGER>();
             ++next;
         }
     }
@@ -105,11 +112,11 @@ struct Parts {
         }
     }
 
-    template <int I>
-    DEVICE void run_all() {
-        if constexpr (I < Epilogue::PARTS) {
+    template <int END, int I = 0>
+    DEVICE void run_up_to() {
+        if constexpr (I < END) {
             epilogue.template part<I>();
-            run_all<I + 1>();
+            run_up_to<END, I + 1>();
         }
     }
 };

@@ -36,27 +36,32 @@ DEVICE void load_pairs(int (&pair)[PASSES], const PairToToken& map, int row, int
     }
 }
 
-// -1 stays -1.
+// Their tokens, and a mask of those that have one; the others point at row 0, which copy_rows then doesn't read.
 template <int PASSES>
-DEVICE void tokens_of(int (&token)[PASSES], const PairToToken& map, const int (&pair)[PASSES]) {
+DEVICE uint32_t tokens_of(int (&token)[PASSES], const PairToToken& map, const int (&pair)[PASSES]) {
+    uint32_t valid = 0;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) token[pass] = pair[pass] < 0 ? -1 : map.token(pair[pass]);
+    for (int pass = 0; pass < PASSES; ++pass) {
+        token[pass] = pair[pass] < 0 ? 0 : map.token(pair[pass]);
+        valid |= uint32_t(pair[pass] >= 0) << pass;
+    }
+    return valid;
 }
 
-// PANELS panels of 64 columns from column `left` of a row-major matrix; source row -1 and columns past `width` become zeros.
+// PANELS panels of 64 columns from column `left` of a row-major matrix; rows not in `valid` and columns past `width` become zeros.
 template <int PANELS, int PASSES>
-DEVICE void copy_rows(uint32_t dst, const bf16* matrix, int width, int left, const int (&row)[PASSES], int panel_bytes) {
+DEVICE void copy_rows(uint32_t dst, const bf16* matrix, int width, int left, int (&row)[PASSES], uint32_t valid, int panel_bytes) {
     const int column = left + gather_column();
     const bf16* from_column = matrix + column;
     const uint32_t first = dst + gather_offset();
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+        asm volatile("" : "+r"(row[pass]));  // else the compiler keeps all the 64-bit products across steps, and spills
         const bf16* src = from_column + int64_t(row[pass]) * width;
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
-            const bool valid = row[pass] >= 0 && column + panel * PANEL < width;
-            cp_async_16(first + panel * panel_bytes + pass * ROWS_A_PASS * SWIZZLE_ROW,
-                        valid ? src + panel * PANEL : matrix, valid ? 16 : 0);
+            const bool inside = (valid >> pass & 1) && column + panel * PANEL < width;
+            cp_async_16(first + panel * panel_bytes + pass * ROWS_A_PASS * SWIZZLE_ROW, src + panel * PANEL, inside ? 16 : 0);
         }
     }
 }

@@ -12,10 +12,10 @@
 #include "varlen_m.cuh"
 
 struct LinearEpilogue {
-    static constexpr int SMEM_BYTES = SlabPair::BYTES;
-    static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / 64;
+    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
+    static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / 64, EAGER = 0;
+    static constexpr bool PREFETCHES = false;
     const RowsParams& p;
-    SlabPair slabs;
     uint32_t out[BN / 4];  // the strip as it is stored: pairs of bf16
     Tile tile;
 
@@ -44,13 +44,14 @@ struct LinearEpilogue {
     template <int SLAB>
     DEVICE void part() {
         const int column = tile.column + SLAB * 64;
-        if (column >= p.columns || tile.row >= tile.row_end) return;  // the same for the whole warpgroup
+        if (column >= p.columns || tile.row >= tile.row_end) return skip_slab();  // the same for the whole warpgroup
+        const uint32_t slab = slab_of_part(SLAB);
 #pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) stmatrix_x4(slab_address(slabs.next_slab(), quarter), out + SLAB * 16 + quarter * 4);
-        slabs.release(
-            tile.row + STRIP <= tile.row_end, [&](uint32_t s) { tma_store_2d(&p.out0, s, column, tile.row); },
-            [&](uint32_t s) {
-                store_slab_predicated(s, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns, tile.row_end - tile.row,
+        for (int quarter = 0; quarter < 4; ++quarter) stmatrix_x4(slab_address(slab, quarter), out + SLAB * 16 + quarter * 4);
+        store_slab(
+            tile.row + STRIP <= tile.row_end, [&] { tma_store_2d(&p.out0, slab, column, tile.row); },
+            [&] {
+                store_slab_predicated(slab, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns, tile.row_end - tile.row,
                                       p.columns - column);
             });
     }

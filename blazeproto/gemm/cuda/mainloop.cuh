@@ -97,7 +97,7 @@ DEVICE void release_stage(uint32_t empty_barrier) {
 }
 
 DEVICE int warpgroup_thread() { return thread_index() % WARPGROUP; }
-DEVICE int consumer_index() { return threadIdx.x / WARPGROUP - 1; }
+DEVICE int consumer_index() { return int(thread_index()) / WARPGROUP - 1; }
 
 // acc (this consumer's strip, STRIP x BN) = A * B over `steps` stages. MN_A, MN_B: 1 where that operand lies MN-major.
 // `meanwhile(left)` runs while the wgmma of a stage do; `left` counts the stages from this one to the last.

@@ -134,6 +134,12 @@ DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
         : "memory");
 }
 
+// Into L2 only.
+DEVICE void tma_prefetch_2d(const TensorMap* map, int c0, int c1) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(map)), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
 DEVICE void tma_load_3d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "

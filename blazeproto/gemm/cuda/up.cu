@@ -15,11 +15,12 @@
 #include "varlen_m.cuh"
 
 struct UpEpilogue {
-    static constexpr int SMEM_BYTES = SlabPair::BYTES;
+    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
     static constexpr int SLABS_A_BLOCK = HALVES + 1;  // of 64 hidden units: H's gate, H's up, act
     static constexpr int PARTS = TILE_COLUMNS / 64 * SLABS_A_BLOCK;
+    static constexpr int EAGER = PARTS / 2;  // more would not fit beside the next tile's accumulators
+    static constexpr bool PREFETCHES = false;
     const RowsParams& p;
-    SlabPair slabs;
     uint32_t h[BN / 4];  // the strip of H as it is stored: pairs of bf16
     Tile tile;
 
@@ -53,7 +54,8 @@ struct UpEpilogue {
         const int block = INDEX / SLABS_A_BLOCK, kind = INDEX % SLABS_A_BLOCK;
         const bool is_act = kind == HALVES;
         const int column = tile.column + block * 64;
-        if (column >= p.columns || tile.row >= tile.row_end) return;  // the same for the whole warpgroup
+        if (column >= p.columns || tile.row >= tile.row_end) return skip_slab();  // the same for the whole warpgroup
+        const uint32_t slab = slab_of_part(INDEX);
         const uint32_t* gate = h + block * 16;
         const uint32_t* up = gate + (HALVES - 1) * BN / 8;
 #pragma unroll
@@ -64,15 +66,15 @@ struct UpEpilogue {
                 const int at = quarter * 4 + i;
                 quad[i] = is_act ? activate(gate[at], up[at]) : kind == 0 ? gate[at] : up[at];
             }
-            stmatrix_x4(slab_address(slabs.next_slab(), quarter), quad);
+            stmatrix_x4(slab_address(slab, quarter), quad);
         }
-        slabs.release(
+        store_slab(
             tile.row + STRIP <= tile.row_end,
-            [&](uint32_t slab) {
+            [&] {
                 if (is_act) tma_store_2d(&p.out1, slab, column, tile.row);
                 else tma_store_3d(&p.out0, slab, column, tile.row, kind);
             },
-            [&](uint32_t slab) {
+            [&] {
                 const int64_t stride = is_act ? p.columns : HALVES * p.columns;
                 bf16* out = is_act ? p.out1_rows : p.out0_rows + kind * p.columns;
                 store_slab_predicated(slab, out + tile.row * stride + column, stride, tile.row_end - tile.row, p.columns - column);

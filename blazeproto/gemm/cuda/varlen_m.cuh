@@ -133,25 +133,24 @@ DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileSchedul
 
 DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride, uint32_t rank) {
     constexpr int PASSES = BM / ROWS_A_PASS;
-    if (first >= scheduler.tiles) return;
-    Tile tile = scheduler.at(first, rank);
     int next_pair[PASSES];
-    load_pairs(next_pair, p.pairs, tile.row, tile.row_end);
+    const auto load_pairs_of = [&](int index) {
+        const Tile tile = scheduler.at(index, rank);
+        load_pairs(next_pair, p.pairs, tile.row, tile.row_end);
+    };
+    if (first < scheduler.tiles) load_pairs_of(first);
     for (int index = first; index < scheduler.tiles; index += stride) {
-        const int expert = tile.expert, column = tile.column;
         int token[PASSES];
-        tokens_of(token, p.pairs, next_pair);
-        if (index + stride < scheduler.tiles) {  // a tile ahead of their use
-            tile = scheduler.at(index + stride, rank);
-            load_pairs(next_pair, p.pairs, tile.row, tile.row_end);
-        }
+        const uint32_t valid = tokens_of(token, p.pairs, next_pair);
+        const Tile tile = scheduler.at(index, rank);  // again: recomputing takes fewer registers than keeping
+        if (index + stride < scheduler.tiles) load_pairs_of(index + stride);  // a tile ahead of their use
         for (int k = 0; k < p.reduction; k += BK) {
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
             if (threadIdx.x == 0) {
                 mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                load_weights(p, ring, expert, column, k, rank);
+                load_weights(p, ring, tile.expert, tile.column, k, rank);
             }
-            copy_rows<1>(ring.a(), p.source, p.reduction, k, token, 0);
+            copy_rows<1>(ring.a(), p.source, p.reduction, k, token, valid, 0);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
@@ -159,8 +158,8 @@ DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler
 }
 
 // ---- the kernel's body -----------------------------------------------------------------------------------------------
-// An Epilogue has SMEM_BYTES (a consumer's), a constructor (params), `init()` by the whole warpgroup, `prefetch(tile)` for what it
-// reads of the tile in the mainloop, `hold(acc, tile)` which takes over the accumulators, and parts (epilogue.cuh: Parts).
+// An Epilogue has SMEM_BYTES (a consumer's), a constructor (params), `init()` by the whole warpgroup, `prefetch(tile)` early in the
+// mainloop if it PREFETCHES, `hold(acc, tile)` which takes over the accumulators, and parts (epilogue.cuh: Parts).
 template <class Epilogue>
 DEVICE void varlen_m(const RowsParams& p) {
     static_assert(EPILOGUE_OFFSET + CONSUMERS * Epilogue::SMEM_BYTES <= BARRIER_OFFSET, "the stages and the epilogue do not fit");
@@ -182,13 +181,18 @@ DEVICE void varlen_m(const RowsParams& p) {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         const int steps = (p.reduction + BK - 1) / BK;
         Parts<Epilogue> parts(epilogue);
+        // With how many stages left: as soon as the tile before is stored, if the epilogue reads something of this one, else last.
+        const int tile_at = Epilogue::PREFETCHES ? max(steps - Parts<Epilogue>::WAITING, 1) : 1;
         for (int index = first; index < scheduler.tiles; index += stride) {
-            Tile tile = scheduler.at(index, rank);
-            tile.row += consumer_index() * STRIP;
+            Tile tile;
             float acc[BN / 2];
             multiply<0, B_MN>(acc, ring, steps, [&](int left) {
-                if (left == steps) epilogue.prefetch(tile);
                 parts.run(left);
+                if (left == tile_at) {  // no sooner than needed: a tile takes registers
+                    tile = scheduler.at(index, rank);
+                    tile.row += consumer_index() * STRIP;
+                    epilogue.prefetch(tile);
+                }
             });
             epilogue.hold(acc, tile);
             parts.start();

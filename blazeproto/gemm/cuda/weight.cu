@@ -20,6 +20,7 @@
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
 constexpr int PASSES = BK / ROWS_A_PASS;
+constexpr int PREFETCH_STEPS = 2;  // beyond the ring
 
 struct WeightParams {
     TensorMap ordered;  // (width, rows)
@@ -73,12 +74,20 @@ struct WeightProducer {
         }
     }
 
+    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and every tile of the expert wants them at once.
+    DEVICE void prefetch_ordered(const WeightTile& tile, int row) const {
+        constexpr int SHARE = B_PANELS / CLUSTER;
+        if (row >= tile.row_end) return;
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) tma_prefetch_2d(&p.ordered, tile.j + (rank * SHARE + i) * PANEL, row);
+    }
+
     DEVICE void produce(const WeightTile& tile) {
         int next_pair[PASSES];
         load_pairs(next_pair, p.pairs, tile.first_row, tile.row_end);
         for (int row = tile.first_row; row < tile.row_end; row += BK) {
             int token[PASSES];
-            tokens_of(token, p.pairs, next_pair);
+            const uint32_t valid = tokens_of(token, p.pairs, next_pair);
             load_pairs(next_pair, p.pairs, row + BK, tile.row_end);  // a step ahead of their use
             const bool tail = row + BK > tile.row_end;
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
@@ -90,7 +99,8 @@ struct WeightProducer {
                     load_ordered(tile, row);
                 }
             }
-            copy_rows<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i, token, PANEL_BYTES);
+            if (threadIdx.x == 32) prefetch_ordered(tile, row + PREFETCH_STEPS * BK);
+            copy_rows<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i, token, valid, PANEL_BYTES);
             if (tail) copy_ordered_tail(tile, row);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
@@ -99,24 +109,24 @@ struct WeightProducer {
 
     DEVICE void copy_ordered_tail(const WeightTile& tile, int row) const {
         int source[PASSES];
+        uint32_t valid = 0;
         const int first = row + gather_row();
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) {
-            const int r = first + pass * ROWS_A_PASS;
-            source[pass] = r < tile.row_end ? r : -1;
+            source[pass] = min(first + pass * ROWS_A_PASS, tile.row_end - 1);
+            valid |= uint32_t(first + pass * ROWS_A_PASS < tile.row_end) << pass;
         }
 #pragma unroll 1
         for (int panel = 0; panel < B_PANELS; ++panel)
-            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, 0);
+            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, valid, 0);
     }
 };
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
 struct WeightEpilogue {
-    static constexpr int SMEM_BYTES = SlabPair::BYTES;
-    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64;
+    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
+    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64, EAGER = 0;
     const WeightParams& p;
-    SlabPair slabs;
     uint32_t out[BN / 4];
     WeightTile tile;
 
@@ -135,17 +145,17 @@ struct WeightEpilogue {
     template <int INDEX>
     DEVICE void part() {
         const int i = tile.i, j = tile.j + INDEX * 64;
-        if (i >= p.gathered_width || j >= p.ordered_width) return;
-        const uint32_t slab = slabs.next_slab();
+        if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
+        const uint32_t slab = slab_of_part(INDEX);
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
             const uint32_t* quad = out + INDEX * 16 + quarter * 4;
             if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
             else stmatrix_x4(slab_address(slab, quarter), quad);
         }
-        slabs.release(
-            true, [&](uint32_t s) { tma_store_3d(&p.out, s, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); },
-            [](uint32_t) {});
+        store_slab(
+            true, [&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); },
+            [] {});
     }
 
     DEVICE void store_f32(const float (&acc)[BN / 2]) const {
