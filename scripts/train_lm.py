@@ -66,7 +66,7 @@ class Config:
     save: str = "minimal"
     bf16: bool = False  # autocast; weights and optimizer stay fp32
     # optimizer
-    steps: int = 640
+    steps: int = 560
     batch: int = 8  # sequences of context bytes
     lr: float = 3e-3
     warmup: int = 50
@@ -78,9 +78,9 @@ class Config:
     # data, and how often to look
     data: str = ""  # a file or a folder; none: the standard library of this Python
     val_every: int = 80
-    val_bytes: int = 1 << 16  # of held-out text that is validated on, spread over all of it
+    val_bytes: int = 1 << 15  # of held-out text that is validated on, spread over all of it
     log_every: int = 10
-    checkpoint_every: int = 320
+    checkpoint_every: int = 280
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "warmup", "val_every", "val_bytes", "log_every", "checkpoint_every"):
