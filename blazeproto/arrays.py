@@ -35,6 +35,10 @@ class DeviceArray(NamedTuple):
     device: int
     owner: object
 
+    def data_ptr(self) -> int:
+        """As a torch tensor has it."""
+        return self.ptr
+
     @property
     def size(self) -> int:
         """Number of elements."""

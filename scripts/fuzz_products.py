@@ -11,7 +11,6 @@ places that are farthest off; the exit code is then 1. A run that doesn't end is
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import random
 import sys
@@ -29,9 +28,8 @@ from accuracy import Pool, worst_mismatches
 from oracle import EXACT, ROUTINGS, YARDSTICK, Shape, evaluate, make_case, run_kernels, stray_writes
 
 from blazeproto import gemm
-from blazeproto.gemm import products, rowops
+from blazeproto.gemm import rowops, unchecked
 from blazeproto.gemm.compile import Kernel, compile_many
-from blazeproto.gemm.config import kernel_for
 from blazeproto.reference import ACTIVATIONS
 
 HANG_SECONDS = 60
@@ -121,7 +119,7 @@ def main() -> int:
         return 2
 
     if args.debug:
-        products.kernel_for = functools.partial(kernel_for, debug=tuple(args.debug))  # type: ignore[assignment]
+        unchecked.DEBUG = tuple(args.debug)
     seeds = range(args.seed, args.seed + args.runs)
     start = time.perf_counter()
     kernels = compile_many(kernels_of(seeds))

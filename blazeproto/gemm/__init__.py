@@ -8,7 +8,6 @@
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.config import TileConfig, all_kernels, candidates, kernel_for
 from blazeproto.gemm.products import (
-    Rows,
     down_backward_act,
     down_backward_weight,
     down_forward,
@@ -20,6 +19,7 @@ from blazeproto.gemm.products import (
     up_forward,
 )
 from blazeproto.gemm.rowops import bias_score_grad, combine, expert_row_sum
+from blazeproto.gemm.rows import Rows
 
 __all__ = [
     "Kernel",

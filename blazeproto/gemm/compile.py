@@ -85,6 +85,7 @@ class Kernel:
     dynamic_smem: int = 0
     options: tuple[str, ...] = ()
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
+    _handles: dict[int, int] = field(default_factory=dict, init=False)
 
     @property
     def path(self) -> Path:
@@ -189,6 +190,21 @@ class Kernel:
                 cupy.cuda.driver.funcSetAttribute(function.ptr, limit, self.dynamic_smem)
             self._functions[device] = function
         return function
+
+    def handle(self, device: int) -> int:
+        """The CUfunction on a device, as an address; loaded the first time."""
+        handle = self._handles.get(device)
+        if handle is None:
+            from cupy.cuda import runtime
+
+            before = runtime.getDevice()
+            runtime.setDevice(device)  # and so makes its context current in this thread
+            try:
+                handle = self._handles[device] = int(self.function().ptr)
+            finally:
+                if before != device:
+                    runtime.setDevice(before)
+        return handle
 
     def __repr__(self) -> str:
         made_from = " ".join([self.file, *(macro[2:] for macro in self.macros)])

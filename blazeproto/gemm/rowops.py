@@ -2,17 +2,20 @@
 
 Arrays are bf16 (scores and their gradients fp32) and contiguous, widths multiples of 8; anything `blazeproto.arrays.view` takes.
 ``rows`` is a `blazeproto.gemm.Rows`. Outputs are allocated where none is handed in; the stream is the caller's current one unless
-given. Twins: `blazeproto.gemm.reference`. Every integer parameter of the kernels has 64 bits: a Python int passes as it is.
+given. Twins: `blazeproto.gemm.reference`. Every parameter of the kernels has 64 bits. Each public function checks, then hands
+over to the ``_unchecked`` one, which `blazeproto.gemm.unchecked` is for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from blazeproto.arrays import DeviceArray, current_stream, expect, output, view
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import launch_words
+from blazeproto.gemm.rows import RowAddresses, addresses
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
 COMBINE_THREADS = 128
@@ -22,20 +25,6 @@ WASTE = 1.125  # lanes kept per lane needed, at most, where the shape allows it
 REDUCE_THREADS = 256
 MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
 REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
-
-
-class _Stream(NamedTuple):
-    """A raw stream in the form CuPy's launch takes."""
-
-    ptr: int
-
-
-def _launch(kernel: Kernel, grid: tuple[int, ...], threads: int, args: tuple[int, ...], stream: int) -> None:
-    kernel.function()(grid, (threads,), args, 0, _Stream(stream))
-
-
-def _pointer(array: DeviceArray | None) -> int:
-    return 0 if array is None else array.ptr
 
 
 def _columns(name: str, width: int) -> int:
@@ -52,7 +41,8 @@ def _pair_scores(name: str, scores: Any, num_pairs: int) -> DeviceArray:
 
 
 @cache
-def _num_sms(device: int) -> int:
+def num_sms(device: int) -> int:
+    """Multiprocessors of a device."""
     from cupy.cuda import runtime
 
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
@@ -93,7 +83,7 @@ def _combine_plan(num_tokens: int, d: int, top_k: int, has_scores: bool, device:
     kernel = combine_kernel(d, top_k, has_scores)
     lanes, vectors = combine_layout(d, top_k)
     registers = -(-kernel.registers // 8) * 8 * COMBINE_THREADS
-    resident = _num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
+    resident = num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
     columns = -(-d // (CHUNK * lanes * vectors))
     enough = -(-num_tokens * lanes // COMBINE_THREADS)
     return kernel, (min(enough, max(1, resident // columns)), columns)
@@ -111,11 +101,19 @@ def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: i
     weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
     if num_tokens == 0 or d == 0:
         return out
-    kernel, grid = _combine_plan(num_tokens, d, rows.top_k or 0, weights is not None, out_view.device)
-    indices = (rows.token_index_map.ptr, _pointer(rows.token_offsets))
-    args = (y.ptr, _pointer(weights), *indices, out_view.ptr, num_tokens, d)
-    _launch(kernel, grid, COMBINE_THREADS, args, current_stream(out_view) if stream is None else stream)
+    where = addresses(rows, out_view.device, current_stream(out_view) if stream is None else stream)
+    combine_unchecked(y, where, scores=weights, out=out_view)
     return out
+
+
+def combine_unchecked(y: Any, rows: RowAddresses, *, scores: Any = None, out: Any) -> None:
+    num_tokens, d = out.shape
+    if num_tokens == 0:
+        return
+    kernel, grid = _combine_plan(num_tokens, d, rows.top_k, scores is not None, rows.device)
+    inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets)
+    words = (*inputs, out.data_ptr(), num_tokens, d)
+    launch_words(kernel, grid, COMBINE_THREADS, words, device=rows.device, stream=rows.stream)
 
 
 # --- reduce.cu -------------------------------------------------------------------------------------------------------
@@ -133,12 +131,18 @@ def reduce_scores_grad(partial: Any, token_index_map: Any, d_scores: Any = None,
     num_pairs = index_map.size
     d_scores = output("d_scores", None, "float32", (num_pairs,))[0] if d_scores is None else d_scores
     d_scores_view = _pair_scores("d_scores", d_scores, num_pairs)
-    if num_pairs:
-        args = (partial.ptr, index_map.ptr, d_scores_view.ptr, *partial.shape, num_pairs)
-        stream = current_stream(d_scores_view) if stream is None else stream
-        kernel = reduce_kernel("reduce_scores_grad", 0)
-        _launch(kernel, (-(-num_pairs // REDUCE_THREADS),), REDUCE_THREADS, args, stream)
+    stream = current_stream(d_scores_view) if stream is None else stream
+    reduce_scores_grad_unchecked(partial, d_scores_view, index_map.ptr, num_pairs, d_scores_view.device, stream)
     return d_scores
+
+
+def reduce_scores_grad_unchecked(
+    partial: Any, d_scores: Any, token_index_map: int, num_pairs: int, device: int, stream: int
+) -> None:
+    if num_pairs:
+        words = (partial.data_ptr(), token_index_map, d_scores.data_ptr(), *partial.shape, num_pairs)
+        kernel, grid = reduce_kernel("reduce_scores_grad", 0), (-(-num_pairs // REDUCE_THREADS), 1)
+        launch_words(kernel, grid, REDUCE_THREADS, words, device=device, stream=stream)
 
 
 def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, stream: int | None = None) -> Any:
@@ -149,13 +153,18 @@ def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, str
     d = _columns("d_out", d_out.shape[1])
     bias = expect("down_bias", down_bias, "bfloat16", (num_experts, d))
     d_scores_view = _pair_scores("d_scores", d_scores, rows.token_index_map.size)
-    if num_tokens and num_experts:
-        indices = (rows.token_index_map.ptr, rows.offsets.ptr, _pointer(rows.token_offsets))
-        args = (d_out.ptr, bias.ptr, *indices, d_scores_view.ptr, num_tokens, num_experts, d)
-        stream = current_stream(d_scores_view) if stream is None else stream
-        kernel = reduce_kernel("bias_score_grad", rows.top_k or 0)
-        _launch(kernel, (-(-num_tokens // (REDUCE_THREADS // 32)),), REDUCE_THREADS, args, stream)
+    where = addresses(rows, d_scores_view.device, current_stream(d_scores_view) if stream is None else stream)
+    bias_score_grad_unchecked(d_out, bias, where, d_scores=d_scores_view)
     return d_scores
+
+
+def bias_score_grad_unchecked(d_out: Any, down_bias: Any, rows: RowAddresses, *, d_scores: Any) -> None:
+    num_tokens, d = d_out.shape
+    if num_tokens and rows.num_experts:
+        indices = (rows.token_index_map, rows.offsets, rows.token_offsets)
+        words = (d_out.data_ptr(), down_bias.data_ptr(), *indices, d_scores.data_ptr(), num_tokens, rows.num_experts, d)
+        kernel, grid = reduce_kernel("bias_score_grad", rows.top_k), (-(-num_tokens // (REDUCE_THREADS // 32)), 1)
+        launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
 
 
 def row_shares(num_rows: int) -> tuple[int, int]:
@@ -188,21 +197,39 @@ def expert_row_sum(
     f32 = out is not None and view(out, "out").dtype == "float32"
     out, out_view = output("out", out, "float32" if f32 else "bfloat16", (num_experts, m))
     weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
-    shares, rows_per_share = row_shares(rows.num_rows)
     workspace, slots = output("workspace", workspace, "float32", (row_sum_slots(rows.num_rows, num_experts), m))
     if num_experts == 0 or m == 0:
         return out
-    stream = current_stream(out_view) if stream is None else stream
-    if shares:
-        indices = (rows.pair_indices.ptr, rows.offsets.ptr, _pointer(rows.pair_tokens), _pointer(weights))
-        args = (values.ptr, *indices, slots.ptr, num_experts, m, rows_per_share, int(gather))
-        kernel = reduce_kernel("expert_row_sum", rows.top_k or 0)
-        _launch(kernel, (-(-m // (32 * CHUNK)), shares), REDUCE_THREADS, args, stream)
-    outs = (0, out_view.ptr) if f32 else (out_view.ptr, 0)
-    finish_args = (slots.ptr, rows.offsets.ptr, *outs, m, rows_per_share, int(accumulate))
-    kernel = reduce_kernel("expert_row_sum_finish", 0)
-    _launch(kernel, (-(-m // REDUCE_THREADS), num_experts), REDUCE_THREADS, finish_args, stream)
+    where = addresses(rows, out_view.device, current_stream(out_view) if stream is None else stream)
+    options: dict[str, Any] = {"out": out_view, "f32": f32, "accumulate": accumulate, "workspace": slots}
+    expert_row_sum_unchecked(values, where, gather=gather, scores=weights, **options)
     return out
+
+
+def expert_row_sum_unchecked(
+    values: Any,
+    rows: RowAddresses,
+    *,
+    gather: bool = False,
+    scores: Any = None,
+    out: Any,
+    f32: bool,
+    accumulate: bool = False,
+    workspace: Any,
+) -> None:
+    """f32: whether ``out`` is."""
+    (num_experts, m), out_at, slots = out.shape, out.data_ptr(), workspace.data_ptr()
+    shares, rows_per_share = row_shares(rows.num_rows)
+    if shares:
+        weights = 0 if scores is None else scores.data_ptr()
+        inputs = (values.data_ptr(), rows.pair_indices, rows.offsets, rows.pair_tokens, weights)
+        words = (*inputs, slots, num_experts, m, rows_per_share, int(gather))
+        kernel, grid = reduce_kernel("expert_row_sum", rows.top_k), (-(-m // (32 * CHUNK)), shares)
+        launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
+    outs = (0, out_at) if f32 else (out_at, 0)
+    words = (slots, rows.offsets, *outs, m, rows_per_share, int(accumulate))
+    kernel, grid = reduce_kernel("expert_row_sum_finish", 0), (-(-m // REDUCE_THREADS), num_experts)
+    launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
 
 
 def row_sum_slots(num_rows: int, num_experts: int) -> int:

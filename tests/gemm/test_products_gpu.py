@@ -5,7 +5,6 @@ Outputs are poisoned with NaN before each run, rows of no pair in inputs and out
 
 from __future__ import annotations
 
-import functools
 import gc
 
 import pytest
@@ -15,7 +14,7 @@ from oracle import EXACT, ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case,
 
 from blazeproto import gemm
 from blazeproto.gemm import config as tiles
-from blazeproto.gemm import products, rowops
+from blazeproto.gemm import rowops, unchecked
 from blazeproto.gemm.compile import compile_many
 from blazeproto.reference import ACTIVATIONS, activate
 
@@ -148,7 +147,7 @@ def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(Shape(2000, 256, 384, 6, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     calm = run_kernels(case, given)
-    monkeypatch.setattr(products, "kernel_for", functools.partial(tiles.kernel_for, debug=("INJECT_DELAYS",)))
+    monkeypatch.setattr(unchecked, "DEBUG", ("INJECT_DELAYS",))
     _same_bits(case, given, calm, times=3)
 
 

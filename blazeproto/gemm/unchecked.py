@@ -1,0 +1,351 @@
+"""The products as launches: for a caller that has checked its arrays and allocated the outputs, on the training path.
+
+Functions of the same names in `blazeproto.gemm` check, allocate, and come here; their docstrings tell what is computed. An
+array is a torch tensor or a DeviceArray, of which shape and address are used. It must be what the docstring there asks for:
+contiguous, 16-byte aligned, of the right dtype, on the rows' device. ``rows`` is a `RowAddresses`. What a launch needs beside
+addresses is worked out once a shape (`launch.Plan`), so that a call takes about 5 µs of the host.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for
+from blazeproto.gemm.launch import Box, Plan, box_2d, box_3d, box_4d
+from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
+from blazeproto.gemm.rowops import combine_unchecked as combine
+from blazeproto.gemm.rowops import expert_row_sum_unchecked as expert_row_sum
+from blazeproto.gemm.rowops import num_sms, reduce_scores_grad_unchecked
+from blazeproto.gemm.rows import RowAddresses
+
+__all__ = [
+    "bias_score_grad",
+    "combine",
+    "down_backward_act",
+    "down_backward_weight",
+    "down_forward",
+    "down_forward_fused",
+    "expert_row_sum",
+    "grouped_mm",
+    "up_backward_act",
+    "up_backward_weight",
+    "up_forward",
+]
+
+SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
+NARROW_SLAB = 32  # columns of one in down_backward.cu
+SHAPES = 1024  # whose plans are kept, of each product
+
+DEBUG: tuple[str, ...] = ()
+"""Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=…), for tests."""
+
+
+# --- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def _grid(device: int, config: TileConfig, tiles_at_most: int) -> int:
+    """CTAs of a persistent kernel: one a multiprocessor, fewer for less work, whole clusters."""
+    count = min(num_sms(device), tiles_at_most * config.cluster)
+    return max(count // config.cluster, 1) * config.cluster
+
+
+def _rows_plan(
+    kernel: Any,
+    config: TileConfig,
+    where: tuple[int, int, int],
+    *,
+    gathered: bool,
+    reduction: int,
+    columns: int,
+    tile_columns: int,
+    weights: Box,
+    h: Box | None = None,
+    out0: Box | None = None,
+    out1: Box | None = None,
+) -> Plan:
+    """varlen_m.cuh: RowsParams. where: (rows, experts, device)."""
+    num_rows, num_experts, device = where
+    a = None if gathered else box_2d(reduction, num_rows, (BK, BM))
+    blocks_at_most = num_rows // (BM * config.cluster) + min(num_experts, num_rows)
+    grid = _grid(device, config, blocks_at_most * -(-columns // tile_columns))
+    numbers = (num_rows, num_experts, reduction, columns)
+    return Plan(kernel, (a, weights, h, out0, out1), 10, numbers, grid=grid, block=THREADS, device=device)
+
+
+def _words(
+    rows: RowAddresses,
+    *,
+    source: int = 0,
+    out0: int = 0,
+    out1: int = 0,
+    bias: Any = None,
+    scores: int = 0,
+    sums: int = 0,
+) -> tuple[int, ...]:
+    """The addresses in RowsParams."""
+    b = 0 if bias is None else bias.data_ptr()
+    return (source, *rows.pair_to_token, rows.offsets, out0, out1, b, scores, sums)
+
+
+def _h_box(n: int, halves: int, num_rows: int, box: tuple[int, int, int]) -> Box:
+    """Of H, (R, G n), seen as (half, row, column): a box may hold gate and up of the same rows one after the other."""
+    return Box((n, num_rows, halves), (2 * n * halves, 2 * n), box)
+
+
+def _weight_box(shape: tuple[int, int, int], config: TileConfig, transposed: bool) -> Box:
+    experts, outer, inner = shape
+    if transposed:
+        return box_3d((inner, outer, experts), (SLAB, BK, 1))
+    return box_4d((inner, outer, 1, experts), (BK, config.tile_n // config.cluster, 1, 1))
+
+
+@lru_cache(maxsize=SHAPES)
+def _up_plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    activation: str,
+    bias: bool,
+    config: TileConfig | None,
+    debug: tuple[str, ...],
+) -> Plan:
+    config, halves = config or DEFAULTS["up_forward"], 1 + is_gated(activation)
+    experts, width, d = shape
+    n = width // halves
+    return _rows_plan(
+        kernel_for("up_forward", config, activation=activation, bias=bias, debug=debug),
+        config,
+        where,
+        gathered=True,
+        reduction=d,
+        columns=n,
+        tile_columns=config.tile_n // halves,
+        weights=box_4d((d, n, halves, experts), (BK, config.tile_n // max(halves, config.cluster), 1, 1)),
+        out0=_h_box(n, halves, where[0], (SLAB, SLAB, 1)),
+        out1=box_2d(n, where[0], (SLAB, SLAB)),
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _linear_plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    gather: bool,
+    transposed: bool,
+    bias: bool,
+    fused: bool,
+    config: TileConfig | None,
+    debug: tuple[str, ...],
+) -> Plan:
+    product = "up_backward_act" if transposed else "down_forward"
+    config = config or DEFAULTS[product]
+    columns, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+    return _rows_plan(
+        kernel_for(product, config, bias=bias, fused=fused, gather=gather, debug=debug),
+        config,
+        where,
+        gathered=gather,
+        reduction=reduction,
+        columns=columns,
+        tile_columns=config.tile_n,
+        weights=_weight_box(shape, config, transposed),
+        out0=None if fused else box_2d(columns, where[0], (SLAB, SLAB)),
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _down_backward_plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    activation: str,
+    config: TileConfig | None,
+    debug: tuple[str, ...],
+) -> Plan:
+    config, halves = config or DEFAULTS["down_backward_act"], 1 + is_gated(activation)
+    _, d, n = shape
+    h = _h_box(n, halves, where[0], (NARROW_SLAB, SLAB, halves))
+    return _rows_plan(
+        kernel_for("down_backward_act", config, activation=activation, debug=debug),
+        config,
+        where,
+        gathered=True,
+        reduction=d,
+        columns=n,
+        tile_columns=config.tile_n,
+        weights=_weight_box(shape, config, True),
+        h=h,
+        out0=h,
+        out1=box_2d(n, where[0], (NARROW_SLAB, SLAB)),
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _weight_plan(
+    product: str,
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    f32: bool,
+    accumulate: bool,
+    config: TileConfig | None,
+    debug: tuple[str, ...],
+) -> Plan:
+    """weight.cu: WeightParams."""
+    config = config or DEFAULTS[product]
+    num_rows, _, device = where
+    experts, outer, inner = shape
+    # Widths of the gathered and of the ordered rows.
+    d, width = (outer, inner) if product == "down_backward_weight" else (inner, outer)
+    ordered = box_2d(width, num_rows, (SLAB, BK)) if num_rows else None
+    out = None if f32 else box_3d((inner, outer, experts), (SLAB, SLAB, 1))
+    tiles = experts * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
+    return Plan(
+        kernel_for(product, config, f32=f32, debug=debug),
+        (ordered, out),
+        7,
+        (experts, d, width, int(accumulate)),
+        grid=_grid(device, config, tiles),
+        block=THREADS,
+        device=device,
+    )
+
+
+# --- Launches --------------------------------------------------------------------------------------------------------
+
+
+def _where(rows: RowAddresses) -> tuple[int, int, int]:
+    return rows.num_rows, rows.num_experts, rows.device
+
+
+def up_forward(
+    x: Any,
+    up_proj: Any,
+    rows: RowAddresses,
+    *,
+    activation: str,
+    bias: Any = None,
+    h: Any,
+    act: Any,
+    config: TileConfig | None = None,
+) -> None:
+    if not rows.num_rows:
+        return
+    plan = _up_plan(_where(rows), up_proj.shape, activation, bias is not None, config, DEBUG)
+    h_at, act_at = h.data_ptr(), act.data_ptr()
+    words = _words(rows, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias)
+    plan.launch(rows.stream, (up_proj.data_ptr(), h_at, act_at), words)
+
+
+def grouped_mm(
+    a: Any,
+    weights: Any,
+    rows: RowAddresses,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Any = None,
+    out: Any,
+    config: TileConfig | None = None,
+) -> None:
+    if not rows.num_rows:
+        return
+    plan = _linear_plan(_where(rows), weights.shape, gather, transposed, bias is not None, False, config, DEBUG)
+    a_at, out_at = a.data_ptr(), out.data_ptr()
+    maps = (weights.data_ptr(), out_at) if gather else (a_at, weights.data_ptr(), out_at)
+    plan.launch(rows.stream, maps, _words(rows, source=a_at if gather else 0, out0=out_at, bias=bias))
+
+
+def down_forward(
+    act: Any, down_proj: Any, rows: RowAddresses, *, bias: Any = None, y: Any, config: TileConfig | None = None
+) -> None:
+    grouped_mm(act, down_proj, rows, bias=bias, out=y, config=config)
+
+
+def up_backward_act(
+    dh: Any, up_proj: Any, rows: RowAddresses, *, dx_rows: Any, config: TileConfig | None = None
+) -> None:
+    grouped_mm(dh, up_proj, rows, transposed=True, out=dx_rows, config=config)
+
+
+def down_forward_fused(
+    act: Any,
+    down_proj: Any,
+    scores: Any,
+    rows: RowAddresses,
+    *,
+    bias: Any = None,
+    out_f32: Any,
+    config: TileConfig | None = None,
+) -> None:
+    if not rows.num_rows:
+        return
+    plan = _linear_plan(_where(rows), down_proj.shape, False, False, bias is not None, True, config, DEBUG)
+    words = _words(rows, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
+    plan.launch(rows.stream, (act.data_ptr(), down_proj.data_ptr()), words)
+
+
+def down_backward_act(
+    d_out: Any,
+    down_proj: Any,
+    h: Any,
+    scores: Any,
+    rows: RowAddresses,
+    *,
+    activation: str,
+    dh: Any,
+    a_scaled: Any,
+    d_scores: Any,
+    workspace: Any,
+    config: TileConfig | None = None,
+) -> None:
+    if not rows.num_rows:
+        return
+    plan = _down_backward_plan(_where(rows), down_proj.shape, activation, config, DEBUG)
+    dh_at, a_at, partials = dh.data_ptr(), a_scaled.data_ptr(), workspace.data_ptr()
+    words = _words(rows, source=d_out.data_ptr(), out0=dh_at, out1=a_at, scores=scores.data_ptr(), sums=partials)
+    plan.launch(rows.stream, (down_proj.data_ptr(), h.data_ptr(), dh_at, a_at), words)
+    reduce_scores_grad_unchecked(workspace, d_scores, rows.token_index_map, rows.num_pairs, rows.device, rows.stream)
+
+
+def _weight_gradient(
+    product: str,
+    gathered: Any,
+    ordered: Any,
+    rows: RowAddresses,
+    dw: Any,
+    f32: bool,
+    accumulate: bool,
+    config: TileConfig | None,
+) -> None:
+    plan = _weight_plan(product, _where(rows), dw.shape, f32, accumulate, config, DEBUG)
+    ordered_at, dw_at = ordered.data_ptr(), dw.data_ptr()
+    maps = (*((ordered_at,) if rows.num_rows else ()), *(() if f32 else (dw_at,)))
+    words = (gathered.data_ptr(), ordered_at, *rows.pair_to_token, rows.offsets, dw_at if f32 else 0)
+    plan.launch(rows.stream, maps, words)
+
+
+def down_backward_weight(
+    d_out: Any,
+    a_scaled: Any,
+    rows: RowAddresses,
+    *,
+    dw: Any,
+    f32: bool,
+    accumulate: bool = False,
+    config: TileConfig | None = None,
+) -> None:
+    """f32: whether dw is."""
+    _weight_gradient("down_backward_weight", d_out, a_scaled, rows, dw, f32, accumulate, config)
+
+
+def up_backward_weight(
+    dh: Any,
+    x: Any,
+    rows: RowAddresses,
+    *,
+    dw: Any,
+    f32: bool,
+    accumulate: bool = False,
+    config: TileConfig | None = None,
+) -> None:
+    """f32: whether dw is."""
+    _weight_gradient("up_backward_weight", x, dh, rows, dw, f32, accumulate, config)
