@@ -109,8 +109,7 @@ def _check_routing(
                 f"dispatch: expected one for num_experts={num_experts}, got offsets of shape "
                 f"{tuple(dispatch.expert_token_offsets.shape)}"
             )
-        if dispatch.expert_token_offsets.device != device:
-            raise ValueError(f"dispatch: expected on {device} as x is, got {dispatch.expert_token_offsets.device}")
+        _check_dispatch(num_tokens, device, dispatch)
         return
     if topk_experts is None:
         raise ValueError("topk_experts: expected (T, K) expert ids, or dispatch= instead, got neither")
@@ -134,6 +133,23 @@ def _check_routing(
         _check_shape("pair_tokens", pair_tokens, tuple(topk_experts.shape), "(P,)")
         _check_shape("token_offsets", token_offsets, (num_tokens + 1,), "(T + 1,)")
     _check_shape("scores", scores, tuple(topk_experts.shape), "that of topk_experts")
+
+
+def _check_dispatch(num_tokens: int, device: torch.device, dispatch: Any) -> None:
+    """Index arrays that no operator made: the kernels trust them."""
+    num_pairs = dispatch.token_index_map.shape[0]
+    names = ["expert_pair_indices", "expert_token_offsets", "token_index_map"]
+    if dispatch.top_k is None:
+        names += ["pair_tokens", "token_offsets"]
+        if dispatch.token_offsets is not None:
+            _check_shape("dispatch.token_offsets", dispatch.token_offsets, (num_tokens + 1,), "(T + 1,)")
+    elif num_pairs != num_tokens * dispatch.top_k:
+        raise ValueError(f"dispatch: expected {num_tokens} tokens of top_k={dispatch.top_k}, got {num_pairs} pairs")
+    for name in names:
+        array = getattr(dispatch, name)
+        _check_tensor(f"dispatch.{name}", array, (torch.int32,), device)
+        if array.dim() != 1:
+            raise ValueError(f"dispatch.{name}: expected one dimension, got shape {tuple(array.shape)}")
 
 
 def _check_weight_dtypes(x: Tensor, *weights: Tensor | None) -> None:

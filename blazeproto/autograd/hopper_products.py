@@ -1,8 +1,8 @@
 """The products of the expert MLP on a Hopper GPU: ``blazeproto.gemm`` with outputs and workspaces allocated by torch.
 
-Same names and signatures as ``torch_products``, whose docstrings give the shapes. Nothing here outlives the call: no
-pointer, no view, so weights may move between forward and backward. An array that is not contiguous or not 16-byte
-aligned is copied.
+Same names and signatures as ``torch_products``, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so
+the kernels are launched unchecked, for the host's time. Nothing here outlives the call: no pointer, no view, so weights
+may move between forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blazeproto import dispatch, gemm
+from blazeproto import dispatch
+from blazeproto.arrays import current_stream
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
+from blazeproto.gemm import score_partials, unchecked
 from blazeproto.gemm.rowops import row_sum_slots
+from blazeproto.gemm.rows import RowAddresses, addresses
 from blazeproto.reference import is_gated
 
 ALIGNMENT = 16  # bytes
@@ -35,7 +38,8 @@ def up_forward(
     h = x.new_empty(num_rows, up_width) if h_out is None else h_out
     act = x.new_empty(num_rows, up_width // (1 + is_gated(activation)))
     bias = None if bias is None else _ready(bias.to(x.dtype))
-    gemm.up_forward(_ready(x), _ready(up_proj), _views(rows), activation=activation, bias=bias, h=h, act=act)
+    x, up_proj = _ready(x), _ready(up_proj)  # names keep copies alive until the launch is in the stream
+    unchecked.up_forward(x, up_proj, _addresses(rows), activation=activation, bias=bias, h=h, act=act)
     return h, act
 
 
@@ -57,16 +61,16 @@ def down_forward(
     out: Tensor | None = None,
 ) -> Tensor:
     d_model = down_proj.shape[1]
-    views, down_proj, scores = _views(rows), _ready(down_proj), _ready(scores)
+    where, act, down_proj, scores = _addresses(rows), _ready(act), _ready(down_proj), _ready(scores)
     bias = None if bias is None else _ready(bias.to(act.dtype))
     if combine == "fused":
         sums = torch.zeros(num_tokens, d_model, dtype=torch.float32, device=act.device)
-        gemm.down_forward_fused(act, down_proj, scores, views, bias=bias, out_f32=sums)
+        unchecked.down_forward_fused(act, down_proj, scores, where, bias=bias, out_f32=sums)
         return sums.to(act.dtype) if out is None else out.copy_(sums)
     y = act.new_empty(act.shape[0], d_model)
-    gemm.down_forward(act, down_proj, views, bias=bias, y=y)
+    unchecked.down_forward(act, down_proj, where, bias=bias, y=y)
     out = act.new_empty(num_tokens, d_model) if out is None else out
-    gemm.combine(y, views, scores=scores, out=out)
+    unchecked.combine(y, where, scores=scores, out=out)
     return out
 
 
@@ -85,34 +89,36 @@ def down_backward(
     d_bias: Tensor | None = None,
 ) -> DownGradients:
     needs_h, needs_scores, needs_weight, needs_bias = needs
-    views, d_out, down_proj, scores = _views(rows), _ready(d_out), _ready(down_proj), _ready(scores)
+    where, d_out, down_proj, scores = _addresses(rows), _ready(d_out), _ready(down_proj), _ready(scores)
     dh = d_scores = None
     if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
+        h = _ready(h)
         num_rows, d_expert = h.shape[0], down_proj.shape[2]
         dh = torch.empty_like(h)
         a_scaled = h.new_empty(num_rows, d_expert)
         d_scores = torch.empty_like(scores)
-        gemm.down_backward_act(
+        unchecked.down_backward_act(
             d_out,
             down_proj,
             h,
             scores,
-            views,
+            where,
             activation=activation,
             dh=dh,
             a_scaled=a_scaled,
-            d_scores=d_scores.view(-1),
-            workspace=scores.new_empty(gemm.score_partials(d_expert), num_rows),
+            d_scores=d_scores,
+            workspace=scores.new_empty(score_partials(d_expert), num_rows),
         )
         if bias is not None and needs_scores:
             bias = _ready(bias.to(d_out.dtype))
-            gemm.bias_score_grad(d_out, bias, views, d_scores=d_scores)
+            unchecked.bias_score_grad(d_out, bias, where, d_scores=d_scores)
         if needs_weight:
             accumulate = d_weight is not None
             d_weight = torch.empty_like(down_proj, dtype=weight_dtype) if d_weight is None else d_weight
-            gemm.down_backward_weight(d_out, a_scaled, views, dw=d_weight, accumulate=accumulate)
+            f32 = d_weight.dtype == torch.float32
+            unchecked.down_backward_weight(d_out, a_scaled, where, dw=d_weight, f32=f32, accumulate=accumulate)
     if needs_bias:
-        d_bias = _expert_sum(d_out, down_proj, views, d_bias, scores)
+        d_bias = _expert_sum(d_out, down_proj, where, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
 
 
@@ -128,42 +134,52 @@ def up_backward(
     d_bias: Tensor | None = None,
 ) -> UpGradients:
     needs_x, needs_weight, needs_bias = needs
-    views, dh, x, up_proj = _views(rows), _ready(dh), _ready(x), _ready(up_proj)
+    where, dh, x, up_proj = _addresses(rows), _ready(dh), _ready(x), _ready(up_proj)
     if needs_x:
         dx_rows = x.new_empty(dh.shape[0], x.shape[1])
-        gemm.up_backward_act(dh, up_proj, views, dx_rows=dx_rows)
+        unchecked.up_backward_act(dh, up_proj, where, dx_rows=dx_rows)
         dx = torch.empty_like(x) if dx is None else dx
-        gemm.combine(dx_rows, views, out=dx)
+        unchecked.combine(dx_rows, where, out=dx)
         del dx_rows  # before the weight gradient is allocated
     if needs_weight:
         accumulate = d_weight is not None
         d_weight = torch.empty_like(up_proj, dtype=weight_dtype) if d_weight is None else d_weight
-        gemm.up_backward_weight(dh, x, views, dw=d_weight, accumulate=accumulate)
+        f32 = d_weight.dtype == torch.float32
+        unchecked.up_backward_weight(dh, x, where, dw=d_weight, f32=f32, accumulate=accumulate)
     if needs_bias:
-        d_bias = _expert_sum(dh, up_proj, views, d_bias)
+        d_bias = _expert_sum(dh, up_proj, where, d_bias)
     return dx, d_weight, d_bias
 
 
 def _expert_sum(
-    values: Tensor, weight: Tensor, views: gemm.Rows, accumulator: Tensor | None, scores: Tensor | None = None
+    values: Tensor, weight: Tensor, where: RowAddresses, accumulator: Tensor | None, scores: Tensor | None = None
 ) -> Tensor:
     """A bias gradient: (E, m) sums over each expert's rows, of S dO gathered (``scores`` given) or of rows as they are."""
     num_experts, width = weight.shape[:2]
-    accumulate = accumulator is not None
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
-    slots = values.new_empty(row_sum_slots(views.num_rows, num_experts), width, dtype=torch.float32)
-    gather = scores is not None
-    gemm.expert_row_sum(values, views, gather=gather, scores=scores, out=out, accumulate=accumulate, workspace=slots)
+    unchecked.expert_row_sum(
+        values,
+        where,
+        gather=scores is not None,
+        scores=scores,
+        out=out,
+        f32=True,
+        accumulate=accumulator is not None,
+        workspace=values.new_empty(row_sum_slots(where.num_rows, num_experts), width, dtype=torch.float32),
+    )
     return out
 
 
-def _views(rows: Rows) -> gemm.Rows:
-    """The index arrays as pointers, once for all the kernels of an operator; chunks of them may need an aligned copy."""
-    pair_indices, offsets, token_index_map = (_ready(t) for t in rows[:3])
-    return gemm.Rows(pair_indices, offsets, token_index_map, rows.top_k, rows.pair_tokens, rows.token_offsets).views()
+def _addresses(rows: Rows) -> RowAddresses:
+    """The index arrays as addresses, once for all the kernels of an operator; chunks of them may need an aligned copy."""
+    pair_indices, offsets, token_index_map, top_k, *varying = rows
+    index_arrays = (_ready(pair_indices), _ready(offsets), _ready(token_index_map))
+    aligned = Rows(*index_arrays, top_k, *(None if t is None else _ready(t) for t in varying))
+    return addresses(aligned, offsets.get_device(), current_stream(offsets))
 
 
 def _ready(t: Tensor) -> Tensor:
     """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
-    t = t.contiguous()
-    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
+    if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

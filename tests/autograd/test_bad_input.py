@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -141,6 +143,13 @@ def test_a_dispatch_for_other_pairs(make_case):
         moe_mlp(*arguments, case.topk_experts, dispatch=dispatch_of(111, 5), num_experts=5)
     with pytest.raises(ValueError, match=r"workspace_bytes: expected None with dispatch="):
         moe_mlp(*arguments, dispatch=dispatch_of(111, 5), num_experts=5, workspace_bytes=100_000)
+    wide = replace(dispatch_of(111, 5), token_index_map=torch.zeros(111, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"dispatch.token_index_map: expected dtype torch.int32, got torch.int64"):
+        moe_mlp(*arguments, dispatch=wide, num_experts=5)
+    with pytest.raises(ValueError, match=r"dispatch: expected 37 tokens of top_k=2, got 111 pairs"):
+        moe_mlp(*arguments, dispatch=replace(dispatch_of(111, 5), top_k=2), num_experts=5)
+    with pytest.raises(TypeError, match=r"dispatch.pair_tokens: expected a torch.Tensor, got NoneType"):
+        moe_mlp(*arguments, dispatch=replace(dispatch_of(111, 5), top_k=None), num_experts=5)
 
 
 def test_what_the_hopper_backend_misses():
