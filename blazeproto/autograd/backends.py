@@ -7,7 +7,7 @@ and every operator of one layer answers alike.
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
@@ -26,13 +26,18 @@ def products_for(options: Options, t: Tensor, d_model: int, d_expert: int) -> Mo
     Raises:
         ValueError: "hopper" was asked for and cannot run; the message says what is missing.
     """
-    if options.backend != "torch":
-        missing = missing_for_hopper(t.device, t.dtype, d_model, d_expert)
+    return _products_for(options.backend, t.device, t.dtype, d_model, d_expert)
+
+
+@lru_cache(maxsize=1024)
+def _products_for(backend: str, device: torch.device, dtype: torch.dtype, *widths: int) -> ModuleType:
+    if backend != "torch":
+        missing = missing_for_hopper(device, dtype, *widths)
         if missing is None:
             from blazeproto.autograd import hopper_products
 
             return hopper_products
-        if options.backend == "hopper":
+        if backend == "hopper":
             raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
     from blazeproto.autograd import torch_products
 

@@ -263,9 +263,8 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    operator = torch.ops.blazeproto.moe_chunked_backward.default
     needs = ctx.needs_input_grad[:6]
-    return (*gradients_of(operator, needs, d_out, *ctx.saved_tensors, ctx.chunk_tokens, ctx.options),)
+    return (*gradients_of("moe_chunked_backward", needs, d_out, *ctx.saved_tensors, ctx.chunk_tokens, ctx.options),)
 
 
 differentiate("moe_chunked", 6, _setup, _backward)

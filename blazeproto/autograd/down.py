@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
+    cast,
     define,
     differentiate,
     gradients_of,
@@ -42,7 +43,7 @@ def _down(
     rows, options = decode_tail(*tail)
     products = products_for(options, act, *down_proj.shape[1:])
     num_tokens = _num_tokens(scores, rows.token_offsets)
-    return products.down_forward(act, down_proj.to(act.dtype), down_bias, scores, rows, num_tokens, options.combine)
+    return products.down_forward(act, cast(down_proj, act.dtype), down_bias, scores, rows, num_tokens, options.combine)
 
 
 def _down_fake(h: Tensor, act: Tensor, scores: Tensor, down_proj: Tensor, *rest: Any) -> Tensor:
@@ -72,10 +73,10 @@ def _down_backward(
     products = products_for(options, d_out, *down_proj.shape[1:])
     if h is None:
         assert x is not None and up_proj is not None
-        h, act = products.recompute_h(x, up_proj.to(x.dtype), up_bias, rows, options.activation)
+        h, act = products.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
     dh, d_scores, d_weight, d_bias = products.down_backward(
         d_out.contiguous(),  # out.sum() delivers a gradient of stride 0
-        down_proj.to(h.dtype),
+        cast(down_proj, h.dtype),
         down_bias,
         h,
         act,
@@ -86,7 +87,7 @@ def _down_backward(
         weight_grad_dtype(down_proj, options),
     )
     return present(
-        (dh, d_scores, d_weight, d_bias if down_bias is None or d_bias is None else d_bias.to(down_bias.dtype))
+        (dh, d_scores, d_weight, d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype))
     )
 
 
@@ -153,9 +154,8 @@ def _backward(ctx: Any, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, None, None, None)
     needs_h, _needs_act, *needs_parameters = ctx.needs_input_grad[:5]
     *saved, pair_tokens, token_offsets = ctx.saved_tensors
-    operator = torch.ops.blazeproto.moe_down_backward.default
-    needs = [needs_h, *needs_parameters]
-    dh, *rest = gradients_of(operator, needs, d_out, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    needs, tail = [needs_h, *needs_parameters], (ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    dh, *rest = gradients_of("moe_down_backward", needs, d_out, *saved, *tail)
     return (dh, None, *rest)
 
 

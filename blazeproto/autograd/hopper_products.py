@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blazeproto import dispatch
 from blazeproto.arrays import current_stream
+from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
 from blazeproto.gemm import score_partials, unchecked
 from blazeproto.gemm.rowops import row_sum_slots
@@ -37,7 +38,7 @@ def up_forward(
     num_rows, up_width = rows.pair_indices.shape[0], up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h_out is None else h_out
     act = x.new_empty(num_rows, up_width // (1 + is_gated(activation)))
-    bias = None if bias is None else _ready(bias.to(x.dtype))
+    bias = None if bias is None else _ready(cast(bias, x.dtype))
     x, up_proj = _ready(x), _ready(up_proj)  # names keep copies alive until the launch is in the stream
     unchecked.up_forward(x, up_proj, _addresses(rows), activation=activation, bias=bias, h=h, act=act)
     return h, act
@@ -62,7 +63,7 @@ def down_forward(
 ) -> Tensor:
     d_model = down_proj.shape[1]
     where, act, down_proj, scores = _addresses(rows), _ready(act), _ready(down_proj), _ready(scores)
-    bias = None if bias is None else _ready(bias.to(act.dtype))
+    bias = None if bias is None else _ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(num_tokens, d_model, dtype=torch.float32, device=act.device)
         unchecked.down_forward_fused(act, down_proj, scores, where, bias=bias, out_f32=sums)
@@ -110,7 +111,7 @@ def down_backward(
             workspace=scores.new_empty(score_partials(d_expert), num_rows),
         )
         if bias is not None and needs_scores:
-            bias = _ready(bias.to(d_out.dtype))
+            bias = _ready(cast(bias, d_out.dtype))
             unchecked.bias_score_grad(d_out, bias, where, d_scores=d_scores)
         if needs_weight:
             accumulate = d_weight is not None

@@ -24,6 +24,7 @@ from torch import Tensor
 from blazeproto.autograd import down, up  # noqa: F401 (they define the operators)
 from blazeproto.autograd.checks import check_arguments
 from blazeproto.autograd.chunked import chunk_length, transient_bytes_per_token
+from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import Options, SavePolicy
 
 
@@ -141,7 +142,7 @@ def _run(
     """:func:`moe_mlp` after checks and casts."""
     ops = torch.ops.blazeproto
     x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
-    scores = scores.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    scores = cast(scores, torch.promote_types(x.dtype, torch.float32)).contiguous()
 
     if workspace_bytes is not None:
         assert topk_experts is not None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
+    cast,
     define,
     differentiate,
     gradients_of,
@@ -24,7 +25,7 @@ def _up(x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any) -> tuple
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n) -> h (R, G*n), act (R, n)."""
     rows, options = decode_tail(*tail)
     products = products_for(options, x, *_widths(up_proj, options))
-    return products.up_forward(x, up_proj.to(x.dtype), up_bias, rows, options.activation)
+    return products.up_forward(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
 
 
 def _up_fake(x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,8 @@ def _up_backward(
     rows, options = decode_tail(*tail)
     products = products_for(options, x, *_widths(up_proj, options))
     weight_dtype = weight_grad_dtype(up_proj, options)
-    dx, d_weight, d_bias = products.up_backward(dh, x, up_proj.to(x.dtype), rows, needs, weight_dtype)
-    return present((dx, d_weight, d_bias if up_bias is None or d_bias is None else d_bias.to(up_bias.dtype)))
+    dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
+    return present((dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)))
 
 
 def _up_backward_fake(
@@ -80,9 +81,8 @@ def _backward(ctx: Any, dh: Tensor | None, _d_act: None) -> tuple[Tensor | None,
     if dh is None:
         return (None, None, None)
     *saved, pair_tokens, token_offsets = ctx.saved_tensors
-    operator = torch.ops.blazeproto.moe_up_backward.default
-    needs = ctx.needs_input_grad[:3]
-    return (*gradients_of(operator, needs, dh, *saved, ctx.top_k, pair_tokens, token_offsets, ctx.options),)
+    tail = (ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    return (*gradients_of("moe_up_backward", ctx.needs_input_grad[:3], dh, *saved, *tail),)
 
 
 differentiate("moe_up", 3, _setup, _backward)
