@@ -61,19 +61,28 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(
     assert "stopped after step" in printed
     assert 8 <= len(metrics(tmp_path / "cut")) < 20
     assert not (tmp_path / "cut" / "summary.json").exists()
-    process = start("--resume", "--out", tmp_path)
+    process = start("--resume", "--out", tmp_path, "--device", "cpu")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert metrics(tmp_path / "cut") == metrics(finished)
     assert same_weights(tmp_path / "cut", finished)
 
 
-@pytest.mark.parametrize("router", ["aux_free", "expert_choice", "hash"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--router aux_free",
+        "--router expert_choice",
+        "--router hash",
+        pytest.param("--device cuda --bf16 --backend hopper", marks=pytest.mark.gpu),
+        pytest.param("--device cuda --bf16 --backend torch", marks=pytest.mark.gpu),
+    ],
+)
 def test_resume_from_the_middle(
-    router: str, tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path, script: Any, monkeypatch: Any
+    options: str, tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path, script: Any, monkeypatch: Any
 ) -> None:
     """Ten steps and ten steps are twenty, where a router has a state of its own too."""
-    assert run(*tiny, "--router", router, "--out", tmp_path, "--name", "whole")[0] == 0
+    assert run(*tiny, *options.split(), "--out", tmp_path, "--name", "whole")[0] == 0
     whole_step = script.Trainer.train_step
 
     def step_and_interrupt(trainer: Any) -> Any:
@@ -82,14 +91,26 @@ def test_resume_from_the_middle(
         return whole_step(trainer)
 
     monkeypatch.setattr(script.Trainer, "train_step", step_and_interrupt)
-    code, printed = run(*tiny, "--router", router, "--out", tmp_path, "--name", "cut")
+    code, printed = run(*tiny, *options.split(), "--out", tmp_path, "--name", "cut")
     assert code == 0
     assert "stopped after step 10 of 20" in printed
     monkeypatch.undo()
     torch.manual_seed(123)  # whatever state the process is in
-    assert run("--resume", "--out", tmp_path)[0] == 0
+    device = ["--device", "cuda"] if "cuda" in options else ["--device", "cpu"]
+    assert run("--resume", "--out", tmp_path, *device)[0] == 0
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert same_weights(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.gpu
+def test_backends_learn_alike(tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path) -> None:
+    """From one seed, on the GPU."""
+    for backend in ("hopper", "torch"):
+        options = ["--device", "cuda", "--bf16", "--backend", backend, "--out", tmp_path, "--name", backend]
+        code, printed = run(*tiny, *options)
+        assert code == 0, printed
+    hopper, torch_ = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("hopper", "torch"))
+    assert hopper == pytest.approx(torch_, rel=0.02)
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
@@ -102,7 +123,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     process.wait(timeout=60)
     with (tmp_path / "cpu" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 15, "loss": 1.0}\n{"step": 16, "lo')
-    code, printed = run("--resume", "--out", tmp_path)
+    code, printed = run("--resume", "--out", tmp_path, "--device", "cpu")
     assert code == 0, printed
     assert metrics(tmp_path / "cpu") == metrics(finished)
 

@@ -1,0 +1,41 @@
+"""scripts/compare_backends.py on curves that are made up."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import compare_backends
+import pytest
+
+
+def curve(length: int = 500) -> list[float]:
+    return [1.5 + 4 * math.exp(-step / 80) for step in range(length)]
+
+
+def test_smoothed() -> None:
+    assert compare_backends.smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
+    step = compare_backends.smoothed([0.0] * 200 + [1.0] * compare_backends.HALF_LIFE)
+    assert step[-1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_largest_difference() -> None:
+    losses = curve()
+    assert compare_backends.largest_difference(losses, losses)[0] == 0
+    apart = [loss * (1.02 if step >= 300 else 1) for step, loss in enumerate(losses)]
+    difference, step = compare_backends.largest_difference(apart, losses)
+    assert difference == pytest.approx(0.02, rel=0.05)
+    assert step > 300
+    assert compare_backends.largest_difference([*losses[:-1], math.nan], losses)[0] == math.inf
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.005, 0), (1.03, 1)])
+def test_verdict_and_picture(factor: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"hopper": [loss * factor for loss in curve()], "torch": curve()}
+    (tmp_path / "curves.json").write_text(json.dumps({"losses": losses}))
+    picture = tmp_path / "curves.png"
+    arguments = ["compare_backends.py", "--results", str(tmp_path / "curves.json"), "--picture", str(picture)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert compare_backends.main() == code
+    assert picture.read_bytes().startswith(b"\x89PNG")
