@@ -13,7 +13,7 @@ from blazeproto.gemm.compile import Kernel
 
 SMEM_BYTES = 227 * 1024  # mainloop.cuh: SMEM_LIMIT
 THREADS = 384  # mainloop.cuh: THREADS
-MAX_EXPERTS = 512  # varlen_m.cuh: MAX_EXPERTS
+MAX_EXPERTS = 512  # mainloop.cuh: MAX_EXPERTS
 BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
 
 GATED = ("swiglu", "geglu")

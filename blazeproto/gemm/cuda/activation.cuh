@@ -27,7 +27,9 @@ DEVICE ValueAndSlope nonlinearity(float x) {
         constexpr float INV_SQRT_2PI = 0.3989422804014327f, HALF_LOG2E = 0.7213475204444817f;
         const float density = INV_SQRT_2PI * exp2_approx(-HALF_LOG2E * x * x);
         const float t = reciprocal_approx(1.0f + 0.2316419f * fabsf(x));
-        const float upper = density * t * (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
+        const float upper =
+            density * t *
+            (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
         const float cdf = x > 0.0f ? 1.0f - upper : upper;
         return {x * cdf, cdf + x * density};
     }

@@ -14,7 +14,7 @@
 //
 // A pair without a row (-1: its expert lives elsewhere) adds nothing. Sums are the same, to the bit, for any grid.
 //
-// -D: TOP_K       pairs of a token: p = t * TOP_K + slot. 0: they vary, token t has pairs token_offsets[t] to token_offsets[t + 1]
+// -D: TOP_K       pairs of a token: p = t * TOP_K + slot. 0: they vary, token t has pairs token_offsets[t] to [t + 1]
 //     HAS_SCORES  0 or 1
 //     LANES       threads that share a token, a power of two, at most THREADS
 //     VECTORS     16-byte chunks of a row that a thread takes, LANES chunks apart

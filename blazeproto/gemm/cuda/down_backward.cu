@@ -10,7 +10,7 @@
 //                            wgmma -> acc = dA'  ->   ldmatrix, derivative, stmatrix in place
 //   W_down  --TMA-----> B  /                                         | dgate | dup | + | A' |  --TMA--> dH, A'
 //
-// The slabs here are 64 rows x 32 columns (64-byte swizzle): half as wide as elsewhere, so that four of H fit beside three stages.
+// The slabs here are 64 rows x 32 columns (64-byte swizzle): half as wide as elsewhere, so that four of H fit beside 3 stages.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
@@ -71,7 +71,7 @@ struct DownBackwardEpilogue {
         tma_load_3d(h_slot(index), &p.h, h_barrier(index), of.column + index * SLAB_COLUMNS, of.row, 0);
     }
 
-    // The last tile's stores have to be out of the slots before this tile's H comes in; with a stage under way they are.
+    // The last tile's stores have to be out of the slots before this tile's H comes in: a short wait, with a stage under way.
     DEVICE void prefetch(const Tile& next) {
         if (warpgroup_thread() != 0) return;
         bulk_wait_group_read<0>();

@@ -1,7 +1,7 @@
 // From accumulators to global memory, in slabs of 64 rows x 64 columns of bf16.
 //
 //   registers --stmatrix--> slab in shared memory (128-byte swizzle) --TMA store--> global
-//                                                                    \--16-byte stores, predicated by row, in an expert's last block
+//                                                                    \--16-byte stores, predicated by row, at an expert's end
 //
 // A whole strip goes by TMA, which clips at the tensor's last column. A strip that crosses the expert's end must leave the next
 // expert's rows alone, which TMA can't know.
@@ -50,9 +50,9 @@ DEVICE uint32_t epilogue_barriers() {
     return shared_at(BARRIER_OFFSET + 2 * STAGES * 8 + consumer_index() * EPILOGUE_BARRIER_BYTES);
 }
 
-// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order, an even
-// number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole, and everybody
-// that the other slab has been read out.
+// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order, an
+// even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole, and
+// everybody that the other slab has been read out.
 constexpr int SLAB_PAIR_BYTES = 2 * SLAB_BYTES;
 
 DEVICE uint32_t slab_of_part(int index) { return epilogue_memory(SLAB_PAIR_BYTES) + index % 2 * SLAB_BYTES; }
@@ -76,9 +76,9 @@ DEVICE void skip_slab() {
     warpgroup_sync();
 }
 
-// An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled). DEFERRED 1
-// runs all but the first EAGER under the next tile's mainloop, one a stage, and keeps what they need in registers until then; 0 runs
-// them at once.
+// An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled).
+// DEFERRED 1 runs the first EAGER at once and the others under the next tile's mainloop, one a stage; what they need stays in
+// registers until then. DEFERRED 0 runs all of them at once.
 template <class Epilogue>
 struct Parts {
     static constexpr int WAITING = DEFERRED ? Epilogue::PARTS - Epilogue::EAGER : 0;

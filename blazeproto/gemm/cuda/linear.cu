@@ -51,8 +51,8 @@ struct LinearEpilogue {
         store_slab(
             tile.row + STRIP <= tile.row_end, [&] { tma_store_2d(&p.out0, slab, column, tile.row); },
             [&] {
-                store_slab_predicated(slab, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns, tile.row_end - tile.row,
-                                      p.columns - column);
+                store_slab_predicated(slab, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns,
+                                      tile.row_end - tile.row, p.columns - column);
             });
     }
 

@@ -7,10 +7,11 @@
 //                                 full[s]: data landed, consumers may read
 //                                 empty[s]: both consumers are done, the producer may write
 //
-// A stage holds BK = 64 steps of the reduction: one 128-byte swizzled row a row of A (or, MN-major, a row a step).
+// A stage holds BK = 64 steps of the reduction: K-major, a 128-byte swizzled row for each row of A; MN-major, one for each step.
 //
 // DEFERRED: the epilogue of a tile runs under the mainloop of the next one. After its last wgmma a consumer packs the accumulators
-// (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued.
+// (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued. An epilogue that
+// needs more registers than there are stores its first slabs before the next tile (epilogue.cuh: EAGER).
 //
 //   consumer    mma tile 0 | pack | mma tile 1 .................. | pack | mma tile 2 ....
 //                                 | slab, slab, slab of tile 0           | slab, slab, slab of tile 1
@@ -41,7 +42,7 @@ constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warp
 constexpr int EMPTY_ARRIVALS = CONSUMERS * 4 * CLUSTER;  // one a consumer warp, from every CTA of the cluster
 static_assert(BN % PANEL == 0, "B is loaded in panels");
 
-// Shared memory, all of it dynamic: the stages, then the epilogue's slabs; at the end the row schedule and before it the barriers.
+// Shared memory, all of it dynamic: the stages, then the epilogue's slabs; the row schedule last, and before it the barriers.
 constexpr int MAX_EXPERTS = 512;
 constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCHEDULE_OFFSET = SMEM_LIMIT - (MAX_EXPERTS + 4) * 4;
@@ -55,7 +56,8 @@ DEVICE uint8_t* shared_memory() {
 
 DEVICE uint32_t shared_at(int offset) { return smem_address(shared_memory()) + offset; }
 
-// Where in the ring a producer or consumer is. The addresses follow from `stage`: registers are short beside 192 of accumulators.
+// Where in the ring a producer or consumer is. The addresses follow from `stage`: registers are short beside 128 accumulators and
+// the 64 packed ones of the tile before.
 struct Ring {
     int stage = 0;
     uint32_t phase = 0;
@@ -75,7 +77,7 @@ struct Ring {
         }
     }
 
-    // By one thread, before any use. A stage is full by the TMA thread's expect_tx and, gathering, every producer thread's copies.
+    // By one thread, before any use. A stage is full by the TMA thread's expect_tx and, gathering, each producer thread's copies.
     DEVICE static void init() {
         for (Ring ring; ring.phase == 0; ring.advance()) {
             mbarrier_init(ring.full_barrier(), GATHER ? 1 + WARPGROUP : 1);

@@ -60,8 +60,8 @@ DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which would cost a
-// GPU-wide memory barrier a stage: what it guards is read by wgmma and written by TMA, never by ordinary accesses.
+// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which would cost
+// a GPU-wide memory barrier a stage: of what it guards, the peer writes its multicast boxes of B by TMA, and wgmma alone reads them.
 DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     maybe_delay();
     asm volatile(
@@ -136,7 +136,8 @@ DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
 
 // Into L2 only.
 DEVICE void tma_prefetch_2d(const TensorMap* map, int c0, int c1) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(map)), "r"(c0), "r"(c1)
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(map)), "r"(c0),
+                 "r"(c1)
                  : "memory");
 }
 

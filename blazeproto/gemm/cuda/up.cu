@@ -1,14 +1,15 @@
 // Up projection, forward. MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2, "up-proj A kernel".
 //
 //   H[r]   = x[token(r)] . W_up[e]^T (+ bias)      x (T, d) gathered, W_up (E, 2n, d) or (E, n, d), H (R, 2n) or (R, n)
-//   act[r] = SiLU(gate) * up                       act (R, n), from H as rounded to bf16, so that backward recomputes the same act
+//   act[r] = f(gate) * up                          act (R, n), from H as rounded to bf16: backward recomputes the same act
+//            or f(H[r]) without a gate             f by ACTIVATION (activation.cuh): SiLU, GELU, ReLU
 //
 //   x rows  --gather-->  A (BM x 64)  \                       / H slabs   --TMA-->  H
 //                                       wgmma -> acc (BM x BN)
 //   W_up    --TMA----->  B (BN x 64)  /                       \ act slabs --TMA-->  act
 //
 // B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units, so a thread holds gate and up of each of its elements
-// and no interleaved copy of the weights exists.
+// and no interleaved copy of the weights exists. docs/kernels.md tells how this kernel came to be as it is.
 //
 // Floor: max(4 n d R / 785 TFLOP/s, (2 d T + 2 d 2n E + 2 (2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
@@ -18,7 +19,7 @@ struct UpEpilogue {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
     static constexpr int SLABS_A_BLOCK = HALVES + 1;  // of 64 hidden units: H's gate, H's up, act
     static constexpr int PARTS = TILE_COLUMNS / 64 * SLABS_A_BLOCK;
-    static constexpr int EAGER = PARTS / 2;  // more would not fit beside the next tile's accumulators
+    static constexpr int EAGER = PARTS / 2;  // to wait with more than the other half takes too many registers
     static constexpr bool PREFETCHES = false;
     const RowsParams& p;
     uint32_t h[BN / 4];  // the strip of H as it is stored: pairs of bf16
@@ -31,7 +32,7 @@ struct UpEpilogue {
     DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
         tile = of;
 #pragma unroll
-        for (int i = 0; i < BN / 4; ++i) {  // h[2j + r]: row r * 8 + l / 4 of the strip's warp, columns 8 j + 2 (l % 4) and the next
+        for (int i = 0; i < BN / 4; ++i) {  // h[2j + r]: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
             uint32_t bias = 0;
             if (HAS_BIAS) {
                 const int half = i / 2 * 8 / TILE_COLUMNS;
@@ -77,7 +78,8 @@ struct UpEpilogue {
             [&] {
                 const int64_t stride = is_act ? p.columns : HALVES * p.columns;
                 bf16* out = is_act ? p.out1_rows : p.out0_rows + kind * p.columns;
-                store_slab_predicated(slab, out + tile.row * stride + column, stride, tile.row_end - tile.row, p.columns - column);
+                store_slab_predicated(slab, out + tile.row * stride + column, stride, tile.row_end - tile.row,
+                                      p.columns - column);
             });
     }
 };

@@ -1,12 +1,13 @@
 // Rows of every expert times that expert's weights: out[r, :] = a[r, :] . W[e] for offsets[e] <= r < offsets[e+1].
 //
 //   GATHER 0   a is already in expert order: TMA boxes of BM rows
-//   GATHER 1   a[r] is token (pair_indices[r] / top_k) of `source`: the producer's threads copy 16-byte chunks (cp.async)
+//   GATHER 1   a[r] is row token(pair_indices[r]) of `source`: the producer's threads copy 16-byte chunks (cp.async, gather.cuh)
 //
 //   B_MN 0     weights (E, columns, reduction): B tiles K-major       B_MN 1   weights (E, reduction, columns): MN-major
 //   HALVES 2   the tile's columns are two blocks of BN/2: gate rows and the up rows of the same hidden units
 //
-// One persistent CTA (or cluster) a multiprocessor walks the tiles of all experts; the host never learns a token count.
+// Persistent CTAs, one a multiprocessor, walk the tiles of all experts; the host never learns a token count. In order below: the
+// scheduler that cuts experts into tiles, the producer that fills the ring with a tile's stages, and the body of the kernel.
 #pragma once
 #include "epilogue.cuh"
 #include "gather.cuh"
@@ -27,7 +28,7 @@ struct RowsParams {
     const int* offsets;  // (experts + 1,)
     bf16 *out0_rows, *out1_rows;
     const bf16* bias;      // (experts, HALVES * columns)
-    const float* scores;   // by pair
+    const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
     int rows, experts, reduction, columns;
 };
@@ -45,7 +46,7 @@ struct TileScheduler {
 
     DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {}
 
-    // (experts + 1,): row blocks of all experts before this one.
+    // (experts + 1,): row blocks, of CLUSTER * BM rows, of all experts before this one.
     DEVICE static int* first_block() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
     DEVICE int column_blocks() const { return (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS; }
 
@@ -92,7 +93,8 @@ struct TileScheduler {
         const int in_group = local - group * ROW_GROUP * columns;
         const int group_rows = min(ROW_GROUP, blocks - group * ROW_GROUP);
         const int row_block = group * ROW_GROUP + in_group % group_rows;
-        return {low, p.offsets[low] + (row_block * CLUSTER + rank) * BM, p.offsets[low + 1], in_group / group_rows * TILE_COLUMNS};
+        return {low, p.offsets[low] + (row_block * CLUSTER + rank) * BM, p.offsets[low + 1],
+                in_group / group_rows * TILE_COLUMNS};
     }
 };
 
@@ -117,7 +119,8 @@ DEVICE void load_weights(const RowsParams& p, const Ring& ring, int expert, int 
     }
 }
 
-DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride, uint32_t rank) {
+DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride,
+                               uint32_t rank) {
     if (threadIdx.x != 0) return;
     for (int index = first; index < scheduler.tiles; index += stride) {
         const Tile tile = scheduler.at(index, rank);
@@ -131,7 +134,8 @@ DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileSchedul
     }
 }
 
-DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride, uint32_t rank) {
+DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler& scheduler, int first, int stride,
+                             uint32_t rank) {
     constexpr int PASSES = BM / ROWS_A_PASS;
     int next_pair[PASSES];
     const auto load_pairs_of = [&](int index) {
@@ -158,8 +162,8 @@ DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler
 }
 
 // ---- the kernel's body -----------------------------------------------------------------------------------------------
-// An Epilogue has SMEM_BYTES (a consumer's), a constructor (params), `init()` by the whole warpgroup, `prefetch(tile)` early in the
-// mainloop if it PREFETCHES, `hold(acc, tile)` which takes over the accumulators, and parts (epilogue.cuh: Parts).
+// An Epilogue has SMEM_BYTES (a consumer's), a constructor (params), `init()` by the whole warpgroup, `prefetch(tile)` during the
+// mainloop, early if it PREFETCHES, `hold(acc, tile)` which takes over the accumulators, and parts (epilogue.cuh: Parts).
 template <class Epilogue>
 DEVICE void varlen_m(const RowsParams& p) {
     static_assert(EPILOGUE_OFFSET + CONSUMERS * Epilogue::SMEM_BYTES <= BARRIER_OFFSET, "the stages and the epilogue do not fit");
@@ -181,7 +185,8 @@ DEVICE void varlen_m(const RowsParams& p) {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         const int steps = (p.reduction + BK - 1) / BK;
         Parts<Epilogue> parts(epilogue);
-        // With how many stages left: as soon as the tile before is stored, if the epilogue reads something of this one, else last.
+        // With how many stages left the tile is looked up: at the last, or, if the epilogue prefetches something of it, as soon as
+        // the tile before is stored.
         const int tile_at = Epilogue::PREFETCHES ? max(steps - Parts<Epilogue>::WAITING, 1) : 1;
         for (int index = first; index < scheduler.tiles; index += stride) {
             Tile tile;

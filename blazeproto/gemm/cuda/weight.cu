@@ -74,7 +74,7 @@ struct WeightProducer {
         }
     }
 
-    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and every tile of the expert wants them at once.
+    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and an expert's tiles all want them at once.
     DEVICE void prefetch_ordered(const WeightTile& tile, int row) const {
         constexpr int SHARE = B_PANELS / CLUSTER;
         if (row >= tile.row_end) return;
@@ -118,7 +118,8 @@ struct WeightProducer {
         }
 #pragma unroll 1
         for (int panel = 0; panel < B_PANELS; ++panel)
-            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, valid, 0);
+            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, valid,
+                         0);
     }
 };
 
@@ -173,7 +174,8 @@ struct WeightEpilogue {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {
-    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= BARRIER_OFFSET, "the stages and the epilogue do not fit");
+    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= BARRIER_OFFSET,
+                  "the stages and the epilogue do not fit");
     if (threadIdx.x == 0) Ring::init();
     __syncthreads();
     if constexpr (CLUSTER > 1) cluster_sync();

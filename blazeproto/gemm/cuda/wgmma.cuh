@@ -5,7 +5,7 @@
 //   K-major   row = one m (or n), 64 consecutive k. 8-row groups follow each other (SBO = 1024 bytes).
 //   MN-major  row = one k, 64 consecutive m (or n); a panel of BK rows for every 64 m, panels LBO apart.
 //
-// Accumulator of lane l in warp w (of the warpgroup's four): d[4j + 2h + i] is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + i.
+// Accumulators of lane l in warp w of the warpgroup's four: d[4j + 2h + i] is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + i.
 #pragma once
 #include "ptx.cuh"
 
@@ -35,7 +35,8 @@ DEVICE void pin_registers(float (&d)[COUNT]) {
 }
 
 // wgmma<TRANSPOSE_A, TRANSPOSE_B>: 1 says MN-major. `accumulate` 0 starts from zero instead of d.
-#define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define ACC8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define ACC32(i) ACC8(i), ACC8(i + 8), ACC8(i + 16), ACC8(i + 24)
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
