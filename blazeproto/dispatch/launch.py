@@ -13,7 +13,6 @@ Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same object runs the sa
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
@@ -24,9 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from blazeproto import driver
+
 CACHE_FORMAT = "1"  # part of every key: raise it when what a cache entry holds changes
 
 
+@cache
 def simulated() -> bool:
     """Whether kernels run in Numba's simulator, on NumPy arrays."""
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -121,8 +123,8 @@ class Kernel:
         module.load(code)
         function = module.get_function(entry).ptr
         optin = cupy.cuda.runtime.deviceGetAttribute(cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
-        driver = cupy.cuda.driver
-        driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, optin)
+        limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cupy.cuda.driver.funcSetAttribute(function, limit, optin)
         self._modules.append(module)
         self._functions[device] = function
         return function
@@ -137,12 +139,7 @@ class Kernel:
         if simulated():
             return self._simulate(blocks, shared_bytes, *arguments)
         function = self._functions.get(device) or self.load(device)
-        count = len(arguments)
-        values = (ctypes.c_int64 * count)(*arguments)
-        start = ctypes.addressof(values)
-        addresses = (ctypes.c_int64 * count)(*range(start, start + 8 * count, 8))
-        where = ctypes.addressof(addresses)
-        _launch_kernel()(function, blocks, 1, 1, self.threads, 1, 1, shared_bytes, stream, where, 0)
+        driver.launch_words(function, (blocks, 1), self.threads, shared_bytes, stream, arguments)
 
     def _simulate(self, blocks: int, shared_bytes: int, *arguments: Any) -> None:
         from numba import cuda
@@ -162,14 +159,6 @@ def clear(where: Any, size: int, stream: int) -> None:
 
 def _numba_type(types: Any, word: str) -> Any:
     return types.CPointer(getattr(types, word[:-1])) if word.endswith("*") else getattr(types, word)
-
-
-@cache
-def _launch_kernel() -> Any:
-    """cuLaunchKernel as CuPy wraps it: takes raw addresses, raises on an error."""
-    import cupy
-
-    return cupy.cuda.driver.launchKernel
 
 
 # --- The cache -------------------------------------------------------------------------------------------------------

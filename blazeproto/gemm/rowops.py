@@ -13,8 +13,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from blazeproto.arrays import DeviceArray, current_stream, expect, output, view
+from blazeproto.driver import launch_words
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.launch import launch_words
 from blazeproto.gemm.rows import RowAddresses, addresses
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
@@ -113,7 +113,7 @@ def combine_unchecked(y: Any, rows: RowAddresses, *, scores: Any = None, out: An
     kernel, grid = _combine_plan(num_tokens, d, rows.top_k, scores is not None, rows.device)
     inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets)
     words = (*inputs, out.data_ptr(), num_tokens, d)
-    launch_words(kernel, grid, COMBINE_THREADS, words, device=rows.device, stream=rows.stream)
+    launch_words(kernel.handle(rows.device), grid, COMBINE_THREADS, 0, rows.stream, words)
 
 
 # --- reduce.cu -------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def reduce_scores_grad_unchecked(
     if num_pairs:
         words = (partial.data_ptr(), token_index_map, d_scores.data_ptr(), *partial.shape, num_pairs)
         kernel, grid = reduce_kernel("reduce_scores_grad", 0), (-(-num_pairs // REDUCE_THREADS), 1)
-        launch_words(kernel, grid, REDUCE_THREADS, words, device=device, stream=stream)
+        launch_words(kernel.handle(device), grid, REDUCE_THREADS, 0, stream, words)
 
 
 def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, stream: int | None = None) -> Any:
@@ -164,7 +164,7 @@ def bias_score_grad_unchecked(d_out: Any, down_bias: Any, rows: RowAddresses, *,
         indices = (rows.token_index_map, rows.offsets, rows.token_offsets)
         words = (d_out.data_ptr(), down_bias.data_ptr(), *indices, d_scores.data_ptr(), num_tokens, rows.num_experts, d)
         kernel, grid = reduce_kernel("bias_score_grad", rows.top_k), (-(-num_tokens // (REDUCE_THREADS // 32)), 1)
-        launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
+        launch_words(kernel.handle(rows.device), grid, REDUCE_THREADS, 0, rows.stream, words)
 
 
 def row_shares(num_rows: int) -> tuple[int, int]:
@@ -225,11 +225,11 @@ def expert_row_sum_unchecked(
         inputs = (values.data_ptr(), rows.pair_indices, rows.offsets, rows.pair_tokens, weights)
         words = (*inputs, slots, num_experts, m, rows_per_share, int(gather))
         kernel, grid = reduce_kernel("expert_row_sum", rows.top_k), (-(-m // (32 * CHUNK)), shares)
-        launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
+        launch_words(kernel.handle(rows.device), grid, REDUCE_THREADS, 0, rows.stream, words)
     outs = (0, out_at) if f32 else (out_at, 0)
     words = (slots, rows.offsets, *outs, m, rows_per_share, int(accumulate))
     kernel, grid = reduce_kernel("expert_row_sum_finish", 0), (-(-m // REDUCE_THREADS), num_experts)
-    launch_words(kernel, grid, REDUCE_THREADS, words, device=rows.device, stream=rows.stream)
+    launch_words(kernel.handle(rows.device), grid, REDUCE_THREADS, 0, rows.stream, words)
 
 
 def row_sum_slots(num_rows: int, num_experts: int) -> int:
