@@ -50,9 +50,9 @@ DEVICE uint32_t epilogue_barriers() {
     return shared_at(BARRIER_OFFSET + 2 * STAGES * 8 + consumer_index() * EPILOGUE_BARRIER_BYTES);
 }
 
-// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order, an
-// even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole, and
-// everybody that the other slab has been read out.
+// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order,
+// an even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole,
+// and everybody that the other slab has been read out.
 constexpr int SLAB_PAIR_BYTES = 2 * SLAB_BYTES;
 
 DEVICE uint32_t slab_of_part(int index) { return epilogue_memory(SLAB_PAIR_BYTES) + index % 2 * SLAB_BYTES; }

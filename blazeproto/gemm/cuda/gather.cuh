@@ -25,7 +25,8 @@ DEVICE uint32_t gather_offset() {  // of this thread's chunk in the first pass; 
     return row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
 }
 
-// The pairs of this thread's rows, or -1 past `row_end`. Only loads, which nothing here waits for: call it well before `tokens_of`.
+// The pairs of this thread's rows, or -1 past `row_end`. Only loads, and nothing here waits for them: call it well before
+// `tokens_of`.
 template <int PASSES>
 DEVICE void load_pairs(int (&pair)[PASSES], const PairToToken& map, int row, int row_end) {
     const int first = row + gather_row();
@@ -51,7 +52,8 @@ DEVICE uint32_t tokens_of(int (&token)[PASSES], const PairToToken& map, const in
 // PANELS panels of 64 columns from column `left` of a row-major matrix; rows not in `valid` and columns past `width` become
 // zeros. Only issues the copies: cp_async_mbarrier_arrive tells the stage's barrier when they have landed.
 template <int PANELS, int PASSES>
-DEVICE void copy_rows(uint32_t dst, const bf16* matrix, int width, int left, int (&row)[PASSES], uint32_t valid, int panel_bytes) {
+DEVICE void copy_rows(uint32_t dst, const bf16* matrix, int width, int left, int (&row)[PASSES], uint32_t valid,
+                      int panel_bytes) {
     const int column = left + gather_column();
     const bf16* from_column = matrix + column;
     const uint32_t first = dst + gather_offset();

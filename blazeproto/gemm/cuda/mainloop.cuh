@@ -9,9 +9,9 @@
 //
 // A stage holds BK = 64 steps of the reduction: K-major, a 128-byte swizzled row for each row of A; MN-major, one for each step.
 //
-// DEFERRED: the epilogue of a tile runs under the mainloop of the next one. After its last wgmma a consumer packs the accumulators
-// (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued. An epilogue that
-// needs more registers than there are stores its first slabs before the next tile (epilogue.cuh: EAGER).
+// DEFERRED: the epilogue of a tile runs under the mainloop of the next one. After its last wgmma a consumer packs the
+// accumulators (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued.
+// An epilogue that needs more registers than there are stores its first slabs before the next tile (epilogue.cuh: EAGER).
 //
 //   consumer    mma tile 0 | pack | mma tile 1 .................. | pack | mma tile 2 ....
 //                                 | slab, slab, slab of tile 0           | slab, slab, slab of tile 1

@@ -60,8 +60,8 @@ DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which would cost
-// a GPU-wide memory barrier a stage: of what it guards, the peer writes its multicast boxes of B by TMA, and wgmma alone reads them.
+// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which costs a
+// GPU-wide memory barrier a stage: the arrival says that wgmma has read the stage, and publishes no write.
 DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     maybe_delay();
     asm volatile(

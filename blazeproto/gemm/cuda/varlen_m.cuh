@@ -185,8 +185,8 @@ DEVICE void varlen_m(const RowsParams& p) {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         const int steps = (p.reduction + BK - 1) / BK;
         Parts<Epilogue> parts(epilogue);
-        // With how many stages left the tile is looked up: at the last, or, if the epilogue prefetches something of it, as soon as
-        // the tile before is stored.
+        // With how many stages left the tile is looked up: at the last, or, if the epilogue prefetches something of it, as soon
+        // as the tile before is stored.
         const int tile_at = Epilogue::PREFETCHES ? max(steps - Parts<Epilogue>::WAITING, 1) : 1;
         for (int index = first; index < scheduler.tiles; index += stride) {
             Tile tile;

@@ -74,7 +74,8 @@ struct WeightProducer {
         }
     }
 
-    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and an expert's tiles all want them at once.
+    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and every tile of the expert wants them
+    // at once.
     DEVICE void prefetch_ordered(const WeightTile& tile, int row) const {
         constexpr int SHARE = B_PANELS / CLUSTER;
         if (row >= tile.row_end) return;
