@@ -1,0 +1,115 @@
+"""What a launch hands to the driver, with a stand-in for the driver: no GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blazeproto import driver
+from blazeproto.gemm import launch
+from blazeproto.gemm.compile import Kernel
+
+
+class DriverError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class FakeDriver:
+    """Notes every launch and the bytes of its struct; a tensor map is its address, then its shape."""
+
+    CUDADriverError = DriverError
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.errors: list[int] = []  # of the next launches
+        self.encoded = self.contexts = 0
+        self.struct_bytes = 384
+
+    def launchKernel(self, *arguments: int) -> None:
+        if self.errors and (error := self.errors.pop(0)):
+            raise DriverError(error)
+        *where, pointers, extra = arguments
+        assert extra == 0
+        start = ctypes.c_uint64.from_address(pointers).value
+        self.launches.append((tuple(where), ctypes.string_at(start, self.struct_bytes)))
+
+    def encode(self, where: int, dtype: int, rank: int, address: int, shape: int, *_: int) -> int:
+        self.encoded += 1
+        ctypes.memset(where, 0, launch.MAP_BYTES)
+        ctypes.memmove(where + 8, shape, 8 * rank)
+        return self.replace(where, address)
+
+    def replace(self, where: int, address: int) -> int:
+        ctypes.c_uint64.from_address(where).value = address
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+
+    def make_context() -> None:
+        fake.contexts += 1
+
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    monkeypatch.setattr(driver, "make_context", make_context)
+    monkeypatch.setattr(launch, "_tensor_maps", lambda: (fake.encode, fake.replace))
+    monkeypatch.setattr(Kernel, "handle", lambda self, device: 100 + device)
+    return fake
+
+
+def make_plan() -> launch.Plan:
+    boxes = (launch.box_2d(64, 5, (64, 64)), None)
+    return launch.Plan(Kernel("up.cu", "up", {}, 1000), boxes, 2, (7, -8), grid=3, block=384, device=1)
+
+
+def test_only_addresses_change_between_launches(fake: FakeDriver) -> None:
+    plan = make_plan()
+    ctypes.memset(driver.arguments.address, 0xFF, driver.Arguments.BYTES)  # what launches before have left
+    for address, word in ((0x1000, 11), (0x2000, 12)):
+        plan.launch(77, (address,), (word, 13))
+        where, data = fake.launches[-1]
+        assert where == (101, 3, 1, 1, 384, 1, 1, 1000, 77)
+        assert struct.unpack_from("3Q", data) == (address, 64, 5)
+        assert data[launch.MAP_BYTES : 2 * launch.MAP_BYTES] == bytes(launch.MAP_BYTES)
+        assert struct.unpack_from("2Q2i", data, 2 * launch.MAP_BYTES) == (word, 13, 7, -8)
+    assert fake.encoded == 1
+
+
+def test_a_plan_wants_as_many_addresses_as_maps_and_words(fake: FakeDriver) -> None:
+    plan = make_plan()
+    plan.launch(0, (0x1000,), (1, 2))
+    with pytest.raises(ValueError, match="longer"):
+        plan.launch(0, (0x1000, 0x2000), (1, 2))
+    with pytest.raises(struct.error):
+        plan.launch(0, (0x1000,), (1,))
+
+
+def test_a_thread_without_a_context(fake: FakeDriver) -> None:
+    fake.errors = [driver.INVALID_CONTEXT]
+    driver.launch_words(5, (1, 1), 32, 0, 0, (1, -2))
+    assert fake.contexts == len(fake.launches) == 1
+    assert struct.unpack_from("2q", fake.launches[0][1]) == (1, -2)
+
+
+def test_other_errors_are_raised(fake: FakeDriver) -> None:
+    fake.errors = [700]
+    with pytest.raises(DriverError, match="700"):
+        driver.launch(5, (1, 1), 32, 0, 0)
+    assert not fake.launches and not fake.contexts
+
+
+def test_threads_have_arguments_of_their_own() -> None:
+    import threading
+
+    seen = SimpleNamespace()
+    thread = threading.Thread(target=lambda: setattr(seen, "address", driver.arguments.address))
+    thread.start()
+    thread.join()
+    assert seen.address != driver.arguments.address and driver.arguments.address % 64 == 0
