@@ -6,8 +6,8 @@ Measured on an H200 (`scripts/bench_products.py --tune`); docs/kernels.md tells 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 
 from blazeproto.gemm.compile import Kernel
 
@@ -18,6 +18,7 @@ BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -43,6 +44,16 @@ DEFAULTS = {
     "up_backward_weight": TileConfig(deferred=True),
 }
 
+# Up to here a tile's few stages gain less from shared weights than they lose by waiting for the other CTA.
+SHORT_REDUCTION = 1024
+
+
+def tiles_for(product: str, reduction: int) -> TileConfig:
+    """The tiles of ``product`` over ``reduction`` elements (d or n of the layer)."""
+    tiles = DEFAULTS[product]
+    return replace(tiles, cluster=1) if product == "down_forward" and reduction <= SHORT_REDUCTION else tiles
+
+
 # What scripts/bench_products.py --tune times.
 _SHAPES = [TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1)]
 CANDIDATES = {
@@ -64,7 +75,7 @@ def is_gated(activation: str) -> bool:
     return activation in GATED
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_for(
     product: str,
     config: TileConfig,
@@ -96,7 +107,12 @@ def kernel_for(
         macros |= {"GATHER": 1, "TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
         return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, options)
     if product == "up_forward":
-        macros |= {"B_MN": 0, "HALVES": 2 if is_gated(activation) else 1, "HAS_BIAS": bias, "ACTIVATION": activation.upper()}
+        macros |= {
+            "B_MN": 0,
+            "HALVES": 2 if is_gated(activation) else 1,
+            "HAS_BIAS": bias,
+            "ACTIVATION": activation.upper(),
+        }
         return Kernel("up.cu", "up_forward", macros, SMEM_BYTES, options)
     if product == "down_backward_act":
         macros |= {"B_MN": 1, "HALVES": 1, "ACTIVATION": activation.upper()}
@@ -120,9 +136,10 @@ def all_kernels() -> Iterator[Kernel]:
                 for bias in (False, True) if product == "up_forward" else (False,):
                     yield from once(kernel_for(product, config, activation=activation, bias=bias))
         elif product == "down_forward":
-            for bias in (False, True):
-                for fused in (False, True):
-                    yield from once(kernel_for(product, config, bias=bias, fused=fused))
+            for reduction in (SHORT_REDUCTION, SHORT_REDUCTION + 1):
+                for bias in (False, True):
+                    for fused in (False, True):
+                        yield from once(kernel_for(product, tiles_for(product, reduction), bias=bias, fused=fused))
         elif product.endswith("_weight"):
             for f32 in (False, True):
                 yield from once(kernel_for(product, config, f32=f32))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for
+from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for, tiles_for
 from blazeproto.gemm.launch import Box, Plan, box_2d, box_3d, box_4d
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
@@ -138,8 +138,8 @@ def _linear_plan(
     debug: tuple[str, ...],
 ) -> Plan:
     product = "up_backward_act" if transposed else "down_forward"
-    config = config or DEFAULTS[product]
     columns, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+    config = config or tiles_for(product, reduction)
     return _rows_plan(
         kernel_for(product, config, bias=bias, fused=fused, gather=gather, debug=debug),
         config,
