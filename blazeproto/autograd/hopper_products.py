@@ -173,9 +173,15 @@ def _expert_sum(
 
 def _addresses(rows: Rows) -> RowAddresses:
     """The index arrays as addresses, once for all the kernels of an operator; chunks of them may need an aligned copy."""
-    pair_indices, offsets, token_index_map, top_k, *varying = rows
-    index_arrays = (_ready(pair_indices), _ready(offsets), _ready(token_index_map))
-    aligned = Rows(*index_arrays, top_k, *(None if t is None else _ready(t) for t in varying))
+    pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets = rows
+    aligned = (
+        _ready(pair_indices),
+        _ready(offsets),
+        _ready(token_index_map),
+        top_k,
+        None if pair_tokens is None else _ready(pair_tokens),
+        None if token_offsets is None else _ready(token_offsets),
+    )
     return addresses(aligned, offsets.get_device(), current_stream(offsets))
 
 

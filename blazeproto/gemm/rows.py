@@ -78,7 +78,7 @@ class RowAddresses(NamedTuple):
 
 
 def addresses(rows: Any, device: int, stream: int) -> RowAddresses:
-    """rows: Rows of torch tensors or DeviceArrays, contiguous and 16-byte aligned, which is not checked here."""
+    """rows: the fields of Rows, torch tensors or DeviceArrays, contiguous and 16-byte aligned, which is not checked here."""
     pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets = rows
     pairs_at = pair_indices.data_ptr()
     tokens_at = 0 if pair_tokens is None else pair_tokens.data_ptr()
