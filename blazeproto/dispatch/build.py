@@ -125,7 +125,7 @@ def prepare_dispatch(
         from blazeproto.dispatch import tiled
 
         plan = tiled.plan(num_tokens, top_k, num_experts)
-        chosen = tuple(tiled.kernels(plan.sizes, plan.tile_tokens, top_k, dtype))
+        chosen = tuple(tiled.kernels(plan.sizes, plan.tile_tokens, top_k, num_experts, dtype))
     elif method == "dense":
         from blazeproto.dispatch import dense
 
@@ -293,7 +293,7 @@ def _run_tiled(
     from blazeproto.dispatch import tiled
 
     plan = tiled.plan(num_tokens, top_k, num_experts)
-    kernels = tiled.kernels(plan.sizes, plan.tile_tokens, top_k, ids.dtype)
+    kernels = tiled.kernels(plan.sizes, plan.tile_tokens, top_k, num_experts, ids.dtype)
     where = (ids.device, stream)
     size = plan.num_chunks * num_experts
     table, totals = _part(buffers.workspace, 0, size, "int32"), _part(buffers.workspace, 4 * size, num_experts, "int32")
@@ -315,7 +315,7 @@ def _run_tiled(
         *where,
         plan.num_chunks,
         plan.place_shared_bytes,
-        buffers.ids,
+        buffers.ids_copy,
         table,
         totals,
         buffers.expert_pair_indices,

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint32
 
 from blazeproto.dispatch.launch import Kernel
-from blazeproto.dispatch.warp import inclusive_scan
+from blazeproto.dispatch.place import place_pairs
 
 SCAN_EXPERTS = 8  # experts of one block of scan_chunks: 32 bytes of a table row
 TABLE_SHARE = 0.05  # of the bytes of the two index lists
@@ -45,6 +45,8 @@ TABLE_SHARE = 0.05  # of the bytes of the two index lists
 def count_pairs(threads: int, per_thread: int, copy_ids: bool) -> Any:
     """table[chunk][e] = number of the chunk's pairs that chose expert e; with int64 ids, also their int32 copy."""
 
+    id_type = int64 if copy_ids else int32
+
     def count_pairs(topk_experts, table, ids_copy, num_pairs, num_experts, chunk_pairs):
         counts = cuda.shared.array(0, int32)  # (E + 1,); the last one counts the pairs without an expert
         thread, chunk = cuda.threadIdx.x, cuda.blockIdx.x
@@ -52,18 +54,19 @@ def count_pairs(threads: int, per_thread: int, copy_ids: bool) -> Any:
             counts[uint32(e)] = 0
         cuda.syncthreads()
 
-        experts = cuda.local.array(per_thread, int32)  # registers: all loads are in flight before the first is used
+        ids = cuda.local.array(per_thread, id_type)  # registers: all loads are in flight before the first is used
+        experts = cuda.local.array(per_thread, int32)
         first = int64(chunk) * chunk_pairs
         last = min(first + chunk_pairs, num_pairs)
         while first < last:
             for i in range(per_thread):
                 pair = first + i * threads + thread
-                experts[i] = num_experts
+                ids[i] = -1
                 if pair < last:
-                    expert = topk_experts[pair]
-                    if 0 <= expert < num_experts:  # compared as wide as it came
-                        experts[i] = expert
+                    ids[i] = topk_experts[pair]
             for i in range(per_thread):
+                expert = ids[i]  # compared as wide as it came
+                experts[i] = expert if 0 <= expert < num_experts else num_experts
                 cuda.atomic.add(counts, uint32(experts[i]), int32(1))
             if copy_ids:
                 for i in range(per_thread):
@@ -133,169 +136,6 @@ def scan_chunks(threads: int, max_chunks: int) -> Any:
     return scan_chunks
 
 
-# --- 3. Place --------------------------------------------------------------------------------------------------------
-
-
-def place_pairs(threads: int, tile_tokens: int, top_k: int) -> Any:
-    """Both index lists and the offsets."""
-    num_words = tile_tokens // 32
-    tile_pairs = tile_tokens * top_k
-    per_thread = -(-tile_pairs // threads)
-
-    def place_pairs(
-        topk_experts,
-        table,
-        totals,
-        expert_pair_indices,
-        token_index_map,
-        expert_token_offsets,
-        num_pairs,
-        num_experts_wide,
-        chunk_pairs,
-    ):
-        num_experts = int32(num_experts_wide)
-        thread = int32(cuda.threadIdx.x & (threads - 1))  # of itself no news, but the compiler learns the range
-        chunk = int64(cuda.blockIdx.x)
-
-        # Shared memory. A row is a place in expert_pair_indices; a place is one in this tile's staged pairs.
-        # Column E of the map takes the pairs without an expert, so that no step below has to ask for them.
-        columns = int32(num_experts + 1)
-        size = int32(num_words * columns)
-        bits = cuda.shared.array(0, uint32)[:size]  # (num_words, E + 1)
-        shared = cuda.shared.array(0, int32)[size:]
-        before = shared[:size]  # (num_words, E + 1) place of the word's first bit
-        shared = shared[size:]
-        to_row = shared[:columns]  # (E + 1,) row - place
-        base = shared[columns : 2 * columns]  # (E,) next free row of this chunk
-        limit = shared[2 * columns : 3 * columns]  # (E,) the row where the next chunk's begin
-        shared = shared[3 * columns :]
-        scratch = shared[: 2 * threads]
-        staged = shared[2 * threads :]  # (tile_pairs,) expert << 16 | pair within the tile
-
-        # A thread owns `share` consecutive experts, so that a scan over threads is a scan over experts.
-        share = int32((num_experts + threads - 1) // threads)
-        scanning = num_experts if share == 1 else int32(threads)
-        my_first = int32(min(thread * share, num_experts))
-        my_last = int32(min(my_first + share, num_experts))
-
-        # Where each expert's rows begin: of all tokens, then of this chunk's.
-        own = int32(0)
-        for e in range(my_first, my_last):
-            own = int32(own + totals[e])
-        row = int32(inclusive_scan(scratch, thread, scanning, own) - own)
-        for e in range(my_first, my_last):
-            if chunk == 0:
-                expert_token_offsets[e] = row
-            base[uint32(e)] = row + table[chunk * num_experts + e]
-            if chunk + 1 < cuda.gridDim.x:
-                limit[uint32(e)] = row + table[(chunk + 1) * num_experts + e]
-            else:
-                limit[uint32(e)] = row + totals[e]
-            row = int32(row + totals[e])
-        cuda.syncthreads()
-        if thread == scanning - 1:
-            scratch[0] = row
-        cuda.syncthreads()
-        used = int64(scratch[0])
-        if chunk == 0 and thread == 0:
-            expert_token_offsets[num_experts] = used
-
-        # Pairs without an expert take no row: what they leave free at the end is marked.
-        unused = used + chunk * threads + thread
-        while unused < num_pairs:
-            expert_pair_indices[unused] = -1
-            unused += int64(cuda.gridDim.x) * threads
-
-        experts = cuda.local.array(per_thread, int32)  # registers, all three
-        places = cuda.local.array(per_thread, int32)
-        rows = cuda.local.array(per_thread, int32)
-        tile = chunk * chunk_pairs  # the tile's first pair
-        last = min(tile + chunk_pairs, num_pairs)
-        while tile < last:
-            mine = tile + thread  # the thread's first pair of the tile; the others follow in strides of the block
-            left = int32(min(last - tile, tile_pairs))
-            for i in range(per_thread):
-                experts[i] = num_experts
-                if int32(thread + i * threads) < left:
-                    expert = topk_experts[mine + i * threads]
-                    if 0 <= expert < num_experts:
-                        experts[i] = expert
-
-            # Mark: one bit a pair.
-            word = thread
-            while word < size:
-                bits[uint32(word)] = 0
-                word = int32(word + threads)
-            cuda.syncthreads()
-            for i in range(per_thread):
-                token = uint32(uint32(thread + i * threads) // uint32(top_k))
-                if i * threads + threads <= tile_pairs or token < tile_tokens:  # the first is known when compiling
-                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
-                    cuda.atomic.or_(bits, at, uint32(uint32(1) << uint32(token & uint32(31))))
-            cuda.syncthreads()
-
-            # Scan the columns: down an expert's words, then over the experts.
-            own = int32(0)
-            for e in range(my_first, my_last):
-                count = int32(0)
-                for w in range(num_words):
-                    at = uint32(w * columns + e)
-                    before[at] = count
-                    count = int32(count + int32(cuda.popc(bits[at])))
-                to_row[uint32(e)] = count
-                own = int32(own + count)
-            place = int32(inclusive_scan(scratch, thread, scanning, own) - own)
-            for e in range(my_first, my_last):
-                for w in range(num_words):
-                    before[uint32(w * columns + e)] += place
-                count = to_row[uint32(e)]
-                to_row[uint32(e)] = base[uint32(e)] - place
-                base[uint32(e)] += count
-                place = int32(place + count)
-            cuda.syncthreads()
-            if thread == scanning - 1:
-                scratch[0] = place  # how many of the tile's pairs have a row; those that have none are staged behind
-                for w in range(num_words):
-                    before[uint32(w * columns + num_experts)] = place
-                to_row[uint32(num_experts)] = 0
-            cuda.syncthreads()
-
-            # Look up each pair's place, and with it the row.
-            for i in range(per_thread):
-                token = uint32(uint32(thread + i * threads) // uint32(top_k))
-                if i * threads + threads <= tile_pairs or token < tile_tokens:
-                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
-                    lower = uint32(uint32(uint32(1) << uint32(token & uint32(31))) - uint32(1))
-                    places[i] = before[at] + cuda.popc(bits[at] & lower)
-                    rows[i] = to_row[uint32(experts[i])] + places[i] if experts[i] < num_experts else -1
-            for i in range(per_thread):
-                pair = int32(thread + i * threads)
-                if i * threads + threads <= tile_pairs or pair < tile_pairs:
-                    staged[uint32(places[i])] = int32(experts[i] << 16) | pair
-                if pair < left:
-                    token_index_map[mine + i * threads] = rows[i]
-            cuda.syncthreads()
-
-            # Write the runs: neighbouring places of one expert are neighbouring rows.
-            num_staged = scratch[0]
-            place = thread
-            while place < num_staged:
-                entry = staged[uint32(place)]
-                row = int32(to_row[uint32(entry >> 16)] + place)
-                expert_pair_indices[row] = int32(tile) + (entry & 0xFFFF)
-                place = int32(place + threads)
-            tile += tile_pairs
-            cuda.syncthreads()
-
-        # An expert named twice in one token's row was counted twice and has one bit: the rows left over get a valid
-        # pair.
-        for e in range(my_first, my_last):
-            for spare in range(base[uint32(e)], limit[uint32(e)]):
-                expert_pair_indices[spare] = chunk * chunk_pairs
-
-    return place_pairs
-
-
 # --- The host's side -------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +170,7 @@ class Plan(NamedTuple):
 
 def place_shared_bytes(threads: int, tile_tokens: int, top_k: int, num_experts: int) -> int:
     words = tile_tokens // 32 * (num_experts + 1)
-    return 4 * (2 * words + 3 * (num_experts + 1) + 2 * threads + tile_tokens * top_k)
+    return 4 * (2 * words + 3 * (num_experts + 1) + threads + tile_tokens * top_k)
 
 
 SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
@@ -373,11 +213,22 @@ class Kernels(NamedTuple):
     place: Kernel
 
 
+def kernels(sizes: Sizes, tile_tokens: int, top_k: int, num_experts: int, ids: str) -> Kernels:
+    """The three kernels for one tile, K, E and id type ("int32" or "int64"); compiled when first launched."""
+    share = -(-num_experts // sizes.threads)
+    parts = 1
+    while 2 * parts * num_experts <= sizes.threads and 2 * parts <= tile_tokens // 32:
+        parts *= 2
+    return _kernels(sizes, tile_tokens, top_k, share, parts, ids)
+
+
 @lru_cache(maxsize=256)
-def kernels(sizes: Sizes, tile_tokens: int, top_k: int, ids: str) -> Kernels:
-    """The three kernels for one K, tile and id type ("int32" or "int64"); compiled when first launched."""
+def _kernels(sizes: Sizes, tile_tokens: int, top_k: int, share: int, parts: int, ids: str) -> Kernels:
     threads = sizes.threads
-    per_thread = -(-tile_tokens * top_k // threads)  # pairs of a tile in registers: what decides how many blocks fit
+    # What bounds the registers: as many blocks as these pairs of a tile leave room for, and no more than shared memory.
+    per_thread = -(-tile_tokens * top_k // threads)
+    min_blocks = 4 if per_thread <= 10 else 3 if per_thread <= 12 else 2 if per_thread <= 24 else 1
+    fitting = SHARED_LIMIT // place_shared_bytes(threads, tile_tokens, top_k, threads * share // parts)
     return Kernels(
         Kernel(
             count_pairs,
@@ -390,10 +241,12 @@ def kernels(sizes: Sizes, tile_tokens: int, top_k: int, ids: str) -> Kernels:
         Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, max_chunks=sizes.max_chunks),
         Kernel(
             place_pairs,
-            f"{ids}* int32* int32* int32* int32* int32* int64 int64 int64",
+            "int32* int32* int32* int32* int32* int32* int64 int64 int64",
             threads=threads,
-            min_blocks=4 if per_thread <= 8 else 3 if per_thread <= 12 else 2 if per_thread <= 24 else 1,
+            min_blocks=max(1, min(min_blocks, fitting)),
             tile_tokens=tile_tokens,
             top_k=top_k,
+            share=share,
+            parts=parts,
         ),
     )

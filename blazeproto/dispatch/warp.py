@@ -70,6 +70,17 @@ if simulated():
     def warp_barrier():
         cuda.syncthreads()
 
+    @device
+    def block_scan(scratch, thread, threads, value):
+        """Sum of ``value`` over the block's threads up to and with this one, and over all of them.
+
+        scratch: int32 shared memory, a place a thread. ``threads`` is the block's size, a constant. One barrier, on the
+        GPU after a scan in each warp's registers; the caller puts another before its next use of ``scratch``.
+        """
+        scratch[thread] = value
+        cuda.syncthreads()
+        return int32(sum(scratch[: thread + 1])), int32(sum(scratch[:threads]))
+
 else:
     from llvmlite import ir
     from numba.cuda import types
@@ -123,6 +134,22 @@ else:
     @device
     def warp_barrier():
         cuda.syncwarp()
+
+    @device
+    def block_scan(scratch, thread, threads, value):
+        for step in range(5):
+            left = cuda.shfl_up_sync(FULL, value, 1 << step)
+            if thread & 31 >= 1 << step:
+                value = int32(value + left)
+        if thread & 31 == 31:
+            scratch[thread >> 5] = value
+        cuda.syncthreads()
+        before, total = int32(0), int32(0)
+        for warp in range(threads // WARP):
+            if warp == thread >> 5:
+                before = total
+            total = int32(total + scratch[warp])
+        return int32(value + before), total
 
 
 class Group(NamedTuple):

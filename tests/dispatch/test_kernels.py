@@ -38,11 +38,13 @@ def compiled(kernel) -> str:
     return kernel.ptx((9, 0))
 
 
-@pytest.mark.parametrize(("top_k", "dtype"), [(8, "int32"), (10, "int64"), (1, "int32")])
-def test_tiled_compiles(top_k, dtype):
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "dtype"), [(128, 8, "int32"), (512, 10, "int64"), (512, 10, "int32"), (8, 1, "int32")]
+)
+def test_tiled_compiles(num_experts, top_k, dtype):
     from blazeproto.dispatch import tiled
 
-    for kernel in tiled.kernels(tiled.SIZES, 256, top_k, dtype):
+    for kernel in tiled.kernels(tiled.SIZES, 256, top_k, num_experts, dtype):
         ptx = compiled(kernel)
         assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
 
