@@ -56,9 +56,7 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
     parameters = (x, gate_up_proj, down_proj, scores)
 
     def ours() -> Tensor:
-        return moe_mlp(
-            x, gate_up_proj, down_proj, scores, experts, num_experts=num_experts, save=save, backend="torch"
-        )
+        return moe_mlp(x, gate_up_proj, down_proj, scores, experts, num_experts=num_experts, save=save, backend="torch")
 
     forwards: dict[str, Callable[[], Tensor]] = {"blazeproto": ours}
     experts_forward = transformers_experts()
