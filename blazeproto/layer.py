@@ -115,7 +115,7 @@ class MoE(nn.Module):
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
             device = torch.device("cuda") if on_host else self.down_proj.device
-            missing = missing_for_hopper(device, torch.bfloat16, d_model, d_expert)
+            missing = missing_for_hopper(device, torch.bfloat16, num_experts, d_model, d_expert)
             if missing is not None:
                 raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
         if weight_grad_dtype is not None:

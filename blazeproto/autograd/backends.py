@@ -14,25 +14,26 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.policy import Options
+from blazeproto.gemm.config import MAX_EXPERTS
 
 BACKENDS = ("auto", "hopper", "torch")
 HOPPER_CAPABILITY = (9, 0)
 ALIGNMENT = 8  # elements of bf16 in the 16 bytes that TMA wants a row to be a multiple of
 
 
-def products_for(options: Options, t: Tensor, d_model: int, d_expert: int) -> ModuleType:
+def products_for(options: Options, t: Tensor, num_experts: int, d_model: int, d_expert: int) -> ModuleType:
     """The module of products for tensors like ``t``: ``hopper_products`` or ``torch_products``.
 
     Raises:
         ValueError: "hopper" was asked for and cannot run; the message says what is missing.
     """
-    return _products_for(options.backend, t.device, t.dtype, d_model, d_expert)
+    return _products_for(options.backend, t.device, t.dtype, num_experts, d_model, d_expert)
 
 
 @lru_cache(maxsize=1024)
-def _products_for(backend: str, device: torch.device, dtype: torch.dtype, *widths: int) -> ModuleType:
+def _products_for(backend: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> ModuleType:
     if backend != "torch":
-        missing = missing_for_hopper(device, dtype, *widths)
+        missing = missing_for_hopper(device, dtype, num_experts, *widths)
         if missing is None:
             from blazeproto.autograd import hopper_products
 
@@ -49,12 +50,14 @@ def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
     return backend != "torch" and device.type == "cuda" and _missing_on_device(_index(device)) is None
 
 
-def missing_for_hopper(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
-    """What keeps the Hopper backend from running on this device, dtype and these widths (d, n); None if nothing."""
+def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
+    """What keeps the Hopper backend from running with this device, dtype, E and these widths (d, n); None if nothing."""
     if device.type != "cuda":
         return f"a CUDA GPU of compute capability 9.0; the tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"torch.bfloat16 tensors; they are {dtype}"
+    if num_experts > MAX_EXPERTS:
+        return f"at most {MAX_EXPERTS} experts; there are {num_experts}"
     for width in widths:
         if width % ALIGNMENT:
             return f"d_model and d_expert that are multiples of {ALIGNMENT} (16 bytes of bf16); one is {width}"

@@ -80,7 +80,7 @@ def check_arguments(
             raise ValueError(f"workspace_bytes: expected a positive number of bytes, got {workspace_bytes}")
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        missing = missing_for_hopper(x.device, dtype, d_model, d_expert)
+        missing = missing_for_hopper(x.device, dtype, num_experts, d_model, d_expert)
         if missing is not None:
             raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
 

@@ -93,7 +93,7 @@ def _chunked(
     offsets (chunks, E+1), token_index_map (T K,)."""
     opts = Options.decode(options)
     num_experts, d_model, d_expert = down_proj.shape
-    products = products_for(opts, x, d_model, d_expert)
+    products = products_for(opts, x, num_experts, d_model, d_expert)
     made = _chunked_fake(x, up_proj, up_bias, down_proj, down_bias, scores, topk_experts, chunk_tokens, options)
     out, h, act, pair_indices, offsets, token_index_map = made
     up_compute, down_compute = up_proj.to(x.dtype), down_proj.to(x.dtype)
@@ -162,7 +162,7 @@ def _chunked_backward(
     """d_out (T, d) -> those needed of the gradients of x, up_proj, up_bias, down_proj, down_bias, scores."""
     opts = Options.decode(options)
     top_k = scores.shape[1]
-    products = products_for(opts, x, *down_proj.shape[1:])
+    products = products_for(opts, x, *down_proj.shape)
     up_compute, down_compute = up_proj.to(x.dtype), down_proj.to(x.dtype)
     needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, needs_scores = needs
     up_needs = (needs_x, needs_up, needs_up_bias)

@@ -41,7 +41,7 @@ def _down(
     to be saved.
     """
     rows, options = decode_tail(*tail)
-    products = products_for(options, act, *down_proj.shape[1:])
+    products = products_for(options, act, *down_proj.shape)
     num_tokens = _num_tokens(scores, rows.token_offsets)
     return products.down_forward(act, cast(down_proj, act.dtype), down_bias, scores, rows, num_tokens, options.combine)
 
@@ -70,7 +70,7 @@ def _down_backward(
 ) -> list[Tensor]:
     """d_out (T, d) -> those needed of dh (R, G*n), d_scores, d_down_proj (E, d, n), d_down_bias (E, d)."""
     rows, options = decode_tail(*tail)
-    products = products_for(options, d_out, *down_proj.shape[1:])
+    products = products_for(options, d_out, *down_proj.shape)
     if h is None:
         assert x is not None and up_proj is not None
         h, act = products.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)

@@ -24,7 +24,7 @@ from blazeproto.reference import is_gated
 def _up(x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any) -> tuple[Tensor, Tensor]:
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n) -> h (R, G*n), act (R, n)."""
     rows, options = decode_tail(*tail)
-    products = products_for(options, x, *_widths(up_proj, options))
+    products = products_for(options, x, up_proj.shape[0], *_widths(up_proj, options))
     return products.up_forward(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
 
 
@@ -45,7 +45,7 @@ def _up_backward(
 ) -> list[Tensor]:
     """dh (R, G*n) -> those needed of dx (T, d), d_up_proj (E, G*n, d), d_up_bias (E, G*n)."""
     rows, options = decode_tail(*tail)
-    products = products_for(options, x, *_widths(up_proj, options))
+    products = products_for(options, x, up_proj.shape[0], *_widths(up_proj, options))
     weight_dtype = weight_grad_dtype(up_proj, options)
     dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
     return present((dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)))
