@@ -35,7 +35,15 @@ from blazeproto.gemm import nvrtc
 from blazeproto.gemm.nvrtc import Binary, CompileError
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
-OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17", "--ptxas-options=-v", "-lineinfo", "-default-device")
+# --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's report.
+OPTIONS = (
+    "--gpu-architecture=sm_90a",
+    "-std=c++17",
+    "--ptxas-options=-v",
+    "-lineinfo",
+    "-default-device",
+    "--no-cache",
+)
 CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
 
 
