@@ -24,8 +24,8 @@ ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
 class TileConfig:
     """Tile shape and pipeline of one kernel (mainloop.cuh draws it).
 
-    tile_n: columns of a tile, which has 128 rows.  cluster: CTAs that share their weight tiles.  stages: depth of the ring.
-    deferred: whether a tile's epilogue runs under the next tile's mainloop.
+    tile_n: columns of a tile (128 or 256), which has 128 rows.  cluster: CTAs that share their weight tiles.
+    stages: depth of the ring.  deferred: whether a tile's epilogue runs under the next tile's mainloop.
     """
 
     tile_n: int = 256

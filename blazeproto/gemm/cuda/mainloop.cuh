@@ -40,7 +40,7 @@ constexpr int CONSUMER_REGISTERS = GATHER ? 232 : 240;
 constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warpgroup
 
 constexpr int EMPTY_ARRIVALS = CONSUMERS * 4 * CLUSTER;  // one a consumer warp, from every CTA of the cluster
-static_assert(BN % PANEL == 0, "B is loaded in panels");
+static_assert(BN == 128 || BN == 256, "the widths that wgmma.cuh has");
 
 // Shared memory, all of it dynamic: the stages, then the epilogue's slabs; the row schedule last, and before it the barriers.
 constexpr int MAX_EXPERTS = 512;
