@@ -19,8 +19,8 @@ NORM_FACTOR, WORST_FACTOR = 1.1, 3.0
 # An fp32 result has no last rounding to hide behind: tensor cores truncate where the yardstick may round to nearest, and the
 # order of the sums differs. Both errors are near 1e-7.
 FP32_NORM_FACTOR, FP32_WORST_FACTOR = 4.0, 8.0
-# Of one or two fp32 numbers the yardstick's may be right to 1e-8 by chance, which bounds nothing: below this many elements an
-# fp32 output may also be wrong by what truncated sums of a few hundred products are, relative to its size.
+# Of one or two fp32 numbers the yardstick's may be right to 1e-8 by chance, which bounds nothing. Where slack says that a pool is
+# too small to judge finely, an fp32 output may also be wrong by what truncated sums of a few hundred products are.
 POOL_ELEMENTS, FP32_NOISE = 10_000, 2.0**-18
 SMALL_ROW = 1e-2  # of the output's root mean square: rows smaller than that are measured by it
 ELEMENTS_AT_ONCE = 2**27
@@ -78,7 +78,7 @@ class Pool:
             }
             for what, (error, yardstick, factor) in bounds.items():
                 factor *= slack
-                noise = FP32_NOISE if fp32 and self.elements[name] < POOL_ELEMENTS else 0.0
+                noise = FP32_NOISE if slack > 1 and fp32 and self.elements[name] < POOL_ELEMENTS else 0.0
                 if not error <= max(factor * yardstick, noise):  # so that NaN fails
                     lines.append(
                         f"{name}: {what} of the error {error:.3g} > {factor:.3g} x yardstick's {yardstick:.3g} "
