@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
 from blazeproto.autograd.checks import COMBINES
+from blazeproto.autograd.chunked import chunk_length, chunks_of, transient_bytes_per_token
 from blazeproto.reference import ACTIVATIONS, activate, is_gated
 from blazeproto.router import make_router
 
@@ -168,6 +169,55 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, routing.aux_losses)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
+        do neither.
+
+        In parallel, where first use compiles one kernel after the other. To be called where the layer is on its GPU;
+        on the torch backend there is nothing to do. The router's own kernels come with its first forward and backward.
+        """
+        device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
+        if self.backend == "torch" or missing_for_hopper(device, torch.bfloat16, *sizes) is not None:
+            return
+        from blazeproto import dispatch, gemm
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        dispatches = self._dispatch_shapes(num_tokens)
+        biases, f32 = self.down_proj_bias is not None, self.weight_grad_dtype == torch.float32
+        for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
+            gemm.prepare(
+                self.d_model,
+                self.d_expert,
+                self.num_experts,
+                None if self._varying_choice() is not None else self.top_k,
+                activation=self.activation,
+                up_bias=biases,
+                down_bias=biases,
+                fused=self.combine == "fused",
+                f32_weight_grads=f32_weight_grads,
+                device=index,
+            )
+        for tokens, top_k in dispatches:
+            dispatch.prepare_dispatch(tokens, top_k, self.num_experts, device=index)
+
+    def _varying_choice(self) -> Any:
+        """The router's choice if the number of experts per token varies with it, in the present mode; else None."""
+        choice: Any = getattr(self.router, "choice", None)
+        fixed = not hasattr(choice, "max_pairs") or (choice.eval_top_k and not self.training)
+        return None if fixed else choice
+
+    def _dispatch_shapes(self, num_tokens: int) -> set[tuple[int, int]]:
+        """(tokens, experts per token) of every dispatch in a forward pass; pairs with one expert each where they vary."""
+        choice = self._varying_choice()
+        if choice is not None:
+            return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
+        if self.workspace_bytes is None:
+            return {(num_tokens, self.top_k)}
+        bytes_per_token = transient_bytes_per_token(self.down_proj, self.top_k, self.activation, 2)
+        chunk = chunk_length(num_tokens, bytes_per_token, self.workspace_bytes)
+        chunks = chunks_of(num_tokens, chunk, self.top_k)
+        return {(tokens.stop - tokens.start, self.top_k) for _, tokens, _ in chunks}
 
     def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
         """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""

@@ -27,11 +27,12 @@ def products_for(options: Options, t: Tensor, num_experts: int, d_model: int, d_
     Raises:
         ValueError: "hopper" was asked for and cannot run; the message says what is missing.
     """
-    return _products_for(options.backend, t.device, t.dtype, num_experts, d_model, d_expert)
+    return products_on(options.backend, t.device, t.dtype, num_experts, d_model, d_expert)
 
 
 @lru_cache(maxsize=1024)
-def _products_for(backend: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> ModuleType:
+def products_on(backend: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> ModuleType:
+    """:func:`products_for` by what it looks at; it raises the same."""
     if backend != "torch":
         missing = missing_for_hopper(device, dtype, num_experts, *widths)
         if missing is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
+from blazeproto.autograd.backends import BACKENDS, products_on
 from blazeproto.autograd.policy import SavePolicy
 from blazeproto.reference import ACTIVATIONS, is_gated
 
@@ -38,38 +38,48 @@ def check_arguments(
     weight_grad_dtype: torch.dtype | None,
 ) -> None:
     """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
-    _check_choice("activation", activation, ACTIVATIONS)
-    _check_choice("save", save, SAVE_POLICIES)
-    _check_choice("backend", backend, BACKENDS)
-    _check_choice("combine", combine, COMBINES)
+    for name, value, choices in (
+        ("activation", activation, ACTIVATIONS),
+        ("save", save, SAVE_POLICIES),
+        ("backend", backend, BACKENDS),
+        ("combine", combine, COMBINES),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
     if weight_grad_dtype not in (None, torch.float32):
         raise ValueError(f"weight_grad_dtype: expected None or torch.float32, got {weight_grad_dtype}")
 
     _check_tensor("x", x, FLOAT_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (T, d), got {tuple(x.shape)}")
-    num_tokens, d_model = x.shape
+    (num_tokens, d_model), device = x.shape, x.device
 
-    _check_tensor("down_proj", down_proj, FLOAT_DTYPES, x.device)
+    _check_tensor("down_proj", down_proj, FLOAT_DTYPES, device)
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
         )
     d_expert = down_proj.shape[2]
-    gates = 2 if is_gated(activation) else 1
-    _check_shape(
-        "gate_up_proj", gate_up_proj, (num_experts, gates * d_expert, d_model), "(E, 2n, d), ungated (E, n, d)"
+    up_width = d_expert * (1 + is_gated(activation))
+    _check_weight(
+        "gate_up_proj", gate_up_proj, device, (num_experts, up_width, d_model), "(E, 2n, d), ungated (E, n, d)"
     )
-    _check_weight_dtypes(x, gate_up_proj, down_proj, up_bias, down_bias)
     if up_bias is not None:
-        _check_shape("up_bias", up_bias, (num_experts, gates * d_expert), "(E, 2n), ungated (E, n)")
+        _check_weight("up_bias", up_bias, device, (num_experts, up_width), "(E, 2n), ungated (E, n)")
     if down_bias is not None:
-        _check_shape("down_bias", down_bias, (num_experts, d_model), "(E, d)")
-    for name, tensor in (("gate_up_proj", gate_up_proj), ("up_bias", up_bias), ("down_bias", down_bias)):
-        if tensor is not None:
-            _check_tensor(name, tensor, FLOAT_DTYPES, x.device)
+        _check_weight("down_bias", down_bias, device, (num_experts, d_model), "(E, d)")
+    if not torch.is_autocast_enabled(device.type):  # else weights are cast where they are used
+        dtype = x.dtype
+        for name, weight in (
+            ("gate_up_proj", gate_up_proj),
+            ("down_proj", down_proj),
+            ("up_bias", up_bias),
+            ("down_bias", down_bias),
+        ):
+            if weight is not None and weight.dtype != dtype:
+                raise ValueError(f"{name}: expected dtype {dtype} as x has (outside autocast), got {weight.dtype}")
 
-    _check_routing(num_tokens, x.device, scores, topk_experts, num_experts, dispatch, pair_tokens, token_offsets)
+    _check_routing(num_tokens, device, scores, topk_experts, num_experts, dispatch, pair_tokens, token_offsets)
     if workspace_bytes is not None:
         if dispatch is not None or pair_tokens is not None:
             raise ValueError(
@@ -80,9 +90,7 @@ def check_arguments(
             raise ValueError(f"workspace_bytes: expected a positive number of bytes, got {workspace_bytes}")
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        missing = missing_for_hopper(x.device, dtype, num_experts, d_model, d_expert)
-        if missing is not None:
-            raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+        products_on(backend, device, dtype, num_experts, d_model, d_expert)
 
 
 def _check_routing(
@@ -152,19 +160,6 @@ def _check_dispatch(num_tokens: int, device: torch.device, dispatch: Any) -> Non
             raise ValueError(f"dispatch.{name}: expected one dimension, got shape {tuple(array.shape)}")
 
 
-def _check_weight_dtypes(x: Tensor, *weights: Tensor | None) -> None:
-    if torch.is_autocast_enabled(x.device.type):
-        return  # weights are cast where they are used
-    for name, weight in zip(("gate_up_proj", "down_proj", "up_bias", "down_bias"), weights, strict=True):
-        if weight is not None and weight.dtype != x.dtype:
-            raise ValueError(f"{name}: expected dtype {x.dtype} as x has (outside autocast), got {weight.dtype}")
-
-
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 def _check_tensor(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -179,3 +174,8 @@ def _check_shape(name: str, tensor: Any, shape: tuple[int, ...], words: str) -> 
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {words} = {shape}, got {tuple(tensor.shape)}")
+
+
+def _check_weight(name: str, tensor: Any, device: torch.device, shape: tuple[int, ...], words: str) -> None:
+    _check_shape(name, tensor, shape, words)
+    _check_tensor(name, tensor, FLOAT_DTYPES, device)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
+    Gradients,
     build_dispatch,
     define,
     differentiate,
     gradients_of,
-    present,
     refuse_double_backward,
     weight_grad_dtype,
 )
@@ -31,14 +31,14 @@ CHUNK_MULTIPLE = 8  # tokens
 SAVED_ACT, SAVED_H = ("paper",), ("minimal", "paper")
 
 
-def transient_bytes_per_token(down_proj: Tensor, top_k: int, options: Options, itemsize: int) -> int:
+def transient_bytes_per_token(down_proj: Tensor, top_k: int, activation: str, itemsize: int) -> int:
     """Bytes that one token needs for what lives only during a chunk, in the widest moment of forward and backward.
 
     As if H were recomputed, whatever the save policy: the chunks, and so the order in which weight gradients are
     summed, are the same for all, which then agree to the bit.
     """
     _, d_model, d_expert = down_proj.shape
-    up_width = d_expert * (1 + is_gated(options.activation))
+    up_width = d_expert * (1 + is_gated(activation))
     moments = (
         up_width + d_expert + d_model,  # down forward: H, act, Y
         2 * up_width + 2 * d_expert,  # down backward: H, dH, A' (and act, on the torch backend)
@@ -158,7 +158,7 @@ def _chunked_backward(
     token_index_map: Tensor,
     chunk_tokens: int,
     options: str,
-) -> list[Tensor]:
+) -> Gradients:
     """d_out (T, d) -> those needed of the gradients of x, up_proj, up_bias, down_proj, down_bias, scores."""
     opts = Options.decode(options)
     top_k = scores.shape[1]
@@ -203,15 +203,13 @@ def _chunked_backward(
             dx_chunk = None if dx is None else dx[tokens]
             products.up_backward(dh, x[tokens], up_compute, rows, up_needs, accumulation, dx_chunk, d_up, d_up_bias)
         del dh
-    return present(
-        (
-            dx,
-            None if d_up is None else d_up.to(weight_grad_dtype(up_proj, opts)),
-            None if d_up_bias is None or up_bias is None else d_up_bias.to(up_bias.dtype),
-            None if d_down is None else d_down.to(weight_grad_dtype(down_proj, opts)),
-            None if d_down_bias is None or down_bias is None else d_down_bias.to(down_bias.dtype),
-            d_scores,
-        )
+    return (
+        dx,
+        None if d_up is None else d_up.to(weight_grad_dtype(up_proj, opts)),
+        None if d_up_bias is None or up_bias is None else d_up_bias.to(up_bias.dtype),
+        None if d_down is None else d_down.to(weight_grad_dtype(down_proj, opts)),
+        None if d_down_bias is None or down_bias is None else d_down_bias.to(down_bias.dtype),
+        d_scores,
     )
 
 
@@ -225,7 +223,7 @@ def _chunked_backward_fake(
     down_bias: Tensor | None,
     scores: Tensor,
     *rest: Any,
-) -> list[Tensor]:
+) -> Gradients:
     options = Options.decode(rest[-1])
     made = (
         torch.empty_like(x),
@@ -235,7 +233,7 @@ def _chunked_backward_fake(
         None if down_bias is None else torch.empty_like(down_bias),
         torch.empty_like(scores),
     )
-    return present([gradient if need else None for gradient, need in zip(made, needs, strict=True)])
+    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
 
 
 _PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"

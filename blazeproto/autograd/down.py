@@ -13,11 +13,11 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
+    Gradients,
     cast,
     define,
     differentiate,
     gradients_of,
-    present,
     refuse_double_backward,
     weight_grad_dtype,
 )
@@ -67,7 +67,7 @@ def _down_backward(
     up_proj: Tensor | None,
     up_bias: Tensor | None,
     *tail: Any,
-) -> list[Tensor]:
+) -> Gradients:
     """d_out (T, d) -> those needed of dh (R, G*n), d_scores, d_down_proj (E, d, n), d_down_bias (E, d)."""
     rows, options = decode_tail(*tail)
     products = products_for(options, d_out, *down_proj.shape)
@@ -86,9 +86,8 @@ def _down_backward(
         needs,
         weight_grad_dtype(down_proj, options),
     )
-    return present(
-        (dh, d_scores, d_weight, d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype))
-    )
+    d_bias = d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype)
+    return dh, d_scores, d_weight, d_bias
 
 
 def _down_backward_fake(
@@ -103,7 +102,7 @@ def _down_backward_fake(
     up_proj: Tensor | None,
     up_bias: Tensor | None,
     *tail: Any,
-) -> list[Tensor]:
+) -> Gradients:
     pair_indices, options = tail[0], Options.decode(tail[-1])
     if h is None:
         assert x is not None and up_proj is not None
@@ -114,7 +113,7 @@ def _down_backward_fake(
         torch.empty_like(down_proj, dtype=weight_grad_dtype(down_proj, options)),
         None if down_bias is None else torch.empty_like(down_bias),
     )
-    return present([gradient if need else None for gradient, need in zip(made, needs, strict=True)])
+    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
 
 
 define(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from blazeproto import dispatch
-from blazeproto.arrays import current_stream
 from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
 from blazeproto.gemm import score_partials, unchecked
@@ -172,21 +171,18 @@ def _expert_sum(
 
 
 def _addresses(rows: Rows) -> RowAddresses:
-    """The index arrays as addresses, once for all the kernels of an operator; chunks of them may need an aligned copy."""
-    pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets = rows
-    aligned = (
-        _ready(pair_indices),
-        _ready(offsets),
-        _ready(token_index_map),
-        top_k,
-        None if pair_tokens is None else _ready(pair_tokens),
-        None if token_offsets is None else _ready(token_offsets),
-    )
-    return addresses(aligned, offsets.get_device(), current_stream(offsets))
+    """The index arrays (contiguous) as addresses, once for all the kernels of an operator; chunks may need aligned copies."""
+    device = rows.offsets.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    where = addresses(rows, device, stream)
+    at = where.pair_indices | where.offsets | where.token_index_map | where.pair_tokens | where.token_offsets
+    if at % ALIGNMENT:
+        where = addresses([_ready(f) if isinstance(f, Tensor) else f for f in rows], device, stream)
+    return where
 
 
 def _ready(t: Tensor) -> Tensor:
     """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
-    if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0:
+    if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
         return t
     return t.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._autograd import _profiler_enabled
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.policy import Options
@@ -14,25 +21,67 @@ from blazeproto.autograd.policy import Options
 library = torch.library.Library("blazeproto", "DEF")
 
 _kernels: dict[str, Callable[..., Any]] = {}
+_nodes: dict[str, tuple[Callable[..., Any], int]] = {}  # of operators with a derivative: apply, number of inputs
+
+Gradients = Sequence[Tensor | None]
+
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, str, bool, list, tuple))
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Add an operator: its schema, its kernel for every device, its fake kernel (shapes and dtypes only)."""
+    """Add an operator: its schema, its kernel for every device, its fake kernel (shapes and dtypes only).
+
+    The kernels of an operator that returns a list may have None in it, which the operator leaves out.
+    """
     name = schema.split("(", 1)[0]
     _kernels[name] = kernel
     library.define(schema)
+    if schema.endswith("-> Tensor[]"):
+        kernel, fake = _without_none(kernel), _without_none(fake)
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"blazeproto::{name}", fake, lib=library)
 
 
-def below_autograd(name: str, *arguments: Any) -> Any:
-    """Operator ``name`` without its derivative. Where nobody else listens, neither a mode nor a tensor subclass, its
-    kernel is called past the dispatcher, which takes 4 us a call to bring arguments from Python to Python."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if torch._C._len_torch_dispatch_stack() == 0 and _PLAIN.issuperset(map(type, arguments)):
-            return _kernels[name](*arguments)
-        return getattr(torch.ops.blazeproto, name).default(*arguments)
+def _without_none(kernel: Callable[..., Gradients]) -> Callable[..., list[Tensor]]:
+    return lambda *arguments: [made for made in kernel(*arguments) if made is not None]
+
+
+def caller(tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
+    """How to call operators on these tensors: a function of an operator's name and its arguments.
+
+    Where nobody listens it goes past the dispatcher and past ``Function.apply`` in Python, which take 15 us an operator to
+    bring arguments from Python to Python.
+    """
+    if torch.compiler.is_compiling() or not _unheard(tensors):
+        return _call
+    return _call_directly
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    return getattr(torch.ops.blazeproto, name).default(*arguments)
+
+
+def _call_directly(name: str, *arguments: Any) -> Any:
+    if name not in _nodes or not _wants_gradients(arguments):
+        return _kernels[name](*arguments)
+    apply, num_inputs = _nodes[name]
+    return apply(*arguments[:num_inputs], (_kernels[name], arguments[num_inputs:]))
+
+
+def _unheard(arguments: Sequence[Any]) -> bool:
+    """Whether no mode, transform, profiler, tracer or tensor subclass wants to hear of the operators that are called."""
+    return (
+        _len_torch_dispatch_stack() == 0
+        and _len_torch_function_stack() == 0
+        and not _are_functorch_transforms_active()
+        and not _profiler_enabled()
+        and _get_tracing_state() is None
+        and _PLAIN.issuperset(map(type, arguments))
+    )
+
+
+def _wants_gradients(arguments: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,8 +101,8 @@ def differentiate(
     operator = getattr(torch.ops.blazeproto, name).default
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *inputs, tail = arguments
-        output = below_autograd(name, *inputs, *tail)
+        *inputs, (run, tail) = arguments
+        output = run(*inputs, *tail)
         setup_context(ctx, inputs, tail, output)
         return tuple(output) if isinstance(output, list) else output
 
@@ -65,13 +114,16 @@ def differentiate(
     returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
     def autograd_kernel(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            output = node.apply(*arguments[:num_inputs], arguments[num_inputs:])  # type: ignore[attr-defined]
+        if _wants_gradients(arguments):
+            tail = arguments[num_inputs:]
+            output = node.apply(*arguments[:num_inputs], (operator, tail))  # type: ignore[attr-defined]
             return list(output) if returns_list else output
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)
 
     library.impl(name, autograd_kernel, "Autograd")
+    # Function.apply itself first looks for functorch, of which `caller` knows that there is none.
+    _nodes[name] = super(torch.autograd.Function, node).apply, num_inputs  # type: ignore[misc]
 
 
 def refuse_double_backward(name: str) -> None:
@@ -87,19 +139,12 @@ def refuse_double_backward(name: str) -> None:
     differentiate(name, num_arguments, lambda ctx, inputs, tail, output: None, backward)
 
 
-def present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Backward operators return lists: the gradients that are needed, without the others."""
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def gradients_of(name: str, needs: Sequence[bool], *arguments: Any) -> list[Tensor | None]:
-    """Call a backward operator: the inverse of :func:`present`, None for what is not needed."""
-    if torch.is_grad_enabled():  # create_graph=True
-        made = getattr(torch.ops.blazeproto, name).default(needs, *arguments)
-    else:
-        made = below_autograd(name, needs, *arguments)
-    remaining = iter(made)
-    return [next(remaining) if need else None for need in needs]
+def gradients_of(name: str, needs: Sequence[bool], *arguments: Any) -> Gradients:
+    """Call a backward operator, which returns a list of what is needed; here with None for what is not."""
+    if torch.is_grad_enabled() or not _unheard(arguments):  # enabled: create_graph=True
+        made = iter(_call(name, needs, *arguments))
+        return [next(made) if need else None for need in needs]
+    return _kernels[name](needs, *arguments)
 
 
 def weight_grad_dtype(weight: Tensor, options: Options) -> torch.dtype:

@@ -24,7 +24,7 @@ from torch import Tensor
 from blazeproto.autograd import down, up  # noqa: F401 (they define the operators)
 from blazeproto.autograd.checks import check_arguments
 from blazeproto.autograd.chunked import chunk_length, transient_bytes_per_token
-from blazeproto.autograd.library import cast
+from blazeproto.autograd.library import caller, cast
 from blazeproto.autograd.policy import Options, SavePolicy
 
 
@@ -140,29 +140,37 @@ def _run(
     dispatch: DispatchLike | None,
 ) -> Tensor:
     """:func:`moe_mlp` after checks and casts."""
-    ops = torch.ops.blazeproto
     x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
     scores = cast(scores, torch.promote_types(x.dtype, torch.float32)).contiguous()
+    call = caller((x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets))
 
     if workspace_bytes is not None:
         assert topk_experts is not None
-        bytes_per_token = transient_bytes_per_token(down_proj, topk_experts.shape[1], options, x.dtype.itemsize)
+        bytes_per_token = transient_bytes_per_token(
+            down_proj, topk_experts.shape[1], options.activation, x.dtype.itemsize
+        )
         chunk_tokens = chunk_length(x.shape[0], bytes_per_token, workspace_bytes)
         if chunk_tokens < x.shape[0]:
             if not torch.is_grad_enabled():
                 options = options._replace(save="recompute")  # nothing will ask for H
             tensors = (x, up_proj, up_bias, down_proj, down_bias, scores)
-            return ops.moe_chunked.default(*tensors, topk_experts, chunk_tokens, options.encode())[0]
+            return call("moe_chunked", *tensors, topk_experts, chunk_tokens, options.encode())[0]
 
     if dispatch is not None:
-        index_arrays = (dispatch.expert_pair_indices, dispatch.expert_token_offsets, dispatch.token_index_map)
+        index_arrays = (
+            dispatch.expert_pair_indices.contiguous(),
+            dispatch.expert_token_offsets.contiguous(),
+            dispatch.token_index_map.contiguous(),
+        )
         top_k, pair_tokens, token_offsets = dispatch.top_k, dispatch.pair_tokens, dispatch.token_offsets
     else:
         assert topk_experts is not None
-        index_arrays = ops.dispatch.default(topk_experts, num_experts, options.backend)
+        index_arrays = call("dispatch", topk_experts, num_experts, options.backend)
         top_k = None if pair_tokens is not None else topk_experts.shape[1]
+    if pair_tokens is not None and token_offsets is not None:
+        pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
     tail = (*index_arrays, top_k or 0, pair_tokens, token_offsets, options.encode())
 
-    h, act = ops.moe_up.default(x, up_proj, up_bias, *tail)
+    h, act = call("moe_up", x, up_proj, up_bias, *tail)
     to_recompute_from = (x, up_proj, up_bias) if options.save == "recompute" else (None, None, None)
-    return ops.moe_down.default(h, act, scores, down_proj, down_bias, *to_recompute_from, *tail)
+    return call("moe_down", h, act, scores, down_proj, down_bias, *to_recompute_from, *tail)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
+    Gradients,
     cast,
     define,
     differentiate,
     gradients_of,
-    present,
     refuse_double_backward,
     weight_grad_dtype,
 )
@@ -42,21 +42,21 @@ def _widths(up_proj: Tensor, options: Options) -> tuple[int, int]:
 
 def _up_backward(
     needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
-) -> list[Tensor]:
+) -> Gradients:
     """dh (R, G*n) -> those needed of dx (T, d), d_up_proj (E, G*n, d), d_up_bias (E, G*n)."""
     rows, options = decode_tail(*tail)
     products = products_for(options, x, up_proj.shape[0], *_widths(up_proj, options))
     weight_dtype = weight_grad_dtype(up_proj, options)
     dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
-    return present((dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)))
+    return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
 
 
 def _up_backward_fake(
     needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
-) -> list[Tensor]:
+) -> Gradients:
     d_weight = torch.empty_like(up_proj, dtype=weight_grad_dtype(up_proj, Options.decode(tail[-1])))
     made = (torch.empty_like(x), d_weight, None if up_bias is None else torch.empty_like(up_bias))
-    return present([gradient if need else None for gradient, need in zip(made, needs, strict=True)])
+    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
 
 
 define(

@@ -7,6 +7,7 @@
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.config import TileConfig, all_kernels, candidates, kernel_for
+from blazeproto.gemm.layer_kernels import prepare
 from blazeproto.gemm.products import (
     down_backward_act,
     down_backward_weight,
@@ -36,6 +37,7 @@ __all__ = [
     "expert_row_sum",
     "grouped_mm",
     "kernel_for",
+    "prepare",
     "score_partials",
     "up_backward_act",
     "up_backward_weight",

@@ -6,7 +6,7 @@ Measured on an H200 (`scripts/bench_products.py --tune`); docs/kernels.md tells 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from blazeproto.gemm.compile import Kernel
@@ -24,45 +24,37 @@ ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
 class TileConfig:
     """Tile shape and pipeline of one kernel (mainloop.cuh draws it).
 
-    tile_n: columns of a tile (128 or 256), which has 128 rows.  cluster: CTAs that share their weight tiles.
-    stages: depth of the ring.  deferred: whether a tile's epilogue runs under the next tile's mainloop.
+    tile_n: columns of a tile (128 or 256), which has 128 rows.  stages: depth of the ring.
+    deferred: whether a tile's epilogue runs under the next tile's mainloop.
+    cluster: CTAs of a weight gradient that share their B tiles; 1 for the other products.
     """
 
     tile_n: int = 256
-    cluster: int = 2
     stages: int = 4
-    deferred: bool = False
+    deferred: bool = True
+    cluster: int = 1
 
 
 # product -> its tiles. Names as in blazeproto.gemm.
 DEFAULTS = {
-    "up_forward": TileConfig(deferred=True),
-    "down_forward": TileConfig(deferred=True),
-    "down_backward_act": TileConfig(stages=3),
-    "up_backward_act": TileConfig(deferred=True),
-    "down_backward_weight": TileConfig(deferred=True),
-    "up_backward_weight": TileConfig(deferred=True),
+    "up_forward": TileConfig(),
+    "down_forward": TileConfig(),
+    "down_backward_act": TileConfig(deferred=False),
+    "up_backward_act": TileConfig(),
+    "down_backward_weight": TileConfig(cluster=2),
+    "up_backward_weight": TileConfig(cluster=2),
 }
 
-# Up to here a tile's few stages gain less from shared weights than they lose by waiting for the other CTA.
-SHORT_REDUCTION = 1024
-
-
-def tiles_for(product: str, reduction: int) -> TileConfig:
-    """The tiles of ``product`` over ``reduction`` elements (d or n of the layer)."""
-    tiles = DEFAULTS[product]
-    return replace(tiles, cluster=1) if product == "down_forward" and reduction <= SHORT_REDUCTION else tiles
-
-
 # What scripts/bench_products.py --tune times.
-_SHAPES = [TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1)]
+_ROWS = [TileConfig(deferred=deferred) for deferred in (True, False)]
+_WEIGHTS = [TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1)]
 CANDIDATES = {
-    "up_forward": _SHAPES,
-    "down_forward": _SHAPES,
-    "down_backward_act": [TileConfig(stages=3), TileConfig(stages=3, cluster=1)],
-    "up_backward_act": _SHAPES,
-    "down_backward_weight": _SHAPES,
-    "up_backward_weight": _SHAPES,
+    "up_forward": _ROWS,
+    "down_forward": _ROWS,
+    "down_backward_act": [TileConfig(deferred=False)],
+    "up_backward_act": _ROWS,
+    "down_backward_weight": _WEIGHTS,
+    "up_backward_weight": _WEIGHTS,
 }
 
 
@@ -102,8 +94,11 @@ def kernel_for(
         "DEFERRED": config.deferred and not no_room,
         "GATHER": gathers,
     }
+    is_weight = product.endswith("_weight")
+    if config.cluster != 1 and not is_weight:
+        raise ValueError(f"config: expected cluster=1 for {product}, got {config}")
     options = tuple(f"-D{macro}" for macro in debug)
-    if product.endswith("_weight"):
+    if is_weight:
         macros |= {"GATHER": 1, "TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
         return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, options)
     if product == "up_forward":
@@ -136,10 +131,9 @@ def all_kernels() -> Iterator[Kernel]:
                 for bias in (False, True) if product == "up_forward" else (False,):
                     yield from once(kernel_for(product, config, activation=activation, bias=bias))
         elif product == "down_forward":
-            for reduction in (SHORT_REDUCTION, SHORT_REDUCTION + 1):
-                for bias in (False, True):
-                    for fused in (False, True):
-                        yield from once(kernel_for(product, tiles_for(product, reduction), bias=bias, fused=fused))
+            for bias in (False, True):
+                for fused in (False, True):
+                    yield from once(kernel_for(product, config, bias=bias, fused=fused))
         elif product.endswith("_weight"):
             for f32 in (False, True):
                 yield from once(kernel_for(product, config, f32=f32))

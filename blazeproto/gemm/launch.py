@@ -15,11 +15,12 @@ from struct import Struct, pack_into
 from typing import Any, NamedTuple
 
 from blazeproto import driver
+from blazeproto.driver import arguments
 from blazeproto.gemm.compile import Kernel
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
-_SWIZZLE = {64: 3, 32: 2}  # CUtensorMapSwizzle by the box's row: 128 or 64 bytes
+_SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 
 
 class Box(NamedTuple):
@@ -79,7 +80,7 @@ class Plan:
     """A kernel with one struct as its argument, for one shape on one device: all but the addresses.
 
     boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  num_words: how many 8-byte words follow.
-    numbers: the ints after them.
+    numbers: the ints after them.  dependent: see `driver.launch`.
     """
 
     def __init__(
@@ -92,38 +93,40 @@ class Plan:
         grid: int,
         block: int,
         device: int,
+        dependent: bool = False,
     ) -> None:
         self.boxes, self.numbers, self.grid, self.block = tuple(boxes), tuple(numbers), (grid, 1), block
         self.function, self.shared_bytes = kernel.handle(device), kernel.dynamic_smem
+        self.dependent = dependent
         self.map_offsets = [MAP_BYTES * index for index, box in enumerate(boxes) if box is not None]
         self.words, self.words_offset = Struct(f"{num_words}Q"), MAP_BYTES * len(boxes)
         used = self.words_offset + 8 * num_words + 4 * len(self.numbers)
         self.size = -(-used // 64) * 64  # the struct's: a multiple of its alignment
+        self.extent = slice(self.size)
         self.struct: bytes | None = None  # made by the first launch, which knows addresses
 
     def launch(self, stream: int, map_addresses: Sequence[int], words: Sequence[int]) -> None:
         """map_addresses: of the tensor maps that are used, in order."""
-        arguments, (_, replace) = driver.arguments, _tensor_maps()
-        buffer, address = arguments.bytes, arguments.address
+        buffer, address, replace = arguments.bytes, arguments.address, _tensor_maps()[1]
         if self.struct is None:
             self.struct = self._encode(map_addresses)
-        buffer[: self.size] = self.struct
+        buffer[self.extent] = self.struct
         for offset, array in zip(self.map_offsets, map_addresses, strict=True):
             if replace(address + offset, array):
                 _tensor_map_call(replace, address + offset, array)
         self.words.pack_into(buffer, self.words_offset, *words)
-        driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream)
+        driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream, self.dependent)
 
     def _encode(self, map_addresses: Sequence[int]) -> bytes:
-        buffer, address = driver.arguments.bytes, driver.arguments.address
-        buffer[: self.size] = bytes(self.size)
+        buffer, address = arguments.bytes, arguments.address
+        buffer[self.extent] = bytes(self.size)
         boxes = [box for box in self.boxes if box is not None]
         for offset, box, array in zip(self.map_offsets, boxes, map_addresses, strict=True):
             rank = len(box.shape)
             shape, strides = (ctypes.c_uint64 * rank)(*box.shape), (ctypes.c_uint64 * rank)(*box.strides)
             sizes, steps = (ctypes.c_uint32 * rank)(*box.box), (ctypes.c_uint32 * rank)(*[1] * rank)
             lists = (ctypes.addressof(values) for values in (shape, strides, sizes, steps))
-            options = (0, _SWIZZLE[box.box[0]], _L2_PROMOTION_256B, 0)  # no interleave; out of bounds reads as zeros
+            options = (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0)  # no interleave; out of bounds reads as zeros
             _tensor_map_call(_tensor_maps()[0], address + offset, _BFLOAT16, rank, array, *lists, *options)
         pack_into(f"{len(self.numbers)}i", buffer, self.words_offset + self.words.size, *self.numbers)
-        return bytes(buffer[: self.size])
+        return bytes(buffer[self.extent])

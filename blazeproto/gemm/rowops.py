@@ -18,13 +18,13 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.rows import RowAddresses, addresses
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
-COMBINE_THREADS = 128
-LANES, MAX_VECTORS = (128, 64, 32, 16, 8, 4), 4  # what combine.cu is compiled for
-LOADS_IN_FLIGHT = 8  # 16-byte loads that a thread of `combine` should have under way
-WASTE = 1.125  # lanes kept per lane needed, at most, where the shape allows it
+LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
+COMBINE_THREADS = 128  # of a block, or a token's lanes if they are more
+LOADS_IN_FLIGHT = (
+    32  # 16-byte loads that a thread of `combine` may have under way (four registers each); half where it loops
+)
 REDUCE_THREADS = 256
 MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
-REGISTERS_PER_SM, THREADS_PER_SM = 65536, 2048
 
 
 def _columns(name: str, width: int) -> int:
@@ -55,38 +55,34 @@ def num_sms(device: int) -> int:
 def combine_layout(d: int, top_k: int) -> tuple[int, int]:
     """(LANES, VECTORS): how many threads share a token, and the 16-byte chunks each takes. d: columns; top_k: 0 if it varies.
 
-    Few experts per token leave few loads under way, so a thread takes more chunks. Then the widest group of threads whose last
-    pass over the row is not mostly idle: wide groups touch long pieces of a row at a time.
+    Those that cover the row with the least waste, in one pass if they can; among these, the most loads under way.
     """
     chunks = d // CHUNK
-    vectors = 1
-    while vectors < MAX_VECTORS and 0 < 2 * vectors * top_k <= LOADS_IN_FLIGHT and 2 * vectors * min(LANES) <= chunks:
-        vectors *= 2
+    together = top_k if 0 < top_k <= 16 else 8  # combine.cu: GROUP
 
-    def lanes_paid(lanes: int) -> int:
-        return -(-chunks // (lanes * vectors)) * lanes * vectors
+    def paid(layout: tuple[int, int]) -> int:
+        return -(-chunks // (layout[0] * layout[1])) * layout[0] * layout[1]
 
-    thrifty = [lanes for lanes in LANES if lanes_paid(lanes) <= WASTE * chunks]
-    return (thrifty[0] if thrifty else min(LANES, key=lanes_paid)), vectors
+    most = LOADS_IN_FLIGHT if together == top_k else LOADS_IN_FLIGHT // 2
+    layouts = [(lanes, v) for v in VECTORS for lanes in LANES if v == 1 or v * together <= most]
+    covering = [layout for layout in layouts if layout[0] * layout[1] >= chunks]
+    return min(covering or layouts, key=paid)
 
 
 @cache
 def combine_kernel(d: int, top_k: int, has_scores: bool) -> Kernel:
     lanes, vectors = combine_layout(d, top_k)
-    sizes = {"LANES": lanes, "VECTORS": vectors, "THREADS": COMBINE_THREADS}
+    sizes = {"LANES": lanes, "VECTORS": vectors, "THREADS": max(lanes, COMBINE_THREADS)}
     return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes})
 
 
 @lru_cache(maxsize=1024)
-def _combine_plan(num_tokens: int, d: int, top_k: int, has_scores: bool, device: int) -> tuple[Kernel, tuple[int, int]]:
-    """The kernel and its grid: as many blocks as the device holds at once (they walk the tokens), or fewer for few tokens."""
-    kernel = combine_kernel(d, top_k, has_scores)
+def _combine_plan(num_tokens: int, d: int, top_k: int, has_scores: bool) -> tuple[Kernel, tuple[int, int], int]:
+    """The kernel, its grid and its threads."""
     lanes, vectors = combine_layout(d, top_k)
-    registers = -(-kernel.registers // 8) * 8 * COMBINE_THREADS
-    resident = num_sms(device) * min(REGISTERS_PER_SM // registers, THREADS_PER_SM // COMBINE_THREADS)
-    columns = -(-d // (CHUNK * lanes * vectors))
-    enough = -(-num_tokens * lanes // COMBINE_THREADS)
-    return kernel, (min(enough, max(1, resident // columns)), columns)
+    threads = max(lanes, COMBINE_THREADS)
+    grid = (-(-num_tokens * lanes // threads), -(-d // (CHUNK * lanes * vectors)))
+    return combine_kernel(d, top_k, has_scores), grid, threads
 
 
 def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: int | None = None) -> Any:
@@ -110,10 +106,10 @@ def combine_unchecked(y: Any, rows: RowAddresses, *, scores: Any = None, out: An
     num_tokens, d = out.shape
     if num_tokens == 0:
         return
-    kernel, grid = _combine_plan(num_tokens, d, rows.top_k, scores is not None, rows.device)
+    kernel, grid, threads = _combine_plan(num_tokens, d, rows.top_k, scores is not None)
     inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets)
     words = (*inputs, out.data_ptr(), num_tokens, d)
-    launch_words(kernel.handle(rows.device), grid, COMBINE_THREADS, 0, rows.stream, words)
+    launch_words(kernel.handle(rows.device), grid, threads, 0, rows.stream, words)
 
 
 # --- reduce.cu -------------------------------------------------------------------------------------------------------

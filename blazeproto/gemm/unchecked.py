@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for, tiles_for
+from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for
 from blazeproto.gemm.launch import Box, Plan, box_2d, box_3d, box_4d
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
-NARROW_SLAB = 32  # columns of one in down_backward.cu
 SHAPES = 1024  # whose plans are kept, of each product
 
 DEBUG: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ def _rows_plan(
     """varlen_m.cuh: RowsParams. where: (rows, experts, device)."""
     num_rows, num_experts, device = where
     a = None if gathered else box_2d(reduction, num_rows, (BK, BM))
-    blocks_at_most = num_rows // (BM * config.cluster) + min(num_experts, num_rows)
+    blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     grid = _grid(device, config, blocks_at_most * -(-columns // tile_columns))
     numbers = (num_rows, num_experts, reduction, columns)
     return Plan(kernel, (a, weights, h, out0, out1), 10, numbers, grid=grid, block=THREADS, device=device)
@@ -97,7 +96,7 @@ def _weight_box(shape: tuple[int, int, int], config: TileConfig, transposed: boo
     experts, outer, inner = shape
     if transposed:
         return box_3d((inner, outer, experts), (SLAB, BK, 1))
-    return box_4d((inner, outer, 1, experts), (BK, config.tile_n // config.cluster, 1, 1))
+    return box_4d((inner, outer, 1, experts), (BK, config.tile_n, 1, 1))
 
 
 @lru_cache(maxsize=SHAPES)
@@ -109,9 +108,10 @@ def _up_plan(
     config: TileConfig | None,
     debug: tuple[str, ...],
 ) -> Plan:
-    config, halves = config or DEFAULTS["up_forward"], 1 + is_gated(activation)
+    halves = 1 + is_gated(activation)
     experts, width, d = shape
     n = width // halves
+    config = config or DEFAULTS["up_forward"]
     return _rows_plan(
         kernel_for("up_forward", config, activation=activation, bias=bias, debug=debug),
         config,
@@ -120,7 +120,7 @@ def _up_plan(
         reduction=d,
         columns=n,
         tile_columns=config.tile_n // halves,
-        weights=box_4d((d, n, halves, experts), (BK, config.tile_n // max(halves, config.cluster), 1, 1)),
+        weights=box_4d((d, n, halves, experts), (BK, config.tile_n // halves, halves, 1)),
         out0=_h_box(n, halves, where[0], (SLAB, SLAB, 1)),
         out1=box_2d(n, where[0], (SLAB, SLAB)),
     )
@@ -139,7 +139,7 @@ def _linear_plan(
 ) -> Plan:
     product = "up_backward_act" if transposed else "down_forward"
     columns, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
-    config = config or tiles_for(product, reduction)
+    config = config or DEFAULTS[product]
     return _rows_plan(
         kernel_for(product, config, bias=bias, fused=fused, gather=gather, debug=debug),
         config,
@@ -163,7 +163,6 @@ def _down_backward_plan(
 ) -> Plan:
     config, halves = config or DEFAULTS["down_backward_act"], 1 + is_gated(activation)
     _, d, n = shape
-    h = _h_box(n, halves, where[0], (NARROW_SLAB, SLAB, halves))
     return _rows_plan(
         kernel_for("down_backward_act", config, activation=activation, debug=debug),
         config,
@@ -173,9 +172,9 @@ def _down_backward_plan(
         columns=n,
         tile_columns=config.tile_n,
         weights=_weight_box(shape, config, True),
-        h=h,
-        out0=h,
-        out1=box_2d(n, where[0], (NARROW_SLAB, SLAB)),
+        h=_h_box(n, halves, where[0], (SLAB, BM, halves)),
+        out0=_h_box(n, halves, where[0], (SLAB, SLAB, 1)),
+        out1=box_2d(n, where[0], (SLAB, SLAB)),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blazeproto import MoE, Router
+import blazeproto.layer
+from blazeproto import MoE, Router, dispatch, gemm
 from blazeproto.reference import ACTIVATIONS, is_gated, moe_mlp
 from blazeproto.router import ROUTERS
 
@@ -201,3 +202,41 @@ def test_bad_input():
         layer(torch.randn(3, 16, device="meta"))
     with pytest.raises(ValueError, match=r"gate_up_proj: expected dtype torch.float64"):
         layer(torch.randn(3, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "weight_grads", "dispatches"),
+    [
+        ({}, [False], {(100, 2)}),
+        ({"weight_grad_dtype": torch.float32, "bias": True, "activation": "relu"}, [True], {(100, 2)}),
+        ({"router": "expert_choice"}, [False], {(200, 1)}),
+        ({"workspace_bytes": 30_000}, [False, True], {(40, 2), (20, 2)}),
+        ({"backend": "torch"}, [], set()),
+    ],
+)
+def test_prepare(monkeypatch, options, weight_grads, dispatches):
+    """What is compiled for 100 tokens: the products once for each dtype of the weight gradients, every dispatch."""
+    prepared, shapes = [], set()
+
+    def prepare(*sizes, **how):
+        varies = "router" in options
+        assert sizes == (16, 24, 4, None if varies else 2)
+        assert how["up_bias"] == how["down_bias"] == ("bias" in options) and how["device"] == 3 and not how["fused"]
+        assert how["activation"] == options.get("activation", "swiglu")
+        prepared.append(how["f32_weight_grads"])
+
+    def prepare_dispatch(num_tokens, top_k, num_experts, *, device):
+        assert (num_experts, device) == (4, 3)
+        shapes.add((num_tokens, top_k))
+
+    layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, **options)
+    monkeypatch.setattr(blazeproto.layer, "missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(gemm, "prepare", prepare)
+    monkeypatch.setattr(dispatch, "prepare_dispatch", prepare_dispatch)
+    layer.prepare(100)
+    assert (sorted(prepared), shapes) == (weight_grads, dispatches)
+
+
+def test_prepare_does_nothing_where_the_torch_backend_runs():
+    MoE(16, 24, 4, 2).prepare(100)

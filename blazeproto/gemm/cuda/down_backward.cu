@@ -6,95 +6,117 @@
 //   dH[r]  = S[p] dA'[r] times act's derivative  dH like H
 //   A'[r]  = S[p] act                            the weight gradient's operand (R, n)
 //
-//   dO rows --gather--> A  \                        H slabs --TMA--> | gate | up |   (the next ones on their way all the while)
-//                            wgmma -> acc = dA'  ->   ldmatrix, derivative, stmatrix in place
-//   W_down  --TMA-----> B  /                                         | dgate | dup | + | A' |  --TMA--> dH, A'
+//   dO rows --gather--> A  \
+//                            wgmma -> acc = dA'
+//   W_down  --TMA-----> B  /
 //
-// The slabs here are 64 rows x 32 columns (64-byte swizzle): half as wide as elsewhere, so that four of H fit beside 3 stages.
+// H comes through the same ring, behind the tile's last A and B, and what is made of it leaves from where it came: a stage of
+// 48 KB holds 64 hidden units of the tile's 128 rows three times over. So nothing but the ring needs shared memory, and
+// while H is worked on, the next tile's A and B are on their way.
+//
+//   ring    | A, B | A, B | ... | A, B |  gate | up | .   |  gate | up | .   |  ...  | A, B of the next tile
+//                                            ldmatrix, derivative, stmatrix in place
+//                                      | dgate | dup | A' |  --TMA--> dH, A'
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
 #include "varlen_m.cuh"
 
-static_assert(!DEFERRED, "measured slower: dA' stays in fp32, and what fits beside the next tile's accumulators gains nothing");
+static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
 constexpr bool GATED = is_gated(ACTIVATION);
 
-constexpr int SLAB_COLUMNS = 32;
-constexpr int NARROW_ROW = SLAB_COLUMNS * 2;      // bytes
-constexpr int NARROW_BYTES = STRIP * NARROW_ROW;
-
-// As slab_address, for 64-byte rows: chunk c of row r at c ^ (r / 2 % 4).
-DEVICE uint32_t narrow_address(uint32_t slab, int block) {
-    const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
-    const int row = warp * 16 + lane % 16, chunk = 2 * block + lane / 16;
-    return slab + row * NARROW_ROW + ((chunk ^ (row >> 1 & 3)) << 4);
-}
-
-DEVICE void store_narrow_predicated(uint32_t slab, bf16* out, int64_t row_stride, int rows, int columns) {
-    const int chunk = warpgroup_thread() % 4;
-#pragma unroll
-    for (int row = warpgroup_thread() / 4; row < 64; row += WARPGROUP / 4)
-        if (row < rows && chunk * 8 < columns)
-            *reinterpret_cast<uint4*>(out + row * row_stride + chunk * 8) =
-                load_shared_16(slab + row * NARROW_ROW + ((chunk ^ (row >> 1 & 3)) << 4));
-}
-
 struct DownBackwardEpilogue {
-    static constexpr int SLOTS = 4;  // slabs of H in shared memory
-    static constexpr int H_BYTES = (GATED ? 2 : 1) * NARROW_BYTES;
-    static constexpr int SMEM_BYTES = SLOTS * H_BYTES + 2 * NARROW_BYTES;
-    static_assert(SLOTS * 8 <= EPILOGUE_BARRIER_BYTES, "a barrier a slot");
-    static constexpr int PARTS = BN / SLAB_COLUMNS, EAGER = 0;
-    static_assert(PARTS % SLOTS == 0, "a tile leaves every slot's barrier in the same phase");
-    static constexpr bool PREFETCHES = true;
+    static constexpr int SMEM_BYTES = 0, PARTS = 0, EAGER = 0;
+    static constexpr int H_COLUMNS = 64;  // hidden units in a stage
+    static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage
+    static constexpr int H_BYTES = (GATED ? 2 : 1) * PLANE_BYTES;
+    static_assert(3 * PLANE_BYTES <= STAGE_BYTES, "gate, up and A' of a tile's rows in one stage");
+    static constexpr bool LOOKS_AHEAD = true;
     const RowsParams& p;
-    uint32_t h_phase = 0;
-    float d_act[BN / 2];  // dA'
+    uint32_t unreleased = 0;     // the empty barrier of a stage that is still being stored, or 0
     float score[2], d_score[2];  // S and dS of this thread's rows
     Tile tile;
 
     DEVICE explicit DownBackwardEpilogue(const RowsParams& params) : p(params) {}
 
-    DEVICE void init() {
-        if (warpgroup_thread() != 0) return;
-        for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(h_barrier(slot), 1);
-        fence_mbarrier_init();
+    // Stages of H behind those of A and B.
+    DEVICE static int ring_stages(const RowsParams& p, const Tile& of) {
+        return (min(BN, p.columns - of.column) + H_COLUMNS - 1) / H_COLUMNS;
     }
 
-    DEVICE static uint32_t h_slot(int index) { return epilogue_memory(SMEM_BYTES) + index % SLOTS * H_BYTES; }
-    DEVICE static uint32_t a_slab(int index) { return epilogue_memory(SMEM_BYTES) + SLOTS * H_BYTES + index % 2 * NARROW_BYTES; }
-    DEVICE static uint32_t h_barrier(int index) { return epilogue_barriers() + index % SLOTS * 8; }
-
-    // Gate and up of slab `index` of a tile into its slot, by one thread.
-    DEVICE void load_h(const Tile& of, int index) const {
-        mbarrier_arrive_expect_tx(h_barrier(index), H_BYTES);
-        tma_load_3d(h_slot(index), &p.h, h_barrier(index), of.column + index * SLAB_COLUMNS, of.row, 0);
+    // By one thread of the producer.
+    DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const Tile& of, int index) {
+        mbarrier_arrive_expect_tx(ring.full_barrier(), H_BYTES);
+        tma_load_3d(ring.a(), &p.h, ring.full_barrier(), of.column + index * H_COLUMNS, of.row, 0);
     }
 
-    // The last tile's stores have to be out of the slots before this tile's H comes in: a short wait, with a stage under way.
-    DEVICE void prefetch(const Tile& next) {
-        if (warpgroup_thread() != 0) return;
-        bulk_wait_group_read<0>();
-        for (int index = 0; index < SLOTS; ++index) load_h(next, index);
-    }
-
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
-        tile = of;
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) d_act[i] = acc[i];
+    // With the tile's first stage under way: the last stage of the tile before is stored by now, and the scores, whose
+    // numbers have to be loaded first, are here before they are needed.
+    DEVICE void look_ahead(const Tile& of) {
+        release_stored();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = tile.row + strip_row(h);
-            score[h] = row < tile.row_end ? __ldg(p.scores + __ldg(p.pairs.pair_indices + row)) : 0.0f;
-            d_score[h] = 0.0f;
+            const int row = of.row + strip_row(h);
+            score[h] = row < of.row_end ? load_f32(p.scores + load_s32(p.pairs.pair_indices + row)) : 0.0f;
         }
+    }
+
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, Ring& ring) {
+        tile = of;
+        d_score[0] = d_score[1] = 0.0f;
+#pragma unroll
+        for (int index = 0; index < BN / H_COLUMNS; ++index) {
+            const int column = tile.column + index * H_COLUMNS;
+            if (column < p.columns) {  // the same for the whole CTA
+                mbarrier_wait(ring.full_barrier(), ring.phase);
+                work_on_stage(acc + index * (H_COLUMNS / 2), ring, column);
+                ring.advance();
+            }
+        }
+        store_score_gradient();
+    }
+
+    DEVICE void work_on_stage(const float* d_acts, const Ring& ring, int column) {
+        const uint32_t gates = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, scaled = gates + 2 * PLANE_BYTES;
+#pragma unroll
+        for (int block = 0; block < H_COLUMNS / 16; ++block)
+            differentiate(d_acts + block * 8, slab_address(gates, block), slab_address(scaled, block));
+        fence_proxy_async();
+        release_stored();  // the stage before: by now it has been read out
+        warpgroup_sync();
+        if (tile.row + STRIP <= tile.row_end) {
+            if (warpgroup_thread() == 0) {
+                tma_store_3d(&p.out0, gates, column, tile.row, 0);
+                if (GATED) tma_store_3d(&p.out0, gates + PLANE_BYTES, column, tile.row, 1);
+                tma_store_2d(&p.out1, scaled, column, tile.row);
+                bulk_commit_group();
+            }
+        } else {
+            const int64_t stride = (GATED ? 2 : 1) * p.columns;
+            const int rows = tile.row_end - tile.row, columns = p.columns - column;
+            bf16* dh = p.out0_rows + tile.row * stride + column;
+            store_slab_predicated(gates, dh, stride, rows, columns);
+            if (GATED) store_slab_predicated(gates + PLANE_BYTES, dh + p.columns, stride, rows, columns);
+            store_slab_predicated(scaled, p.out1_rows + int64_t(tile.row) * p.columns + column, p.columns, rows, columns);
+            warpgroup_sync();
+        }
+        unreleased = ring.empty_barrier();
+    }
+
+    // One thread of a consumer for its four warps: TMA has read the stage.
+    DEVICE void release_stored() {
+        if (warpgroup_thread() == 0 && unreleased) {
+            bulk_wait_group_read<0>();
+            mbarrier_arrive(unreleased, WARPGROUP / 32);
+        }
+        unreleased = 0;
     }
 
     // One 16-column block in place: gate, up -> dgate, dup, and A'. Adds to the row sums of dS.
     DEVICE void differentiate(const float* d_acts, uint32_t gates_at, uint32_t scaled_at) {
         uint32_t gates[4], ups[4], scaled[4];
         ldmatrix_x4(gates, gates_at);
-        if (GATED) ldmatrix_x4(ups, gates_at + NARROW_BYTES);
+        if (GATED) ldmatrix_x4(ups, gates_at + PLANE_BYTES);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // matrices 0, 2: rows l / 4; 1, 3: rows 8 + l / 4
             const int h = i % 2;
@@ -114,18 +136,8 @@ struct DownBackwardEpilogue {
             scaled[i] = pack_bf16(a[0], a[1]);
         }
         stmatrix_x4(gates_at, gates);
-        if (GATED) stmatrix_x4(gates_at + NARROW_BYTES, ups);
+        if (GATED) stmatrix_x4(gates_at + PLANE_BYTES, ups);
         stmatrix_x4(scaled_at, scaled);
-    }
-
-    DEVICE void store_tail(int index, int column) const {
-        const int64_t stride = (GATED ? 2 : 1) * p.columns;
-        const int rows = tile.row_end - tile.row, columns = p.columns - column;
-        bf16* dh = p.out0_rows + tile.row * stride + column;
-        store_narrow_predicated(h_slot(index), dh, stride, rows, columns);
-        if (GATED) store_narrow_predicated(h_slot(index) + NARROW_BYTES, dh + p.columns, stride, rows, columns);
-        store_narrow_predicated(a_slab(index), p.out1_rows + int64_t(tile.row) * p.columns + column, p.columns, rows, columns);
-        fence_proxy_async();  // TMA writes the slot next
     }
 
     // A row's sum over this tile's columns, in a fixed order: a thread's columns, then the four lanes of a row.
@@ -139,37 +151,9 @@ struct DownBackwardEpilogue {
                 p.reduction_out[int64_t(tile.column / TILE_COLUMNS) * p.rows + row] = d_score[h];
         }
     }
-
-    template <int INDEX>
-    DEVICE void part() {
-        const int column = tile.column + INDEX * SLAB_COLUMNS;
-        const bool whole = tile.row + STRIP <= tile.row_end;
-        mbarrier_wait(h_barrier(INDEX), h_phase);
-        if (INDEX % SLOTS == SLOTS - 1) h_phase ^= 1;
-#pragma unroll
-        for (int block = 0; block < SLAB_COLUMNS / 16; ++block)
-            differentiate(d_act + INDEX * (SLAB_COLUMNS / 2) + block * 8, narrow_address(h_slot(INDEX), block),
-                          narrow_address(a_slab(INDEX), block));
-        fence_proxy_async();
-        if (warpgroup_thread() == 0) bulk_wait_group_read<0>();  // the slab before is out: its slot and its A' are free
-        warpgroup_sync();
-        if (warpgroup_thread() == 0) {
-            if (INDEX > 0 && INDEX + SLOTS - 1 < PARTS) load_h(tile, INDEX + SLOTS - 1);
-            if (whole) {
-                tma_store_3d(&p.out0, h_slot(INDEX), column, tile.row, 0);
-                tma_store_2d(&p.out1, a_slab(INDEX), column, tile.row);
-                bulk_commit_group();
-            }
-        }
-        if (!whole) store_tail(INDEX, column);
-        if (INDEX == PARTS - 1) {
-            store_score_gradient();
-            if (!whole) warpgroup_sync();  // everybody has read the last slabs before the next tile's H comes
-        }
-    }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     down_backward(const __grid_constant__ RowsParams p) {
     varlen_m<DownBackwardEpilogue>(p);
 }

@@ -46,9 +46,6 @@ DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, 
 
 // This consumer's part of the epilogue's shared memory, of `bytes` each.
 DEVICE uint32_t epilogue_memory(int bytes) { return shared_at(EPILOGUE_OFFSET + consumer_index() * bytes); }
-DEVICE uint32_t epilogue_barriers() {
-    return shared_at(BARRIER_OFFSET + 2 * STAGES * 8 + consumer_index() * EPILOGUE_BARRIER_BYTES);
-}
 
 // A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order,
 // an even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole,

@@ -14,9 +14,17 @@ struct PairToToken {
     }
 };
 
-// The producer warpgroup copies WARPGROUP / 8 rows of 128 bytes at once: thread t chunk t % 8 of row t / 8.
+// The producer warpgroup copies WARPGROUP / 8 rows of 128 bytes at once, a pass: thread t chunk t % 8 of row t / 8. Copying is
+// bound by the instructions of its four warps, so a row's number is found by one thread, for 128 rows at once, and shuffled
+// to the eight that copy the row; warp w copies, and so finds, rows 4 w ... 4 w + 3 of every pass:
+//
+//   lane 0 1 2 3   4  5  6  7  ...   28  29  30  31
+//   row  0 1 2 3   16 17 18 19 ...  112 113 114 115   of the 128, in warp 0
 constexpr int CHUNK = 8;  // bf16 elements in a 16-byte copy
 constexpr int ROWS_A_PASS = WARPGROUP * CHUNK / PANEL;
+constexpr int ROWS_A_WARP = ROWS_A_PASS / 4;  // of a pass
+constexpr int NUMBERED_ROWS = WARPGROUP;      // whose numbers the warpgroup holds
+constexpr uint32_t NO_ROW = ~0u;
 
 DEVICE int gather_row() { return thread_index() / CHUNK; }
 DEVICE int gather_column() { return thread_index() % CHUNK * CHUNK; }
@@ -25,46 +33,41 @@ DEVICE uint32_t gather_offset() {  // of this thread's chunk in the first pass; 
     return row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
 }
 
-// The pairs of this thread's rows, or -1 past `row_end`. Only loads, and nothing here waits for them: call it well before
-// `tokens_of`.
-template <int PASSES>
-DEVICE void load_pairs(int (&pair)[PASSES], const PairToToken& map, int row, int row_end) {
-    const int first = row + gather_row();
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int r = first + pass * ROWS_A_PASS;
-        pair[pass] = r < row_end ? __ldg(map.pair_indices + r) : -1;
-    }
+// The pair in this thread's one of NUMBERED_ROWS rows, or -1 past `row_end`. Nothing here waits for the load: call it well
+// before `row_start`.
+DEVICE int load_pair(const PairToToken& map, int row, int row_end) {
+    const int thread = thread_index(), lane = thread % 32;
+    const int r = row + lane / ROWS_A_WARP * ROWS_A_PASS + thread / 32 * ROWS_A_WARP + lane % ROWS_A_WARP;
+    return r < row_end ? __ldg(map.pair_indices + r) : -1;
 }
 
-// Their tokens, and a mask of those that have one; the others point at row 0, which copy_rows then doesn't read.
-template <int PASSES>
-DEVICE uint32_t tokens_of(int (&token)[PASSES], const PairToToken& map, const int (&pair)[PASSES]) {
-    uint32_t valid = 0;
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        token[pass] = pair[pass] < 0 ? 0 : map.token(pair[pass]);
-        valid |= uint32_t(pair[pass] >= 0) << pass;
-    }
-    return valid;
+// Where the pair's token begins in a (tokens, width) matrix, in chunks: 32 bits reach 64 GB.
+DEVICE uint32_t row_start(const PairToToken& map, int pair, int width) {
+    return pair < 0 ? NO_ROW : uint32_t(map.token(pair)) * uint32_t(width / CHUNK);
 }
 
-// PANELS panels of 64 columns from column `left` of a row-major matrix; rows not in `valid` and columns past `width` become
-// zeros. Only issues the copies: cp_async_mbarrier_arrive tells the stage's barrier when they have landed.
+// Of the rows that this thread copies in PASSES passes from `first` on, each from the lane that has its number. Well before
+// `copy_rows`, whose copies a shuffle would queue behind.
+template <int PASSES>
+DEVICE void starts_in_passes(uint32_t (&start)[PASSES], uint32_t own_start, int first) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+        start[pass] = __shfl_sync(~0u, own_start, (first + pass) * ROWS_A_WARP + thread_index() % 32 / CHUNK);
+}
+
+// Into a stage: of every row, PANELS panels of 64 columns. `chunks` points at this thread's chunk in the first panel of row 0;
+// chunks at `width_left` columns or more past it become zeros, and all chunks of NO_ROW. Only issues the copies:
+// cp_async_mbarrier_arrive tells the stage's barrier when they have landed.
 template <int PANELS, int PASSES>
-DEVICE void copy_rows(uint32_t dst, const bf16* matrix, int width, int left, int (&row)[PASSES], uint32_t valid,
-                      int panel_bytes) {
-    const int column = left + gather_column();
-    const bf16* from_column = matrix + column;
-    const uint32_t first = dst + gather_offset();
+DEVICE void copy_rows(uint32_t stage, const uint4* chunks, uint32_t (&start)[PASSES], int width_left) {
+    const uint32_t dst = stage + gather_offset();
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        asm volatile("" : "+r"(row[pass]));  // else the compiler keeps all the 64-bit products across steps, and spills
-        const bf16* src = from_column + int64_t(row[pass]) * width;
+        asm volatile("" : "+r"(start[pass]));  // else the compiler keeps all the 64-bit addresses across steps, and spills
+        const uint4* src = chunks + start[pass];
 #pragma unroll
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const bool inside = (valid >> pass & 1) && column + panel * PANEL < width;
-            cp_async_16(first + panel * panel_bytes + pass * ROWS_A_PASS * SWIZZLE_ROW, src + panel * PANEL, inside ? 16 : 0);
-        }
+        for (int panel = 0; panel < PANELS; ++panel)
+            cp_async_16(dst + panel * PANEL_BYTES + pass * ROWS_A_PASS * SWIZZLE_ROW, src + panel * (PANEL / CHUNK),
+                        start[pass] != NO_ROW && panel * PANEL < width_left);
     }
 }

@@ -11,24 +11,21 @@
 // Floor: max(2 columns reduction R / 785 TFLOP/s, 2 (reduction R + columns R + columns reduction E) bytes / 4.24 TB/s).
 #include "varlen_m.cuh"
 
-struct LinearEpilogue {
+struct LinearEpilogue : PlainEpilogue {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
     static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / 64, EAGER = 0;
-    static constexpr bool PREFETCHES = false;
     const RowsParams& p;
     uint32_t out[BN / 4];  // the strip as it is stored: pairs of bf16
     Tile tile;
 
     DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {}
-    DEVICE void init() {}
-    DEVICE void prefetch(const Tile&) {}
 
     DEVICE uint32_t bias_pair(int column) const {
         if (!HAS_BIAS || column >= p.columns) return 0;
-        return load_pair(p.bias + int64_t(tile.expert) * p.columns + column);
+        return load_bf16x2(p.bias + int64_t(tile.expert) * p.columns + column);
     }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, const Ring&) {
         tile = of;
         if constexpr (FUSED_COMBINE) {
             add_to_tokens(acc);
@@ -76,7 +73,7 @@ struct LinearEpilogue {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear(const __grid_constant__ RowsParams p) {
     varlen_m<LinearEpilogue>(p);
 }

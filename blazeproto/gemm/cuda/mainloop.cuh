@@ -34,20 +34,20 @@ constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int PANEL_BYTES = BK * SWIZZLE_ROW;  // 64 k-rows of 64 MN-major elements
 
 // 65536 registers: 168 a thread at launch; the producer hands its share to the consumers.
-constexpr int PRODUCER_REGISTERS = GATHER ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = GATHER ? 232 : 240;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = 232;
 
 constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warpgroup
+constexpr int PRODUCER_BARRIER = 3;
 
 constexpr int EMPTY_ARRIVALS = CONSUMERS * 4 * CLUSTER;  // one a consumer warp, from every CTA of the cluster
 static_assert(BN == 128 || BN == 256, "the widths that wgmma.cuh has");
 
-// Shared memory, all of it dynamic: the stages, then the epilogue's slabs; the row schedule last, and before it the barriers.
+// Shared memory, all of it dynamic: the stages, then the epilogue's slabs; the tile schedule last, and before it the barriers.
 constexpr int MAX_EXPERTS = 512;
 constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
 constexpr int SCHEDULE_OFFSET = SMEM_LIMIT - (MAX_EXPERTS + 4) * 4;
-constexpr int EPILOGUE_BARRIER_BYTES = 32;  // a consumer's
-constexpr int BARRIER_OFFSET = SCHEDULE_OFFSET - 2 * STAGES * 8 - CONSUMERS * EPILOGUE_BARRIER_BYTES;
+constexpr int BARRIER_OFFSET = SCHEDULE_OFFSET - 2 * STAGES * 8;
 
 DEVICE uint8_t* shared_memory() {
     extern __shared__ __align__(1024) uint8_t smem[];

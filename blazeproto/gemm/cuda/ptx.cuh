@@ -51,9 +51,9 @@ DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
 
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-DEVICE void mbarrier_arrive(uint32_t barrier) {
+DEVICE void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
     maybe_delay();
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -126,13 +126,6 @@ DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
         : "memory");
 }
 
-// Into L2 only.
-DEVICE void tma_prefetch_2d(const TensorMap* map, int c0, int c1) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(map)), "r"(c0),
-                 "r"(c1)
-                 : "memory");
-}
-
 DEVICE void tma_load_3d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -149,30 +142,12 @@ DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
         : "memory");
 }
 
-// The multicast forms write the same offset of, and complete on the same barrier in, every CTA of `ctas` (a bit mask).
+// Writes the same offset of, and completes on the same barrier in, every CTA of `ctas` (a bit mask).
 DEVICE void tma_load_2d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, uint16_t ctas) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
         "{%3, %4}], [%2], %5;" ::"r"(dst),
         "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "h"(ctas)
-        : "memory");
-}
-
-DEVICE void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
-                                  uint16_t ctas) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4, %5}], [%2], %6;" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas)
-        : "memory");
-}
-
-DEVICE void tma_load_4d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                                  uint16_t ctas) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
         : "memory");
 }
 
@@ -206,10 +181,10 @@ DEVICE void bulk_wait_group() {
 // Orders this thread's ordinary shared-memory accesses (cp.async and stmatrix too) before later TMA and wgmma ones.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- cp.async: 16 bytes a thread; `bytes` 0 writes zeros and reads nothing --------------------------------------
-DEVICE void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
+// ---- cp.async: 16 bytes a thread; not `wanted`, it writes zeros and reads nothing, wherever `src` points ---------
+DEVICE void cp_async_16(uint32_t dst, const void* src, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-                 "l"(__cvta_generic_to_global(src)), "r"(bytes)
+                 "l"(__cvta_generic_to_global(src)), "r"(wanted ? 16 : 0)
                  : "memory");
 }
 
@@ -254,11 +229,24 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xFFFF0000u); }
 
-// Two bf16. Volatile, like the special functions below: moved together, many of them would hold many registers at once.
-DEVICE uint32_t load_pair(const bf16* pair) {
+// Loads that stay where they are written, like the special functions below: moved together, many of them would hold many
+// registers at once; moved to their use, they would be waited for.
+DEVICE uint32_t load_bf16x2(const bf16* pair) {
     uint32_t packed;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(packed) : "l"(__cvta_generic_to_global(pair)));
     return packed;
+}
+
+DEVICE int load_s32(const int* address) {
+    int value;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)));
+    return value;
+}
+
+DEVICE float load_f32(const float* address) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(__cvta_generic_to_global(address)));
+    return value;
 }
 
 DEVICE float exp2_approx(float x) {

@@ -15,30 +15,26 @@
 #include "activation.cuh"
 #include "varlen_m.cuh"
 
-struct UpEpilogue {
+struct UpEpilogue : PlainEpilogue {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
     static constexpr int SLABS_A_BLOCK = HALVES + 1;  // of 64 hidden units: H's gate, H's up, act
     static constexpr int PARTS = TILE_COLUMNS / 64 * SLABS_A_BLOCK;
     static constexpr int EAGER = PARTS / 2;  // to wait with more than the other half takes too many registers
-    static constexpr bool PREFETCHES = false;
     const RowsParams& p;
     uint32_t h[BN / 4];  // the strip of H as it is stored: pairs of bf16
     Tile tile;
 
     DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
-    DEVICE void init() {}
-    DEVICE void prefetch(const Tile&) {}
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of) {
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, const Ring&) {
         tile = of;
+        const int column = tile.column + threadIdx.x % 4 * 2;
+        const bf16* bias_at = p.bias + int64_t(tile.expert) * HALVES * p.columns + column;
 #pragma unroll
         for (int i = 0; i < BN / 4; ++i) {  // h[2j + r]: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
+            const int half = i / 2 * 8 / TILE_COLUMNS, offset = i / 2 * 8 % TILE_COLUMNS;
             uint32_t bias = 0;
-            if (HAS_BIAS) {
-                const int half = i / 2 * 8 / TILE_COLUMNS;
-                const int column = tile.column + i / 2 * 8 % TILE_COLUMNS + threadIdx.x % 4 * 2;
-                if (column < p.columns) bias = load_pair(p.bias + (int64_t(tile.expert) * HALVES + half) * p.columns + column);
-            }
+            if (HAS_BIAS && column + offset < p.columns) bias = load_bf16x2(bias_at + half * p.columns + offset);
             h[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
         }
     }
@@ -84,7 +80,7 @@ struct UpEpilogue {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     up_forward(const __grid_constant__ RowsParams p) {
     varlen_m<UpEpilogue>(p);
 }

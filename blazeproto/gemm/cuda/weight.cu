@@ -20,7 +20,7 @@
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
 constexpr int PASSES = BK / ROWS_A_PASS;
-constexpr int PREFETCH_STEPS = 2;  // beyond the ring
+constexpr int STEPS_NUMBERED = NUMBERED_ROWS / BK;  // steps whose row numbers the producer holds
 
 struct WeightParams {
     TensorMap ordered;  // (width, rows)
@@ -74,22 +74,22 @@ struct WeightProducer {
         }
     }
 
-    // Into L2, further ahead than the ring reaches: the ordered rows stream from memory, and every tile of the expert wants them
-    // at once.
-    DEVICE void prefetch_ordered(const WeightTile& tile, int row) const {
-        constexpr int SHARE = B_PANELS / CLUSTER;
-        if (row >= tile.row_end) return;
-#pragma unroll
-        for (int i = 0; i < SHARE; ++i) tma_prefetch_2d(&p.ordered, tile.j + (rank * SHARE + i) * PANEL, row);
-    }
-
-    DEVICE void produce(const WeightTile& tile) {
-        int next_pair[PASSES];
-        load_pairs(next_pair, p.pairs, tile.first_row, tile.row_end);
+    // `next_pair` holds the pairs of this tile's first rows on the way in, and of the next tile's on the way out.
+    DEVICE void produce(const WeightScheduler& scheduler, int index, int next_index, int& next_pair) {
+        const WeightTile tile = scheduler.at(index, rank);
+        const int column = tile.i + gather_column();
+        const uint4* chunks = reinterpret_cast<const uint4*>(p.gathered_rows + column);
+        uint32_t own_start = NO_ROW;
+        int numbered = 0;  // steps that own_start still has rows for
         for (int row = tile.first_row; row < tile.row_end; row += BK) {
-            int token[PASSES];
-            const uint32_t valid = tokens_of(token, p.pairs, next_pair);
-            load_pairs(next_pair, p.pairs, row + BK, tile.row_end);  // a step ahead of their use
+            if (numbered == 0) {
+                own_start = row_start(p.pairs, next_pair, p.gathered_width);
+                const int ahead = row + NUMBERED_ROWS;  // as many rows ahead of their use
+                next_pair = ahead < tile.row_end ? load_pair(p.pairs, ahead, tile.row_end) : first_pair(scheduler, next_index);
+                numbered = STEPS_NUMBERED;
+            }
+            uint32_t start[PASSES];
+            starts_in_passes(start, own_start, (STEPS_NUMBERED - numbered--) * PASSES);
             const bool tail = row + BK > tile.row_end;
             mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
             if (threadIdx.x == 0) {
@@ -100,27 +100,33 @@ struct WeightProducer {
                     load_ordered(tile, row);
                 }
             }
-            if (threadIdx.x == 32) prefetch_ordered(tile, row + PREFETCH_STEPS * BK);
-            copy_rows<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i, token, valid, PANEL_BYTES);
+            copy_rows<A_PANELS>(ring.a(), chunks, start, p.gathered_width - column);
             if (tail) copy_ordered_tail(tile, row);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
+        // An expert without rows has used no pair: the next tile's are still to come.
+        if (tile.first_row == tile.row_end) next_pair = first_pair(scheduler, next_index);
+    }
+
+    DEVICE int first_pair(const WeightScheduler& scheduler, int index) const {
+        if (index >= scheduler.tiles) return -1;
+        const WeightTile tile = scheduler.at(index, rank);
+        return load_pair(p.pairs, tile.first_row, tile.row_end);
     }
 
     DEVICE void copy_ordered_tail(const WeightTile& tile, int row) const {
-        int source[PASSES];
-        uint32_t valid = 0;
-        const int first = row + gather_row();
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-            source[pass] = min(first + pass * ROWS_A_PASS, tile.row_end - 1);
-            valid |= uint32_t(first + pass * ROWS_A_PASS < tile.row_end) << pass;
-        }
+        const int column = tile.j + gather_column();
 #pragma unroll 1
-        for (int panel = 0; panel < B_PANELS; ++panel)
-            copy_rows<1>(ring.b() + panel * PANEL_BYTES, p.ordered_rows, p.ordered_width, tile.j + panel * PANEL, source, valid,
-                         0);
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int r = row + pass * ROWS_A_PASS + gather_row();
+            const uint32_t dst = ring.b() + pass * ROWS_A_PASS * SWIZZLE_ROW + gather_offset();
+            const bf16* src = p.ordered_rows + int64_t(min(r, tile.row_end - 1)) * p.ordered_width + column;
+#pragma unroll
+            for (int panel = 0; panel < B_PANELS; ++panel)
+                cp_async_16(dst + panel * PANEL_BYTES, src + panel * PANEL,
+                            r < tile.row_end && column + panel * PANEL < p.ordered_width);
+        }
     }
 };
 
@@ -187,7 +193,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         WeightProducer producer(p, rank);
-        for (int index = first; index < scheduler.tiles; index += stride) producer.produce(scheduler.at(index, rank));
+        int next_pair = producer.first_pair(scheduler, first);
+        for (int index = first; index < scheduler.tiles; index += stride)
+            producer.produce(scheduler, index, index + stride, next_pair);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         WeightEpilogue epilogue(p);
