@@ -79,6 +79,9 @@ STEPS = {
     ),
     "tune": Step("python scripts/bench_products.py --tune --time-budget 330", 6.5, last_lines=60),
     "dispatch": Step("python scripts/bench_dispatch.py", 4),
+    "rounding": Step(
+        "python scripts/bench_rounding.py --quick", 2, "python scripts/bench_rounding.py", 4, last_lines=60
+    ),
     "train": Step("python scripts/train_lm.py", 8),
     "fuzz": Step("python scripts/fuzz_products.py --runs 1000 --seconds 80", 2),
     "memcheck": _sanitizer("memcheck"),

@@ -1,9 +1,9 @@
-"""Fill README's tables and draw docs/*.png from results/h200/*.json.
+"""Fill the tables of README and docs/routers.md and draw docs/*.png from results/h200/*.json.
 
-    python scripts/plot_results.py                  # README.md, docs/speed.png, docs/memory.png, docs/dispatch.png
-    python scripts/plot_results.py --check          # exit code 1 if README's tables are not what the results say
+    python scripts/plot_results.py                  # both pages, docs/speed.png, docs/memory.png, docs/dispatch.png
+    python scripts/plot_results.py --check          # exit code 1 if the tables are not what the results say
 
-README marks each table's place by `<!-- results:NAME -->` and `<!-- /results:NAME -->`; what is between is replaced.
+A page marks each table's place by `<!-- results:NAME -->` and `<!-- /results:NAME -->`; what is between is replaced.
 A table whose results are not there stays as it is.
 """
 
@@ -221,7 +221,21 @@ def topk_table(record: Record) -> str:
     return markdown_table(header, rows)
 
 
-# name of a table in README -> (results file, what makes it)
+def rounding_table(record: Record) -> str:
+    """Token rounding against plain top-k: model TFLOP/s of both, and the gain."""
+    rows = []
+    for row in record["rows"]:
+        plain, rounded = row["top_k"], row["rounded"]
+        line = [", ".join(shape_of(row)), number(100 * (plain["padded_rows"] / plain["rows"] - 1), 1)]
+        for part in ("fwd", "bwd"):
+            line += [number(figures[f"{part}_tflops"], 0) for figures in (plain, rounded)]
+        rows.append(line + [number(row[f"{part}_gain"], 3) for part in ("fwd", "bwd", "fwdbwd")])
+    header = ["T, d, n, E, K", "empty rows of tiles, %", "forward: top-k", "rounded", "backward: top-k", "rounded"]
+    header += ["gain forward", "backward", "both"]
+    return f"{markdown_table(header, rows)}\n\nModel TFLOP/s. {measured_on(record)}"
+
+
+# name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "layer": ("layer", layer_table),
     "eager": ("layer", eager_table),
@@ -231,6 +245,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "products": ("products", products_table),
     "dispatch": ("dispatch", dispatch_table),
     "topk": ("topk", topk_table),
+    "rounding": ("rounding", rounding_table),
 }
 
 
@@ -349,13 +364,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=REPOSITORY / "README.md")
     parser.add_argument("--docs", type=Path, default=DOCS)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if README is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     options = parser.parse_args()
-    text = options.readme.read_text()
-    filled = fill(text, options.results)
+    pages = [page for page in (options.readme, options.docs / "routers.md") if page.exists()]
+    filled = {page: fill(page.read_text(), options.results) for page in pages}
     if options.check:
-        sys.exit(filled != text)
-    options.readme.write_text(filled)
+        sys.exit(any(page.read_text() != text for page, text in filled.items()))
+    for page, text in filled.items():
+        page.write_text(text)
     options.docs.mkdir(parents=True, exist_ok=True)
     import matplotlib
 

@@ -373,7 +373,8 @@ def open_run(args: argparse.Namespace, device: torch.device) -> Trainer:
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's never does
     torch.utils.deterministic.fill_uninitialized_memory = False  # a check of other people's kernels, at a price
     try:
         trainer = open_run(args, device)

@@ -9,8 +9,8 @@ call with ``out`` and ``workspace`` allocates nothing and can be captured in a C
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 from blazeproto import arrays
@@ -125,7 +125,7 @@ def prepare_dispatch(
         from blazeproto.dispatch import tiled
 
         plan = tiled.plan(num_tokens, top_k, num_experts)
-        chosen = tuple(tiled.kernels(plan.sizes, plan.tile_tokens, top_k, num_experts, dtype))
+        chosen = tuple(tiled.kernels(plan, top_k, num_experts, dtype))
     elif method == "dense":
         from blazeproto.dispatch import dense
 
@@ -195,13 +195,33 @@ def _as_cupy(buffer: arrays.DeviceArray, shape: tuple[int, ...]) -> Any:
     return cupy.ndarray(shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
+class _RawStream(NamedTuple):
+    """A cudaStream_t as the CUDA stream protocol has it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
 def _on(device: int, stream: int) -> Any:
     """CuPy's current device and stream made these; nothing where they are already."""
     import cupy
 
-    if cupy.cuda.runtime.getDevice() == device and cupy.cuda.get_current_stream().ptr == stream:
-        return nullcontext()
-    return cupy.cuda.ExternalStream(stream, device)
+    there = cupy.cuda.runtime.getDevice() == device and cupy.cuda.get_current_stream().ptr == stream
+    return nullcontext() if there else _entered(device, stream)
+
+
+@contextmanager
+def _entered(device: int, stream: int) -> Iterator[None]:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        external = cupy.cuda.Stream.from_external(_RawStream(stream))  # entered on the device that is current then
+    else:  # before CuPy 14
+        external = cupy.cuda.ExternalStream(stream, device)
+    with cupy.cuda.Device(device), external:
+        yield
 
 
 class _Buffers(NamedTuple):
@@ -293,7 +313,7 @@ def _run_tiled(
     from blazeproto.dispatch import tiled
 
     plan = tiled.plan(num_tokens, top_k, num_experts)
-    kernels = tiled.kernels(plan.sizes, plan.tile_tokens, top_k, num_experts, ids.dtype)
+    kernels = tiled.kernels(plan, top_k, num_experts, ids.dtype)
     where = (ids.device, stream)
     size = plan.num_chunks * num_experts
     table, totals = _part(buffers.workspace, 0, size, "int32"), _part(buffers.workspace, 4 * size, num_experts, "int32")
@@ -322,7 +342,6 @@ def _run_tiled(
         buffers.token_index_map,
         buffers.expert_token_offsets,
         pairs,
-        num_experts,
         chunk_pairs,
     )
 

@@ -35,7 +35,7 @@ from blazeproto.dispatch.warp import inclusive_scan
 
 MAX_TILES = 4096
 TILE_TOKENS = 256  # at least
-THREADS, SCAN_THREADS = 256, 1024
+THREADS, SCAN_THREADS, SCAN_ROWS = 256, 1024, 32
 
 
 def dense_token_map(threads: int, top_k: int, copy_ids: bool) -> Any:
@@ -175,7 +175,7 @@ def kernels(top_k: int, ids: str, slots: str) -> Kernels:
             copy_ids=copy_ids,
         ),
         Kernel(expert_lengths, f"{slots}* int32* int64 int64 int64 int64", threads=threads),
-        Kernel(scan_chunks, "int32* int32* int64 int64", threads=SCAN_THREADS, max_chunks=MAX_TILES),
+        Kernel(scan_chunks, "int32* int32* int64 int64", threads=SCAN_THREADS, rows=SCAN_ROWS),
         Kernel(expert_offsets, "int32* int32* int64", threads=threads),
         Kernel(
             route_indices,

@@ -1,4 +1,4 @@
-"""The third kernel of ``method="tiled"``: a block takes its chunk's tiles one by one and writes both index lists.
+"""The third kernel of ``method="tiled"``: a block takes its chunk's tiles one by one, then writes the chunk's rows.
 
 `blazeproto.dispatch.tiled` has the picture of a tile's map, and the two kernels that come before.
 """
@@ -7,35 +7,87 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
 from blazeproto.dispatch.warp import block_scan, device
 
 
-def place_pairs(threads: int, tile_tokens: int, top_k: int, share: int, parts: int) -> Any:
+class Layout(NamedTuple):
+    """Where things begin in a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
+    the chunk's staged pairs, which lie in the order of the experts."""
+
+    before: int  # (words, E + 1) the place of a word's first bit; at first the scratch of a scan
+    maps: int  # two of (words, E + 1) words of bits
+    to_row: int  # (E + 1,) row - place
+    staged: int  # (chunk_pairs,) expert << 16 | pair within the chunk
+
+
+def layout(threads: int, tile_tokens: int, num_experts: int) -> Layout:
+    columns = num_experts + 1
+    size = tile_tokens // 32 * columns
+    maps = max(size, 2 * threads)
+    to_row = maps + 2 * size
+    return Layout(0, maps, to_row, to_row + columns)
+
+
+def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) -> Any:
     """Both index lists and the offsets, from int32 ids.
 
-    A thread scans ``share`` columns of the tile's map, or one of the ``parts`` that a column is cut into (one of the two
-    is 1):
+    The table says how many of the chunk's pairs chose each expert, so each column's first place is known, and a
+    column is scanned by one thread without a look at the others. Two maps take turns: while one is scanned the other
+    is cleared, and while places are looked up in one the next tile is marked in the other. That makes two barriers a
+    tile:
 
-        share = 2, 256 threads     thread t: experts t and t + 256, so that neighbours read neighbouring banks
-        parts = 2                  thread 2·e: the upper words of expert e;  thread 2·e + 1: the lower
+        mark 0 | scan 0, clear 1 | look up 0, mark 1 | scan 1, clear 0 | look up 1, mark 0 | …  | write the chunk's rows
+
+    A thread has ``share`` columns.
     """
-    num_words = tile_tokens // 32
-    words = num_words // parts  # of a thread and column
+    words = tile_tokens // 32  # of a column
+    columns = num_experts + 1  # the last takes the pairs without an expert, so that no step has to ask for them
     tile_pairs = tile_tokens * top_k
     per_thread = -(-tile_pairs // threads)
+    share = -(-num_experts // threads)
+    _, maps, first_row, first_staged = layout(threads, tile_tokens, num_experts)
+    size = words * columns
+    both_maps = 2 * maps + size  # one map's place from the other's: this less it
 
     @device
-    def load(experts, ids, tile, left, thread):
+    def load(experts, ids, first, left, thread):
         """The thread's pairs of a tile with ``left`` pairs, in strides of the block. All loads are in flight at once:
         nothing looks at what comes."""
         for i in range(per_thread):
             experts[i] = -1
             if int32(thread + i * threads) < left:
-                experts[i] = ids[tile + thread + i * threads]
+                experts[i] = ids[first + thread + i * threads]
+
+    @device
+    def token_of(i, thread):
+        """The token within the tile that the thread's i-th pair belongs to."""
+        return uint32(uint32(thread + i * threads) // uint32(top_k))
+
+    @device
+    def word_of(token, expert):
+        """The word of a (words, E + 1) array."""
+        return uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(expert))
+
+    @device
+    def clear(bits, this_map, thread):
+        for i in range(-(-size // threads)):
+            word = int32(thread + i * threads)
+            if i * threads + threads <= size or word < size:  # the first is known when compiling
+                bits[uint32(uint32(this_map) + uint32(word))] = 0
+
+    @device
+    def mark(bits, this_map, experts, thread):
+        """One bit a pair. As unsigned numbers, ids outside [0, E) are no less than E."""
+        for i in range(per_thread):
+            experts[i] = int32(min(uint32(experts[i]), uint32(num_experts)))
+            token = token_of(i, thread)
+            if i * threads + threads <= tile_pairs or token < tile_tokens:
+                at = uint32(uint32(this_map) + word_of(token, experts[i]))
+                cuda.atomic.or_(bits, at, uint32(uint32(1) << uint32(token & uint32(31))))
 
     def place_pairs(
         ids,
@@ -45,39 +97,28 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, share: int, parts: i
         token_index_map,
         expert_token_offsets,
         num_pairs,
-        num_experts_wide,
         chunk_pairs,
     ):
-        num_experts = int32(num_experts_wide)
         thread = int32(cuda.threadIdx.x & (threads - 1))  # of itself no news, but the compiler learns the range
         chunk = int64(cuda.blockIdx.x)
-
-        # Shared memory. A row is a place in expert_pair_indices; a place is one in this tile's staged pairs.
-        # Column E of the map takes the pairs without an expert, so that no step below has to ask for them.
-        columns = int32(num_experts + 1)
-        size = int32(num_words * columns)
-        bits = cuda.shared.array(0, uint32)[:size]  # (num_words, E + 1)
-        shared = cuda.shared.array(0, int32)[size:]
-        before = shared[:size]  # (num_words, E + 1) place of the word's first bit
-        shared = shared[size:]
-        to_row = shared[:columns]  # (E + 1,) row - place
-        base = shared[columns : 2 * columns]  # (E,) next free row of this chunk
-        limit = shared[2 * columns : 3 * columns]  # (E,) the row where the next chunk's begin
-        shared = shared[3 * columns :]
-        scratch = shared[:threads]
-        staged = shared[threads:]  # (tile_pairs,) expert << 16 | pair within the tile
+        bits = cuda.shared.array(0, uint32)
+        shared = cuda.shared.array(0, int32)  # the same memory
+        before, to_row, staged = shared[:maps], shared[first_row:], shared[first_staged:]
 
         # All that comes from memory is asked for before the first of it is used.
-        tile = chunk * chunk_pairs  # the tile's first pair
-        last = min(tile + chunk_pairs, num_pairs)
+        first = chunk * chunk_pairs  # the chunk's first pair
+        left = int32(min(chunk_pairs, num_pairs - first))  # pairs of the chunk, this tile's and later ones
         experts = cuda.local.array(per_thread, int32)  # registers, as all local arrays here
-        load(experts, ids, tile, int32(min(last - tile, tile_pairs)), thread)
+        coming = cuda.local.array(per_thread, int32)  # the next tile's
+        load(experts, ids, first, left, thread)
+        load(coming, ids, first + tile_pairs, int32(left - tile_pairs), thread)
         counts = cuda.local.array(share, int32)
         starts = cuda.local.array(share, int32)
         ends = cuda.local.array(share, int32)
         own = int32(0)
+        own_staged = int32(0)
         for i in range(share):
-            e = int32(thread * share + i)  # consecutive experts, so that a scan over threads is one over experts
+            e = int32(thread * share + i)
             counts[i] = starts[i] = ends[i] = 0
             if e < num_experts:
                 counts[i] = ends[i] = totals[e]
@@ -85,113 +126,98 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, share: int, parts: i
                 if chunk + 1 < cuda.gridDim.x:
                     ends[i] = table[(chunk + 1) * num_experts + e]
             own = int32(own + counts[i])
+            own_staged = int32(own_staged + ends[i] - starts[i])
 
-        # Where each expert's rows begin: of all tokens, then of this chunk's.
-        row, used = block_scan(scratch, thread, threads, own)
-        row = int32(row - own)
+        clear(bits, maps, thread)
+
+        # Where each expert's rows begin, and its places.
+        row, used, place, num_staged = block_scan(shared, thread, threads, own, own_staged)
+        row, place = int32(row - own), int32(place - own_staged)
         for i in range(share):
             e = int32(thread * share + i)
             if e < num_experts:
-                base[uint32(e)] = row + starts[i]
-                limit[uint32(e)] = row + ends[i]
+                to_row[uint32(e)] = row + starts[i] - place
                 if chunk == 0:
                     expert_token_offsets[e] = row
             row = int32(row + counts[i])
+            ends[i] = place + ends[i] - starts[i]  # from here on the place where the next expert's begin,
+            starts[i] = place  # and the next free one of this
+            place = ends[i]
         if chunk == 0 and thread == 0:
             expert_token_offsets[num_experts] = used
 
-        # Pairs without an expert take no row: what they leave free at the end is marked.
-        unused = used + chunk * threads + thread
-        while unused < num_pairs:
+        # Pairs without an expert take no row: what they leave free at the end is marked, by each block where its own
+        # pairs would lie.
+        unused = int32(max(int32(first), used) + thread)
+        while unused < int32(first) + left:
             expert_pair_indices[unused] = -1
-            unused += int64(cuda.gridDim.x) * threads
+            unused = int32(unused + threads)
 
-        my_first = int32(thread // parts)  # the first of the thread's columns, which are a block's width apart
-        part = int32(thread % parts)
-        my_word = int32(part * words * columns + my_first)
         column = cuda.local.array(words, uint32)
         places = cuda.local.array(per_thread, int32)
         rows = cuda.local.array(per_thread, int32)
-        while tile < last:
-            left = int32(min(last - tile, tile_pairs))
-
-            # Mark: one bit a pair. As unsigned numbers, ids outside [0, E) are no less than E.
-            word = thread
-            while word < size:
-                bits[uint32(word)] = 0
-                word = int32(word + threads)
-            cuda.syncthreads()
-            for i in range(per_thread):
-                experts[i] = int32(min(uint32(experts[i]), uint32(num_experts)))
-                token = uint32(uint32(thread + i * threads) // uint32(top_k))
-                if i * threads + threads <= tile_pairs or token < tile_tokens:  # the first is known when compiling
-                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
-                    cuda.atomic.or_(bits, at, uint32(uint32(1) << uint32(token & uint32(31))))
+        done = int32(0)  # pairs of the chunk
+        this_map = int32(maps)
+        mark(bits, this_map, experts, thread)
+        while left > 0:
+            other_map = int32(both_maps - this_map)
             cuda.syncthreads()
 
-            # Scan the columns: down an expert's words, then over the experts.
-            own = int32(0)
+            # Down each column's words.
             for i in range(share):
-                if int32(my_first + i * threads) < num_experts:
-                    for w in range(words):
-                        column[w] = bits[uint32(my_word + i * threads + w * columns)]
-                        own = int32(own + int32(cuda.popc(column[w])))
-            place, num_staged = block_scan(scratch, thread, threads, own)
-            place = int32(place - own)
-            for i in range(share):
-                e = int32(my_first + i * threads)
+                e = int32(thread * share + i)
                 if e < num_experts:
-                    if part == 0:
-                        to_row[uint32(e)] = base[uint32(e)] - place
-                    if share > 1:  # too many registers to keep them all
-                        for w in range(words):
-                            column[w] = bits[uint32(my_word + i * threads + w * columns)]
                     for w in range(words):
-                        before[uint32(my_word + i * threads + w * columns)] = place
-                        place = int32(place + int32(cuda.popc(column[w])))
-                ends[i] = place
-            if thread < num_words:  # the tile's pairs that have no row are staged behind those that have one
-                before[uint32(thread * columns + num_experts)] = num_staged
+                        column[w] = bits[uint32(this_map + w * columns + e)]
+                    for w in range(words):
+                        before[uint32(w * columns + e)] = starts[i]
+                        starts[i] += int32(cuda.popc(column[w]))
+            clear(bits, other_map, thread)
             cuda.syncthreads()
-            if part == parts - 1:
-                for i in range(share):
-                    e = int32(my_first + i * threads)
-                    if e < num_experts:
-                        base[uint32(e)] = to_row[uint32(e)] + ends[i]
 
-            # Look up each pair's place, and with it the row.
+            # Look up each pair's place, and with it the row. A pair without an expert goes where nobody looks: behind
+            # the last place, which is free where there is such a pair.
+            here = int32(min(left, tile_pairs))
             for i in range(per_thread):
-                token = uint32(uint32(thread + i * threads) // uint32(top_k))
+                token = token_of(i, thread)
                 if i * threads + threads <= tile_pairs or token < tile_tokens:
-                    at = uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(experts[i]))
+                    at = word_of(token, experts[i])
                     lower = uint32(uint32(uint32(1) << uint32(token & uint32(31))) - uint32(1))
-                    places[i] = before[at] + cuda.popc(bits[at] & lower)
-                    rows[i] = to_row[uint32(experts[i])] + places[i] if experts[i] < num_experts else -1
+                    word = bits[uint32(uint32(this_map) + at)]
+                    place = int32(before[at] + int32(cuda.popc(word & lower)))
+                    row = int32(to_row[uint32(experts[i])] + place)
+                    places[i] = place if experts[i] < num_experts else num_staged
+                    rows[i] = row if experts[i] < num_experts else -1
             for i in range(per_thread):
                 pair = int32(thread + i * threads)
                 if i * threads + threads <= tile_pairs or pair < tile_pairs:
-                    staged[uint32(places[i])] = int32(experts[i] << 16) | pair
-                if pair < left:
-                    token_index_map[tile + thread + i * threads] = rows[i]
-            this, tile = int32(tile), tile + tile_pairs
-            load(experts, ids, tile, int32(min(last - tile, tile_pairs)), thread)  # the next
-            cuda.syncthreads()
-
-            # Write the runs: neighbouring places of one expert are neighbouring rows.
+                    staged[uint32(places[i])] = int32(experts[i] << 16) | int32(done + pair)
             for i in range(per_thread):
-                place = int32(thread + i * threads)
-                if place < num_staged:
-                    entry = staged[uint32(place)]
-                    row = int32(to_row[uint32(entry >> 16)] + place)
-                    expert_pair_indices[row] = this + (entry & 0xFFFF)
-            cuda.syncthreads()
+                if int32(thread + i * threads) < here:
+                    token_index_map[first + done + thread + i * threads] = rows[i]
 
-        # An expert named twice in one token's row was counted twice and has one bit: the rows left over get a valid
-        # pair.
+            # The next tile, and what comes after that from memory.
+            done, left = int32(done + tile_pairs), int32(left - tile_pairs)
+            if left > 0:
+                for i in range(per_thread):
+                    experts[i] = coming[i]
+                load(coming, ids, first + done + tile_pairs, int32(left - tile_pairs), thread)
+                this_map = other_map
+                mark(bits, this_map, experts, thread)
+
+        # An expert named twice in one token's row was counted twice and has one bit: the places left over get a valid
+        # pair, the chunk's first.
         for i in range(share):
-            e = int32(thread * share + i)
-            if e < num_experts:
-                for spare in range(base[uint32(e)], limit[uint32(e)]):
-                    expert_pair_indices[spare] = chunk * chunk_pairs
+            for spare in range(starts[i], ends[i]):
+                staged[uint32(spare)] = int32(thread * share + i) << 16
+        cuda.syncthreads()
+
+        # Write the runs: neighbouring places of one expert are neighbouring rows.
+        place = thread
+        while place < num_staged:
+            entry = uint32(staged[uint32(place)])
+            row = int32(to_row[uint32(entry >> uint32(16))] + place)
+            expert_pair_indices[row] = int32(first) + int32(entry & uint32(0xFFFF))
+            place = int32(place + threads)
 
     return place_pairs

@@ -1,21 +1,23 @@
 """``method="tiled"``: the paper's dense token-expert map, a tile at a time and as bits, so that it never leaves chip.
 
 MoEBlaze §4.2 writes a T x E map to memory, counts its columns, and walks the columns to place tokens. Here a block
-owns a chunk of consecutive tokens and takes it a tile at a time (256 tokens by default). The tile's map is E columns
-of bits in shared memory; a pair's place among its expert's tokens is the number of bits above its own:
+owns a chunk of consecutive tokens (about 8192 pairs) and takes it a tile at a time (256 tokens for K = 8). The tile's
+map is E columns of bits in shared memory; a pair's place among its expert's pairs of the chunk is the number of bits
+above its own, after those of the tiles before:
 
                   expert 0  expert 1  expert 2 …                           K = 2
-        token 0      1         .         1            before[w][e]: bits in the words above
-        token 1      .         1         1            row = base[e] + before[w][e] + popc(word & lower bits)
-        token 2      1         1         .                = base[1] + 0 + popc(0b010) for token 2, expert 1
+        token 0      1         .         1            before[w][e]: where e's begin, + bits in the words above
+        token 1      .         1         1            place = before[w][e] + popc(word & lower bits)
+        token 2      1         1         .                  = before[0][1] + popc(0b010) for token 2, expert 1
         …         ───────────────────────────  one 32-bit word per 32 tokens and expert
 
     count_pairs    every chunk counts its experts                 reads the ids, writes a (chunks, E) table
     scan_chunks    table[c][e] becomes the sum over chunks < c    reads and writes the table
-    place_pairs    offsets; then tile by tile: mark, scan the columns, look up, write both lists
+    place_pairs    offsets; tile by tile: mark, scan the columns, look up, write token_index_map and stage the pairs
+                   in the order of the experts; at the end write the chunk's part of expert_pair_indices in runs
 
 Setting a bit is order-independent, so the shared atomics leave no trace: the result is unique, and the same to the bit
-each time. Rows of one expert are first gathered in shared memory (`staged`), so that the list is written in runs.
+each time.
 
 Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16
 bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint32
 
 from blazeproto.dispatch.launch import Kernel
-from blazeproto.dispatch.place import place_pairs
+from blazeproto.dispatch.place import layout, place_pairs
 
 SCAN_EXPERTS = 8  # experts of one block of scan_chunks: 32 bytes of a table row
 TABLE_SHARE = 0.05  # of the bytes of the two index lists
@@ -84,16 +86,17 @@ def count_pairs(threads: int, per_thread: int, copy_ids: bool) -> Any:
 # --- 2. Scan over the chunks -----------------------------------------------------------------------------------------
 
 
-def scan_chunks(threads: int, max_chunks: int) -> Any:
+def scan_chunks(threads: int, rows: int) -> Any:
     """table[c][e] becomes the sum of table[:c, e]; totals[e] = the sum of all.
 
-    A block takes 8 experts; its threads are 8 columns wide, and each sums `rows` consecutive chunks of one column:
+    A block takes 8 experts; its threads are 8 columns wide, and each sums ``rows`` consecutive chunks of one column:
 
         thread  0 … 7    chunks 0 … rows-1      of experts 0 … 7
         thread  8 … 15   chunks rows … 2·rows-1
+
+    More chunks than that are taken in turns.
     """
     groups = threads // SCAN_EXPERTS
-    rows = -(-max_chunks // groups)
 
     def scan_chunks(table, totals, num_chunks, num_experts):
         sums = cuda.shared.array(0, int32)  # (groups, 8) twice
@@ -101,37 +104,40 @@ def scan_chunks(threads: int, max_chunks: int) -> Any:
         group = thread // SCAN_EXPERTS
         expert = int64(cuda.blockIdx.x) * SCAN_EXPERTS + thread % SCAN_EXPERTS
         counts = cuda.local.array(rows, int32)  # registers: one round trip to memory for all
-        own = int32(0)
-        for i in range(rows):
-            chunk = group * rows + i
-            counts[i] = 0
-            if chunk < num_chunks and expert < num_experts:
-                counts[i] = table[chunk * num_experts + expert]
-            own = int32(own + counts[i])
-
-        # The same scan as warp.inclusive_scan, in strides of 8 threads.
-        running = own
-        read = int32(0)
-        sums[thread] = running
-        cuda.syncthreads()
-        distance = int32(SCAN_EXPERTS)
-        while distance < threads:
-            if thread >= distance:
-                running = int32(running + sums[read + thread - distance])
-            read = int32(threads - read)
-            sums[read + thread] = running
-            cuda.syncthreads()
-            distance = int32(distance * 2)
-
-        before = int32(running - own)
-        if expert < num_experts:
+        earlier = int32(0)  # the sum over the turns so far
+        first = int64(group * rows)
+        while first - group * rows < num_chunks:
+            own = int32(0)
             for i in range(rows):
-                chunk = group * rows + i
-                if chunk < num_chunks:
-                    table[chunk * num_experts + expert] = before
+                counts[i] = 0
+                if first + i < num_chunks and expert < num_experts:
+                    counts[i] = table[(first + i) * num_experts + expert]
+                own = int32(own + counts[i])
+
+            # The same scan as warp.inclusive_scan, in strides of 8 threads.
+            running = own
+            read = int32(0)
+            sums[thread] = running
+            cuda.syncthreads()
+            distance = int32(SCAN_EXPERTS)
+            while distance < threads:
+                if thread >= distance:
+                    running = int32(running + sums[read + thread - distance])
+                read = int32(threads - read)
+                sums[read + thread] = running
+                cuda.syncthreads()
+                distance = int32(distance * 2)
+
+            before = int32(earlier + running - own)
+            earlier = int32(earlier + sums[read + threads - SCAN_EXPERTS + thread % SCAN_EXPERTS])
+            for i in range(rows):
+                if first + i < num_chunks and expert < num_experts:
+                    table[(first + i) * num_experts + expert] = before
                 before = int32(before + counts[i])
-            if group == groups - 1:
-                totals[expert] = running
+            first += groups * rows
+            cuda.syncthreads()
+        if group == 0 and expert < num_experts:
+            totals[expert] = earlier
 
     return scan_chunks
 
@@ -142,13 +148,18 @@ def scan_chunks(threads: int, max_chunks: int) -> Any:
 class Sizes(NamedTuple):
     """How the three kernels are cut."""
 
-    threads: int = 256  # of count_pairs and place_pairs
+    count_threads: int = 256
     count_per_thread: int = 8
     scan_threads: int = 1024
-    # 8 blocks for each of an H200's 132 multiprocessors; a constant, because a plan must not depend on the device.
-    max_chunks: int = 1056
+    scan_rows: int = 9  # chunks of a thread in one turn
+    place_threads: int = 256
+    place_warps: int = 32  # resident on a multiprocessor where shared memory has room, which bounds the registers
     min_tile: int = 256  # tokens
     max_tile: int = 1024
+    tile_pairs: int = 4095
+    chunk_pairs: int = 10240
+    # 8 blocks for each of an H200's 132 multiprocessors; a constant, because a plan must not depend on the device.
+    num_chunks: int = 1056
 
 
 SIZES = Sizes()  # the simulator's tests set smaller ones
@@ -162,49 +173,56 @@ class Plan(NamedTuple):
     chunk_tokens: int  # a whole number of tiles
     num_chunks: int
     place_shared_bytes: int  # of a block of place_pairs
+    place_blocks: int  # of them on a multiprocessor, which bounds the registers
 
     def workspace_ints(self, num_experts: int) -> int:
         """The table and the totals."""
         return (self.num_chunks + 1) * num_experts
 
 
-def place_shared_bytes(threads: int, tile_tokens: int, top_k: int, num_experts: int) -> int:
-    words = tile_tokens // 32 * (num_experts + 1)
-    return 4 * (2 * words + 3 * (num_experts + 1) + threads + tile_tokens * top_k)
-
-
 SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
+MAX_CHUNK_PAIRS = 65536  # a staged pair's number within its chunk has 16 bits
+SHARED_TOTAL, SHARED_RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each block for the system
+REGISTERS = 65536  # of a multiprocessor
+
+
+def _place_shared_bytes(threads: int, tile_tokens: int, chunk_tokens: int, top_k: int, num_experts: int) -> int:
+    return 4 * (layout(threads, tile_tokens, num_experts).staged + chunk_tokens * top_k)
 
 
 @lru_cache(maxsize=1024)
 def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
-    """Tiles of about 2048 pairs, chunks of whole tiles, at most ``max_chunks`` of them.
+    """Tiles of 2048 to 4095 pairs, chunks of whole tiles and about 8192 pairs.
 
-    A tile's map takes E/4 bytes a token: tiles are halved while that passes 32 KB, and while there are too few tokens
-    to give every multiprocessor two. A chunk is large enough that the table keeps to TABLE_SHARE of the index lists
-    (8·K bytes a token). ValueError if no tile fits a block's shared memory.
+    A tile's maps take 3·E/8 bytes a token: tiles are halved while that passes 56 KB, and while there are too few tokens
+    to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but no more than
+    ``chunk_pairs``, which all lie in shared memory; and so many that the table keeps to TABLE_SHARE of the index lists
+    (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
+    two of 512 (E = 128, K = 8); 63 and 65 where only two fit (512, 10). ValueError if nothing fits a block's shared memory.
     """
     sizes = SIZES
     tile = sizes.max_tile
-    while tile > sizes.min_tile and (
-        tile * top_k >= 4096 or tile * num_experts // 4 > 32 * 1024 or num_tokens < 264 * tile
-    ):
+    while tile > sizes.min_tile and (tile * top_k > sizes.tile_pairs or num_tokens < 264 * tile):
         tile //= 2
-    while tile > 32 and tile * top_k > 8192:
+    while tile > 32 and (tile * top_k > 8192 or 3 * tile * num_experts // 8 > 56 * 1024):
         tile //= 2
-    shared = place_shared_bytes(sizes.threads, tile, top_k, num_experts)
-    while tile > 32 and shared > SHARED_LIMIT:
-        tile //= 2
-        shared = place_shared_bytes(sizes.threads, tile, top_k, num_experts)
-    if shared > SHARED_LIMIT:
+    least = 4 * num_experts / (TABLE_SHARE * 8 * top_k)
+    tiles = min(-(-num_tokens // (tile * sizes.num_chunks)), sizes.chunk_pairs // (tile * top_k))
+    chunk = tile * max(1, tiles, -(-int(least) // tile))
+    shared = _place_shared_bytes(sizes.place_threads, tile, chunk, top_k, num_experts)
+    if shared > SHARED_LIMIT or chunk * top_k > MAX_CHUNK_PAIRS:
         raise ValueError(
             f"num_experts={num_experts}, top_k={top_k}: method='tiled' needs {shared} bytes of shared memory, "
             f"expected at most {SHARED_LIMIT}; use method='sort'"
         )
-    least = 4 * num_experts / (TABLE_SHARE * 8 * top_k)
-    tiles = max(1, -(-num_tokens // (tile * sizes.max_chunks)), -(-int(least) // tile))
-    chunk = tiles * tile
-    return Plan(sizes, tile, chunk, max(1, -(-num_tokens // chunk)), shared)
+    # What a thread must hold: four numbers of each of its pairs, though not all four at once, or a column's words.
+    registers = 24 + max(3 * -(-tile * top_k // sizes.place_threads), tile // 32 + 8)
+    blocks = min(
+        32 * sizes.place_warps // sizes.place_threads,
+        SHARED_TOTAL // (shared + SHARED_RESERVED),
+        REGISTERS // (registers * sizes.place_threads),
+    )
+    return Plan(sizes, tile, chunk, max(1, -(-num_tokens // chunk)), shared, max(1, blocks))
 
 
 class Kernels(NamedTuple):
@@ -213,40 +231,30 @@ class Kernels(NamedTuple):
     place: Kernel
 
 
-def kernels(sizes: Sizes, tile_tokens: int, top_k: int, num_experts: int, ids: str) -> Kernels:
-    """The three kernels for one tile, K, E and id type ("int32" or "int64"); compiled when first launched."""
-    share = -(-num_experts // sizes.threads)
-    parts = 1
-    while 2 * parts * num_experts <= sizes.threads and 2 * parts <= tile_tokens // 32:
-        parts *= 2
-    return _kernels(sizes, tile_tokens, top_k, share, parts, ids)
+def kernels(plan: Plan, top_k: int, num_experts: int, ids: str) -> Kernels:
+    """The three kernels for one plan, K, E and id type ("int32" or "int64"); compiled when first launched."""
+    return _kernels(plan.sizes, plan.tile_tokens, plan.place_blocks, top_k, num_experts, ids)
 
 
 @lru_cache(maxsize=256)
-def _kernels(sizes: Sizes, tile_tokens: int, top_k: int, share: int, parts: int, ids: str) -> Kernels:
-    threads = sizes.threads
-    # What bounds the registers: as many blocks as these pairs of a tile leave room for, and no more than shared memory.
-    per_thread = -(-tile_tokens * top_k // threads)
-    min_blocks = 4 if per_thread <= 10 else 3 if per_thread <= 12 else 2 if per_thread <= 24 else 1
-    fitting = SHARED_LIMIT // place_shared_bytes(threads, tile_tokens, top_k, threads * share // parts)
+def _kernels(sizes: Sizes, tile_tokens: int, place_blocks: int, top_k: int, num_experts: int, ids: str) -> Kernels:
     return Kernels(
         Kernel(
             count_pairs,
             f"{ids}* int32* int32* int64 int64 int64",
-            threads=threads,
+            threads=sizes.count_threads,
             min_blocks=8,
             per_thread=sizes.count_per_thread,
             copy_ids=ids == "int64",
         ),
-        Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, max_chunks=sizes.max_chunks),
+        Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows),
         Kernel(
             place_pairs,
-            "int32* int32* int32* int32* int32* int32* int64 int64 int64",
-            threads=threads,
-            min_blocks=max(1, min(min_blocks, fitting)),
+            "int32* int32* int32* int32* int32* int32* int64 int64",
+            threads=sizes.place_threads,
+            min_blocks=place_blocks,
             tile_tokens=tile_tokens,
             top_k=top_k,
-            share=share,
-            parts=parts,
+            num_experts=num_experts,
         ),
     )

@@ -71,15 +71,17 @@ if simulated():
         cuda.syncthreads()
 
     @device
-    def block_scan(scratch, thread, threads, value):
-        """Sum of ``value`` over the block's threads up to and with this one, and over all of them.
+    def block_scan(scratch, thread, threads, first, second):
+        """For each of two values: the sum over the block's threads up to and with this one, and over all of them.
 
-        scratch: int32 shared memory, a place a thread. ``threads`` is the block's size, a constant. One barrier, on the
-        GPU after a scan in each warp's registers; the caller puts another before its next use of ``scratch``.
+        scratch: int32 shared memory, two places a thread. ``threads`` is the block's size, a constant. One barrier, on
+        the GPU after a scan in each warp's registers; the caller puts another before its next use of ``scratch``.
         """
-        scratch[thread] = value
+        scratch[thread] = first
+        scratch[threads + thread] = second
         cuda.syncthreads()
-        return int32(sum(scratch[: thread + 1])), int32(sum(scratch[:threads]))
+        results = [scratch[:threads][: thread + 1], scratch[:threads], scratch[threads : threads + thread + 1]]
+        return tuple(int32(sum(values)) for values in [*results, scratch[threads : 2 * threads]])
 
 else:
     from llvmlite import ir
@@ -136,20 +138,26 @@ else:
         cuda.syncwarp()
 
     @device
-    def block_scan(scratch, thread, threads, value):
+    def block_scan(scratch, thread, threads, first, second):
         for step in range(5):
-            left = cuda.shfl_up_sync(FULL, value, 1 << step)
+            first_left = cuda.shfl_up_sync(FULL, first, 1 << step)
+            second_left = cuda.shfl_up_sync(FULL, second, 1 << step)
             if thread & 31 >= 1 << step:
-                value = int32(value + left)
+                first = int32(first + first_left)
+                second = int32(second + second_left)
+        warps = threads // WARP
         if thread & 31 == 31:
-            scratch[thread >> 5] = value
+            scratch[thread >> 5] = first
+            scratch[warps + (thread >> 5)] = second
         cuda.syncthreads()
-        before, total = int32(0), int32(0)
-        for warp in range(threads // WARP):
+        first_total, second_total = int32(0), int32(0)
+        for warp in range(warps):
             if warp == thread >> 5:
-                before = total
-            total = int32(total + scratch[warp])
-        return int32(value + before), total
+                first = int32(first + first_total)
+                second = int32(second + second_total)
+            first_total = int32(first_total + scratch[warp])
+            second_total = int32(second_total + scratch[warps + warp])
+        return first, first_total, second, second_total
 
 
 class Group(NamedTuple):

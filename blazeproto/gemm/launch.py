@@ -80,7 +80,7 @@ class Plan:
     """A kernel with one struct as its argument, for one shape on one device: all but the addresses.
 
     boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  num_words: how many 8-byte words follow.
-    numbers: the ints after them.  dependent: see `driver.launch`.
+    numbers: the ints after them.
     """
 
     def __init__(
@@ -93,11 +93,9 @@ class Plan:
         grid: int,
         block: int,
         device: int,
-        dependent: bool = False,
     ) -> None:
         self.boxes, self.numbers, self.grid, self.block = tuple(boxes), tuple(numbers), (grid, 1), block
         self.function, self.shared_bytes = kernel.handle(device), kernel.dynamic_smem
-        self.dependent = dependent
         self.map_offsets = [MAP_BYTES * index for index, box in enumerate(boxes) if box is not None]
         self.words, self.words_offset = Struct(f"{num_words}Q"), MAP_BYTES * len(boxes)
         used = self.words_offset + 8 * num_words + 4 * len(self.numbers)
@@ -115,7 +113,7 @@ class Plan:
             if replace(address + offset, array):
                 _tensor_map_call(replace, address + offset, array)
         self.words.pack_into(buffer, self.words_offset, *words)
-        driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream, self.dependent)
+        driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream)
 
     def _encode(self, map_addresses: Sequence[int]) -> bytes:
         buffer, address = arguments.bytes, arguments.address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blazeproto.autograd import SavePolicy, checkpoint_contexts
@@ -115,6 +116,31 @@ def test_saved_bytes_under_compile_are_the_policys(make_case):
         out = compiled()
     out.sum().backward()
     assert (192, 48) in shapes and (192, 24) not in shapes
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.heard = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.heard.add(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+def test_who_listens_hears_the_operators(make_case):
+    """Though they are called past the dispatcher where nobody does."""
+    case = make_case()
+    expected = {f"blazeproto::{name}" for name in ("dispatch", "moe_up", "moe_down")}
+    expected_backward = {"blazeproto::moe_up_backward", "blazeproto::moe_down_backward"}
+    alone = case.run()
+    with Names() as names:
+        heard = case.run()
+    assert expected | expected_backward <= names.heard
+    assert all(torch.equal(a, b) for a, b in zip(alone, heard, strict=True))
+    with torch.profiler.profile() as profile:
+        case.run()
+    assert expected | expected_backward <= {event.key for event in profile.key_averages()}
 
 
 class Contrary(torch.nn.Module):

@@ -1,6 +1,6 @@
 """The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|topk
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|topk|strict
 
 A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
 thread for each CUDA thread, so blocks are cut to 32 of them.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 from routings import differences, make_routing, make_varying
+from strict import strict
 
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled
 
@@ -72,13 +74,52 @@ def check_duplicates(method: str) -> Iterator[str]:
     del dispatch
 
 
+# (kind, E, K): both of place_pairs' block sizes, one and two columns a thread, maps smaller than a scan's scratch
+DEFAULT_CASES = [("random", 256, 8), ("sentinels", 384, 8), ("random", 512, 10), ("random", 8, 2)]
+
+
+def check_strictly() -> Iterator[str]:
+    """Bounds, races and unset memory of method="tiled": the small shapes, then the plans that a million tokens get."""
+    for kind, num_tokens, num_experts, top_k, dtype in CASES:
+        ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
+        with strict():
+            got = build_dispatch(ids, num_experts, method="tiled")
+        lines = differences(got, reference.build_dispatch(ids, num_experts))
+        yield from (f"{kind} {ids.shape} E={num_experts}: {line}" for line in lines)
+
+    tiled.SIZES = tiled.Sizes(scan_threads=32)  # the simulator starts a Python thread for each
+    for kind, num_experts, top_k in DEFAULT_CASES:
+        large = tiled.plan.__wrapped__(2**20, top_k, num_experts)
+        num_tokens = large.chunk_tokens + large.tile_tokens + 77  # a whole chunk, then less
+        chosen = large._replace(num_chunks=-(-num_tokens // large.chunk_tokens))
+        ids = make_routing(kind, num_tokens, num_experts, top_k)
+        with strict(), mock.patch.object(tiled, "plan", return_value=chosen):
+            got = build_dispatch(ids, num_experts, method="tiled")
+        lines = differences(got, reference.build_dispatch(ids, num_experts))
+        yield from (f"{kind} {ids.shape} E={num_experts}, default sizes: {line}" for line in lines)
+
+
 def main(what: str) -> None:
-    tiled.SIZES = tiled.Sizes(threads=32, count_per_thread=2, scan_threads=32, max_chunks=8, min_tile=32, max_tile=64)
+    tiled.SIZES = tiled.Sizes(
+        count_threads=32,
+        count_per_thread=2,
+        scan_threads=32,
+        scan_rows=2,
+        place_threads=32,
+        place_warps=1,
+        min_tile=32,
+        max_tile=64,
+        tile_pairs=128,
+        chunk_pairs=256,
+        num_chunks=3,
+    )
     dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
     if what == "topk":
         from simulate_topk import check_topk
 
         lines = list(check_topk())
+    elif what == "strict":
+        lines = list(check_strictly())
     else:
         lines = list(check_method(what))
     print("\n".join(lines) or "as the twin")

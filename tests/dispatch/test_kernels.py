@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tiled", "dense", "topk"])
+@pytest.mark.parametrize("what", ["tiled", "dense", "topk", "strict"])
 def test_simulated(what):
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
@@ -44,7 +44,7 @@ def compiled(kernel) -> str:
 def test_tiled_compiles(num_experts, top_k, dtype):
     from blazeproto.dispatch import tiled
 
-    for kernel in tiled.kernels(tiled.SIZES, 256, top_k, num_experts, dtype):
+    for kernel in tiled.kernels(tiled.plan(2**20, top_k, num_experts), top_k, num_experts, dtype):
         ptx = compiled(kernel)
         assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
 
@@ -85,7 +85,8 @@ def test_the_plan_keeps_the_table_small_and_the_tiles_in_shared_memory():
         ]:
             plan = tiled.plan(num_tokens, top_k, num_experts)
             assert plan.place_shared_bytes <= tiled.SHARED_LIMIT
-            assert plan.num_chunks * plan.chunk_tokens >= num_tokens and plan.num_chunks <= plan.sizes.max_chunks
+            assert plan.num_chunks * plan.chunk_tokens >= num_tokens and plan.chunk_tokens % plan.tile_tokens == 0
+            assert plan.chunk_tokens * top_k <= tiled.MAX_CHUNK_PAIRS
             lists = 8 * num_tokens * top_k
             assert workspace_bytes(num_tokens, top_k, num_experts) <= 0.05 * lists + 8 * num_experts
     with pytest.raises(ValueError, match=r"num_experts=99999.*method='sort'"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,59 +103,6 @@ def test_other_errors_are_raised(fake: FakeDriver) -> None:
     with pytest.raises(DriverError, match="700"):
         driver.launch(5, (1, 1), 32, 0, 0)
     assert not fake.launches and not fake.contexts
-
-
-def offsets_of(structure: type[ctypes.Structure]) -> dict[str, int]:
-    return {name: getattr(structure, name).offset for name, *_ in structure._fields_}
-
-
-def test_launch_structs_lie_as_in_cuda_h() -> None:
-    """As sizeof and offsetof say of CUlaunchAttribute and CUlaunchConfig on x86-64 and aarch64."""
-    assert offsets_of(driver.LaunchAttribute) == {"id": 0, "pad": 4, "value": 8}
-    assert (ctypes.sizeof(driver.LaunchAttribute), ctypes.alignment(driver.LaunchAttribute)) == (72, 8)
-    assert offsets_of(driver.LaunchConfig) == {
-        "grid": 0,
-        "block": 12,
-        "shared_bytes": 24,
-        "stream": 32,
-        "attributes": 40,
-        "num_attributes": 48,
-    }
-    assert (ctypes.sizeof(driver.LaunchConfig), ctypes.alignment(driver.LaunchConfig)) == (56, 8)
-
-
-@pytest.mark.parametrize("errors", [[], [driver.INVALID_CONTEXT], [700]])
-def test_a_dependent_launch(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, errors: list[int]) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def launch_kernel_ex(config_address: int, function: int, pointers: int, extra: None) -> int:
-        if errors:
-            return errors.pop(0)
-        config = driver.LaunchConfig.from_address(config_address)
-        assert config.num_attributes == 1
-        attribute = driver.LaunchAttribute.from_address(config.attributes)
-        allowed = ctypes.c_int.from_buffer(attribute, driver.LaunchAttribute.value.offset).value
-        words = ctypes.string_at(ctypes.c_uint64.from_address(pointers).value, 16)
-        where = (*config.grid, *config.block, config.shared_bytes, config.stream)
-        seen.append((function, where, attribute.id, allowed, struct.unpack("2q", words), extra))
-        return 0
-
-    monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: launch_kernel_ex)
-    fails, no_context = 700 in errors, driver.INVALID_CONTEXT in errors
-    with pytest.raises(DriverError, match="700") if fails else nullcontext():
-        driver.launch_words(5, (2, 3), 32, 1000, 1 << 40, (1, -2), dependent=True)
-    assert seen == ([] if fails else [(5, (2, 3, 1, 32, 1, 1, 1000, 1 << 40), 6, 1, (1, -2), None)])
-    assert fake.contexts == no_context and not fake.launches
-
-
-def test_a_plan_that_is_dependent(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: lambda config, function, *_: launched.append(function))
-    kernel = Kernel("up.cu", "up", {}, 1000)
-    for dependent in (False, True):
-        plan = launch.Plan(kernel, (None,), 1, (7,), grid=3, block=384, device=1, dependent=dependent)
-        plan.launch(77, (), (8,))
-    assert launched == [101] and len(fake.launches) == 1
 
 
 def test_threads_have_arguments_of_their_own() -> None:

@@ -48,6 +48,7 @@ def keeping_handlers() -> Iterator[None]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.fixture

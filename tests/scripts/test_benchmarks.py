@@ -7,6 +7,7 @@ from pathlib import Path
 
 import bench_common
 import bench_layer
+import bench_rounding
 import gpu_check
 import pytest
 import torch
@@ -60,6 +61,38 @@ def test_routings_are_distinct_and_skewed_as_they_say(kind: str) -> None:
         assert load[0] > 3 * mean > 9 * load[-1]
     else:
         assert load[0] == shape.T // 2
+
+
+def test_the_configurations_of_figure_7() -> None:
+    experts = {name: [shape.E for shape in shapes] for name, shapes in bench_rounding.SUBFIGURES.items()}
+    assert experts["top-left"] == experts["bottom-left"] == [64, 128, 256, 512]
+    assert experts["top-right"] == [16, 32, 64, 128]
+    assert experts["bottom-right"] == [32, 64, 128, 256]
+    for shapes in bench_rounding.SUBFIGURES.values():
+        assert [shape.rows // shape.E for shape in shapes] == [2048, 1024, 512, 256]
+        assert len({(shape.T, shape.d, shape.n, shape.K) for shape in shapes}) == 1
+    assert len(bench_rounding.arguments([]).configs) == 16
+    quick = bench_rounding.arguments(["--quick", "--subfigures", "top-right"])
+    assert quick.configs == [("top-right", LayerShape(16384, 1536, 1024, E, 2)) for E in (16, 128)]
+    with pytest.raises(SystemExit):
+        bench_rounding.arguments(["--subfigures", "middle"])
+
+
+def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
+    logits = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    routed = bench_rounding.routings(logits, 2, tile=32)
+    plain, rounded = routed["top_k"].load, routed["rounded"].load
+    assert int(plain.sum()) == 1200 < bench_rounding.padded_rows(plain, 32)
+    assert bench_rounding.padded_rows(rounded, 32) == int(rounded.sum())
+    assert (rounded - plain).abs().max() <= 16  # NR-f: to the nearest multiple
+    assert routed["rounded"].pair_tokens is not None
+    # 6·R·n·d operations in 1 ms, 12·R·n·d in 2
+    shape = LayerShape(600, 1000, 500, 8, 2)
+    assert bench_rounding.model_tflops(shape, 1_000_000, 1.0, 3.0) == {
+        "fwd_tflops": 3000.0,
+        "bwd_tflops": 3000.0,
+        "fwdbwd_tflops": 3000.0,
+    }
 
 
 def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,20 @@ def test_the_tables_of_products_and_dispatch() -> None:
     assert "| 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in plot_results.topk_table(topk)
 
 
-def test_the_readme_is_what_the_committed_results_say() -> None:
-    readme = plot_results.REPOSITORY / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README.md")
-    text = readme.read_text()
+def test_the_table_of_rounding() -> None:
+    plain = {"rows": 1000, "padded_rows": 1100, "fwd_tflops": 400.0, "bwd_tflops": 300.0}
+    rounded = {"rows": 1024, "padded_rows": 1024, "fwd_tflops": 440.0, "bwd_tflops": 315.0}
+    cfg = {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1}
+    row = {"cfg": cfg, "top_k": plain, "rounded": rounded, "fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
+    origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
+    table = plot_results.rounding_table({"rows": [row], **origin})
+    assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/routers.md"])
+def test_the_pages_are_what_the_committed_results_say(page: str) -> None:
+    path = plot_results.REPOSITORY / page
+    if not path.exists():
+        pytest.skip(f"there is no {page}")
+    text = path.read_text()
     assert plot_results.fill(text, plot_results.RESULTS) == text, "run scripts/plot_results.py"
