@@ -83,6 +83,7 @@ STEPS = {
         "python scripts/bench_rounding.py --quick", 2, "python scripts/bench_rounding.py", 4, last_lines=60
     ),
     "train": Step("python scripts/train_lm.py", 8),
+    "curves": Step("python scripts/compare_backends.py --train", 4),
     "fuzz": Step("python scripts/fuzz_products.py --runs 1000 --seconds 80", 2),
     "memcheck": _sanitizer("memcheck"),
     "synccheck": _sanitizer("synccheck"),
