@@ -6,7 +6,7 @@
     python scripts/bench_layer.py --resume --time-budget 540   # goes on where the last run of the same sources stopped
 
 One SwiGLU layer in bf16, random data and routing. Top-k is excluded; the dispatch metadata is included. All programs
-run in one process on the same inputs, in turn (A B A B); figures are medians of 20 rounds after warm-up (8 beyond 60
+run in one process on the same inputs, in turn (A B A B); figures are medians of 20 rounds (--rounds) after warm-up (8 beyond 60
 ms). Eager times are CUDA events; GPU times replay a CUDA graph of the program whose results were checked, or sum its
 kernels where it can't be captured.
 """
@@ -57,7 +57,7 @@ MAX_SETS = 3
 
 PROTOCOL = (
     "one SwiGLU MoE layer, bf16, random data and uniform routing; top-k excluded, dispatch metadata included; programs "
-    "interleaved in one process; median of >=20 rounds (>=8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events; "
+    "interleaved in one process; median of {rounds} rounds (8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events; "
     "gpu: CUDA-graph replay, or the sum of kernel durations where gpu_method says so; bwd = (fwd+bwd) - fwd; saved_MiB "
     "by saved_tensors_hooks without weights, x counted where saved; peaks over what was allocated before the call"
 )
@@ -305,7 +305,7 @@ def main() -> None:
     options = arguments()
     begin = time.monotonic()
     torch.cuda.init()
-    record = provenance() | {"protocol": PROTOCOL, "floor": FLOOR, "rows": []}
+    record = provenance() | {"protocol": PROTOCOL.format(rounds=options.rounds), "floor": FLOOR, "rows": []}
     if options.resume and options.out.exists():
         earlier = json.loads(options.out.read_text())
         if earlier.get("sources_sha256") == record["sources_sha256"]:
