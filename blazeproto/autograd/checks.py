@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import BACKENDS, products_on
 from blazeproto.autograd.policy import SavePolicy
+from blazeproto.gemm.config import GATHERED_ELEMENTS
 from blazeproto.reference import ACTIVATIONS, is_gated
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -88,6 +89,10 @@ def check_arguments(
             )
         if workspace_bytes <= 0:
             raise ValueError(f"workspace_bytes: expected a positive number of bytes, got {workspace_bytes}")
+    if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and device.type == "cuda")):
+        raise ValueError(
+            f'x: expected fewer than {GATHERED_ELEMENTS} elements unless backend="torch", got {tuple(x.shape)}'
+        )
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         products_on(backend, device, dtype, num_experts, d_model, d_expert)

@@ -14,6 +14,7 @@ from blazeproto.gemm.compile import Kernel
 SMEM_BYTES = 227 * 1024  # mainloop.cuh: SMEM_LIMIT
 THREADS = 384  # mainloop.cuh: THREADS
 MAX_EXPERTS = 512  # mainloop.cuh: MAX_EXPERTS
+GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks of 8 in 32 bits
 BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
 
 GATED = ("swiglu", "geglu")

@@ -15,7 +15,7 @@ from typing import Any
 
 from blazeproto.arrays import DeviceArray, current_stream, empty, expect, output, view
 from blazeproto.gemm import unchecked
-from blazeproto.gemm.config import DEFAULTS, MAX_EXPERTS, TileConfig, is_gated
+from blazeproto.gemm.config import DEFAULTS, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig, is_gated
 from blazeproto.gemm.rows import RowAddresses, Rows, addresses
 
 
@@ -27,6 +27,15 @@ def _weights(name: str, array: Any, experts: int) -> DeviceArray:
     if experts > MAX_EXPERTS:
         raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {experts}")
     return w
+
+
+def _gathered(name: str, array: Any, shape: tuple[int | None, ...]) -> DeviceArray:
+    a = expect(name, array, "bfloat16", shape)
+    if a.size >= GATHERED_ELEMENTS:
+        raise ValueError(
+            f"{name}: expected fewer than {GATHERED_ELEMENTS} elements to gather from, got shape {a.shape}"
+        )
+    return a
 
 
 def _bias(name: str, array: Any, shape: tuple[int, int]) -> DeviceArray | None:
@@ -66,7 +75,7 @@ def up_forward(
     """
     rows, halves = rows.views(), 2 if is_gated(activation) else 1
     w = _weights("up_proj", up_proj, rows.num_experts)
-    x_view = expect("x", x, "bfloat16", (rows.num_tokens, w.shape[2]))
+    x_view = _gathered("x", x, (rows.num_tokens, w.shape[2]))
     if w.shape[1] % (8 * halves):
         raise ValueError(f"up_proj: expected {halves} x (a multiple of 8) rows an expert, got shape {w.shape}")
     width = w.shape[1]
@@ -98,7 +107,11 @@ def grouped_mm(
     rows = rows.views()
     w = _weights("weights", weights, rows.num_experts)
     columns, reduction = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
-    a_view = expect("a", a, "bfloat16", (rows.num_tokens if gather else rows.num_rows, reduction))
+    a_view = (
+        _gathered("a", a, (rows.num_tokens, reduction))
+        if gather
+        else expect("a", a, "bfloat16", (rows.num_rows, reduction))
+    )
     b = _bias("bias", bias, (rows.num_experts, columns))
     out, out_view = output("out", out, "bfloat16", (rows.num_rows, columns))
     options: dict[str, Any] = {"gather": gather, "transposed": transposed, "bias": b, "config": config}
@@ -182,7 +195,7 @@ def down_backward_act(
     rows, halves = rows.views(), 2 if is_gated(activation) else 1
     w = _weights("down_proj", down_proj, rows.num_experts)
     d, n = w.shape[1:]
-    d_out_view = expect("d_out", d_out, "bfloat16", (rows.num_tokens, d))
+    d_out_view = _gathered("d_out", d_out, (rows.num_tokens, d))
     h_view = expect("h", h, "bfloat16", (rows.num_rows, halves * n))
     s = _scores(scores, rows)
     dh, dh_view = output("dh", dh, "bfloat16", (rows.num_rows, halves * n))
@@ -242,7 +255,7 @@ def down_backward_weight(
     accumulate: add to an fp32 ``dw``. Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
     """
     rows = rows.views()
-    gathered = expect("d_out", d_out, "bfloat16", (rows.num_tokens, None))
+    gathered = _gathered("d_out", d_out, (rows.num_tokens, None))
     ordered = expect("a_scaled", a_scaled, "bfloat16", (rows.num_rows, None))
     dw, out, f32 = _gradient(dw, (rows.num_experts, gathered.shape[1], ordered.shape[1]), accumulate)
     where = _run_on(rows, out, stream)
@@ -265,7 +278,7 @@ def up_backward_weight(
     MoEBlaze Algorithm 1, line 29.
     """
     rows = rows.views()
-    gathered = expect("x", x, "bfloat16", (rows.num_tokens, None))
+    gathered = _gathered("x", x, (rows.num_tokens, None))
     ordered = expect("dh", dh, "bfloat16", (rows.num_rows, None))
     dw, out, f32 = _gradient(dw, (rows.num_experts, ordered.shape[1], gathered.shape[1]), accumulate)
     where = _run_on(rows, out, stream)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blazeproto.autograd import library, moe_mlp
+from blazeproto.autograd import checks, library, moe_mlp
 
 
 @pytest.fixture
@@ -150,6 +150,12 @@ def test_a_dispatch_for_other_pairs(make_case):
         moe_mlp(*arguments, dispatch=replace(dispatch_of(111, 5), top_k=2), num_experts=5)
     with pytest.raises(TypeError, match=r"dispatch.pair_tokens: expected a torch.Tensor, got NoneType"):
         moe_mlp(*arguments, dispatch=replace(dispatch_of(111, 5), top_k=None), num_experts=5)
+
+
+def test_more_than_the_hopper_backend_can_gather_from(call, monkeypatch):
+    monkeypatch.setattr(checks, "GATHERED_ELEMENTS", 37 * 16)
+    with pytest.raises(ValueError, match=r'x: expected fewer than 592 elements unless backend="torch", got \(37, 16\)'):
+        call(backend="hopper")
 
 
 def test_what_the_hopper_backend_misses():
