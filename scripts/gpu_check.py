@@ -177,7 +177,7 @@ def main() -> None:
         else:
             record["steps"][name] = run(name, options.full, left, log)
         write_json(RESULTS / "check.json", record)
-        if options.out:  # after every step: a lease may end at any time
+        if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
     for name, step in record["steps"].items():
         notes = [str(step[key]) for key in ("tests", "findings") if key in step]
