@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
-from blazeproto.autograd.backends import BACKENDS, missing_for_hopper
+from blazeproto.autograd.backends import BACKENDS, device_index, missing_for_hopper
 from blazeproto.autograd.checks import COMBINES
 from blazeproto.autograd.chunked import chunk_length, chunks_of, transient_bytes_per_token
 from blazeproto.reference import ACTIVATIONS, activate, is_gated
@@ -182,7 +182,7 @@ class MoE(nn.Module):
             return
         from blazeproto import dispatch, gemm
 
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device_index(device)
         dispatches = self._dispatch_shapes(num_tokens)
         biases, f32 = self.down_proj_bias is not None, self.weight_grad_dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
@@ -214,7 +214,9 @@ class MoE(nn.Module):
             return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
         if self.workspace_bytes is None:
             return {(num_tokens, self.top_k)}
-        bytes_per_token = transient_bytes_per_token(self.down_proj, self.top_k, self.activation, 2)
+        bytes_per_token = transient_bytes_per_token(
+            self.down_proj, self.top_k, self.activation, torch.bfloat16.itemsize
+        )
         chunk = chunk_length(num_tokens, bytes_per_token, self.workspace_bytes)
         chunks = chunks_of(num_tokens, chunk, self.top_k)
         return {(tokens.stop - tokens.start, self.top_k) for _, tokens, _ in chunks}

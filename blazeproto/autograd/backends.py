@@ -48,7 +48,7 @@ def products_on(backend: str, device: torch.device, dtype: torch.dtype, num_expe
 
 def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
     """Whether the dispatch of tensors on ``device`` is built by blazeproto.dispatch instead of torch operations."""
-    return backend != "torch" and device.type == "cuda" and _missing_on_device(_index(device)) is None
+    return backend != "torch" and device.type == "cuda" and _missing_on_device(device_index(device)) is None
 
 
 def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str | None:
@@ -62,10 +62,11 @@ def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: in
     for width in widths:
         if width % ALIGNMENT:
             return f"d_model and d_expert that are multiples of {ALIGNMENT} (16 bytes of bf16); one is {width}"
-    return _missing_on_device(_index(device))
+    return _missing_on_device(device_index(device))
 
 
-def _index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
+    """The CUDA ordinal of a device, of the current one if it names none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -49,8 +49,8 @@ def _without_none(kernel: Callable[..., Gradients]) -> Callable[..., list[Tensor
 def caller(tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
     """How to call operators on these tensors: a function of an operator's name and its arguments.
 
-    Where nobody listens it goes past the dispatcher and past ``Function.apply`` in Python, which take 15 us an operator to
-    bring arguments from Python to Python.
+    Where nobody listens it goes past the dispatcher and past ``Function.apply`` in Python, which only bring arguments from
+    Python to Python.
     """
     if torch.compiler.is_compiling() or not _unheard(tensors):
         return _call

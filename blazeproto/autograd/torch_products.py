@@ -216,7 +216,9 @@ def _combine(y: Tensor, scores: Tensor | None, rows: Rows, num_tokens: int) -> T
         by_pair = by_pair if scores is None else by_pair * scores
         assert rows.token_offsets is not None
         return torch.segment_reduce(by_pair, "sum", offsets=rows.token_offsets, unsafe=True, initial=0).to(y.dtype)
-    if y.device.type == "cpu" and y.shape[0]:  # gathers and sums at once
+    if (
+        y.device.type == "cpu" and y.shape[0]
+    ):  # gathers and sums at once; -1 becomes the last row, zero if there is a -1
         row_of = rows.token_index_map.remainder(y.shape[0]).view(num_tokens, rows.top_k)
         weights = None if scores is None else scores.view(num_tokens, rows.top_k)
         return F.embedding_bag(row_of, _accumulation(y), mode="sum", per_sample_weights=weights).to(y.dtype)

@@ -20,9 +20,8 @@ from blazeproto.gemm.rows import RowAddresses, addresses
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
 LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
 COMBINE_THREADS = 128  # of a block, or a token's lanes if they are more
-LOADS_IN_FLIGHT = (
-    32  # 16-byte loads that a thread of `combine` may have under way (four registers each); half where it loops
-)
+# 16-byte loads that a thread of `combine` may have under way, at four registers each; half as many where it loops.
+LOADS_IN_FLIGHT = 32
 REDUCE_THREADS = 256
 MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
 

@@ -108,10 +108,9 @@ def _up_plan(
     config: TileConfig | None,
     debug: tuple[str, ...],
 ) -> Plan:
-    halves = 1 + is_gated(activation)
+    config, halves = config or DEFAULTS["up_forward"], 1 + is_gated(activation)
     experts, width, d = shape
     n = width // halves
-    config = config or DEFAULTS["up_forward"]
     return _rows_plan(
         kernel_for("up_forward", config, activation=activation, bias=bias, debug=debug),
         config,

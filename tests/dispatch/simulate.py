@@ -74,7 +74,7 @@ def check_duplicates(method: str) -> Iterator[str]:
     del dispatch
 
 
-# (kind, E, K): both of place_pairs' block sizes, one and two columns a thread, maps smaller than a scan's scratch
+# (kind, E, K): one and two columns a thread, maps smaller than a scan's scratch
 DEFAULT_CASES = [("random", 256, 8), ("sentinels", 384, 8), ("random", 512, 10), ("random", 8, 2)]
 
 

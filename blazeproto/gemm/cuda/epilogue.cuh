@@ -78,7 +78,6 @@ DEVICE void skip_slab() {
 // registers until then. DEFERRED 0 runs all of them at once.
 template <class Epilogue>
 struct Parts {
-    static constexpr int WAITING = DEFERRED ? Epilogue::PARTS - Epilogue::EAGER : 0;
     Epilogue& epilogue;
     int next = Epilogue::PARTS;  // the first that still waits
 

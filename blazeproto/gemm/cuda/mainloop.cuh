@@ -16,8 +16,8 @@
 //   consumer    mma tile 0 | pack | mma tile 1 .................. | pack | mma tile 2 ....
 //                                 | slab, slab, slab of tile 0           | slab, slab, slab of tile 1
 //
-// CLUSTER 2: two CTAs take neighbouring row blocks of one expert and one block of columns. Each loads half of the B stage
-// and multicasts it to both, which halves what the weights cost in L2 bandwidth.
+// CLUSTER 2 (weight gradients): two CTAs take neighbouring blocks of gathered columns and one block of ordered ones. Each loads half
+// of the B stage and multicasts it to both, which halves what B costs in L2 bandwidth.
 #pragma once
 #include "wgmma.cuh"
 

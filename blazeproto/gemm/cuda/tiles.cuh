@@ -4,8 +4,8 @@
 // expert; inside one, groups of ROW_GROUP row blocks, columns within a group, rows fastest, so that what is read twice is read
 // twice within a short time.
 //
-// To find a tile takes a search and three divisions: 700 cycles, where a short reduction's tile has 4000. So a warp of the
-// producer finds BATCH tiles at a time, one a lane, and leaves them in shared memory:
+// To find a tile takes a search and three divisions, some 700 cycles by estimate, where a short reduction's tile has 4000. So a
+// warp of the producer finds BATCH tiles at a time, one a lane, and leaves them in shared memory:
 //
 //   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then 32 .. 47 over the first ones: consumers are at most STAGES tiles behind
 #pragma once
