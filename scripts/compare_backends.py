@@ -1,6 +1,6 @@
 """Train the same model from one seed with backend="hopper" and backend="torch", and see whether the loss curves agree.
 
-    python scripts/compare_backends.py --train            # two runs of 500 steps, results/h200/curves.json, docs/curves.png
+    python scripts/compare_backends.py --train            # two runs of 500 steps: results/h200/curves.json, docs/curves.png
     python scripts/compare_backends.py                    # the verdict and the picture again, from curves.json
 
 They agree when the smoothed losses differ by at most 1 % at every step. Both runs see the same batches and dropout masks;
@@ -92,11 +92,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="make the two runs")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--results", type=Path, default=RESULTS / "curves.json")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs" / "curves.png")
     args = parser.parse_args()
     if args.train:
-        options = ["--steps", str(args.steps), "--val-every", str(args.steps), "--checkpoint-every", str(args.steps)]
+        options = ["--batch", str(args.batch)]
+        for name in ("--steps", "--val-every", "--checkpoint-every"):
+            options += [name, str(args.steps)]
         losses = {backend: losses_of(backend, options) for backend in BACKENDS}
         difference, step = largest_difference(losses["hopper"], losses["torch"])
         record = provenance() | {"largest_difference": difference, "at_step": step, "losses": losses}

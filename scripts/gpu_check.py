@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
     parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
+    parser.add_argument("--fail-fast", action="store_true", help="stop after the first step that fails")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
     parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
     options = parser.parse_args()
@@ -179,6 +180,8 @@ def main() -> None:
         write_json(RESULTS / "check.json", record)
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
+        if options.fail_fast and record["steps"][name]["outcome"] != "ok":
+            break
     for name, step in record["steps"].items():
         notes = [str(step[key]) for key in ("tests", "findings") if key in step]
         print(f"{name:10s} {step['outcome']:24s} {step.get('seconds', 0):7.1f} s  {' '.join(notes)}")

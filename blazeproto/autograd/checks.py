@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,28 +18,59 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 COMBINES = ("gather", "fused")
 SAVE_POLICIES = tuple(policy.value for policy in SavePolicy)  # torch.compile before 2.12 cannot iterate over an enum
 
+_passed: set[tuple[Any, ...]] = set()  # what has been seen of arguments that passed
+_PASSED_AT_MOST = 4096
+_looked_at = attrgetter("dtype", "shape", "device")  # no check looks at anything else of a tensor
 
-def check_arguments(
+
+def check_arguments(tensors: tuple[Any, ...], dispatch: Any, *settings: Any) -> None:
+    """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits.
+
+    tensors, settings: what :func:`_check` takes before and after the dispatch, in order. Most calls differ from an earlier one
+    in nothing that is looked at, so what passed is kept.
+    """
+    seen = None
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        try:
+            seen = (settings, *[t if t is None else _looked_at(t) for t in tensors])
+            if dispatch is not None:
+                seen += (dispatch.top_k, *[t if t is None else _looked_at(t) for t in _index_arrays(dispatch)])
+            if seen in _passed:
+                return
+        except (AttributeError, TypeError):  # something is no tensor, or a size is a symbol, which has no hash
+            seen = None
+    arguments = (*tensors, dispatch, *settings)
+    _check(*arguments)
+    if seen is not None:
+        if len(_passed) == _PASSED_AT_MOST:
+            _passed.clear()
+        _passed.add(seen)
+
+
+def _index_arrays(dispatch: Any) -> tuple[Any, ...]:
+    arrays = (dispatch.expert_pair_indices, dispatch.expert_token_offsets, dispatch.token_index_map)
+    return (*arrays, dispatch.pair_tokens, dispatch.token_offsets)
+
+
+def _check(
     x: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     scores: Tensor,
     topk_experts: Tensor | None,
-    *,
-    num_experts: int,
-    activation: str,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    dispatch: Any,
+    num_experts: int,
+    activation: str,
     save: SavePolicy | str,
     backend: str,
     combine: str,
     workspace_bytes: int | None,
-    dispatch: Any,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
     weight_grad_dtype: torch.dtype | None,
 ) -> None:
-    """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
     for name, value, choices in (
         ("activation", activation, ACTIVATIONS),
         ("save", save, SAVE_POLICIES),

@@ -110,20 +110,21 @@ def differentiate(
         return (*backward(ctx, *grads), None)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_and_none_for_tail)}
-    node = type(name, (torch.autograd.Function,), methods)
+    node: Any = type(name, (torch.autograd.Function,), methods)
+    node._backward_cls.apply = backward_and_none_for_tail  # which the one that is there would look up and call
     returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
     def autograd_kernel(*arguments: Any) -> Any:
         if _wants_gradients(arguments):
             tail = arguments[num_inputs:]
-            output = node.apply(*arguments[:num_inputs], (operator, tail))  # type: ignore[attr-defined]
+            output = node.apply(*arguments[:num_inputs], (operator, tail))
             return list(output) if returns_list else output
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)
 
     library.impl(name, autograd_kernel, "Autograd")
     # Function.apply itself first looks for functorch, of which `caller` knows that there is none.
-    _nodes[name] = super(torch.autograd.Function, node).apply, num_inputs  # type: ignore[misc]
+    _nodes[name] = super(torch.autograd.Function, node).apply, num_inputs
 
 
 def refuse_double_backward(name: str) -> None:

@@ -92,31 +92,14 @@ def moe_mlp(
             nothing has been launched. Backend "hopper" where it cannot run says what is missing.
         RuntimeError: on a double backward.
     """
-    check_arguments(
-        x,
-        gate_up_proj,
-        down_proj,
-        scores,
-        topk_experts,
-        num_experts=num_experts,
-        activation=activation,
-        up_bias=up_bias,
-        down_bias=down_bias,
-        save=save,
-        backend=backend,
-        combine=combine,
-        workspace_bytes=workspace_bytes,
-        dispatch=dispatch,
-        pair_tokens=pair_tokens,
-        token_offsets=token_offsets,
-        weight_grad_dtype=weight_grad_dtype,
-    )
+    tensors = (x, gate_up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
+    settings = (num_experts, activation, save, backend, combine, workspace_bytes, weight_grad_dtype)
+    check_arguments(tensors, dispatch, *settings)
     save = save.value if isinstance(save, SavePolicy) else save  # SavePolicy(save) would be traced by torch.compile
     weight_grads = "float32" if weight_grad_dtype == torch.float32 and x.dtype != torch.float64 else "weight"
     options = Options(activation, save, combine, backend, weight_grads)
-    tensors = (x, gate_up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
-    device_type = x.device.type
-    if not torch.is_autocast_enabled(device_type):
+    # Asking for one device's autocast takes microseconds.
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device_type := x.device.type):
         return _run(*tensors, num_experts, options, workspace_bytes, dispatch)
     if x.dtype != torch.float64:  # which autocast leaves alone everywhere
         x = x.to(torch.get_autocast_dtype(device_type))
@@ -141,7 +124,7 @@ def _run(
 ) -> Tensor:
     """:func:`moe_mlp` after checks and casts."""
     x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
-    scores = cast(scores, torch.promote_types(x.dtype, torch.float32)).contiguous()
+    scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
     call = caller((x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets))
 
     if workspace_bytes is not None:

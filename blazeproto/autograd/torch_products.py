@@ -2,7 +2,8 @@
 
 This is the ``backend="torch"``. It rounds where the Hopper kernels round (H, act, Y, dH, A' in the dtype of X), sums in
 float32 or better, saves the same and needs no loop over experts where torch has a grouped product
-(``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In float64, which it lacks, :func:`_loop_mm` steps in.
+(``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In float64, which it lacks, :func:`_loop_mm` steps in. A CPU without
+instructions for bf16 or fp16 products multiplies in float32 (:func:`_multiplies`), five to ten times as fast.
 
 Rows past the last (``offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped product
 left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`, and a pair
@@ -11,6 +12,7 @@ without a row (-1) reads the very last row, which is then such a clean one.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -253,6 +255,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return _loop_mm(a, b, offsets)
     if a.shape[0] == 0:
         return a.new_empty(0, b.shape[2])
+    if not _multiplies(a.device.type, a.dtype):
+        return _grouped_mm(a.float(), b.float(), offsets).to(a.dtype)
     if _aligned(a) and _aligned(b):
         return F.grouped_mm(a, b, offs=offsets[1:])
     k, m = b.shape[1:]
@@ -267,6 +271,8 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return _loop_outer(a, b, offsets)
     if a.shape[0] == 0:
         return a.new_zeros(offsets.shape[0] - 1, m, k)
+    if not _multiplies(a.device.type, a.dtype):
+        return _grouped_outer(a.float(), b.float(), offsets).to(a.dtype)
     if _aligned(a) and _aligned(b):
         out = F.grouped_mm(a.t(), b, offs=offsets[1:])
     else:
@@ -293,6 +299,18 @@ def _loop_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
     return out
+
+
+@cache
+def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the device has products of this dtype. Where oneDNN says that a CPU has none, torch computes them one by one."""
+    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operators = torch.ops.mkldnn
+    is_bf16 = dtype == torch.bfloat16
+    return bool(operators._is_mkldnn_bf16_supported() if is_bf16 else operators._is_mkldnn_fp16_supported())
 
 
 def _aligned(t: Tensor) -> bool:

@@ -175,8 +175,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             clear(bits, other_map, thread)
             cuda.syncthreads()
 
-            # Look up each pair's place, and with it the row. A pair without an expert goes where nobody looks: behind
-            # the last place, which is free where there is such a pair.
+            # Look up each pair's place, and with it the row. A pair without an expert has neither.
             here = int32(min(left, tile_pairs))
             for i in range(per_thread):
                 token = token_of(i, thread)
@@ -184,13 +183,12 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
                     at = word_of(token, experts[i])
                     lower = uint32(uint32(uint32(1) << uint32(token & uint32(31))) - uint32(1))
                     word = bits[uint32(uint32(this_map) + at)]
-                    place = int32(before[at] + int32(cuda.popc(word & lower)))
-                    row = int32(to_row[uint32(experts[i])] + place)
-                    places[i] = place if experts[i] < num_experts else num_staged
+                    places[i] = before[at] + int32(cuda.popc(word & lower))
+                    row = int32(to_row[uint32(experts[i])] + places[i])
                     rows[i] = row if experts[i] < num_experts else -1
             for i in range(per_thread):
                 pair = int32(thread + i * threads)
-                if i * threads + threads <= tile_pairs or pair < tile_pairs:
+                if experts[i] < num_experts and (i * threads + threads <= tile_pairs or pair < tile_pairs):
                     staged[uint32(places[i])] = int32(experts[i] << 16) | int32(done + pair)
             for i in range(per_thread):
                 if int32(thread + i * threads) < here:

@@ -84,13 +84,14 @@ class Kernel:
 
     file: name of a .cu in ``blazeproto/gemm/cuda``, or any path.  entry: the function's name.
     defines: macros, as ``-DNAME=value``.  dynamic_smem: bytes of shared memory that every launch asks for.
-    options: further NVRTC options.
+    threads: of a block, where the source fixes them.  options: further NVRTC options.
     """
 
     file: str
     entry: str
     defines: Mapping[str, int | str] = field(default_factory=dict)
     dynamic_smem: int = 0
+    threads: int = 0
     options: tuple[str, ...] = ()
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
     _handles: dict[int, int] = field(default_factory=dict, init=False)

@@ -12,7 +12,7 @@ from functools import cache
 from blazeproto.gemm.compile import Kernel
 
 SMEM_BYTES = 227 * 1024  # mainloop.cuh: SMEM_LIMIT
-THREADS = 384  # mainloop.cuh: THREADS
+WARPGROUP = 128  # threads; mainloop.cuh: WARPGROUP
 MAX_EXPERTS = 512  # mainloop.cuh: MAX_EXPERTS
 GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks of 8 in 32 bits
 BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
@@ -86,14 +86,17 @@ def kernel_for(
     gather: overrides whether rows are gathered (for the linear products).  debug: further macros, see ptx.cuh.
     """
     gathers = product in ("up_forward", "down_backward_act") if gather is None else gather
-    # What GELU computes leaves no registers to hold a tile beside the next one's accumulators.
-    no_room = activation in ("geglu", "gelu")
+    # A fourth warpgroup: makes act, or stores where all of the producer's warps gather.
+    finishers = int(product == "up_forward" or (gathers and product in ("down_forward", "up_backward_act")))
+    threads = (3 + finishers) * WARPGROUP
     macros: dict[str, int | str] = {
         "BN": config.tile_n,
         "CLUSTER": config.cluster,
         "STAGES": config.stages,
-        "DEFERRED": config.deferred and not no_room,
+        "DEFERRED": config.deferred,
         "GATHER": gathers,
+        "FINISHERS": finishers,
+        "FINISHER_REGISTERS": 56 if product == "up_forward" else 40,
     }
     is_weight = product.endswith("_weight")
     if config.cluster != 1 and not is_weight:
@@ -101,7 +104,7 @@ def kernel_for(
     options = tuple(f"-D{macro}" for macro in debug)
     if is_weight:
         macros |= {"GATHER": 1, "TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
-        return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, options)
+        return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, threads, options)
     if product == "up_forward":
         macros |= {
             "B_MN": 0,
@@ -109,12 +112,12 @@ def kernel_for(
             "HAS_BIAS": bias,
             "ACTIVATION": activation.upper(),
         }
-        return Kernel("up.cu", "up_forward", macros, SMEM_BYTES, options)
+        return Kernel("up.cu", "up_forward", macros, SMEM_BYTES, threads, options)
     if product == "down_backward_act":
         macros |= {"B_MN": 1, "HALVES": 1, "ACTIVATION": activation.upper()}
-        return Kernel("down_backward.cu", "down_backward", macros, SMEM_BYTES, options)
+        return Kernel("down_backward.cu", "down_backward", macros, SMEM_BYTES, threads, options)
     macros |= {"B_MN": product == "up_backward_act", "HALVES": 1, "HAS_BIAS": bias, "FUSED_COMBINE": fused}
-    return Kernel("linear.cu", "linear", macros, SMEM_BYTES, options)
+    return Kernel("linear.cu", "linear", macros, SMEM_BYTES, threads, options)
 
 
 def all_kernels() -> Iterator[Kernel]:

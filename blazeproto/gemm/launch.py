@@ -1,9 +1,9 @@
 """A launch as the driver wants it: tensor maps, addresses and numbers in one block of bytes, passed to the kernel by value.
 
 The C++ side is a struct (``RowsParams``, ``WeightParams``): tensor maps first, then 8-byte words, then 4-byte ints. A
-:class:`Plan` is that struct for one shape; a launch copies it to a buffer of its thread and writes every address, so that
-none outlives the launch: weights may lie elsewhere by the next call. Encoding a tensor map takes 2 µs, changing its address
-0.3.
+:class:`Plan` is that struct for one shape; a launch packs it into a buffer of its thread with every address new, so that
+none outlives the launch: weights may lie elsewhere by the next call. Encoding a tensor map takes 2 µs, having the driver
+change its address 0.3; writing it (`Plan.writes_addresses`) costs next to nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from struct import Struct, pack_into
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from blazeproto.gemm.compile import Kernel
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
+_ADDRESS_BITS = 0x7FFF_FFFF_FFF0  # those that a map's address may have
 
 
 class Box(NamedTuple):
@@ -81,6 +83,11 @@ class Plan:
 
     boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  num_words: how many 8-byte words follow.
     numbers: the ints after them.
+
+    fields: the struct as ``layout`` has it, made by the first launch, which knows addresses. A used map is two of them, its
+    first 8 bytes and the rest.
+    writes_addresses: whether launches write a map's address as its first 8 bytes. NVIDIA doesn't say what is where in a map,
+    so the first launch compares such maps with what the driver makes; should they differ, the driver sets every address.
     """
 
     def __init__(
@@ -91,40 +98,61 @@ class Plan:
         numbers: Sequence[int],
         *,
         grid: int,
-        block: int,
         device: int,
     ) -> None:
-        self.boxes, self.numbers, self.grid, self.block = tuple(boxes), tuple(numbers), (grid, 1), block
+        self.numbers, self.grid, self.block = tuple(numbers), (grid, 1), kernel.threads
         self.function, self.shared_bytes = kernel.handle(device), kernel.dynamic_smem
-        self.map_offsets = [MAP_BYTES * index for index, box in enumerate(boxes) if box is not None]
-        self.words, self.words_offset = Struct(f"{num_words}Q"), MAP_BYTES * len(boxes)
-        used = self.words_offset + 8 * num_words + 4 * len(self.numbers)
-        self.size = -(-used // 64) * 64  # the struct's: a multiple of its alignment
-        self.extent = slice(self.size)
-        self.struct: bytes | None = None  # made by the first launch, which knows addresses
+        self.maps = {MAP_BYTES * index: box for index, box in enumerate(boxes) if box is not None}  # by offset
+        words_offset = MAP_BYTES * len(boxes)
+        self.numbers_offset = words_offset + 8 * num_words
+        size = -(-(self.numbers_offset + 4 * len(numbers)) // 64) * 64  # the struct's: a multiple of its alignment
+        between = [f"{end - begin - 8}s" for begin, end in pairwise([-8, *self.maps, words_offset])]
+        self.layout = Struct("Q".join(between) + f"{num_words}Q{size - self.numbers_offset}s")
+        self.addresses = slice(1, 1 + 2 * len(self.maps), 2)  # among the fields
+        self.words = slice(self.addresses.stop, self.addresses.stop + num_words)
+        self.fields: list[Any] = []
+        self.writes_addresses = False
 
     def launch(self, stream: int, map_addresses: Sequence[int], words: Sequence[int]) -> None:
         """map_addresses: of the tensor maps that are used, in order."""
-        buffer, address, replace = arguments.bytes, arguments.address, _tensor_maps()[1]
-        if self.struct is None:
-            self.struct = self._encode(map_addresses)
-        buffer[self.extent] = self.struct
-        for offset, array in zip(self.map_offsets, map_addresses, strict=True):
-            if replace(address + offset, array):
-                _tensor_map_call(replace, address + offset, array)
-        self.words.pack_into(buffer, self.words_offset, *words)
+        if not self.fields:
+            self._encode(map_addresses)
+        self._fill(map_addresses, words, self.writes_addresses)
         driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream)
 
-    def _encode(self, map_addresses: Sequence[int]) -> bytes:
-        buffer, address = arguments.bytes, arguments.address
-        buffer[self.extent] = bytes(self.size)
-        boxes = [box for box in self.boxes if box is not None]
-        for offset, box, array in zip(self.map_offsets, boxes, map_addresses, strict=True):
+    def _fill(self, map_addresses: Sequence[int], words: Sequence[int], write_addresses: bool) -> None:
+        """This thread's buffer with the struct."""
+        fields = self.fields.copy()
+        fields[self.words] = words
+        if write_addresses:
+            fields[self.addresses] = map_addresses
+        self.layout.pack_into(arguments.bytes, 0, *fields)
+        if not write_addresses:
+            for offset, address in zip(self.maps, map_addresses, strict=True):
+                _tensor_map_call(_tensor_maps()[1], arguments.address + offset, address)
+
+    def _encode(self, map_addresses: Sequence[int]) -> None:
+        buffer, size = arguments.bytes, self.layout.size
+        buffer[:size] = bytes(size)
+        for (offset, box), array in zip(self.maps.items(), map_addresses, strict=True):
             rank = len(box.shape)
             shape, strides = (ctypes.c_uint64 * rank)(*box.shape), (ctypes.c_uint64 * rank)(*box.strides)
             sizes, steps = (ctypes.c_uint32 * rank)(*box.box), (ctypes.c_uint32 * rank)(*[1] * rank)
             lists = (ctypes.addressof(values) for values in (shape, strides, sizes, steps))
             options = (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0)  # no interleave; out of bounds reads as zeros
-            _tensor_map_call(_tensor_maps()[0], address + offset, _BFLOAT16, rank, array, *lists, *options)
-        pack_into(f"{len(self.numbers)}i", buffer, self.words_offset + self.words.size, *self.numbers)
-        return bytes(buffer[self.extent])
+            _tensor_map_call(_tensor_maps()[0], arguments.address + offset, _BFLOAT16, rank, array, *lists, *options)
+        pack_into(f"{len(self.numbers)}i", buffer, self.numbers_offset, *self.numbers)
+        self.fields = list(self.layout.unpack(buffer[:size]))
+        flipped = [address ^ _ADDRESS_BITS for address in map_addresses]
+        self.writes_addresses = self._writes_as_the_driver(map_addresses) and self._writes_as_the_driver(flipped)
+
+    def _writes_as_the_driver(self, map_addresses: Sequence[int]) -> bool:
+        """Whether maps with these addresses are the driver's if the addresses are written."""
+        made = []
+        for write in (True, False):
+            try:
+                self._fill(map_addresses, self.fields[self.words], write)
+            except RuntimeError:  # the driver refuses an address where nothing lies
+                return False
+            made.append(bytes(arguments.bytes[: self.layout.size]))
+        return made[0] == made[1]

@@ -73,6 +73,7 @@ class RowAddresses(NamedTuple):
     num_experts: int
     num_pairs: int
     device: int  # CUDA ordinal
+    where: tuple[int, int, int]  # (num_rows, num_experts, device): what plans of launches are kept by
     stream: int  # raw cudaStream_t
     owners: object  # keeps the arrays alive
 
@@ -83,6 +84,7 @@ def addresses(rows: Any, device: int, stream: int) -> RowAddresses:
     pairs_at = pair_indices.data_ptr()
     tokens_at = 0 if pair_tokens is None else pair_tokens.data_ptr()
     multiplier, shift = division(top_k) if top_k else (0, 0)
+    num_rows, num_experts = pair_indices.shape[0], offsets.shape[0] - 1
     return RowAddresses(
         (pairs_at, tokens_at, multiplier | shift << 32),
         pairs_at,
@@ -91,10 +93,11 @@ def addresses(rows: Any, device: int, stream: int) -> RowAddresses:
         tokens_at,
         0 if token_offsets is None else token_offsets.data_ptr(),
         top_k or 0,
-        pair_indices.shape[0],
-        offsets.shape[0] - 1,
+        num_rows,
+        num_experts,
         token_index_map.shape[0],
         device,
+        (num_rows, num_experts, device),
         stream,
         rows,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.gemm.config import BK, BM, DEFAULTS, THREADS, TileConfig, is_gated, kernel_for
+from blazeproto.gemm.config import BK, BM, DEFAULTS, TileConfig, is_gated, kernel_for
 from blazeproto.gemm.launch import Box, Plan, box_2d, box_3d, box_4d
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
@@ -69,7 +69,7 @@ def _rows_plan(
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     grid = _grid(device, config, blocks_at_most * -(-columns // tile_columns))
     numbers = (num_rows, num_experts, reduction, columns)
-    return Plan(kernel, (a, weights, h, out0, out1), 10, numbers, grid=grid, block=THREADS, device=device)
+    return Plan(kernel, (a, weights, h, out0, out1), 10, numbers, grid=grid, device=device)
 
 
 def _words(
@@ -202,16 +202,11 @@ def _weight_plan(
         7,
         (experts, d, width, int(accumulate)),
         grid=_grid(device, config, tiles),
-        block=THREADS,
         device=device,
     )
 
 
 # --- Launches --------------------------------------------------------------------------------------------------------
-
-
-def _where(rows: RowAddresses) -> tuple[int, int, int]:
-    return rows.num_rows, rows.num_experts, rows.device
 
 
 def up_forward(
@@ -227,7 +222,7 @@ def up_forward(
 ) -> None:
     if not rows.num_rows:
         return
-    plan = _up_plan(_where(rows), up_proj.shape, activation, bias is not None, config, DEBUG)
+    plan = _up_plan(rows.where, up_proj.shape, activation, bias is not None, config, DEBUG)
     h_at, act_at = h.data_ptr(), act.data_ptr()
     words = _words(rows, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias)
     plan.launch(rows.stream, (up_proj.data_ptr(), h_at, act_at), words)
@@ -246,7 +241,7 @@ def grouped_mm(
 ) -> None:
     if not rows.num_rows:
         return
-    plan = _linear_plan(_where(rows), weights.shape, gather, transposed, bias is not None, False, config, DEBUG)
+    plan = _linear_plan(rows.where, weights.shape, gather, transposed, bias is not None, False, config, DEBUG)
     a_at, out_at = a.data_ptr(), out.data_ptr()
     maps = (weights.data_ptr(), out_at) if gather else (a_at, weights.data_ptr(), out_at)
     plan.launch(rows.stream, maps, _words(rows, source=a_at if gather else 0, out0=out_at, bias=bias))
@@ -276,7 +271,7 @@ def down_forward_fused(
 ) -> None:
     if not rows.num_rows:
         return
-    plan = _linear_plan(_where(rows), down_proj.shape, False, False, bias is not None, True, config, DEBUG)
+    plan = _linear_plan(rows.where, down_proj.shape, False, False, bias is not None, True, config, DEBUG)
     words = _words(rows, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
     plan.launch(rows.stream, (act.data_ptr(), down_proj.data_ptr()), words)
 
@@ -297,7 +292,7 @@ def down_backward_act(
 ) -> None:
     if not rows.num_rows:
         return
-    plan = _down_backward_plan(_where(rows), down_proj.shape, activation, config, DEBUG)
+    plan = _down_backward_plan(rows.where, down_proj.shape, activation, config, DEBUG)
     dh_at, a_at, partials = dh.data_ptr(), a_scaled.data_ptr(), workspace.data_ptr()
     words = _words(rows, source=d_out.data_ptr(), out0=dh_at, out1=a_at, scores=scores.data_ptr(), sums=partials)
     plan.launch(rows.stream, (down_proj.data_ptr(), h.data_ptr(), dh_at, a_at), words)
@@ -314,7 +309,7 @@ def _weight_gradient(
     accumulate: bool,
     config: TileConfig | None,
 ) -> None:
-    plan = _weight_plan(product, _where(rows), dw.shape, f32, accumulate, config, DEBUG)
+    plan = _weight_plan(product, rows.where, dw.shape, f32, accumulate, config, DEBUG)
     ordered_at, dw_at = ordered.data_ptr(), dw.data_ptr()
     maps = (*((ordered_at,) if rows.num_rows else ()), *(() if f32 else (dw_at,)))
     words = (gathered.data_ptr(), ordered_at, *rows.pair_to_token, rows.offsets, dw_at if f32 else 0)

@@ -125,6 +125,23 @@ def test_bad_input(call, what):
         call(**replaced)
 
 
+def test_what_passed_before_hides_nothing(call):
+    """Checks remember what passed."""
+    good = pytest.raises(AssertionError, match="something was launched")
+    for replaced, error, message in BAD.values():
+        for _ in range(2):
+            with good:
+                call()
+            with pytest.raises(error, match=message):
+                call(**replaced)
+    with pytest.raises(ValueError, match=r"activation: expected one of"):
+        call(activation=["swiglu"])  # which has no hash
+    with torch.autocast("cpu"), good:
+        call(x=torch.ones(37, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected dtype torch.float64"):
+        call(x=torch.ones(37, 16, dtype=torch.float64))
+
+
 def test_a_dispatch_for_other_pairs(make_case):
     from blazeproto.dispatch import Dispatch
 

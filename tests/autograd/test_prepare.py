@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blazeproto import driver, gemm
-from blazeproto.autograd import backends, moe_mlp
+from blazeproto.autograd import backends, checks, moe_mlp
 from blazeproto.gemm import compile as gemm_compile
 from blazeproto.gemm import config, launch, rowops, unchecked
 from blazeproto.gemm.compile import Kernel
@@ -49,9 +49,13 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     monkeypatch.setattr(backends, "missing_for_hopper", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for cached in CACHES:
-        cached.cache_clear()
+    forget()
     yield handles
+    forget()
+
+
+def forget():
+    checks._passed.clear()
     for cached in CACHES:
         cached.cache_clear()
 

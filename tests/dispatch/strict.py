@@ -2,8 +2,8 @@
 
 - An index outside an array, negative ones too (NumPy would count from the end).
 - A global element written twice by one kernel.
-- A race in shared memory: between two barriers a word is written by one thread and read or written by another. Two
-  threads may write a word that nobody reads, and atomics may meet.
+- A race in shared memory: between two barriers a word is written by one thread and read or written by another. Only
+  atomics may meet.
 - A shared word used before it was written: each block's memory begins as GARBAGE.
 
     with strict(): cuda.jit(function)[blocks, threads, 0, shared_bytes](*arrays)
@@ -36,7 +36,6 @@ class Memory:
         self.unsigned = self.words.view(np.uint32)
         self.written: list[tuple[int, int, bool]] = [(0, NOBODY, False)] * size  # interval, thread, by an atomic
         self.read: list[tuple[int, int]] = [(0, NOBODY)] * size
-        self.torn = [False] * size  # two threads wrote different things
 
 
 class View:
@@ -62,7 +61,7 @@ class View:
         place = self._place(index)
         me = threading.current_thread()
         interval, writer, _ = self.memory.written[place]
-        if (interval == me.interval and writer != me.thread_id) or self.memory.torn[place]:
+        if interval == me.interval and writer != me.thread_id:
             raise Race(f"word {place}: thread {me.thread_id} reads what thread {writer} writes")
         interval, reader = self.memory.read[place]
         same = interval != me.interval or reader == me.thread_id
@@ -73,11 +72,9 @@ class View:
         place = self._place(index)
         me = threading.current_thread()
         self._check_readers(place, me)
-        interval, writer, atomic = self.memory.written[place]
-        met = interval == me.interval and writer != me.thread_id
-        if met and atomic:
-            raise Race(f"word {place}: thread {me.thread_id} writes beside an atomic of thread {writer}")
-        self.memory.torn[place] = met and (self.memory.torn[place] or self.words[place] != value)
+        interval, writer, _ = self.memory.written[place]
+        if interval == me.interval and writer != me.thread_id:
+            raise Race(f"word {place}: thread {me.thread_id} writes beside thread {writer}")
         self.memory.written[place] = (me.interval, me.thread_id, False)
         self.words[place] = value
 

@@ -28,7 +28,10 @@ class FakeDriver:
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.errors: list[int] = []  # of the next launches
-        self.encoded = self.contexts = 0
+        self.encoded = self.replaced = self.contexts = 0
+        self.address_at = 0  # in a map
+        self.counts_addresses = False  # in its last 8 bytes: a change that writing the address doesn't make
+        self.mapped = 1 << 64  # addresses from here on are refused
         self.struct_bytes = 384
 
     def launchKernel(self, *arguments: int) -> None:
@@ -42,11 +45,16 @@ class FakeDriver:
     def encode(self, where: int, dtype: int, rank: int, address: int, shape: int, *_: int) -> int:
         self.encoded += 1
         ctypes.memset(where, 0, launch.MAP_BYTES)
-        ctypes.memmove(where + 8, shape, 8 * rank)
+        ctypes.memmove(where + 16, shape, 8 * rank)
         return self.replace(where, address)
 
     def replace(self, where: int, address: int) -> int:
-        ctypes.c_uint64.from_address(where).value = address
+        self.replaced += 1
+        if address >= self.mapped:
+            return 1
+        ctypes.c_uint64.from_address(where + self.address_at).value = address
+        if self.counts_addresses:
+            ctypes.c_uint64.from_address(where + 120).value = address.bit_count()
         return 0
 
 
@@ -65,30 +73,46 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def make_plan() -> launch.Plan:
-    boxes = (launch.box_2d(64, 5, (64, 64)), None)
-    return launch.Plan(Kernel("up.cu", "up", {}, 1000), boxes, 2, (7, -8), grid=3, block=384, device=1)
+    boxes = (None, launch.box_2d(64, 5, (64, 64)), None, launch.box_2d(64, 6, (64, 64)))
+    return launch.Plan(Kernel("up.cu", "up", {}, 1000, 384), boxes, 2, (7, -8), grid=3, device=1)
 
 
-def test_only_addresses_change_between_launches(fake: FakeDriver) -> None:
+DRIVERS = {
+    "the address first": ({}, True),
+    "the address elsewhere": ({"address_at": 8}, False),
+    "something that depends on the address": ({"counts_addresses": True}, False),
+    "addresses where nothing lies are refused": ({"mapped": 1 << 40}, False),
+}
+
+
+@pytest.mark.parametrize(("behaviour", "writes"), DRIVERS.values(), ids=DRIVERS)
+def test_only_addresses_change_between_launches(fake: FakeDriver, behaviour: dict[str, int], writes: bool) -> None:
+    vars(fake).update(behaviour)
+    fake.struct_bytes = 4 * launch.MAP_BYTES + 64
     plan = make_plan()
     ctypes.memset(driver.arguments.address, 0xFF, driver.Arguments.BYTES)  # what launches before have left
     for address, word in ((0x1000, 11), (0x2000, 12)):
-        plan.launch(77, (address,), (word, 13))
+        before = fake.replaced
+        plan.launch(77, (address, 3 * address), (word, 13))
         where, data = fake.launches[-1]
         assert where == (101, 3, 1, 1, 384, 1, 1, 1000, 77)
-        assert struct.unpack_from("3Q", data) == (address, 64, 5)
-        assert data[launch.MAP_BYTES : 2 * launch.MAP_BYTES] == bytes(launch.MAP_BYTES)
-        assert struct.unpack_from("2Q2i", data, 2 * launch.MAP_BYTES) == (word, 13, 7, -8)
-    assert fake.encoded == 1
+        for index, at, rows in ((1, address, 5), (3, 3 * address, 6)):
+            expected = (ctypes.c_uint64 * 16)()
+            fake.encode(ctypes.addressof(expected), 0, 2, at, ctypes.addressof((ctypes.c_uint64 * 2)(64, rows)))
+            assert data[index * launch.MAP_BYTES : (index + 1) * launch.MAP_BYTES] == bytes(expected)
+            assert data[(index - 1) * launch.MAP_BYTES : index * launch.MAP_BYTES] == bytes(launch.MAP_BYTES)
+        assert struct.unpack_from("2Q2i", data, 4 * launch.MAP_BYTES) == (word, 13, 7, -8)
+    assert plan.writes_addresses == writes
+    assert (fake.replaced - before == 2) == writes  # only by this test's own encoding
 
 
 def test_a_plan_wants_as_many_addresses_as_maps_and_words(fake: FakeDriver) -> None:
     plan = make_plan()
-    plan.launch(0, (0x1000,), (1, 2))
-    with pytest.raises(ValueError, match="longer"):
-        plan.launch(0, (0x1000, 0x2000), (1, 2))
+    plan.launch(0, (0x1000, 0x2000), (1, 2))
+    with pytest.raises(ValueError, match="size 1"):
+        plan.launch(0, (0x1000,), (1, 2))
     with pytest.raises(struct.error):
-        plan.launch(0, (0x1000,), (1,))
+        plan.launch(0, (0x1000, 0x2000), (1,))
 
 
 def test_a_thread_without_a_context(fake: FakeDriver) -> None:

@@ -25,8 +25,8 @@
 static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
 constexpr bool GATED = is_gated(ACTIVATION);
 
-struct DownBackwardEpilogue {
-    static constexpr int SMEM_BYTES = 0, PARTS = 0, EAGER = 0;
+struct DownBackwardEpilogue : AlwaysReady {
+    static constexpr int SMEM_BYTES = 0, PARTS = 0;
     static constexpr int H_COLUMNS = 64;  // hidden units in a stage
     static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage
     static constexpr int H_BYTES = (GATED ? 2 : 1) * PLANE_BYTES;

@@ -4,7 +4,8 @@
 //                                                                    \--16-byte stores, predicated by row, at an expert's end
 //
 // A whole strip goes by TMA, which clips at the tensor's last column. A strip that crosses the expert's end must leave the next
-// expert's rows alone, which TMA can't know.
+// expert's rows alone, which TMA can't know. Who stores is the consumer itself (below: weight gradients) or somebody else
+// (handover.cuh: all products by rows but the down backward one, which has slabs of its own).
 #pragma once
 #include "mainloop.cuh"
 
@@ -13,8 +14,8 @@ constexpr int SLAB_BYTES = STRIP * SWIZZLE_ROW;
 // Where this lane's stmatrix/ldmatrix row lies for a 16-row x 16-column block: rows of this warp, columns 16 * block...
 DEVICE uint32_t slab_address(uint32_t slab, int block) {
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
-    const int row = warp * 16 + lane % 16, chunk = 2 * block + lane / 16;
-    return slab + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
+    const int row = warp * 16 + lane % 16, chunk = lane / 16;
+    return (slab + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4)) ^ block << 5;
 }
 
 // The same for a transposed slab (row = accumulator column): 16 columns of the accumulator, this warp's 16 rows.
@@ -32,11 +33,12 @@ DEVICE int strip_row(int h) {
 
 DEVICE void warpgroup_sync() { named_barrier_sync(EPILOGUE_BARRIER + int(thread_index()) / WARPGROUP - 1, WARPGROUP); }
 
-// A slab to global rows [0, rows) and columns [0, columns) of `out`, 16 bytes a thread.
+// A slab to global rows [0, rows) and columns [0, columns) of `out`, 16 bytes a thread, by COPIERS threads in a row.
+template <int COPIERS = WARPGROUP>
 DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, int rows, int columns) {
-    const int chunk = warpgroup_thread() % 8;
-#pragma unroll
-    for (int row = warpgroup_thread() / 8; row < 64; row += WARPGROUP / 8) {
+    const int copier = thread_index() % COPIERS, chunk = copier % 8;
+#pragma unroll 4
+    for (int row = copier / 8; row < 64; row += COPIERS / 8) {
         if (row < rows && chunk * 8 < columns)
             *reinterpret_cast<uint4*>(out + row * row_stride + chunk * 8) =
                 load_shared_16(slab + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4));
@@ -44,38 +46,39 @@ DEVICE void store_slab_predicated(uint32_t slab, bf16* out, int64_t row_stride, 
     fence_proxy_async();  // the slab's next writer may be TMA
 }
 
-// This consumer's part of the epilogue's shared memory, of `bytes` each.
-DEVICE uint32_t epilogue_memory(int bytes) { return shared_at(EPILOGUE_OFFSET + consumer_index() * bytes); }
-
-// A consumer warpgroup's two staging slabs: part i of an epilogue fills slab i % 2 and hands it to `store_slab`, parts in order,
-// an even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab is whole,
-// and everybody that the other slab has been read out.
+// Each consumer has two slabs for its strip.
 constexpr int SLAB_PAIR_BYTES = 2 * SLAB_BYTES;
 
-DEVICE uint32_t slab_of_part(int index) { return epilogue_memory(SLAB_PAIR_BYTES) + index % 2 * SLAB_BYTES; }
+DEVICE uint32_t slabs_of(int strip) { return shared_at(EPILOGUE_OFFSET + strip * SLAB_PAIR_BYTES); }
 
-// `store` issues the TMA store of the slab, `store_tail` the predicated one.
-template <class Store, class StoreTail>
-DEVICE void store_slab(bool whole, Store store, StoreTail store_tail) {
-    fence_proxy_async();
-    if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
-    warpgroup_sync();
-    if (!whole) store_tail();
-    if (whole && warpgroup_thread() == 0) {
-        store();
-        bulk_commit_group();
-    }
-}
+// Where a consumer stores them itself: part i of an epilogue fills slab i % 2 and then calls `store_slab` or `skip_slab`, parts in
+// order, an even number of them, so that the slabs alternate. One barrier a slab: it tells the storing thread that the slab
+// is whole, and everybody that the other slab has been read out.
+DEVICE uint32_t slab_of_part(int index) { return slabs_of(consumer_index()) + index % 2 * SLAB_BYTES; }
 
-// Instead, by a part that has nothing to store: the next one finds its slab read out all the same.
 DEVICE void skip_slab() {
     if (warpgroup_thread() == 0) bulk_wait_group_read<0>();
     warpgroup_sync();
 }
 
+// `store` issues the TMA store.
+template <class Store>
+DEVICE void store_slab(Store store) {
+    fence_proxy_async();
+    skip_slab();
+    if (warpgroup_thread() == 0) {
+        store();
+        bulk_commit_group();
+    }
+}
+
 // An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled).
-// DEFERRED 1 runs the first EAGER at once and the others under the next tile's mainloop, one a stage; what they need stays in
-// registers until then. DEFERRED 0 runs all of them at once.
+// DEFERRED 0 runs all parts at once, after a tile's mainloop. DEFERRED 1 runs them under the next tile's, one a stage and once it
+// is `ready()`; what they need stays in registers until then.
+struct AlwaysReady {
+    DEVICE static bool ready() { return true; }
+};
+
 template <class Epilogue>
 struct Parts {
     Epilogue& epilogue;
@@ -85,16 +88,16 @@ struct Parts {
 
     // After `hold`.
     DEVICE void start() {
-        run_up_to<DEFERRED ? Epilogue::EAGER : Epilogue::PARTS>();
-        if (DEFERRED) next = Epilogue::EAGER;
+        next = 0;
+        if (!DEFERRED) run(1);
     }
 
     // While a stage is multiplied: the next part; with the last stage of a mainloop (`left` 1), all that still wait.
     DEVICE void run(int left) {
-        if constexpr (!DEFERRED) return;
+        if (left > 1 && !epilogue.ready()) return;
 #pragma unroll 1
         for (int parts = left == 1 ? Epilogue::PARTS - next : next < Epilogue::PARTS; parts > 0; --parts) {
-            run_only<Epilogue::EAGER>();
+            run_only<0>();
             ++next;
         }
     }
@@ -105,14 +108,6 @@ struct Parts {
         if constexpr (I < Epilogue::PARTS) {
             if (I == next) epilogue.template part<I>();
             else run_only<I + 1>();
-        }
-    }
-
-    template <int END, int I = 0>
-    DEVICE void run_up_to() {
-        if constexpr (I < END) {
-            epilogue.template part<I>();
-            run_up_to<END, I + 1>();
         }
     }
 };

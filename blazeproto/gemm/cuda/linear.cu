@@ -8,52 +8,84 @@
 //                                               wgmma -> acc (BM x BN) -> slabs --TMA--> out (R, columns)
 //   weights  --TMA------------>  B (BN x 64)  /
 //
+// All of the epilogue runs under the next tile's mainloop: a consumer packs its accumulators and hands them over (handover.cuh) to
+// a warp that stores them, of the producer's where rows are contiguous, for it has three to spare, else of the finisher's.
+//
 // Floor: max(2 columns reduction R / 785 TFLOP/s, 2 (reduction R + columns R + columns reduction E) bytes / 4.24 TB/s).
+#include "handover.cuh"
 #include "varlen_m.cuh"
 
 struct LinearEpilogue : PlainEpilogue {
-    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / 64, EAGER = 0;
+    static constexpr int SMEM_BYTES = HANDOVER_BYTES;
+    static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / PART_COLUMNS;
     const RowsParams& p;
+    Handover handover;
     uint32_t out[BN / 4];  // the strip as it is stored: pairs of bf16
-    Tile tile;
 
-    DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {}
+    DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {
+        if (threadIdx.x == 0) Handover::init(1);
+    }
 
-    DEVICE uint32_t bias_pair(int column) const {
+    DEVICE uint32_t bias_pair(const Tile& tile, int column) const {
         if (!HAS_BIAS || column >= p.columns) return 0;
         return load_bf16x2(p.bias + int64_t(tile.expert) * p.columns + column);
     }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, const Ring&) {
-        tile = of;
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
         if constexpr (FUSED_COMBINE) {
-            add_to_tokens(acc);
+            add_to_tokens(acc, tile);
             return;
         }
 #pragma unroll
         for (int i = 0; i < BN / 4; ++i) {
-            const uint32_t bias = bias_pair(tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
+            const uint32_t bias = bias_pair(tile, tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
             out[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
         }
     }
 
-    template <int SLAB>
+    DEVICE bool ready() const { return handover.ready(); }
+
+    template <int INDEX>
     DEVICE void part() {
-        const int column = tile.column + SLAB * 64;
-        if (column >= p.columns || tile.row >= tile.row_end) return skip_slab();  // the same for the whole warpgroup
-        const uint32_t slab = slab_of_part(SLAB);
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) stmatrix_x4(slab_address(slab, quarter), out + SLAB * 16 + quarter * 4);
-        store_slab(
-            tile.row + STRIP <= tile.row_end, [&] { tma_store_2d(&p.out0, slab, column, tile.row); },
-            [&] {
-                store_slab_predicated(slab, p.out0_rows + int64_t(tile.row) * p.columns + column, p.columns,
-                                      tile.row_end - tile.row, p.columns - column);
-            });
+        handover.fill([&](int plane, int i) { return out[(INDEX * PLANES + plane) * 16 + i]; });
     }
 
-    DEVICE void add_to_tokens(const float (&acc)[BN / 2]) const {
+    // By a warpgroup, of which one warp a strip has something to do.
+    DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler) {
+        const int strip = warpgroup_thread() / 32 - 1, lane = threadIdx.x % 32;
+        if (PARTS == 0 || strip < 0 || strip >= CONSUMERS) return;
+        uint32_t phase = 0;
+        for (int position = 0; position < scheduler.count(); ++position) {
+#pragma unroll 1
+            for (int part = 0; part < PARTS; ++part) {
+                mbarrier_wait(filled_barrier(strip), phase);
+                phase ^= 1;
+                const Tile tile = scheduler.at(position);
+                const int row = tile.row + strip * STRIP;
+                const bool whole = row + STRIP <= tile.row_end;
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane) {
+                    const uint32_t slab = slabs_of(strip) + plane * SLAB_BYTES;
+                    const int column = tile.column + part * PART_COLUMNS + plane * 64;
+                    if (!whole) {
+                        store_slab_predicated<32>(slab, p.out0_rows + int64_t(row) * p.columns + column, p.columns,
+                                                  tile.row_end - row, p.columns - column);
+                    } else if (lane == 0 && column < p.columns) {
+                        tma_store_2d(&p.out0, slab, column, row);
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    bulk_commit_group();
+                    bulk_wait_group_read<0>();
+                    mbarrier_arrive(emptied_barrier(strip));
+                }
+            }
+        }
+        if (lane == 0) bulk_wait_group<0>();
+    }
+
+    DEVICE void add_to_tokens(const float (&acc)[BN / 2], const Tile& tile) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = tile.row + strip_row(h);
@@ -65,7 +97,7 @@ struct LinearEpilogue : PlainEpilogue {
             for (int j = 0; j < BN / 8; ++j) {
                 const int column = tile.column + j * 8 + threadIdx.x % 4 * 2;
                 if (column >= p.columns) continue;
-                const uint32_t bias = bias_pair(column);
+                const uint32_t bias = bias_pair(tile, column);
                 reduce_add_f32x2(token + column, score * (acc[4 * j + 2 * h] + bf16_low(bias)),
                                  score * (acc[4 * j + 2 * h + 1] + bf16_high(bias)));
             }

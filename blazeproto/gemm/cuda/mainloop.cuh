@@ -10,11 +10,11 @@
 // A stage holds BK = 64 steps of the reduction: K-major, a 128-byte swizzled row for each row of A; MN-major, one for each step.
 //
 // DEFERRED: the epilogue of a tile runs under the mainloop of the next one. After its last wgmma a consumer packs the
-// accumulators (half the registers), starts the next tile, and stores a slab of the packed ones after each stage it has issued.
-// An epilogue that needs more registers than there are stores its first slabs before the next tile (epilogue.cuh: EAGER).
+// accumulators (half the registers), starts the next tile, and stores or hands over some of the packed ones after each stage
+// that it has issued.
 //
 //   consumer    mma tile 0 | pack | mma tile 1 .................. | pack | mma tile 2 ....
-//                                 | slab, slab, slab of tile 0           | slab, slab, slab of tile 1
+//                                 | part, part, part of tile 0           | part, part, part of tile 1
 //
 // CLUSTER 2 (weight gradients): two CTAs take neighbouring blocks of gathered columns and one block of ordered ones. Each loads half
 // of the B stage and multicasts it to both, which halves what B costs in L2 bandwidth.
@@ -25,7 +25,7 @@ constexpr int BK = 64;
 constexpr int CONSUMERS = 2;
 constexpr int WARPGROUP = 128;
 constexpr int SMEM_LIMIT = 227 * 1024;  // dynamic shared memory a CTA may have; every kernel here asks for all of it
-constexpr int THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int THREADS = (1 + CONSUMERS + FINISHERS) * WARPGROUP;
 constexpr int STRIP = 64;  // rows of a tile that one consumer works on
 constexpr int BM = CONSUMERS * STRIP;
 constexpr int A_BYTES = BM * BK * 2;
@@ -33,9 +33,13 @@ constexpr int B_BYTES = BN * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int PANEL_BYTES = BK * SWIZZLE_ROW;  // 64 k-rows of 64 MN-major elements
 
-// 65536 registers: 168 a thread at launch; the producer hands its share to the consumers.
+// FINISHERS 1: a fourth warpgroup takes over what the consumers have multiplied (up.cu).
+//
+// 65536 registers: 168 a thread at launch, 128 with a finisher; who needs few hands its share to the consumers.
 constexpr int PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = 232;
+constexpr int CONSUMER_REGISTERS = FINISHERS ? (512 - PRODUCER_REGISTERS - FINISHER_REGISTERS) / 2 : 232;
+// Columns of one wgmma. ptxas refuses an instruction with 128 accumulators where threads start with 128 registers.
+constexpr int WGMMA_N = FINISHERS ? 128 : BN;
 
 constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warpgroup
 constexpr int PRODUCER_BARRIER = 3;
@@ -115,8 +119,13 @@ DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int steps, Meanwhile mean
 #pragma unroll
         for (int k = 0; k < BK / WGMMA_K; ++k) {
             const uint32_t along_k_major = k * WGMMA_K * 2, along_mn_major = k * WGMMA_K * SWIZZLE_ROW;
-            wgmma<MN_A, MN_B>(acc, matrix_descriptor(a + (MN_A ? along_mn_major : along_k_major), PANEL_BYTES),
-                              matrix_descriptor(b + (MN_B ? along_mn_major : along_k_major), PANEL_BYTES), step > 0 || k > 0);
+            const uint64_t a_k = matrix_descriptor(a + (MN_A ? along_mn_major : along_k_major), PANEL_BYTES);
+#pragma unroll
+            for (int n = 0; n < BN; n += WGMMA_N) {
+                const uint32_t b_n = b + n * (MN_B ? PANEL_BYTES / PANEL : SWIZZLE_ROW);
+                wgmma<MN_A, MN_B>(reinterpret_cast<float(&)[WGMMA_N / 2]>(acc[n / 2]), a_k,
+                                  matrix_descriptor(b_n + (MN_B ? along_mn_major : along_k_major), PANEL_BYTES), step > 0 || k > 0);
+            }
         }
         wgmma_commit_group();
         pin_registers(acc);

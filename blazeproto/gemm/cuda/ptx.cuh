@@ -87,6 +87,21 @@ DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     return done;
 }
 
+// Whether the phase is over; doesn't wait.
+DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     maybe_delay();
 #ifdef SPIN_LIMIT
@@ -217,6 +232,10 @@ DEVICE uint4 load_shared_16(uint32_t src) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src));
     return v;
+}
+
+DEVICE void store_shared_16(uint32_t dst, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------

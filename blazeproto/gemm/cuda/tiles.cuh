@@ -7,7 +7,8 @@
 // To find a tile takes a search and three divisions, some 700 cycles by estimate, where a short reduction's tile has 4000. So a
 // warp of the producer finds BATCH tiles at a time, one a lane, and leaves them in shared memory:
 //
-//   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then 32 .. 47 over the first ones: consumers are at most STAGES tiles behind
+//   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then 32 .. 47 over the first ones: consumers are at most
+//                                                           STAGES tiles behind, a finisher one more
 #pragma once
 #include "gather.cuh"
 
@@ -37,7 +38,7 @@ struct alignas(16) Tile {
 
 constexpr int BATCH = 16;
 constexpr int SLOTS_OFFSET = BARRIER_OFFSET - 2 * BATCH * int(sizeof(Tile));
-static_assert(BATCH > STAGES + 1, "a slot is filled again when no consumer can still want it");
+static_assert(BATCH > STAGES + 2, "a slot is filled again when nobody can still want it");
 
 struct TileScheduler {
     const RowsParams& p;

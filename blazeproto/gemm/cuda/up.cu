@@ -4,81 +4,144 @@
 //   act[r] = f(gate) * up                          act (R, n), from H as rounded to bf16: backward recomputes the same act
 //            or f(H[r]) without a gate             f by ACTIVATION (activation.cuh): SiLU, GELU, ReLU
 //
-//   x rows  --gather-->  A (BM x 64)  \                       / H slabs   --TMA-->  H
-//                                       wgmma -> acc (BM x BN)
-//   W_up    --TMA----->  B (BN x 64)  /                       \ act slabs --TMA-->  act
+//   x rows  --gather-->  A (BM x 64)  \
+//                                       wgmma -> acc (BM x BN) -> slabs of H --TMA--> H
+//   W_up    --TMA----->  B (BN x 64)  /                             \--finisher--> act
 //
-// B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units, so a thread holds gate and up of each of its elements
-// and no interleaved copy of the weights exists. docs/kernels.md tells how this kernel came to be as it is.
+// B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units, so gate and up of a unit lie in two slabs at the same
+// place, and no interleaved copy of the weights exists.
+//
+// An activation takes longer than the wgmma it could hide under, so a fourth warpgroup, the finisher, does it. A consumer hands
+// over its strip of H in two parts, through two slabs of its own: the first as soon as the tile is multiplied, the second, from
+// registers, while the next tile is.
+//
+//   consumer    mma tile 0 ... | part 0 | mma tile 1 . part 1 ........ | part 0 | mma tile 2 . part 1 ....
+//   finisher                            | act, store |    | act, store |        | act, store |
+//
+// docs/kernels.md tells how this kernel came to be as it is.
 //
 // Floor: max(4 n d R / 785 TFLOP/s, (2 d T + 2 d 2n E + 2 (2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
+#include "handover.cuh"
 #include "varlen_m.cuh"
 
+static_assert(FINISHERS == 1, "a warpgroup that makes act and stores");
+
+constexpr int UNITS = PART_COLUMNS / HALVES;  // hidden units of a part: 64, gate and up; without a gate 128
+constexpr int HANDOVERS = BN / PART_COLUMNS;  // parts of a tile's strip
+
+// ---- consumer ------------------------------------------------------------------------------------------------------------
 struct UpEpilogue : PlainEpilogue {
-    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int SLABS_A_BLOCK = HALVES + 1;  // of 64 hidden units: H's gate, H's up, act
-    static constexpr int PARTS = TILE_COLUMNS / 64 * SLABS_A_BLOCK;
-    static constexpr int EAGER = PARTS / 2;  // to wait with more than the other half takes too many registers
+    static constexpr int SMEM_BYTES = HANDOVER_BYTES;
+    static constexpr int PARTS = HANDOVERS - 1;  // that wait
     const RowsParams& p;
-    uint32_t h[BN / 4];  // the strip of H as it is stored: pairs of bf16
-    Tile tile;
+    Handover handover;
+    uint32_t h[BN / 8];  // the part of the strip that waits, as it is stored: pairs of bf16
 
-    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
+    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {
+        if (threadIdx.x == 0) Handover::init(WARPGROUP / 32);
+    }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, const Ring&) {
-        tile = of;
+    DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
         const int column = tile.column + threadIdx.x % 4 * 2;
         const bf16* bias_at = p.bias + int64_t(tile.expert) * HALVES * p.columns + column;
-#pragma unroll
-        for (int i = 0; i < BN / 4; ++i) {  // h[2j + r]: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
+        const auto packed = [&](int i) {  // i = 2j + r: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
             const int half = i / 2 * 8 / TILE_COLUMNS, offset = i / 2 * 8 % TILE_COLUMNS;
             uint32_t bias = 0;
             if (HAS_BIAS && column + offset < p.columns) bias = load_bf16x2(bias_at + half * p.columns + offset);
-            h[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
+            return pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
+        };
+        handover.fill([&](int plane, int i) { return packed(first_pair(0, plane) + i); });
+        if constexpr (PARTS > 0) {
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane)
+#pragma unroll
+                for (int i = 0; i < 16; ++i) h[plane * 16 + i] = packed(first_pair(1, plane) + i);
         }
     }
 
-    DEVICE static uint32_t activate(uint32_t gate, uint32_t up) {
-        float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
-        if (HALVES == 2) low *= bf16_low(up), high *= bf16_high(up);
-        return pack_bf16(low, high);
+    // Of the packed accumulators that belong to a plane of a part.
+    DEVICE static constexpr int first_pair(int part, int plane) {
+        return HALVES == 2 ? plane * BN / 8 + part * 16 : (part * PLANES + plane) * 16;
     }
 
-    // One slab of 64 columns: gate, up or act of 64 hidden units.
+    DEVICE bool ready() const { return handover.ready(); }
+
     template <int INDEX>
     DEVICE void part() {
-        const int block = INDEX / SLABS_A_BLOCK, kind = INDEX % SLABS_A_BLOCK;
-        const bool is_act = kind == HALVES;
-        const int column = tile.column + block * 64;
-        if (column >= p.columns || tile.row >= tile.row_end) return skip_slab();  // the same for the whole warpgroup
-        const uint32_t slab = slab_of_part(INDEX);
-        const uint32_t* gate = h + block * 16;
-        const uint32_t* up = gate + (HALVES - 1) * BN / 8;
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            uint32_t quad[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = quarter * 4 + i;
-                quad[i] = is_act ? activate(gate[at], up[at]) : kind == 0 ? gate[at] : up[at];
-            }
-            stmatrix_x4(slab_address(slab, quarter), quad);
-        }
-        store_slab(
-            tile.row + STRIP <= tile.row_end,
-            [&] {
-                if (is_act) tma_store_2d(&p.out1, slab, column, tile.row);
-                else tma_store_3d(&p.out0, slab, column, tile.row, kind);
-            },
-            [&] {
-                const int64_t stride = is_act ? p.columns : HALVES * p.columns;
-                bf16* out = is_act ? p.out1_rows : p.out0_rows + kind * p.columns;
-                store_slab_predicated(slab, out + tile.row * stride + column, stride, tile.row_end - tile.row,
-                                      p.columns - column);
-            });
+        handover.fill([&](int plane, int i) { return h[plane * 16 + i]; });
     }
+
+    DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler);
 };
+
+// ---- finisher ------------------------------------------------------------------------------------------------------------
+DEVICE uint32_t activate(uint32_t gate, uint32_t up) {
+    float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
+    if (HALVES == 2) low *= bf16_low(up), high *= bf16_high(up);
+    return pack_bf16(low, high);
+}
+
+DEVICE uint4 activate(uint4 gate, uint4 up) {
+    return make_uint4(activate(gate.x, up.x), activate(gate.y, up.y), activate(gate.z, up.z), activate(gate.w, up.w));
+}
+
+// Nobody reads H before backward, and act is more than L2 holds: evict first.
+DEVICE void store(bf16* out, uint4 chunk) { __stcs(reinterpret_cast<uint4*>(out), chunk); }
+
+// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread. Slabs are read
+// a pass at a time: more at once keep wgmma from its operands.
+DEVICE void finish_strip(const RowsParams& p, const Tile& tile, int part, int strip) {
+    constexpr int PASS_ROWS = WARPGROUP / 8;
+    const int thread = warpgroup_thread(), first_row = thread / 8, chunk = thread % 8;
+    const int row = tile.row + strip * STRIP, column = tile.column + part * UNITS, own_column = column + chunk * 8;
+    const bool whole = row + STRIP <= tile.row_end;
+    const uint32_t slabs = slabs_of(strip);
+    uint32_t at = slabs + first_row * SWIZZLE_ROW + ((chunk ^ (first_row & 7)) << 4);
+    if (whole && thread == 0) {
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane)
+            tma_store_3d(&p.out0, slabs + plane * SLAB_BYTES, HALVES == 2 ? column : column + plane * 64, row,
+                         HALVES == 2 ? plane : 0);
+        bulk_commit_group();
+    }
+    int64_t unit_zero = int64_t(row + first_row) * p.columns;  // of the row, in act
+#pragma unroll
+    for (int pass = 0; pass < STRIP / PASS_ROWS; ++pass) {
+        const bool in_expert = row + first_row + pass * PASS_ROWS < tile.row_end;
+        uint4 h[PLANES];
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane) {
+            const int unit = own_column + (HALVES == 2 ? 0 : plane * 64);
+            if (!in_expert || unit >= p.columns) continue;
+            if (!whole) store(p.out0_rows + unit_zero * HALVES + (HALVES == 2 ? plane * p.columns : 0) + unit, h[plane]);
+            if (plane < PLANES / HALVES) store(p.out1_rows + unit_zero + unit, activate(h[plane], h[HALVES - 1]));
+        }
+        at += PASS_ROWS * SWIZZLE_ROW;
+        unit_zero += PASS_ROWS * p.columns;
+    }
+    __syncwarp();
+    if (thread == 0) bulk_wait_group_read<0>();
+    if (thread % 32 == 0) mbarrier_arrive(emptied_barrier(strip));
+}
+
+DEVICE void UpEpilogue::finish(const RowsParams& p, const TileScheduler& scheduler) {
+    uint32_t phase = 0;
+    for (int position = 0; position < scheduler.count(); ++position) {
+#pragma unroll 1
+        for (int part = 0; part < HANDOVERS; ++part) {
+#pragma unroll 1
+            for (int strip = 0; strip < CONSUMERS; ++strip) {
+                mbarrier_wait(filled_barrier(strip), phase);
+                finish_strip(p, scheduler.at(position), part, strip);
+            }
+            phase ^= 1;
+        }
+    }
+    if (warpgroup_thread() == 0) bulk_wait_group<0>();
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     up_forward(const __grid_constant__ RowsParams p) {

@@ -131,9 +131,9 @@ struct WeightProducer {
 };
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
-struct WeightEpilogue {
+struct WeightEpilogue : AlwaysReady {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64, EAGER = 0;
+    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64;
     const WeightParams& p;
     uint32_t out[BN / 4];
     WeightTile tile;
@@ -161,9 +161,7 @@ struct WeightEpilogue {
             if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
             else stmatrix_x4(slab_address(slab, quarter), quad);
         }
-        store_slab(
-            true, [&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); },
-            [] {});
+        store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
     }
 
     DEVICE void store_f32(const float (&acc)[BN / 2]) const {
