@@ -92,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="make the two runs")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--results", type=Path, default=RESULTS / "curves.json")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs" / "curves.png")
     args = parser.parse_args()
