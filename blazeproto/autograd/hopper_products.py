@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blazeproto import dispatch
+from blazeproto.arrays import current_stream
 from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
 from blazeproto.gemm import score_partials, unchecked
@@ -173,7 +174,7 @@ def _expert_sum(
 def _addresses(rows: Rows) -> RowAddresses:
     """The index arrays (contiguous) as addresses, once for all the kernels of an operator; chunks may need aligned copies."""
     device = rows.offsets.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = current_stream(rows.offsets)
     where = addresses(rows, device, stream)
     at = where.pair_indices | where.offsets | where.token_index_map | where.pair_tokens | where.token_offsets
     if at % ALIGNMENT:

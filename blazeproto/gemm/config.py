@@ -121,7 +121,7 @@ def kernel_for(
 
 
 def all_kernels() -> Iterator[Kernel]:
-    """Every product kernel that a layer can ask for, and every candidate of the tuner; nothing is compiled yet."""
+    """Every kernel that the products can ask for, and every candidate of the tuner; nothing is compiled yet."""
     seen = set()
 
     def once(kernel: Kernel) -> Iterator[Kernel]:
@@ -138,11 +138,13 @@ def all_kernels() -> Iterator[Kernel]:
             for bias in (False, True):
                 for fused in (False, True):
                     yield from once(kernel_for(product, config, bias=bias, fused=fused))
+                yield from once(kernel_for(product, config, bias=bias, gather=True))
         elif product.endswith("_weight"):
             for f32 in (False, True):
                 yield from once(kernel_for(product, config, f32=f32))
         else:
-            yield from once(kernel_for(product, config))
+            for gather in (False, True):
+                yield from once(kernel_for(product, config, gather=gather))
     for product, configs in CANDIDATES.items():
         for config in configs:
             yield from once(kernel_for(product, config))

@@ -3,7 +3,7 @@
 The C++ side is a struct (``RowsParams``, ``WeightParams``): tensor maps first, then 8-byte words, then 4-byte ints. A
 :class:`Plan` is that struct for one shape; a launch packs it into a buffer of its thread with every address new, so that
 none outlives the launch: weights may lie elsewhere by the next call. Encoding a tensor map takes 2 µs, having the driver
-change its address 0.3; writing it (`Plan.writes_addresses`) costs next to nothing.
+change its address 0.4; writing it (`Plan.writes_addresses`) costs next to nothing.
 """
 
 from __future__ import annotations

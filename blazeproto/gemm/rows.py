@@ -73,7 +73,7 @@ class RowAddresses(NamedTuple):
     num_experts: int
     num_pairs: int
     device: int  # CUDA ordinal
-    where: tuple[int, int, int]  # (num_rows, num_experts, device): what plans of launches are kept by
+    where: tuple[int, int, int]  # (num_rows, num_experts, device): plans of launches are kept by it, so it is made once
     stream: int  # raw cudaStream_t
     owners: object  # keeps the arrays alive
 

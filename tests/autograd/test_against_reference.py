@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, moe_mlp
+from blazeproto.autograd import SavePolicy, moe_mlp, torch_products
 from blazeproto.reference import ACTIVATIONS
 
 POLICIES = [policy.value for policy in SavePolicy]
@@ -70,6 +70,22 @@ def test_other_dtypes_and_widths(make_case, dtype, tolerance, shape):
     """Widths that are no multiple of 16 bytes are padded on the way to the grouped product."""
     case = make_case(*shape, dtype=dtype, bias=True, sentinels=True)
     assert_close(case.run(), case.reference(), tolerance)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
+def test_with_and_without_instructions_for_the_dtype(make_case, monkeypatch, dtype, tolerance, multiplies):
+    """Whatever the machine at hand has."""
+    asked = []
+
+    def answer(device_type, of):
+        asked.append(of)
+        return multiplies or of == torch.float32
+
+    monkeypatch.setattr(torch_products, "_multiplies", answer)
+    case = make_case(64, 32, 48, 6, 2, dtype=dtype, bias=True)
+    assert_close(case.run(), case.reference(), tolerance)
+    assert dtype in asked and (torch.float32 in asked) != multiplies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@
 static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
 constexpr bool GATED = is_gated(ACTIVATION);
 
-struct DownBackwardEpilogue : AlwaysReady {
+struct DownBackwardEpilogue : PlainEpilogue {
     static constexpr int SMEM_BYTES = 0, PARTS = 0;
     static constexpr int H_COLUMNS = 64;  // hidden units in a stage
     static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage

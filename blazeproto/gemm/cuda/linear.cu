@@ -50,7 +50,7 @@ struct LinearEpilogue : PlainEpilogue {
         handover.fill([&](int plane, int i) { return out[(INDEX * PLANES + plane) * 16 + i]; });
     }
 
-    // By a warpgroup, of which one warp a strip has something to do.
+    // One warp a strip.
     DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler) {
         const int strip = warpgroup_thread() / 32 - 1, lane = threadIdx.x % 32;
         if (PARTS == 0 || strip < 0 || strip >= CONSUMERS) return;

@@ -16,14 +16,15 @@ static_assert(CLUSTER == 1, "measured slower with weights shared by two CTAs: an
 
 // ---- epilogue ------------------------------------------------------------------------------------------------------
 // What the kernel's body asks of an epilogue: SMEM_BYTES (a consumer's), a constructor (params), `hold(acc, tile, ring)` which takes
-// over the accumulators, and parts (epilogue.cuh: Parts); with FINISHERS 1, `finish(params, scheduler)`, which that warpgroup
-// runs. And, unless it is plain, what follows.
+// over the accumulators, and parts (epilogue.cuh: Parts). And, unless it is plain, what follows.
 struct PlainEpilogue : AlwaysReady {
     static constexpr bool LOOKS_AHEAD = false;  // whether look_ahead comes as early in a tile's mainloop as it can
     DEVICE void look_ahead(const Tile&) {}
     // Stages that the producer of gathered rows appends to a tile's, how one thread fills them, for `hold` to consume.
     DEVICE static int ring_stages(const RowsParams&, const Tile&) { return 0; }
     DEVICE static void load_stage(const RowsParams&, const Ring&, const Tile&, int) {}
+    // By warps that neither load nor multiply: the finisher's, or, where rows are contiguous, all of the producer's but the first.
+    DEVICE static void finish(const RowsParams&, const TileScheduler&) {}
 };
 
 // ---- producer ------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ DEVICE void varlen_m(const RowsParams& p) {
         }
     } else if (FINISHERS && consumer_index() == CONSUMERS) {
         setmaxnreg_dec<FINISHER_REGISTERS>();
-        if constexpr (FINISHERS) Epilogue::finish(p, scheduler);
+        Epilogue::finish(p, scheduler);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         const int steps = (p.reduction + BK - 1) / BK;
