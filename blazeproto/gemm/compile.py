@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.gemm import nvrtc
+from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
@@ -84,7 +85,8 @@ class Kernel:
 
     file: name of a .cu in ``blazeproto/gemm/cuda``, or any path.  entry: the function's name.
     defines: macros, as ``-DNAME=value``.  dynamic_smem: bytes of shared memory that every launch asks for.
-    threads: of a block, where the source fixes them.  options: further NVRTC options.
+    threads: of a block, where the source fixes them.  start_registers: what a thread starts with, where that is not what
+    ptxas wrote down (`blazeproto.gemm.cubin`).  options: further NVRTC options.
     """
 
     file: str
@@ -92,6 +94,7 @@ class Kernel:
     defines: Mapping[str, int | str] = field(default_factory=dict)
     dynamic_smem: int = 0
     threads: int = 0
+    start_registers: int | None = None
     options: tuple[str, ...] = ()
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
     _handles: dict[int, int] = field(default_factory=dict, init=False)
@@ -114,7 +117,7 @@ class Kernel:
     @cached_property
     def key(self) -> str:
         """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version."""
-        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, self.source]
+        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, str(self.start_registers), self.source]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @cached_property
@@ -132,6 +135,8 @@ class Kernel:
         if binary is None:
             includes = [f"-I{folder}" for folder in (CUDA_SOURCES, *nvrtc.include_folders())]
             binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
+            if self.start_registers is not None:
+                binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
             _write_cache(self.key, binary)
         if "C7510" in binary.log or "serialized" in binary.log:
             warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)
@@ -168,8 +173,8 @@ class Kernel:
 
     @property
     def registers(self) -> int:
-        """Per thread."""
-        return self._usage(r"Used (\d+) registers")[0]
+        """That a thread starts with."""
+        return self.start_registers or self._usage(r"Used (\d+) registers")[0]
 
     @property
     def spills(self) -> int:

@@ -68,7 +68,7 @@ struct DownBackwardEpilogue : PlainEpilogue {
         for (int index = 0; index < BN / H_COLUMNS; ++index) {
             const int column = tile.column + index * H_COLUMNS;
             if (column < p.columns) {  // the same for the whole CTA
-                mbarrier_wait(ring.full_barrier(), ring.phase);
+                ring.wait_until_full();
                 work_on_stage(acc + index * (H_COLUMNS / 2), ring, column);
                 ring.advance();
             }
@@ -153,7 +153,7 @@ struct DownBackwardEpilogue : PlainEpilogue {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     down_backward(const __grid_constant__ RowsParams p) {
     varlen_m<DownBackwardEpilogue>(p);
 }

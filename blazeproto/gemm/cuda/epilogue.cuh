@@ -74,9 +74,9 @@ DEVICE void store_slab(Store store) {
 
 // An epilogue in parts: it has PARTS and `part<i>()` (registers have no addresses, so i is fixed when a part is compiled).
 // DEFERRED 0 runs all parts at once, after a tile's mainloop. DEFERRED 1 runs them under the next tile's, one a stage and once it
-// is `ready()`; what they need stays in registers until then.
+// is `ready`; what they need stays in registers until then.
 struct AlwaysReady {
-    DEVICE static bool ready() { return true; }
+    DEVICE static bool ready(int) { return true; }
 };
 
 template <class Epilogue>
@@ -94,7 +94,7 @@ struct Parts {
 
     // While a stage is multiplied: the next part; with the last stage of a mainloop (`left` 1), all that still wait.
     DEVICE void run(int left) {
-        if (left > 1 && !epilogue.ready()) return;
+        if (next == Epilogue::PARTS || (left > 1 && !epilogue.ready(next))) return;
 #pragma unroll 1
         for (int parts = left == 1 ? Epilogue::PARTS - next : next < Epilogue::PARTS; parts > 0; --parts) {
             run_only<0>();

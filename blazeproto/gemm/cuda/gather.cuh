@@ -33,12 +33,13 @@ DEVICE uint32_t gather_offset() {  // of this thread's chunk in the first pass; 
     return row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4);
 }
 
-// The pair in this thread's one of NUMBERED_ROWS rows, or -1 past `row_end`. Nothing here waits for the load: call it well
-// before `row_start`.
-DEVICE int load_pair(const PairToToken& map, int row, int row_end) {
+// The pair in this thread's one of NUMBERED_ROWS rows; past `row_end` that of row `instead`, or -1. Nothing here waits for the
+// load: call it well before `row_start`.
+DEVICE int load_pair(const PairToToken& map, int row, int row_end, int instead = -1) {
     const int thread = thread_index(), lane = thread % 32;
     const int r = row + lane / ROWS_A_WARP * ROWS_A_PASS + thread / 32 * ROWS_A_WARP + lane % ROWS_A_WARP;
-    return r < row_end ? __ldg(map.pair_indices + r) : -1;
+    if (r >= row_end && instead < 0) return -1;
+    return __ldg(map.pair_indices + (r < row_end ? r : instead));
 }
 
 // Where the pair's token begins in a (tokens, width) matrix, in chunks: 32 bits reach 64 GB.
@@ -46,28 +47,48 @@ DEVICE uint32_t row_start(const PairToToken& map, int pair, int width) {
     return pair < 0 ? NO_ROW : uint32_t(map.token(pair)) * uint32_t(width / CHUNK);
 }
 
-// Of the rows that this thread copies in PASSES passes from `first` on, each from the lane that has its number. Well before
-// `copy_rows`, whose copies a shuffle would queue behind.
+// Of the rows that this thread copies in PASSES passes from `first` on, the addresses of its chunks, each from the lane that has the
+// row's number; `chunks` is this thread's chunk of row 0. All of it before the wait for a stage: what comes between that and the
+// copies makes them late, and a shuffle would queue behind copies.
 template <int PASSES>
-DEVICE void starts_in_passes(uint32_t (&start)[PASSES], uint32_t own_start, int first) {
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass)
-        start[pass] = __shfl_sync(~0u, own_start, (first + pass) * ROWS_A_WARP + thread_index() % 32 / CHUNK);
-}
+struct RowChunks {
+    const uint4* at[PASSES];
+    uint32_t present = 0;  // a bit for each
 
-// Into a stage: of every row, PANELS panels of 64 columns. `chunks` points at this thread's chunk in the first panel of row 0;
-// chunks at `width_left` columns or more past it become zeros, and all chunks of NO_ROW. Only issues the copies:
+    DEVICE RowChunks(const uint4* chunks, uint32_t own_start, int first) {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const uint32_t start = __shfl_sync(~0u, own_start, (first + pass) * ROWS_A_WARP + thread_index() % 32 / CHUNK);
+            at[pass] = chunks + start;
+            present |= uint32_t(start != NO_ROW) << pass;
+        }
+        pin();
+    }
+
+    // The same chunks of the next panel of columns.
+    DEVICE void next_panel() {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) at[pass] += PANEL / CHUNK;
+        pin();
+    }
+
+    // Computed here, not where they are used.
+    DEVICE void pin() {
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) asm volatile("" : "+l"(at[pass]));
+    }
+};
+
+// To `dst`, this thread's chunk in a stage's first row: of every row, PANELS panels of 64 columns. Chunks at `width_left` columns or
+// more past `at` become zeros, and, where not EVERY_ROW is there, all of a row that isn't. Only issues the copies:
 // cp_async_mbarrier_arrive tells the stage's barrier when they have landed.
-template <int PANELS, int PASSES>
-DEVICE void copy_rows(uint32_t stage, const uint4* chunks, uint32_t (&start)[PASSES], int width_left) {
-    const uint32_t dst = stage + gather_offset();
+template <int PANELS, bool EVERY_ROW, int PASSES>
+DEVICE void copy_rows(uint32_t dst, const RowChunks<PASSES>& rows, int width_left) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        asm volatile("" : "+r"(start[pass]));  // else the compiler keeps all the 64-bit addresses across steps, and spills
-        const uint4* src = chunks + start[pass];
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel)
-            cp_async_16(dst + panel * PANEL_BYTES + pass * ROWS_A_PASS * SWIZZLE_ROW, src + panel * (PANEL / CHUNK),
-                        start[pass] != NO_ROW && panel * PANEL < width_left);
+            cp_async_16(dst + panel * PANEL_BYTES + pass * ROWS_A_PASS * SWIZZLE_ROW, rows.at[pass] + panel * (PANEL / CHUNK),
+                        (EVERY_ROW || rows.present >> pass & 1) && panel * PANEL < width_left);
     }
 }

@@ -16,6 +16,11 @@ constexpr int HANDOVER_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLAB_PAIR_BYTES;
 DEVICE uint32_t filled_barrier(int strip) { return shared_at(HANDOVER_BARRIERS + strip * 16); }
 DEVICE uint32_t emptied_barrier(int strip) { return shared_at(HANDOVER_BARRIERS + strip * 16 + 8); }
 
+// A pair of accumulators as it is stored. Without a bias nothing is added: x + 0 is not always x, so the compiler would add.
+DEVICE uint32_t pack_biased(float low, float high, uint32_t bias) {
+    return HAS_BIAS ? pack_bf16(low + bf16_low(bias), high + bf16_high(bias)) : pack_bf16(low, high);
+}
+
 // The consumer's side.
 struct Handover {
     uint32_t phase = 0;
@@ -29,13 +34,18 @@ struct Handover {
         fence_mbarrier_init();
     }
 
-    DEVICE bool ready() const { return __all_sync(~0u, mbarrier_test_wait(emptied_barrier(consumer_index()), phase ^ 1)); }
+    DEVICE bool empty() const { return __all_sync(~0u, mbarrier_test_wait(emptied_barrier(consumer_index()), phase ^ 1)); }
 
-    // `packed(plane, i)`: pair i of this thread's 16 pairs of columns in a slab.
-    template <class Packed>
-    DEVICE void fill(Packed packed) {
+    // Filling is three steps. First: the slabs are empty. Returns where this lane's first matrix goes.
+    DEVICE uint32_t wait_until_empty() const {
         const int strip = consumer_index();
         mbarrier_wait(emptied_barrier(strip), phase ^ 1);
+        return slab_address(slabs_of(strip), 0);
+    }
+
+    // Second. `packed(plane, i)`: pair i of this thread's 16 pairs of columns in a slab.
+    template <class Packed>
+    DEVICE static void write(uint32_t at, Packed packed) {
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane) {
 #pragma unroll
@@ -43,12 +53,22 @@ struct Handover {
                 uint32_t quad[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) quad[i] = packed(plane, quarter * 4 + i);
-                stmatrix_x4(slab_address(slabs_of(strip) + plane * SLAB_BYTES, quarter), quad);
+                stmatrix_x4((at ^ quarter << 5) + plane * SLAB_BYTES, quad);
             }
         }
+    }
+
+    // Third.
+    DEVICE void publish() {
         fence_proxy_async();
         __syncwarp();
-        if (thread_index() % 32 == 0) mbarrier_arrive(filled_barrier(strip));
+        mbarrier_arrive_if(thread_index() % 32 == 0, filled_barrier(consumer_index()));
         phase ^= 1;
+    }
+
+    template <class Packed>
+    DEVICE void fill(Packed packed) {
+        write(wait_until_empty(), packed);
+        publish();
     }
 };

@@ -39,11 +39,11 @@ struct LinearEpilogue : PlainEpilogue {
 #pragma unroll
         for (int i = 0; i < BN / 4; ++i) {
             const uint32_t bias = bias_pair(tile, tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
-            out[i] = pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
+            out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);
         }
     }
 
-    DEVICE bool ready() const { return handover.ready(); }
+    DEVICE bool ready(int) const { return handover.empty(); }
 
     template <int INDEX>
     DEVICE void part() {
@@ -105,7 +105,7 @@ struct LinearEpilogue : PlainEpilogue {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     linear(const __grid_constant__ RowsParams p) {
     varlen_m<LinearEpilogue>(p);
 }

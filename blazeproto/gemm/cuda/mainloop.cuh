@@ -33,13 +33,14 @@ constexpr int B_BYTES = BN * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int PANEL_BYTES = BK * SWIZZLE_ROW;  // 64 k-rows of 64 MN-major elements
 
-// FINISHERS 1: a fourth warpgroup takes over what the consumers have multiplied (up.cu).
+// FINISHERS 1: a fourth warpgroup takes over what the consumers have multiplied (up.cu). ptxas is not told of it: it would refuse a
+// wgmma with 128 accumulators in a kernel whose threads start with 128 registers, though setmaxnreg gives consumers more before they
+// come to one. gemm/cubin.py corrects what it wrote down.
 //
 // 65536 registers: 168 a thread at launch, 128 with a finisher; who needs few hands its share to the consumers.
+constexpr int PTXAS_THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = FINISHERS ? (512 - PRODUCER_REGISTERS - FINISHER_REGISTERS) / 2 : 232;
-// Columns of one wgmma. ptxas refuses an instruction with 128 accumulators where threads start with 128 registers.
-constexpr int WGMMA_N = FINISHERS ? 128 : BN;
 
 constexpr int EPILOGUE_BARRIER = 1;  // named barriers 1, 2: one a consumer warpgroup
 constexpr int PRODUCER_BARRIER = 3;
@@ -60,30 +61,27 @@ DEVICE uint8_t* shared_memory() {
 
 DEVICE uint32_t shared_at(int offset) { return smem_address(shared_memory()) + offset; }
 
-// Where in the ring a producer or consumer is. The addresses follow from `stage`: registers are short beside 128 accumulators and
-// the 64 packed ones of the tile before.
+// Where in the ring a producer or consumer is: one number, for registers are short beside 128 accumulators and the 64 packed ones
+// of the tile before.
 struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
+    uint32_t passed = 0;  // stages so far
 
-    DEVICE uint32_t a() const { return shared_at(stage * STAGE_BYTES); }
+    static_assert((STAGES & (STAGES - 1)) == 0, "`passed` wraps at 2^32");
+    DEVICE uint32_t stage() const { return passed % STAGES; }
+    DEVICE uint32_t phase() const { return passed / STAGES % 2; }  // of the barriers: which round it is
+    DEVICE uint32_t a() const { return shared_at(stage() * STAGE_BYTES); }
     DEVICE uint32_t b() const { return a() + A_BYTES; }
-    DEVICE uint32_t full_barrier() const { return shared_at(BARRIER_OFFSET + stage * 8); }
-    DEVICE uint32_t empty_barrier() const { return shared_at(BARRIER_OFFSET + (STAGES + stage) * 8); }
-    DEVICE uint32_t empty_barrier_before() const {
-        return shared_at(BARRIER_OFFSET + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8);
-    }
+    DEVICE uint32_t full_barrier() const { return shared_at(BARRIER_OFFSET + stage() * 8); }
+    DEVICE uint32_t empty_barrier() const { return shared_at(BARRIER_OFFSET + (STAGES + stage()) * 8); }
+    DEVICE Ring before(uint32_t stages) const { return {passed - stages}; }
+    DEVICE void advance() { ++passed; }
 
-    DEVICE void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
+    DEVICE void wait_until_full() const { mbarrier_wait(full_barrier(), phase()); }
+    DEVICE void wait_until_empty() const { mbarrier_wait(empty_barrier(), phase() ^ 1); }
 
     // By one thread, before any use. A stage is full by the TMA thread's expect_tx and, gathering, each producer thread's copies.
     DEVICE static void init() {
-        for (Ring ring; ring.phase == 0; ring.advance()) {
+        for (Ring ring; ring.phase() == 0; ring.advance()) {
             mbarrier_init(ring.full_barrier(), GATHER ? 1 + WARPGROUP : 1);
             mbarrier_init(ring.empty_barrier(), EMPTY_ARRIVALS);
         }
@@ -93,50 +91,53 @@ struct Ring {
 
 // ---- consumer: one tile's products ---------------------------------------------------------------------------------
 // Frees a stage for the producers of every CTA that writes into it.
-DEVICE void release_stage(uint32_t empty_barrier) {
+DEVICE void release_stage(const Ring& ring) {
     const int lane = threadIdx.x % 32;
-    if constexpr (CLUSTER == 1) {
-        if (lane == 0) mbarrier_arrive(empty_barrier);
-    } else {
-        if (lane < CLUSTER) mbarrier_arrive_cluster(empty_barrier, lane);
-    }
+    if constexpr (CLUSTER == 1) mbarrier_arrive_if(lane == 0, ring.empty_barrier());
+    else mbarrier_arrive_cluster_if(lane < CLUSTER, ring.empty_barrier(), lane);
 }
 
 DEVICE int warpgroup_thread() { return thread_index() % WARPGROUP; }
+DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }  // the same in a warp's lanes: tells the compiler so
 DEVICE int consumer_index() { return int(thread_index()) / WARPGROUP - 1; }
 
-// acc (this consumer's strip, STRIP x BN) = A * B over `steps` stages. MN_A, MN_B: 1 where that operand lies MN-major.
+// The products of the stage at `ring`, left in flight. ACCUMULATE: adds to acc.
+template <int MN_A, int MN_B, bool ACCUMULATE>
+DEVICE void multiply_stage(float (&acc)[BN / 2], const Ring& ring, int strip) {
+    ring.wait_until_full();
+    if (GATHER) fence_proxy_async();  // cp.async wrote through the generic proxy, wgmma reads through the async one
+    // K-major, a strip is 64 rows of the stage; MN-major, one panel: as many bytes either way.
+    const uint32_t a = descriptor_low(ring.a() + strip * STRIP * SWIZZLE_ROW, PANEL_BYTES);
+    const uint32_t b = descriptor_low(ring.b(), PANEL_BYTES);
+    constexpr uint32_t K_MAJOR_STEP = WGMMA_K * 2 / 16, MN_MAJOR_STEP = WGMMA_K * SWIZZLE_ROW / 16;
+    pin_registers(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BK / WGMMA_K; ++k)
+        wgmma<MN_A, MN_B>(acc, matrix_descriptor(a + k * (MN_A ? MN_MAJOR_STEP : K_MAJOR_STEP)),
+                          matrix_descriptor(b + k * (MN_B ? MN_MAJOR_STEP : K_MAJOR_STEP)), ACCUMULATE || k > 0);
+    wgmma_commit_group();
+    pin_registers(acc);
+}
+
+// acc (this consumer's strip, STRIP x BN) = A * B over `steps` stages, at least one. MN_A, MN_B: 1 where that operand lies MN-major.
+// strip: this consumer's index, a uniform value, so that descriptors are made in uniform registers.
 // `meanwhile(left)` runs while the wgmma of a stage do; `left` counts the stages from this one to the last.
+//
+// A stage goes back to the producer as soon as it has been multiplied, whatever else waits: the later it goes, the later comes
+// what it is filled with. The first stage is apart, for it doesn't add and frees nothing.
 template <int MN_A, int MN_B, class Meanwhile>
-DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int steps, Meanwhile meanwhile) {
-    for (int step = 0; step < steps; ++step) {
-        mbarrier_wait(ring.full_barrier(), ring.phase);
-        if (GATHER) fence_proxy_async();  // cp.async wrote through the generic proxy, wgmma reads through the async one
-        // K-major, a strip is 64 rows of the stage; MN-major, one panel: as many bytes either way.
-        const uint32_t a = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, b = ring.b();
-        pin_registers(acc);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BK / WGMMA_K; ++k) {
-            const uint32_t along_k_major = k * WGMMA_K * 2, along_mn_major = k * WGMMA_K * SWIZZLE_ROW;
-            const uint64_t a_k = matrix_descriptor(a + (MN_A ? along_mn_major : along_k_major), PANEL_BYTES);
-#pragma unroll
-            for (int n = 0; n < BN; n += WGMMA_N) {
-                const uint32_t b_n = b + n * (MN_B ? PANEL_BYTES / PANEL : SWIZZLE_ROW);
-                wgmma<MN_A, MN_B>(reinterpret_cast<float(&)[WGMMA_N / 2]>(acc[n / 2]), a_k,
-                                  matrix_descriptor(b_n + (MN_B ? along_mn_major : along_k_major), PANEL_BYTES), step > 0 || k > 0);
-            }
-        }
-        wgmma_commit_group();
-        pin_registers(acc);
-        if (step > 0) {  // one group stays in flight; the stage before it is free
-            wgmma_wait_group<1>();
-            release_stage(ring.empty_barrier_before());
-        }
+DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Meanwhile meanwhile) {
+    multiply_stage<MN_A, MN_B, false>(acc, ring, strip);
+    for (int left = steps;; --left) {
         ring.advance();
-        meanwhile(steps - step);
+        meanwhile(left);
+        if (left == 1) break;
+        multiply_stage<MN_A, MN_B, true>(acc, ring, strip);
+        wgmma_wait_group<1>();  // one group stays in flight
+        release_stage(ring.before(1));
     }
     wgmma_wait_group<0>();
     pin_registers(acc);
-    if (steps > 0) release_stage(ring.empty_barrier_before());
+    release_stage(ring.before(1));
 }

@@ -56,20 +56,34 @@ DEVICE void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// By the threads that want to, without a branch: divergence costs more than the arrival.
+DEVICE void mbarrier_arrive_if(bool wanted, uint32_t barrier) {
+    maybe_delay();
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(barrier), "r"(int(wanted))
+        : "memory");
+}
+
 DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which costs a
 // GPU-wide memory barrier a stage: the arrival says that wgmma has read the stage, and publishes no write.
-DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+DEVICE void mbarrier_arrive_cluster_if(bool wanted, uint32_t barrier, uint32_t rank) {
     maybe_delay();
     asm volatile(
         "{\n"
+        ".reg .pred p;\n"
         ".reg .b32 remote;\n"
+        "setp.ne.b32 p, %2, 0;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier), "r"(rank)
+        "@p mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier), "r"(rank), "r"(int(wanted))
         : "memory");
 }
 
@@ -284,6 +298,10 @@ DEVICE float tanh_approx(float x) {  // relative error below 2^-11
     float y;
     asm volatile("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+DEVICE void reduce_add_f32(float* address, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "f"(value) : "memory");
 }
 
 DEVICE void reduce_add_f32x2(float* address, float a, float b) {

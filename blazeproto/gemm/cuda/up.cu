@@ -33,14 +33,18 @@ constexpr int HANDOVERS = BN / PART_COLUMNS;  // parts of a tile's strip
 // ---- consumer ------------------------------------------------------------------------------------------------------------
 struct UpEpilogue : PlainEpilogue {
     static constexpr int SMEM_BYTES = HANDOVER_BYTES;
-    static constexpr int PARTS = HANDOVERS - 1;  // that wait
+    static constexpr int PARTS = HANDOVERS;
     const RowsParams& p;
     Handover handover;
-    uint32_t h[BN / 8];  // the part of the strip that waits, as it is stored: pairs of bf16
+    uint32_t slabs_at;   // where part 0 goes, from look_ahead to hold
+    uint32_t h[BN / 8];  // part 1 as it is stored: pairs of bf16
 
     DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {
         if (threadIdx.x == 0) Handover::init(WARPGROUP / 32);
     }
+
+    // Under the tile's last wgmma.
+    DEVICE void look_ahead(const Tile&) { slabs_at = handover.wait_until_empty(); }
 
     DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
         const int column = tile.column + threadIdx.x % 4 * 2;
@@ -49,10 +53,10 @@ struct UpEpilogue : PlainEpilogue {
             const int half = i / 2 * 8 / TILE_COLUMNS, offset = i / 2 * 8 % TILE_COLUMNS;
             uint32_t bias = 0;
             if (HAS_BIAS && column + offset < p.columns) bias = load_bf16x2(bias_at + half * p.columns + offset);
-            return pack_bf16(acc[2 * i] + bf16_low(bias), acc[2 * i + 1] + bf16_high(bias));
+            return pack_biased(acc[2 * i], acc[2 * i + 1], bias);
         };
-        handover.fill([&](int plane, int i) { return packed(first_pair(0, plane) + i); });
-        if constexpr (PARTS > 0) {
+        handover.write(slabs_at, [&](int plane, int i) { return packed(first_pair(0, plane) + i); });
+        if constexpr (PARTS > 1) {
 #pragma unroll
             for (int plane = 0; plane < PLANES; ++plane)
 #pragma unroll
@@ -65,11 +69,12 @@ struct UpEpilogue : PlainEpilogue {
         return HALVES == 2 ? plane * BN / 8 + part * 16 : (part * PLANES + plane) * 16;
     }
 
-    DEVICE bool ready() const { return handover.ready(); }
+    DEVICE bool ready(int part) const { return part == 0 || handover.empty(); }
 
     template <int INDEX>
     DEVICE void part() {
-        handover.fill([&](int plane, int i) { return h[plane * 16 + i]; });
+        if constexpr (INDEX == 0) handover.publish();
+        else handover.fill([&](int plane, int i) { return h[plane * 16 + i]; });
     }
 
     DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler);
@@ -143,7 +148,7 @@ DEVICE void UpEpilogue::finish(const RowsParams& p, const TileScheduler& schedul
     if (warpgroup_thread() == 0) bulk_wait_group<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     up_forward(const __grid_constant__ RowsParams p) {
     varlen_m<UpEpilogue>(p);
 }

@@ -46,7 +46,7 @@ DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileSchedul
         if (threadIdx.x == 0) {
             const Tile tile = scheduler.at(position);
             for (int k = 0; k < p.reduction; k += BK) {
-                mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
+                ring.wait_until_empty();
                 mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
                 tma_load_2d(ring.a(), &p.a, ring.full_barrier(), k, tile.row);
                 load_weights(p, ring, tile, k);
@@ -61,6 +61,8 @@ DEVICE void produce_contiguous(const RowsParams& p, Ring ring, const TileSchedul
 template <class Epilogue>
 DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler& scheduler) {
     static_assert(BM == NUMBERED_ROWS);
+    const uint32_t offset = gather_offset();
+    const int column = gather_column();
     int next_pair = -1;
     const auto look_ahead = [&](int position) {
         if (position >= scheduler.count()) return;
@@ -69,27 +71,27 @@ DEVICE void produce_gathered(const RowsParams& p, Ring ring, const TileScheduler
             named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
         }
         const Tile tile = scheduler.at(position);
-        next_pair = load_pair(p.pairs, tile.row, tile.row_end);
+        next_pair = load_pair(p.pairs, tile.row, tile.row_end, tile.row_end - 1);
     };
     look_ahead(0);
     for (int position = 0; position < scheduler.count(); ++position) {
-        uint32_t start[BM / ROWS_A_PASS];
-        starts_in_passes(start, row_start(p.pairs, next_pair, p.reduction), 0);
+        const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
+        RowChunks<BM / ROWS_A_PASS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
         look_ahead(position + 1);  // the pairs, a tile ahead of their use
         const Tile tile = scheduler.at(position);
         for (int k = 0; k < p.reduction; k += BK) {
-            mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
+            ring.wait_until_empty();
             if (threadIdx.x == 0) {
                 mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
                 load_weights(p, ring, tile, k);
             }
-            const int column = k + gather_column();
-            copy_rows<1>(ring.a(), reinterpret_cast<const uint4*>(p.source + column), start, p.reduction - column);
+            copy_rows<1, true>(ring.a() + offset, rows, p.reduction - k - column);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
+            rows.next_panel();
         }
         for (int index = 0; index < Epilogue::ring_stages(p, tile); ++index) {
-            mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
+            ring.wait_until_empty();
             if (threadIdx.x == 0) Epilogue::load_stage(p, ring, tile, index);
             mbarrier_arrive(ring.full_barrier());
             ring.advance();
@@ -119,14 +121,15 @@ DEVICE void varlen_m(const RowsParams& p) {
         Epilogue::finish(p, scheduler);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        const int steps = (p.reduction + BK - 1) / BK;
+        const int steps = (p.reduction + BK - 1) / BK, strip = uniform(consumer_index());
         Parts<Epilogue> parts(epilogue);
         // With how many stages left the tile is looked up: at the last, or, if the epilogue looks ahead, at the first.
         const int tile_at = Epilogue::LOOKS_AHEAD ? steps : 1;
-        for (int position = 0; position < scheduler.count(); ++position) {
+        const int count = uniform(scheduler.count());
+        for (int position = 0; position < count; ++position) {
             Tile tile;
             float acc[BN / 2];
-            multiply<0, B_MN>(acc, ring, steps, [&](int left) {
+            multiply<0, B_MN>(acc, ring, strip, steps, [&](int left) {
                 parts.run(left);
                 if (left == tile_at) {  // no sooner than needed: a tile takes registers
                     tile = scheduler.at(position);

@@ -58,6 +58,7 @@ DEVICE int steps_of(const WeightTile& tile) { return (tile.row_end - tile.first_
 struct WeightProducer {
     const WeightParams& p;
     uint32_t rank;
+    uint32_t offset = gather_offset();
     Ring ring;
 
     DEVICE WeightProducer(const WeightParams& params, uint32_t cta) : p(params), rank(cta) {}
@@ -88,10 +89,9 @@ struct WeightProducer {
                 next_pair = ahead < tile.row_end ? load_pair(p.pairs, ahead, tile.row_end) : first_pair(scheduler, next_index);
                 numbered = STEPS_NUMBERED;
             }
-            uint32_t start[PASSES];
-            starts_in_passes(start, own_start, (STEPS_NUMBERED - numbered--) * PASSES);
+            const RowChunks<PASSES> rows(chunks, own_start, (STEPS_NUMBERED - numbered--) * PASSES);
             const bool tail = row + BK > tile.row_end;
-            mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
+            ring.wait_until_empty();
             if (threadIdx.x == 0) {
                 if (tail) {
                     mbarrier_arrive(ring.full_barrier());
@@ -100,7 +100,7 @@ struct WeightProducer {
                     load_ordered(tile, row);
                 }
             }
-            copy_rows<A_PANELS>(ring.a(), chunks, start, p.gathered_width - column);
+            copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
             if (tail) copy_ordered_tail(tile, row);
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
@@ -120,7 +120,7 @@ struct WeightProducer {
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
             const int r = row + pass * ROWS_A_PASS + gather_row();
-            const uint32_t dst = ring.b() + pass * ROWS_A_PASS * SWIZZLE_ROW + gather_offset();
+            const uint32_t dst = ring.b() + pass * ROWS_A_PASS * SWIZZLE_ROW + offset;
             const bf16* src = p.ordered_rows + int64_t(min(r, tile.row_end - 1)) * p.ordered_width + column;
 #pragma unroll
             for (int panel = 0; panel < B_PANELS; ++panel)
@@ -164,20 +164,31 @@ struct WeightEpilogue : AlwaysReady {
         store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
     }
 
+    // Each element by one thread, and launches follow each other: additions come in a fixed order. Reductions, which nobody waits
+    // for: loads would be a round trip to memory for each element.
     DEVICE void store_f32(const float (&acc)[BN / 2]) const {
         float* expert = p.out_f32 + int64_t(tile.expert) * p.gathered_width * p.ordered_width;
-        const int64_t i_stride = TRANSPOSED ? 1 : p.ordered_width, j_stride = TRANSPOSED ? p.gathered_width : 1;
 #pragma unroll
-        for (int x = 0; x < BN / 2; ++x) {
-            const int i = tile.i + strip_row(x / 2 % 2), j = tile.j + x / 4 * 8 + threadIdx.x % 4 * 2 + x % 2;
+        for (int x = 0; x < BN / 2; x += 2) {  // a row, two neighbouring columns
+            const int i = tile.i + strip_row(x / 2 % 2), j = tile.j + x / 4 * 8 + threadIdx.x % 4 * 2;
             if (i >= p.gathered_width || j >= p.ordered_width) continue;
-            float* address = expert + i * i_stride + j * j_stride;
-            *address = p.accumulate ? *address + acc[x] : acc[x];
+            float* first = expert + (TRANSPOSED ? i + int64_t(j) * p.gathered_width : int64_t(i) * p.ordered_width + j);
+            if (p.accumulate && TRANSPOSED) {
+                reduce_add_f32(first, acc[x]);
+                reduce_add_f32(first + p.gathered_width, acc[x + 1]);
+            } else if (p.accumulate) {
+                reduce_add_f32x2(first, acc[x], acc[x + 1]);
+            } else if (TRANSPOSED) {
+                first[0] = acc[x];
+                first[p.gathered_width] = acc[x + 1];
+            } else {
+                *reinterpret_cast<float2*>(first) = make_float2(acc[x], acc[x + 1]);
+            }
         }
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PTXAS_THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {
     static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= BARRIER_OFFSET,
                   "the stages and the epilogue do not fit");
@@ -198,17 +209,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         WeightEpilogue epilogue(p);
         Ring ring;
+        const int strip = uniform(consumer_index());
         Parts<WeightEpilogue> parts(epilogue);
         for (int index = first; index < scheduler.tiles; index += stride) {
             WeightTile tile = scheduler.at(index, rank);
-            tile.i += consumer_index() * STRIP;
-            const int steps = steps_of(tile);
-            float acc[BN / 2];
-#pragma unroll
-            for (int x = 0; x < BN / 2; ++x) acc[x] = 0.0f;  // what an expert without tokens keeps
-            multiply<1, 1>(acc, ring, steps, [&](int left) { parts.run(left); });
-            if (steps == 0) parts.run(1);
-            epilogue.hold(acc, tile);
+            tile.i += strip * STRIP;
+            const int steps = uniform(steps_of(tile));
+            if (steps > 0) {
+                float acc[BN / 2];
+                multiply<1, 1>(acc, ring, strip, steps, [&](int left) { parts.run(left); });
+                epilogue.hold(acc, tile);
+            } else {  // an expert without rows
+                const float zeros[BN / 2] = {};
+                parts.run(1);
+                epilogue.hold(zeros, tile);
+            }
             parts.start();
         }
         parts.run(1);

@@ -13,10 +13,16 @@ constexpr int WGMMA_K = 16;       // bf16 elements a wgmma consumes along k
 constexpr int SWIZZLE_ROW = 128;  // bytes
 constexpr int PANEL = 64;         // bf16 elements in one swizzled row
 
-DEVICE uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes) {
+// A matrix descriptor's low half counts in 16 bytes: what lies `bytes` further has one that is bytes / 16 more. An address in
+// a cluster has the CTA's rank in its high bits.
+DEVICE uint32_t descriptor_low(uint32_t address, uint32_t leading_bytes) {
+    return leading_bytes >> 4 << 16 | (address & 0x3FFFF) >> 4;
+}
+
+DEVICE uint64_t matrix_descriptor(uint32_t low) {
     constexpr uint64_t SWIZZLE_128B = 1ull << 62;
     constexpr uint64_t STRIDE = uint64_t(8 * SWIZZLE_ROW >> 4) << 32;
-    return SWIZZLE_128B | STRIDE | uint64_t(leading_bytes >> 4) << 16 | ((address & 0x3FFFF) >> 4);
+    return SWIZZLE_128B | STRIDE | low;
 }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

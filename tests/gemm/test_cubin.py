@@ -1,0 +1,66 @@
+"""The kernels with a finisher say that their threads start with 128 registers, and do with them until they get more."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from blazeproto.gemm import config, cubin, nvrtc
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.nvrtc import CompileError
+
+REGISTERS = 65536  # of a multiprocessor
+WITH_FINISHER = [kernel for kernel in config.all_kernels() if kernel.start_registers is not None]
+UP = config.kernel_for("up_forward", config.DEFAULTS["up_forward"])
+DOWN = config.kernel_for("down_forward", config.DEFAULTS["down_forward"], gather=False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> bytes:
+    """A cubin as ptxas wrote it."""
+    return DOWN.compile().cubin
+
+
+def test_only_blocks_of_512_threads_are_told_otherwise() -> None:
+    assert {kernel.threads for kernel in WITH_FINISHER} == {512}
+    assert (UP.threads, UP.start_registers) == (512, 128)
+    assert (DOWN.threads, DOWN.start_registers) == (384, None)
+
+
+@pytest.mark.parametrize("kernel", [UP, DOWN], ids=lambda kernel: kernel.entry)
+def test_a_block_fits_a_multiprocessor(kernel: Kernel) -> None:
+    registers, threads = cubin.start_of(kernel.compile().cubin)
+    assert (registers, threads) == (kernel.registers, kernel.threads)
+    assert registers * threads <= REGISTERS
+
+
+def test_start_with_writes_two_numbers(plain: bytes) -> None:
+    changed = cubin.start_with(plain, 128, 512)
+    assert cubin.start_of(plain) == (168, 384)
+    assert cubin.start_of(changed) == (128, 512)
+    assert cubin.start_with(changed, 168, 384) == plain
+    assert sum(a != b for a, b in zip(plain, changed, strict=True)) <= 4
+
+
+def test_what_is_no_cubin_of_one_kernel_raises(plain: bytes) -> None:
+    without = plain.replace(b".nv.info", b".no.info")
+    with pytest.raises(CompileError, match=r"cubin: expected one EIATTR_REGCOUNT and one EIATTR_MAX_THREADS, got \[\]"):
+        cubin.start_with(without, 128, 512)
+
+
+@pytest.mark.parametrize("kernel", WITH_FINISHER, ids=lambda kernel: " ".join(kernel.macros).replace("-D", ""))
+def test_no_more_registers_are_used_before_there_are_more(kernel: Kernel) -> None:
+    """The code in front of the first USETMAXREG is what all warps run."""
+    try:
+        nvrtc.find_tool("nvdisasm")
+    except FileNotFoundError:
+        pytest.skip("needs nvdisasm")
+    common, *roles = re.split(r"USETMAXREG\S*(?: \w+,)? (0x[0-9a-f]+)", kernel.compile().sass)
+    assert _registers_used(common) <= (kernel.start_registers or 0)
+    limits = [int(limit, 16) for limit in roles[::2]]
+    assert len(limits) == 3 and 128 * (sum(limits) + max(limits)) <= REGISTERS  # two warpgroups are consumers
+
+
+def _registers_used(sass: str) -> int:
+    return 1 + max(int(number) for number in re.findall(r"\bR(\d+)\b", sass))
