@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, int64, uint16, uint32, uint64
 
 from blazeproto.dispatch.warp import block_scan, device
 
@@ -18,18 +18,19 @@ class Layout(NamedTuple):
     """Where things begin in a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
     the chunk's staged pairs, which lie in the order of the experts."""
 
-    before: int  # (words, E + 1) the place of a word's first bit; at first the scratch of a scan
-    maps: int  # two of (words, E + 1) words of bits
-    to_row: int  # (E + 1,) row - place
+    columns: int  # E + 1, or up to three more: two neighbours' words can be read at once
+    before: int  # (words, columns) the place of a word's first bit, in 16 bits; at first the scratch of a scan
+    maps: int  # two of (words, columns) words of bits
+    to_row: int  # (columns,) row - place
     staged: int  # (chunk_pairs,) expert << 16 | pair within the chunk
 
 
 def layout(threads: int, tile_tokens: int, num_experts: int) -> Layout:
-    columns = num_experts + 1
+    columns = -(-(num_experts + 1) // 4) * 4  # so that the maps begin at a multiple of 8 bytes
     size = tile_tokens // 32 * columns
-    maps = max(size, 2 * threads)
+    maps = max(size // 2, 2 * threads)
     to_row = maps + 2 * size
-    return Layout(0, maps, to_row, to_row + columns)
+    return Layout(columns, 0, maps, to_row, to_row + columns)
 
 
 def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) -> Any:
@@ -42,14 +43,15 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
 
         mark 0 | scan 0, clear 1 | look up 0, mark 1 | scan 1, clear 0 | look up 1, mark 0 | …  | write the chunk's rows
 
-    A thread has ``share`` columns.
+    A thread has ``share`` columns. Where that is even it takes them in twos, a 64-bit read and a 32-bit write each: one
+    by one, the threads of a warp would meet in every other bank.
     """
     words = tile_tokens // 32  # of a column
-    columns = num_experts + 1  # the last takes the pairs without an expert, so that no step has to ask for them
     tile_pairs = tile_tokens * top_k
     per_thread = -(-tile_pairs // threads)
     share = -(-num_experts // threads)
-    _, maps, first_row, first_staged = layout(threads, tile_tokens, num_experts)
+    # Column E takes the pairs without an expert, so that no step has to ask for them.
+    columns, _, maps, first_row, first_staged = layout(threads, tile_tokens, num_experts)
     size = words * columns
     both_maps = 2 * maps + size  # one map's place from the other's: this less it
 
@@ -69,15 +71,15 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
 
     @device
     def word_of(token, expert):
-        """The word of a (words, E + 1) array."""
+        """The word of a (words, columns) array."""
         return uint32(uint32(token >> uint32(5)) * uint32(columns) + uint32(expert))
 
     @device
-    def clear(bits, this_map, thread):
-        for i in range(-(-size // threads)):
-            word = int32(thread + i * threads)
-            if i * threads + threads <= size or word < size:  # the first is known when compiling
-                bits[uint32(uint32(this_map) + uint32(word))] = 0
+    def clear(two_bits, this_map, thread):
+        first = uint32((uint32(this_map) >> uint32(1)) + uint32(thread))
+        for i in range(-(-size // (2 * threads))):
+            if 2 * (i + 1) * threads <= size or 2 * (thread + i * threads) < size:  # the first is known when compiling
+                two_bits[uint64(first) + uint64(i * threads)] = 0
 
     @device
     def mark(bits, this_map, experts, thread):
@@ -102,8 +104,10 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
         thread = int32(cuda.threadIdx.x & (threads - 1))  # of itself no news, but the compiler learns the range
         chunk = int64(cuda.blockIdx.x)
         bits = cuda.shared.array(0, uint32)
-        shared = cuda.shared.array(0, int32)  # the same memory
-        before, to_row, staged = shared[:maps], shared[first_row:], shared[first_staged:]
+        two_bits = cuda.shared.array(0, uint64)  # the same memory, as all of these
+        before = cuda.shared.array(0, uint16)
+        shared = cuda.shared.array(0, int32)
+        to_row, staged = shared[first_row:], shared[first_staged:]
 
         # All that comes from memory is asked for before the first of it is used.
         first = chunk * chunk_pairs  # the chunk's first pair
@@ -128,7 +132,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             own = int32(own + counts[i])
             own_staged = int32(own_staged + ends[i] - starts[i])
 
-        clear(bits, maps, thread)
+        clear(two_bits, maps, thread)
 
         # Where each expert's rows begin, and its places.
         row, used, place, num_staged = block_scan(shared, thread, threads, own, own_staged)
@@ -153,7 +157,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             expert_pair_indices[unused] = -1
             unused = int32(unused + threads)
 
-        column = cuda.local.array(words, uint32)
+        column = cuda.local.array(words, uint64)  # or two
         places = cuda.local.array(per_thread, int32)
         rows = cuda.local.array(per_thread, int32)
         done = int32(0)  # pairs of the chunk
@@ -163,16 +167,29 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             other_map = int32(both_maps - this_map)
             cuda.syncthreads()
 
-            # Down each column's words.
-            for i in range(share):
-                e = int32(thread * share + i)
-                if e < num_experts:
-                    for w in range(words):
-                        column[w] = bits[uint32(this_map + w * columns + e)]
-                    for w in range(words):
-                        before[uint32(w * columns + e)] = starts[i]
-                        starts[i] += int32(cuda.popc(column[w]))
-            clear(bits, other_map, thread)
+            # Down each column's words. The last of two may be column E or one of none: nobody asks for its places.
+            if share % 2 == 0:
+                for i in range(0, share, 2):
+                    first_two = uint32(uint32(thread * share + i) >> uint32(1))
+                    if 2 * first_two < num_experts:
+                        for w in range(words):
+                            at = uint32((uint32(this_map) >> uint32(1)) + first_two)
+                            column[w] = two_bits[uint64(at) + uint64(w * columns // 2)]
+                        for w in range(words):
+                            both = uint32(uint32(starts[i]) | uint32(uint32(starts[i + 1]) << uint32(16)))
+                            bits[uint64(first_two) + uint64(w * columns // 2)] = both  # of before
+                            starts[i] += int32(cuda.popc(uint32(column[w])))
+                            starts[i + 1] += int32(cuda.popc(uint32(column[w] >> uint64(32))))
+            else:
+                for i in range(share):
+                    e = int32(thread * share + i)
+                    if e < num_experts:
+                        for w in range(words):
+                            column[w] = bits[uint64(uint32(this_map + e)) + uint64(w * columns)]
+                        for w in range(words):
+                            before[uint32(w * columns + e)] = starts[i]
+                            starts[i] += int32(cuda.popc(uint32(column[w])))
+            clear(two_bits, other_map, thread)
             cuda.syncthreads()
 
             # Look up each pair's place, and with it the row. A pair without an expert has neither.
@@ -183,7 +200,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
                     at = word_of(token, experts[i])
                     lower = uint32(uint32(uint32(1) << uint32(token & uint32(31))) - uint32(1))
                     word = bits[uint32(uint32(this_map) + at)]
-                    places[i] = before[at] + int32(cuda.popc(word & lower))
+                    places[i] = int32(before[at]) + int32(cuda.popc(word & lower))
                     row = int32(to_row[uint32(experts[i])] + places[i])
                     rows[i] = row if experts[i] < num_experts else -1
             for i in range(per_thread):

@@ -181,7 +181,7 @@ class Plan(NamedTuple):
 
 
 SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
-MAX_CHUNK_PAIRS = 65536  # a staged pair's number within its chunk has 16 bits
+MAX_CHUNK_PAIRS = 65535  # a place, and a staged pair's number within its chunk, have 16 bits
 SHARED_TOTAL, SHARED_RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and of each block for the system
 REGISTERS = 65536  # of a multiprocessor
 

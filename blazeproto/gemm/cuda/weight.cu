@@ -100,8 +100,12 @@ struct WeightProducer {
                     load_ordered(tile, row);
                 }
             }
-            copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
-            if (tail) copy_ordered_tail(tile, row);
+            if (tail) {
+                copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
+                copy_ordered_tail(tile, row);
+            } else {
+                copy_rows<A_PANELS, true>(ring.a() + offset, rows, p.gathered_width - column);
+            }
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
