@@ -270,6 +270,12 @@ def parse_shapes(text: str) -> list[LayerShape]:
     return chosen
 
 
+def rows_of_other_sources(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a results file, each with when and with which sources it was measured."""
+    where = {key: record[key] for key in ("measured", "sources_sha256")}
+    return [{"other_sources": where} | row for row in record["rows"]]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -288,7 +294,9 @@ def arguments() -> argparse.Namespace:
         "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="keep rows of the results file that the same sources gave"
+        "--resume",
+        action="store_true",
+        help="keep rows of the results file; those of other sources, marked, until they are measured again",
     )
     parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/layer.json)")
     options = parser.parse_args()
@@ -316,6 +324,8 @@ def main() -> None:
         earlier = json.loads(options.out.read_text())
         if earlier.get("sources_sha256") == record["sources_sha256"]:
             record = earlier
+        else:
+            record["rows"] = rows_of_other_sources(earlier)
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
 
     order = {shape: index for index, shape in enumerate(SHAPES)}
@@ -324,6 +334,7 @@ def main() -> None:
         if any(
             row["cfg"] == shape.dict() and set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
             for row in record["rows"]
+            if "other_sources" not in row
         ):
             continue
         if time.monotonic() - begin > options.time_budget:

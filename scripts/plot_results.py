@@ -70,6 +70,11 @@ def shape_of(row: Record) -> list[str]:
     return [str(row["cfg"][key]) for key in ("T", "d", "n", "E", "K") if key in row["cfg"]]
 
 
+def layer_shape(row: Record) -> str:
+    """Marked where the row was measured with other sources than the rest."""
+    return ", ".join(shape_of(row)) + (" †" if "other_sources" in row else "")
+
+
 def backward_ms(figures: Record) -> float:
     return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
 
@@ -91,7 +96,7 @@ def layer_table(record: Record) -> str:
     rows = []
     for row in record["rows"]:
         peers, ours = row["peers"], row["peers"][OURS]
-        line = [", ".join(shape_of(row)), f"**{number(ours['gpu_fwd_ms'])}**"]
+        line = [layer_shape(row), f"**{number(ours['gpu_fwd_ms'])}**"]
         line += [number(peers[name]["gpu_fwd_ms"]) if name in peers else "–" for name in others]
         line += [number(row["floor_fwd_ms"]), f"**{number(backward_ms(ours))}**"]
         line += [number(backward_ms(peers[name])) if name in peers else "–" for name in others]
@@ -106,6 +111,8 @@ def layer_table(record: Record) -> str:
         backward = geometric_mean([backward_ms(peer) / backward_ms(ours) for peer, ours in pairs])
         means.append(f"{LABELS[name]} {number(forward)}× forward, {number(backward)}× backward ({len(pairs)} shapes)")
     note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {measured_on(record)}"
+    marked = {tuple(row["other_sources"].values()) for row in record["rows"] if "other_sources" in row}
+    note += "".join(f" †: {measured}, sources `{sources[:12]}`." for measured, sources in sorted(marked))
     return f"{markdown_table(header, rows)}\n\n{note}"
 
 
@@ -117,7 +124,7 @@ def eager_table(record: Record) -> str:
     rows = []
     for row in record["rows"]:
         peers, names = row["peers"], [OURS, *others]
-        line = [", ".join(shape_of(row))]
+        line = [layer_shape(row)]
         line += [number(peers[name]["fwd_ms"]) if name in peers else "–" for name in names]
         line += [number(peers[name]["fwd_ms"] + peers[name]["bwd_ms"]) if name in peers else "–" for name in names]
         rows.append([*line, number(peers[OURS].get("host_fwdbwd_ms"))])
@@ -131,7 +138,7 @@ def memory_table(record: Record) -> str:
     header += ["peak MiB: ours", *(LABELS[name] for name in others)]
     rows = []
     for row in record["rows"]:
-        line = [", ".join(shape_of(row))]
+        line = [layer_shape(row)]
         for field in ("saved_MiB", "peak_fwdbwd_MiB"):
             line += [number(row["peers"][n][field], 0) if n in row["peers"] else "–" for n in (OURS, *others)]
         rows.append(line)

@@ -157,7 +157,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             expert_pair_indices[unused] = -1
             unused = int32(unused + threads)
 
-        column = cuda.local.array(words, uint64)  # or two
+        column = cuda.local.array(words, uint64)  # its words, or two columns'
         places = cuda.local.array(per_thread, int32)
         rows = cuda.local.array(per_thread, int32)
         done = int32(0)  # pairs of the chunk
@@ -170,22 +170,23 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
             # Down each column's words. The last of two may be column E or one of none: nobody asks for its places.
             if share % 2 == 0:
                 for i in range(0, share, 2):
-                    first_two = uint32(uint32(thread * share + i) >> uint32(1))
-                    if 2 * first_two < num_experts:
+                    two = uint32(uint32(thread * share + i) >> uint32(1))
+                    if 2 * two < num_experts:
+                        top = uint32((uint32(this_map) >> uint32(1)) + two)
                         for w in range(words):
-                            at = uint32((uint32(this_map) >> uint32(1)) + first_two)
-                            column[w] = two_bits[uint64(at) + uint64(w * columns // 2)]
+                            column[w] = two_bits[uint64(top) + uint64(w * columns // 2)]
                         for w in range(words):
                             both = uint32(uint32(starts[i]) | uint32(uint32(starts[i + 1]) << uint32(16)))
-                            bits[uint64(first_two) + uint64(w * columns // 2)] = both  # of before
+                            bits[uint64(two) + uint64(w * columns // 2)] = both  # where before's two lie
                             starts[i] += int32(cuda.popc(uint32(column[w])))
                             starts[i + 1] += int32(cuda.popc(uint32(column[w] >> uint64(32))))
             else:
                 for i in range(share):
                     e = int32(thread * share + i)
                     if e < num_experts:
+                        top = uint32(this_map + e)
                         for w in range(words):
-                            column[w] = bits[uint64(uint32(this_map + e)) + uint64(w * columns)]
+                            column[w] = bits[uint64(top) + uint64(w * columns)]
                         for w in range(words):
                             before[uint32(w * columns + e)] = starts[i]
                             starts[i] += int32(cuda.popc(uint32(column[w])))

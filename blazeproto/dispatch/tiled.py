@@ -194,8 +194,8 @@ def _place_shared_bytes(threads: int, tile_tokens: int, chunk_tokens: int, top_k
 def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     """Tiles of 2048 to 4095 pairs, chunks of whole tiles and about 8192 pairs.
 
-    A tile's maps take 3·E/8 bytes a token: tiles are halved while that passes 56 KB, and while there are too few tokens
-    to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but no more than
+    A tile's maps and places take 5·E/16 bytes a token: tiles are halved while that passes 46 KB, and while there are too
+    few tokens to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but no more than
     ``chunk_pairs``, which all lie in shared memory; and so many that the table keeps to TABLE_SHARE of the index lists
     (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
     two of 512 (E = 128, K = 8); 63 and 65 where only two fit (512, 10). ValueError if nothing fits a block's shared memory.
@@ -204,7 +204,7 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     tile = sizes.max_tile
     while tile > sizes.min_tile and (tile * top_k > sizes.tile_pairs or num_tokens < 264 * tile):
         tile //= 2
-    while tile > 32 and (tile * top_k > 8192 or 3 * tile * num_experts // 8 > 56 * 1024):
+    while tile > 32 and (tile * top_k > 8192 or 5 * tile * num_experts // 16 > 46 * 1024):
         tile //= 2
     least = 4 * num_experts / (TABLE_SHARE * 8 * top_k)
     tiles = min(-(-num_tokens // (tile * sizes.num_chunks)), sizes.chunk_pairs // (tile * top_k))

@@ -18,7 +18,8 @@ from strict import strict
 
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled
 
-# (kind, T, E, K, dtype): several chunks, tiles and words; T = 0 and 1; E = 1; K = E; K and E above a block's threads
+# (kind, T, E, K, dtype): several chunks, tiles and words; T = 0 and 1; E = 1; K = E; K and E above a block's threads, one
+# to four columns a thread
 CASES = [
     ("random", 0, 4, 2, "int32"),
     ("random", 1, 1, 1, "int64"),
@@ -28,6 +29,9 @@ CASES = [
     ("sentinels", 70, 40, 3, "int64"),
     ("same", 67, 5, 5, "int32"),
     ("nobody_here", 40, 6, 2, "int32"),
+    ("sentinels", 100, 33, 1, "int32"),
+    ("sentinels", 100, 64, 2, "int32"),
+    ("sentinels", 70, 99, 3, "int32"),
     ("one_expert_busy", 33, 70, 35, "int32"),
 ]
 

@@ -2,9 +2,9 @@
 
 - An index outside an array, negative ones too (NumPy would count from the end).
 - A global element written twice by one kernel.
-- A race in shared memory: between two barriers a word is written by one thread and read or written by another. Only
-  atomics may meet.
-- A shared word used before it was written: each block's memory begins as GARBAGE.
+- A race in shared memory: between two barriers an element is written by one thread and read or written by another.
+  Only atomics may meet. Elements of all types lie in the same memory, of which 16 bits are looked at by themselves.
+- A shared element used before it was written: each block's memory begins as GARBAGE.
 
     with strict(): cuda.jit(function)[blocks, threads, 0, shared_bytes](*arrays)
 """
@@ -20,29 +20,46 @@ import numpy as np
 from numba.cuda.simulator import kernel, kernelapi
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-GARBAGE = 77_777_777
+GARBAGE = 0x7777  # in each 16 bits
 NOBODY, MANY = -1, -2
 
 
 class Race(Exception):
-    """Two threads met at a word of shared memory."""
+    """Two threads met in shared memory."""
 
 
 class Memory:
-    """A block's dynamic shared memory, in words, and who touched each since the last barrier."""
+    """A block's dynamic shared memory, in 16 bits each, and who touched them since the last barrier."""
 
     def __init__(self, size: int) -> None:
-        self.words = np.full(size, GARBAGE, np.int32)
-        self.unsigned = self.words.view(np.uint32)
+        self.halves = np.full(size, GARBAGE, np.uint16)
         self.written: list[tuple[int, int, bool]] = [(0, NOBODY, False)] * size  # interval, thread, by an atomic
         self.read: list[tuple[int, int]] = [(0, NOBODY)] * size
+
+    def reading(self, place: int, me) -> None:
+        interval, writer, _ = self.written[place]
+        if interval == me.interval and writer != me.thread_id:
+            raise Race(f"byte {2 * place}: thread {me.thread_id} reads what thread {writer} writes")
+        interval, reader = self.read[place]
+        same = interval != me.interval or reader == me.thread_id
+        self.read[place] = (me.interval, me.thread_id if same else MANY)
+
+    def writing(self, place: int, me, atomic: bool) -> None:
+        interval, reader = self.read[place]
+        if interval == me.interval and reader != me.thread_id:
+            raise Race(f"byte {2 * place}: thread {me.thread_id} writes what thread {reader} reads")
+        interval, writer, with_atomic = self.written[place]
+        alone = interval != me.interval or writer == me.thread_id
+        if not alone and not (atomic and with_atomic):
+            raise Race(f"byte {2 * place}: thread {me.thread_id} writes beside thread {writer}")
+        self.written[place] = (me.interval, me.thread_id if alone else MANY, atomic)
 
 
 class View:
     """What cuda.shared.array(0, …) returns, or a slice of it."""
 
-    def __init__(self, memory: Memory, words: np.ndarray, first: int, last: int) -> None:
-        self.memory, self.words, self.first, self.last = memory, words, first, last
+    def __init__(self, memory: Memory, elements: np.ndarray, first: int, last: int) -> None:
+        self.memory, self.elements, self.first, self.last = memory, elements, first, last
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -52,49 +69,36 @@ class View:
             raise IndexError(f"shared index {index} of {len(self)}")
         return self.first + int(index)
 
+    def _halves(self, place: int) -> range:
+        width = self.elements.itemsize // 2
+        return range(place * width, (place + 1) * width)
+
     def __getitem__(self, index):
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
             if stop < (index.stop or 0):
                 raise IndexError(f"shared slice {index} of {len(self)}")
-            return View(self.memory, self.words, self.first + start, self.first + stop)
+            return View(self.memory, self.elements, self.first + start, self.first + stop)
         place = self._place(index)
-        me = threading.current_thread()
-        interval, writer, _ = self.memory.written[place]
-        if interval == me.interval and writer != me.thread_id:
-            raise Race(f"word {place}: thread {me.thread_id} reads what thread {writer} writes")
-        interval, reader = self.memory.read[place]
-        same = interval != me.interval or reader == me.thread_id
-        self.memory.read[place] = (me.interval, me.thread_id if same else MANY)
-        return self.words[place]
+        for half in self._halves(place):
+            self.memory.reading(half, threading.current_thread())
+        return self.elements[place]
 
     def __setitem__(self, index, value) -> None:
         place = self._place(index)
-        me = threading.current_thread()
-        self._check_readers(place, me)
-        interval, writer, _ = self.memory.written[place]
-        if interval == me.interval and writer != me.thread_id:
-            raise Race(f"word {place}: thread {me.thread_id} writes beside thread {writer}")
-        self.memory.written[place] = (me.interval, me.thread_id, False)
-        self.words[place] = value
+        for half in self._halves(place):
+            self.memory.writing(half, threading.current_thread(), atomic=False)
+        if not np.iinfo(self.elements.dtype).min <= int(value) <= np.iinfo(self.elements.dtype).max:
+            raise OverflowError(f"{value} in {self.elements.dtype}")
+        self.elements[place] = value
 
     def atomically(self, index, change):
         place = self._place(index)
-        me = threading.current_thread()
-        self._check_readers(place, me)
-        interval, writer, atomic = self.memory.written[place]
-        if interval == me.interval and writer != me.thread_id and not atomic:
-            raise Race(f"word {place}: an atomic of thread {me.thread_id} beside a write of thread {writer}")
-        alone = interval != me.interval or writer == me.thread_id
-        self.memory.written[place] = (me.interval, me.thread_id if alone else MANY, True)
-        old = self.words[place]
-        self.words[place] = change(old)
+        for half in self._halves(place):
+            self.memory.writing(half, threading.current_thread(), atomic=True)
+        old = self.elements[place]
+        self.elements[place] = change(old)
         return old
-
-    def _check_readers(self, place: int, me) -> None:
-        interval, reader = self.memory.read[place]
-        if interval == me.interval and reader != me.thread_id:
-            raise Race(f"word {place}: thread {me.thread_id} writes what thread {reader} reads")
 
 
 class Atomics:
@@ -116,12 +120,12 @@ class Shared:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.memory = Memory(size // 4)
+        self.memory = Memory(size // 2)
 
     def array(self, shape, dtype, alignment=None) -> View:
-        assert shape == 0 and dtype.bitwidth == 32
-        words = self.memory.unsigned if dtype.name == "uint32" else self.memory.words
-        return View(self.memory, words, 0, len(words))
+        assert shape == 0 and dtype.bitwidth >= 16
+        elements = self.memory.halves[: self.size // (dtype.bitwidth // 8) * (dtype.bitwidth // 16)].view(dtype.name)
+        return View(self.memory, elements, 0, len(elements))
 
 
 class Global(FakeCUDAArray):
