@@ -198,7 +198,7 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     few tokens to give every multiprocessor two. A chunk has as many tiles as leave ``num_chunks`` chunks, but no more than
     ``chunk_pairs``, which all lie in shared memory; and so many that the table keeps to TABLE_SHARE of the index lists
     (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
-    two of 512 (E = 128, K = 8); 63 and 65 where only two fit (512, 10). ValueError if nothing fits a block's shared memory.
+    two of 512 (E = 128, K = 8); 62 where only two of 256 fit (512, 10). ValueError if nothing fits a block's shared memory.
     """
     sizes = SIZES
     tile = sizes.max_tile

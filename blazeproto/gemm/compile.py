@@ -117,7 +117,8 @@ class Kernel:
     @cached_property
     def key(self) -> str:
         """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version."""
-        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, str(self.start_registers), self.source]
+        start = str((self.start_registers, self.threads))
+        parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, start, self.source]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @cached_property

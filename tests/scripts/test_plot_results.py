@@ -52,6 +52,17 @@ def test_filling_twice_changes_nothing(results: Path) -> None:
     assert plot_results.fill(once, results) == once
 
 
+def test_a_row_of_other_sources_is_marked(results: Path) -> None:
+    path = results / "layer.json"
+    record = json.loads(path.read_text())
+    record["rows"][0]["other_sources"] = {"measured": "the day before", "sources_sha256": "0123456789abcdef"}
+    path.write_text(json.dumps(record))
+    filled = plot_results.fill(README, results)
+    assert "| 8192, 256, 256, 128, 4 † | **0.50** | 0.80 |" in filled
+    assert " †: the day before, sources `0123456789ab`." in filled
+    assert "| 8192, 256, 256, 128, 4 † | 36 |" in filled  # in the table of memory too
+
+
 def test_an_unknown_table_is_refused(results: Path) -> None:
     with pytest.raises(ValueError, match="results marker: expected one of"):
         plot_results.fill("<!-- results:nothing --><!-- /results:nothing -->", results)

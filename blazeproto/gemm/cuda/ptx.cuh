@@ -248,10 +248,6 @@ DEVICE uint4 load_shared_16(uint32_t src) {
     return v;
 }
 
-DEVICE void store_shared_16(uint32_t dst, uint4 v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
 // ---- arithmetic -----------------------------------------------------------------------------------------------
 DEVICE uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
