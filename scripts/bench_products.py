@@ -129,9 +129,15 @@ def _down_backward_layer(a: Arrays, config: Any) -> Call:
     return lambda: gemm.down_backward_act(a.d_out, a.down_proj, a.h, a.scores, a.rows, config=config, **outputs)
 
 
+def _weight_options(product: str, dw: torch.Tensor, rows: gemm.Rows, config: Any) -> dict[str, Any]:
+    elements = gemm.weight_workspace(product, dw, rows, config)
+    return {"dw": dw, "config": config, "workspace": torch.empty(elements, dtype=torch.float32, device=dw.device)}
+
+
 def _down_weight_plain(a: Arrays, config: Any) -> Call:
     d_out = a.gathered(a.d_out)
-    return lambda: gemm.down_backward_weight(d_out, a.act, a.contiguous_rows, dw=a.down_grad, config=config)
+    options = _weight_options("down_backward_weight", a.down_grad, a.contiguous_rows, config)
+    return lambda: gemm.down_backward_weight(d_out, a.act, a.contiguous_rows, **options)
 
 
 def _down_weight_torch(a: Arrays) -> Call:
@@ -141,7 +147,8 @@ def _down_weight_torch(a: Arrays) -> Call:
 
 def _up_weight_plain(a: Arrays, config: Any) -> Call:
     x = a.gathered(a.x)
-    return lambda: gemm.up_backward_weight(a.h, x, a.contiguous_rows, dw=a.up_grad, config=config)
+    options = _weight_options("up_backward_weight", a.up_grad, a.contiguous_rows, config)
+    return lambda: gemm.up_backward_weight(a.h, x, a.contiguous_rows, **options)
 
 
 def _up_weight_torch(a: Arrays) -> Call:
@@ -158,11 +165,13 @@ def _up_backward(a: Arrays, config: Any) -> Call:
 
 
 def _down_weight(a: Arrays, config: Any) -> Call:
-    return lambda: gemm.down_backward_weight(a.d_out, a.act, a.rows, dw=a.down_grad, config=config)
+    options = _weight_options("down_backward_weight", a.down_grad, a.rows, config)
+    return lambda: gemm.down_backward_weight(a.d_out, a.act, a.rows, **options)
 
 
 def _up_weight(a: Arrays, config: Any) -> Call:
-    return lambda: gemm.up_backward_weight(a.h, a.x, a.rows, dw=a.up_grad, config=config)
+    options = _weight_options("up_backward_weight", a.up_grad, a.rows, config)
+    return lambda: gemm.up_backward_weight(a.h, a.x, a.rows, **options)
 
 
 PRODUCTS: dict[str, Product] = {

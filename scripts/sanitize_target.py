@@ -22,6 +22,7 @@ from blazeproto.autograd import moe_mlp
 
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
+ONE_EXPERT_HAS_ALL = (40_000, 72, 264, 2, 1)  # enough rows for weight gradients in pieces
 GATED = ("swiglu", "geglu")
 Method = Literal["dense", "tiled", "sort"]
 METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
@@ -69,6 +70,8 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         )
         for options in variants:
             yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
+    for options in ({}, {"weight_grad_dtype": torch.float32}):
+        yield f"{ONE_EXPERT_HAS_ALL} {options}", lambda o=options: layer(ONE_EXPERT_HAS_ALL, **o)  # type: ignore[misc]
 
 
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:

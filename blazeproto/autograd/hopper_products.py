@@ -7,6 +7,8 @@ may move between forward and backward. An array that is not contiguous or not 16
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -117,7 +119,9 @@ def down_backward(
             accumulate = d_weight is not None
             d_weight = torch.empty_like(down_proj, dtype=weight_dtype) if d_weight is None else d_weight
             f32 = d_weight.dtype == torch.float32
-            unchecked.down_backward_weight(d_out, a_scaled, where, dw=d_weight, f32=f32, accumulate=accumulate)
+            pieces = _pieces("down_backward_weight", d_weight, where)
+            into: dict[str, Any] = {"dw": d_weight, "f32": f32, "accumulate": accumulate, "workspace": pieces}
+            unchecked.down_backward_weight(d_out, a_scaled, where, **into)
     if needs_bias:
         d_bias = _expert_sum(d_out, down_proj, where, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
@@ -146,10 +150,18 @@ def up_backward(
         accumulate = d_weight is not None
         d_weight = torch.empty_like(up_proj, dtype=weight_dtype) if d_weight is None else d_weight
         f32 = d_weight.dtype == torch.float32
-        unchecked.up_backward_weight(dh, x, where, dw=d_weight, f32=f32, accumulate=accumulate)
+        pieces = _pieces("up_backward_weight", d_weight, where)
+        into: dict[str, Any] = {"dw": d_weight, "f32": f32, "accumulate": accumulate, "workspace": pieces}
+        unchecked.up_backward_weight(dh, x, where, **into)
     if needs_bias:
         d_bias = _expert_sum(dh, up_proj, where, d_bias)
     return dx, d_weight, d_bias
+
+
+def _pieces(product: str, d_weight: Tensor, where: RowAddresses) -> Tensor | None:
+    """The workspace of a weight gradient."""
+    elements = unchecked.weight_workspace(product, where, d_weight.shape)
+    return d_weight.new_empty(elements, dtype=torch.float32) if elements else None
 
 
 def _expert_sum(

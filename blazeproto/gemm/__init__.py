@@ -18,6 +18,7 @@ from blazeproto.gemm.products import (
     up_backward_act,
     up_backward_weight,
     up_forward,
+    weight_workspace,
 )
 from blazeproto.gemm.rowops import bias_score_grad, combine, expert_row_sum
 from blazeproto.gemm.rows import Rows
@@ -42,4 +43,5 @@ __all__ = [
     "up_backward_act",
     "up_backward_weight",
     "up_forward",
+    "weight_workspace",
 ]

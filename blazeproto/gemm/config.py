@@ -121,6 +121,15 @@ def kernel_for(
     return Kernel("linear.cu", "linear", macros, SMEM_BYTES, threads, start_registers, options)
 
 
+SUM_SLICES, SUM_THREADS = 8, 2 * WARPGROUP  # of a tile; of weight_sum's blocks: as many as consumers
+
+
+@cache
+def weight_sum_kernel(config: TileConfig) -> Kernel:
+    """What sums the pieces that a weight gradient with these tiles may leave."""
+    return Kernel("weight_sum.cu", "weight_sum", {"BM": BM, "BN": config.tile_n, "SLICES": SUM_SLICES})
+
+
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel that the products can ask for, and every candidate of the tuner; nothing is compiled yet."""
     seen = set()
@@ -143,6 +152,7 @@ def all_kernels() -> Iterator[Kernel]:
         elif product.endswith("_weight"):
             for f32 in (False, True):
                 yield from once(kernel_for(product, config, f32=f32))
+            yield from once(weight_sum_kernel(config))
         else:
             for gather in (False, True):
                 yield from once(kernel_for(product, config, gather=gather))

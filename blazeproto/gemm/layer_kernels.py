@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blazeproto.gemm import unchecked
 from blazeproto.gemm.compile import Kernel, compile_many
-from blazeproto.gemm.config import ACTIVATIONS, DEFAULTS, MAX_EXPERTS, kernel_for
+from blazeproto.gemm.config import ACTIVATIONS, DEFAULTS, MAX_EXPERTS, kernel_for, weight_sum_kernel
 from blazeproto.gemm.rowops import combine_kernel, reduce_kernel
 
 
@@ -58,17 +58,15 @@ def prepare(
 
 def _products(activation: str, up_bias: bool, down_bias: bool, fused: bool, f32_weight_grads: bool) -> list[Kernel]:
     """Asked for with the very arguments of `unchecked`: `kernel_for` keeps one kernel for each way of asking."""
-    debug = unchecked.DEBUG
+    debug, weights = unchecked.DEBUG, ("down_backward_weight", "up_backward_weight")
     linear = {"gather": False, "debug": debug}
     return [
         kernel_for("up_forward", DEFAULTS["up_forward"], activation=activation, bias=up_bias, debug=debug),
         kernel_for("down_forward", DEFAULTS["down_forward"], bias=down_bias, fused=fused, **linear),
         kernel_for("down_backward_act", DEFAULTS["down_backward_act"], activation=activation, debug=debug),
         kernel_for("up_backward_act", DEFAULTS["up_backward_act"], bias=False, fused=False, **linear),
-        *(
-            kernel_for(product, DEFAULTS[product], f32=f32_weight_grads, debug=debug)
-            for product in ("down_backward_weight", "up_backward_weight")
-        ),
+        *(kernel_for(product, DEFAULTS[product], f32=f32_weight_grads, debug=debug) for product in weights),
+        *(weight_sum_kernel(DEFAULTS[product]) for product in weights),
     ]
 
 

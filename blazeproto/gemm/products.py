@@ -240,6 +240,19 @@ def _gradient(dw: Any, shape: tuple[int, int, int], accumulate: bool) -> tuple[A
     return dw, dw_view, f32
 
 
+def _pieces(
+    product: str, out: DeviceArray, where: RowAddresses, workspace: Any, config: TileConfig | None
+) -> DeviceArray | None:
+    elements = unchecked.weight_workspace(product, where, out.shape, config)
+    return output("workspace", workspace, "float32", (elements,))[1] if elements else None
+
+
+def weight_workspace(product: str, dw: Any, rows: Rows, config: TileConfig | None = None) -> int:
+    """fp32 elements of the workspace of ``product``, a weight gradient into ``dw``: by shapes and device alone; may be 0."""
+    out = view(dw, "dw")
+    return unchecked.weight_workspace(product, _run_on(rows.views(), out, 0), out.shape, config)
+
+
 def down_backward_weight(
     d_out: Any,
     a_scaled: Any,
@@ -247,19 +260,23 @@ def down_backward_weight(
     *,
     dw: Any = None,
     accumulate: bool = False,
+    workspace: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
     """dw[e] = sum of d_out[token]^T a_scaled. d_out (T, d), a_scaled (R, n) → dw (E, d, n), bf16, or fp32 if ``dw`` is.
 
     accumulate: add to an fp32 ``dw``. Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
+    workspace: fp32, `weight_workspace` elements: reductions over very many rows are cut and their pieces summed, in order.
     """
     rows = rows.views()
     gathered = _gathered("d_out", d_out, (rows.num_tokens, None))
     ordered = expect("a_scaled", a_scaled, "bfloat16", (rows.num_rows, None))
     dw, out, f32 = _gradient(dw, (rows.num_experts, gathered.shape[1], ordered.shape[1]), accumulate)
     where = _run_on(rows, out, stream)
-    unchecked.down_backward_weight(gathered, ordered, where, dw=out, f32=f32, accumulate=accumulate, config=config)
+    options: dict[str, Any] = {"f32": f32, "accumulate": accumulate, "config": config}
+    options["workspace"] = _pieces("down_backward_weight", out, where, workspace, config)
+    unchecked.down_backward_weight(gathered, ordered, where, dw=out, **options)
     return dw
 
 
@@ -270,6 +287,7 @@ def up_backward_weight(
     *,
     dw: Any = None,
     accumulate: bool = False,
+    workspace: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
@@ -282,5 +300,7 @@ def up_backward_weight(
     ordered = expect("dh", dh, "bfloat16", (rows.num_rows, None))
     dw, out, f32 = _gradient(dw, (rows.num_experts, ordered.shape[1], gathered.shape[1]), accumulate)
     where = _run_on(rows, out, stream)
-    unchecked.up_backward_weight(ordered, gathered, where, dw=out, f32=f32, accumulate=accumulate, config=config)
+    options: dict[str, Any] = {"f32": f32, "accumulate": accumulate, "config": config}
+    options["workspace"] = _pieces("up_backward_weight", out, where, workspace, config)
+    unchecked.up_backward_weight(ordered, gathered, where, dw=out, **options)
     return dw

@@ -182,7 +182,13 @@ def down_backward_act(
 
 
 def down_backward_weight(
-    d_out: Array, a_scaled: Array, rows: Any, *, dw: Array | None = None, accumulate: bool = False
+    d_out: Array,
+    a_scaled: Array,
+    rows: Any,
+    *,
+    dw: Array | None = None,
+    accumulate: bool = False,
+    workspace: Any = None,
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
     return _weight_gradient(d_out[row_tokens(rows)], a_scaled, rows, dw, accumulate)
@@ -196,7 +202,9 @@ def up_backward_act(dh: Array, up_proj: Array, rows: Any, *, dx_rows: Array | No
     return dx_rows
 
 
-def up_backward_weight(dh: Array, x: Array, rows: Any, *, dw: Array | None = None, accumulate: bool = False) -> Array:
+def up_backward_weight(
+    dh: Array, x: Array, rows: Any, *, dw: Array | None = None, accumulate: bool = False, workspace: Any = None
+) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
     return _weight_gradient(dh, x[row_tokens(rows)], rows, dw, accumulate)
 

@@ -9,9 +9,21 @@ addresses is worked out once a shape (`launch.Plan`), so that a call takes about
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from blazeproto.gemm.config import BK, BM, DEFAULTS, TileConfig, is_gated, kernel_for
+from blazeproto.driver import launch_words
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.config import (
+    BK,
+    BM,
+    DEFAULTS,
+    SUM_SLICES,
+    SUM_THREADS,
+    TileConfig,
+    is_gated,
+    kernel_for,
+    weight_sum_kernel,
+)
 from blazeproto.gemm.launch import Box, Plan, box_2d, box_3d, box_4d
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
@@ -31,10 +43,13 @@ __all__ = [
     "up_backward_act",
     "up_backward_weight",
     "up_forward",
+    "weight_workspace",
 ]
 
 SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
 SHAPES = 1024  # whose plans are kept, of each product
+WORKSPACE_PART = 0.1  # of a weight gradient and its ordered rows
+LEAST_SHARERS = 0.2  # of the clusters
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=…), for tests."""
@@ -177,6 +192,14 @@ def _down_backward_plan(
     )
 
 
+class _WeightPlan(NamedTuple):
+    gradient: Plan
+    sum_kernel: Kernel
+    sum_grid: tuple[int, int]
+    sum_numbers: tuple[int, ...]
+    pieces_offset: int  # in the workspace, bytes
+
+
 @lru_cache(maxsize=SHAPES)
 def _weight_plan(
     product: str,
@@ -184,26 +207,68 @@ def _weight_plan(
     shape: tuple[int, int, int],
     f32: bool,
     accumulate: bool,
+    shares: int,
     config: TileConfig | None,
     debug: tuple[str, ...],
-) -> Plan:
-    """weight.cu: WeightParams."""
+) -> _WeightPlan:
+    """weight_schedule.cuh: WeightParams; weight_sum.cu."""
     config = config or DEFAULTS[product]
     num_rows, _, device = where
     experts, outer, inner = shape
-    # Widths of the gathered and of the ordered rows.
-    d, width = (outer, inner) if product == "down_backward_weight" else (inner, outer)
+    d, width = _gathered_and_ordered(product, shape)
     ordered = box_2d(width, num_rows, (SLAB, BK)) if num_rows else None
     out = None if f32 else box_3d((inner, outer, experts), (SLAB, SLAB, 1))
-    tiles = experts * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
-    return Plan(
+    gradient = Plan(
         kernel_for(product, config, f32=f32, debug=debug),
         (ordered, out),
-        7,
-        (experts, d, width, int(accumulate)),
-        grid=_grid(device, config, tiles),
+        9,
+        (experts, d, width, int(accumulate), shares),
+        grid=_grid(device, config, _weight_tiles(config, experts, d, width)),
         device=device,
     )
+    transposed = product == "up_backward_weight"
+    sum_numbers = (shares, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
+    sum_grid = (min(num_sms(device), shares * config.cluster * SUM_SLICES), 1)
+    return _WeightPlan(gradient, weight_sum_kernel(config), sum_grid, sum_numbers, _pieces_offset(shares))
+
+
+def _gathered_and_ordered(product: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Widths of the gathered and of the ordered rows of a weight gradient of ``shape``."""
+    _, outer, inner = shape
+    return (outer, inner) if product == "down_backward_weight" else (inner, outer)
+
+
+def _weight_tiles(config: TileConfig, experts: int, d: int, width: int) -> int:
+    return experts * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
+
+
+def _pieces_offset(shares: int) -> int:
+    """Bytes of the workspace before the pieces: an int2 a share, then 16-byte aligned."""
+    return -(-8 * shares // 16) * 16
+
+
+def _share_bytes(config: TileConfig) -> int:
+    """Of the two pieces that a share may leave."""
+    return 2 * config.cluster * BM * config.tile_n * 4
+
+
+@lru_cache(maxsize=SHAPES)
+def _weight_shares(product: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig | None) -> int:
+    """Shares that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their pieces take no
+    more than WORKSPACE_PART of the gradient and its ordered rows, for that is where a layer's memory peaks. None, 0, if
+    they would be too few to gain anything."""
+    config, (num_rows, _, device), experts = config or DEFAULTS[product], where, shape[0]
+    d, width = _gathered_and_ordered(product, shape)
+    clusters = _grid(device, config, _weight_tiles(config, experts, d, width)) // config.cluster
+    budget = WORKSPACE_PART * 2 * (experts * d * width + num_rows * width)
+    shares = min(clusters, int(budget / _share_bytes(config))) if num_rows else 0
+    return shares if shares >= LEAST_SHARERS * clusters else 0
+
+
+def weight_workspace(product: str, rows: RowAddresses, shape: tuple[int, ...], config: TileConfig | None = None) -> int:
+    """fp32 elements of the workspace of a weight gradient of ``shape``; 0 if it would not use any."""
+    shares = _weight_shares(product, rows.where, shape, config)
+    return (_pieces_offset(shares) + shares * _share_bytes(config or DEFAULTS[product])) // 4
 
 
 # --- Launches --------------------------------------------------------------------------------------------------------
@@ -307,13 +372,19 @@ def _weight_gradient(
     dw: Any,
     f32: bool,
     accumulate: bool,
+    workspace: Any,
     config: TileConfig | None,
 ) -> None:
-    plan = _weight_plan(product, rows.where, dw.shape, f32, accumulate, config, DEBUG)
-    ordered_at, dw_at = ordered.data_ptr(), dw.data_ptr()
+    shares = 0 if workspace is None else _weight_shares(product, rows.where, dw.shape, config)
+    plan = _weight_plan(product, rows.where, dw.shape, f32, accumulate, shares, config, DEBUG)
+    ordered_at, dw_at, unfinished = ordered.data_ptr(), dw.data_ptr(), workspace.data_ptr() if shares else 0
+    pieces = unfinished + plan.pieces_offset
     maps = (*((ordered_at,) if rows.num_rows else ()), *(() if f32 else (dw_at,)))
-    words = (gathered.data_ptr(), ordered_at, *rows.pair_to_token, rows.offsets, dw_at if f32 else 0)
-    plan.launch(rows.stream, maps, words)
+    inputs = (gathered.data_ptr(), ordered_at, *rows.pair_to_token, rows.offsets)
+    plan.gradient.launch(rows.stream, maps, (*inputs, dw_at if f32 else 0, unfinished, pieces))
+    if shares:
+        words = (unfinished, pieces, dw_at, *plan.sum_numbers)
+        launch_words(plan.sum_kernel.handle(rows.device), plan.sum_grid, SUM_THREADS, 0, rows.stream, words)
 
 
 def down_backward_weight(
@@ -324,10 +395,12 @@ def down_backward_weight(
     dw: Any,
     f32: bool,
     accumulate: bool = False,
+    workspace: Any = None,
     config: TileConfig | None = None,
 ) -> None:
-    """f32: whether dw is."""
-    _weight_gradient("down_backward_weight", d_out, a_scaled, rows, dw, f32, accumulate, config)
+    """f32: whether dw is.  workspace: None makes every tile whole."""
+    product = "down_backward_weight"
+    _weight_gradient(product, d_out, a_scaled, rows, dw, f32, accumulate, workspace, config)
 
 
 def up_backward_weight(
@@ -338,7 +411,8 @@ def up_backward_weight(
     dw: Any,
     f32: bool,
     accumulate: bool = False,
+    workspace: Any = None,
     config: TileConfig | None = None,
 ) -> None:
-    """f32: whether dw is."""
-    _weight_gradient("up_backward_weight", x, dh, rows, dw, f32, accumulate, config)
+    """As `down_backward_weight`."""
+    _weight_gradient("up_backward_weight", x, dh, rows, dw, f32, accumulate, workspace, config)

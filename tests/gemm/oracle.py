@@ -308,17 +308,17 @@ def run_kernels(
         ),
         **tiles("down_backward_act"),
     )
+
+    def weight_options(product: str, *shape: int, dtype: torch.dtype) -> dict[str, Any]:
+        dw = poisoned(*shape, dtype=dtype)
+        elements = gemm.weight_workspace(product, dw, rows, **tiles(product))
+        return {"dw": dw, "workspace": poisoned(elements, dtype=torch.float32), **tiles(product)}
+
     for suffix, dtype in (("", torch.bfloat16), ("_f32", torch.float32)):
-        result["d_down" + suffix] = gemm.down_backward_weight(
-            case.d_out,
-            inputs["a_scaled"],
-            rows,
-            dw=poisoned(num_experts, d, n, dtype=dtype),
-            **tiles("down_backward_weight"),
-        )
-        result["d_up" + suffix] = gemm.up_backward_weight(
-            inputs["dh"], case.x, rows, dw=poisoned(num_experts, width, d, dtype=dtype), **tiles("up_backward_weight")
-        )
+        options = weight_options("down_backward_weight", num_experts, d, n, dtype=dtype)
+        result["d_down" + suffix] = gemm.down_backward_weight(case.d_out, inputs["a_scaled"], rows, **options)
+        options = weight_options("up_backward_weight", num_experts, width, d, dtype=dtype)
+        result["d_up" + suffix] = gemm.up_backward_weight(inputs["dh"], case.x, rows, **options)
     if case.down_bias is not None:
         gemm.bias_score_grad(case.d_out, case.down_bias, rows, d_scores=result["d_scores"])
         result["d_down_bias"] = gemm.expert_row_sum(

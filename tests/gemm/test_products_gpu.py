@@ -6,6 +6,7 @@ Outputs are poisoned with NaN before each run, rows of no pair in inputs and out
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -125,6 +126,31 @@ def test_weight_gradients_accumulate_in_fp32() -> None:
         once = function(*args, case.rows, dw=torch.full_like(given[name], torch.nan, dtype=torch.float32))
         twice = function(*args, case.rows, dw=once.clone(), accumulate=True)
         torch.testing.assert_close(twice, 2 * once, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cluster", [2, 1])
+def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
+    """One expert has two fifths of all rows: its tiles are made in pieces by several CTAs, and summed in a fixed order."""
+    shape, config = Shape(120_000, 264, 136, 6, 2), gemm.TileConfig(cluster=cluster)
+    check_products(shape, "zipf", configs=dict.fromkeys(("down_backward_weight", "up_backward_weight"), config))
+
+    case = make_case(shape, "zipf")
+    given = evaluate(YARDSTICK, case)
+    for product, name, operands in (
+        ("down_backward_weight", "d_down", (case.d_out, given["a_scaled"])),
+        ("up_backward_weight", "d_up", (given["dh"], case.x)),
+    ):
+        dw = torch.empty_like(given[name], dtype=torch.float32)
+        elements = gemm.weight_workspace(product, dw, case.rows, config)
+        shares = elements // (2 * cluster * tiles.BM * config.tile_n)  # weight_schedule.cuh draws the workspace
+
+        workspace = torch.empty(elements, device="cuda")
+        function = partial(getattr(gemm, product), *operands, case.rows, workspace=workspace, config=config)
+
+        once = function(dw=dw.fill_(torch.nan)).clone()
+        assert (workspace[: 2 * shares].view(torch.int32) >= 0).any(), "nothing was shared"
+        assert torch.equal(function(dw=dw.fill_(torch.nan)), once)
+        torch.testing.assert_close(function(dw=dw, accumulate=True), 2 * once, rtol=1e-6, atol=1e-6)
 
 
 def _same_bits(case: Case, given: dict, first: dict, times: int) -> None:

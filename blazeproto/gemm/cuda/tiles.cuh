@@ -11,6 +11,7 @@
 //                                                           STAGES tiles behind, a finisher one more
 #pragma once
 #include "gather.cuh"
+#include "schedule.cuh"
 
 constexpr int ROW_GROUP = 8;  // row blocks that share their weights in L2 before the next column block
 constexpr int TILE_COLUMNS = BN / HALVES;
@@ -45,42 +46,16 @@ struct TileScheduler {
 
     // By the whole CTA.
     DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {
-        count_blocks();
+        const int* offsets = p.offsets;
+        sum_before_experts(p.experts, [=](int e) { return (offsets[e + 1] - offsets[e] + BM - 1) / BM; });
         if (threadIdx.x == 0) count() = tiles_of_this_cta();
         __syncthreads();
     }
 
-    DEVICE static int& count() { return first_block()[MAX_EXPERTS + 1]; }  // of this CTA's tiles; consumers lack registers
+    DEVICE static int& count() { return before_expert()[MAX_EXPERTS + 1]; }  // of this CTA's tiles; consumers lack registers
 
-    // (experts + 1,): row blocks of all experts before this one.
-    DEVICE static int* first_block() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
     DEVICE static Tile* slots() { return reinterpret_cast<Tile*>(shared_memory() + SLOTS_OFFSET); }
     DEVICE int column_blocks() const { return (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS; }
-
-    DEVICE void count_blocks() const {
-        int* blocks = first_block();
-        const int experts = p.experts;
-        for (int e = threadIdx.x; e < experts; e += THREADS) blocks[e] = (p.offsets[e + 1] - p.offsets[e] + BM - 1) / BM;
-        __syncthreads();
-        if (threadIdx.x < 32) {  // exclusive scan by one warp, a run of experts a lane
-            const int run = (experts + 31) / 32, begin = threadIdx.x * run, end = min(begin + run, experts);
-            int sum = 0;
-            for (int e = begin; e < end; ++e) sum += blocks[e];
-            int before = sum;
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, before, step);
-                if (threadIdx.x >= step) before += other;
-            }
-            before -= sum;
-            for (int e = begin; e < end; ++e) {
-                const int own = blocks[e];
-                blocks[e] = before;
-                before += own;
-            }
-            if (threadIdx.x == 31) blocks[experts] = before;
-        }
-        __syncthreads();
-    }
 
     // By the producer's first warp, when `position` reaches a multiple of BATCH: this CTA's tiles from there on.
     DEVICE void fill_slots(int position) const {
@@ -97,19 +72,14 @@ struct TileScheduler {
 
    private:
     DEVICE int tiles_of_this_cta() const {
-        const int tiles = first_block()[p.experts] * column_blocks();
+        const int tiles = before_expert()[p.experts] * column_blocks();
         return (tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     }
 
     DEVICE Tile find(int position) const {
-        const int* blocks = first_block();
+        const int* blocks = before_expert();  // row blocks
         const int columns = column_blocks(), index = blockIdx.x + position * gridDim.x, block = index / columns;
-        int low = 0, high = p.experts;  // the last expert whose first block is at or before `block`
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            (blocks[middle] <= block ? low : high) = middle;
-        }
-        // Experts without rows share their first block with the next one: `low` is the one that owns it.
+        const int low = expert_at(block, p.experts);
         const int local = index - blocks[low] * columns;
         const int group = local / (ROW_GROUP * columns);
         const int in_group = local - group * ROW_GROUP * columns;

@@ -12,63 +12,32 @@
 // The last block of an expert runs into the next expert's rows, or into rows nobody wrote. Both operands are zeroed there
 // (0 x NaN is NaN): the producers copy the ordered rows too by cp.async, which writes zeros for what is past the end.
 //
+// weight_schedule.cuh deals out the work, some of it in pieces of tiles, which are left in fp32 for weight_sum.cu.
+//
 // OUT_F32 1 writes fp32; with `accumulate`, adds to what is there.
 //
 // Floor: max(2 d width R / 785 TFLOP/s, 2 (d T + width R + d width E) bytes / 4.24 TB/s).
 #include "epilogue.cuh"
-#include "gather.cuh"
+#include "weight_schedule.cuh"
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
 constexpr int PASSES = BK / ROWS_A_PASS;
 constexpr int STEPS_NUMBERED = NUMBERED_ROWS / BK;  // steps whose row numbers the producer holds
 
-struct WeightParams {
-    TensorMap ordered;  // (width, rows)
-    TensorMap out;      // bf16 output: (n, d, E) or (d, 2n, E)
-    const bf16* gathered_rows;  // (tokens, d)
-    const bf16* ordered_rows;   // (rows, width)
-    PairToToken pairs;
-    const int* offsets;
-    float* out_f32;
-    int experts, gathered_width, ordered_width, accumulate;
-};
-
-struct WeightTile {
-    int expert, first_row, row_end, i, j;
-};
-
-struct WeightScheduler {
-    const WeightParams& p;
-    int i_blocks, j_blocks, tiles;
-
-    DEVICE explicit WeightScheduler(const WeightParams& params)
-        : p(params), i_blocks((p.gathered_width + CLUSTER * BM - 1) / (CLUSTER * BM)),
-          j_blocks((p.ordered_width + BN - 1) / BN), tiles(p.experts * i_blocks * j_blocks) {}
-
-    DEVICE WeightTile at(int index, int rank) const {
-        const int expert = index / (i_blocks * j_blocks), block = index % (i_blocks * j_blocks);
-        return {expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1), (block % i_blocks * CLUSTER + rank) * BM,
-                block / i_blocks * BN};
-    }
-};
-
-DEVICE int steps_of(const WeightTile& tile) { return (tile.row_end - tile.first_row + BK - 1) / BK; }
-
 // ---- producer --------------------------------------------------------------------------------------------------------
 struct WeightProducer {
     const WeightParams& p;
-    uint32_t rank;
     uint32_t offset = gather_offset();
     Ring ring;
 
-    DEVICE WeightProducer(const WeightParams& params, uint32_t cta) : p(params), rank(cta) {}
+    DEVICE explicit WeightProducer(const WeightParams& params) : p(params) {}
 
-    DEVICE void load_ordered(const WeightTile& tile, int row) const {
+    DEVICE void load_ordered(int tile_column, int row) const {
         constexpr int SHARE = B_PANELS / CLUSTER;
         constexpr uint16_t EVERYONE = (1 << CLUSTER) - 1;
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
-            const int panel = rank * SHARE + i, column = tile.j + panel * PANEL;
+            const int panel = WeightScheduler::rank() * SHARE + i, column = tile_column + panel * PANEL;
             const uint32_t dst = ring.b() + panel * PANEL_BYTES;
             if constexpr (CLUSTER == 1) tma_load_2d(dst, &p.ordered, ring.full_barrier(), column, row);
             else tma_load_2d_multicast(dst, &p.ordered, ring.full_barrier(), column, row, EVERYONE);
@@ -76,17 +45,17 @@ struct WeightProducer {
     }
 
     // `next_pair` holds the pairs of this tile's first rows on the way in, and of the next tile's on the way out.
-    DEVICE void produce(const WeightScheduler& scheduler, int index, int next_index, int& next_pair) {
-        const WeightTile tile = scheduler.at(index, rank);
+    DEVICE void produce(const WeightScheduler& scheduler, int position, int& next_pair) {
+        const WeightTile tile = scheduler.at(position);
         const int column = tile.i + gather_column();
         const uint4* chunks = reinterpret_cast<const uint4*>(p.gathered_rows + column);
         uint32_t own_start = NO_ROW;
         int numbered = 0;  // steps that own_start still has rows for
-        for (int row = tile.first_row; row < tile.row_end; row += BK) {
+        for (int row = tile.row; row < tile.row_end; row += BK) {
             if (numbered == 0) {
                 own_start = row_start(p.pairs, next_pair, p.gathered_width);
                 const int ahead = row + NUMBERED_ROWS;  // as many rows ahead of their use
-                next_pair = ahead < tile.row_end ? load_pair(p.pairs, ahead, tile.row_end) : first_pair(scheduler, next_index);
+                next_pair = ahead < tile.row_end ? load_pair(p.pairs, ahead, tile.row_end) : first_pair(scheduler, position + 1);
                 numbered = STEPS_NUMBERED;
             }
             const RowChunks<PASSES> rows(chunks, own_start, (STEPS_NUMBERED - numbered--) * PASSES);
@@ -97,12 +66,12 @@ struct WeightProducer {
                     mbarrier_arrive(ring.full_barrier());
                 } else {
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                    load_ordered(tile, row);
+                    load_ordered(tile.j, row);
                 }
             }
             if (tail) {
                 copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
-                copy_ordered_tail(tile, row);
+                copy_ordered_tail(tile.j + gather_column(), row, tile.row_end);
             } else {
                 copy_rows<A_PANELS, true>(ring.a() + offset, rows, p.gathered_width - column);
             }
@@ -110,26 +79,25 @@ struct WeightProducer {
             ring.advance();
         }
         // An expert without rows has used no pair: the next tile's are still to come.
-        if (tile.first_row == tile.row_end) next_pair = first_pair(scheduler, next_index);
+        if (tile.row == tile.row_end) next_pair = first_pair(scheduler, position + 1);
     }
 
-    DEVICE int first_pair(const WeightScheduler& scheduler, int index) const {
-        if (index >= scheduler.tiles) return -1;
-        const WeightTile tile = scheduler.at(index, rank);
-        return load_pair(p.pairs, tile.first_row, tile.row_end);
+    DEVICE int first_pair(const WeightScheduler& scheduler, int position) const {
+        if (position >= scheduler.count()) return -1;
+        const WeightTile tile = scheduler.at(position);
+        return load_pair(p.pairs, tile.row, tile.row_end);
     }
 
-    DEVICE void copy_ordered_tail(const WeightTile& tile, int row) const {
-        const int column = tile.j + gather_column();
+    DEVICE void copy_ordered_tail(int column, int row, int row_end) const {
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
             const int r = row + pass * ROWS_A_PASS + gather_row();
             const uint32_t dst = ring.b() + pass * ROWS_A_PASS * SWIZZLE_ROW + offset;
-            const bf16* src = p.ordered_rows + int64_t(min(r, tile.row_end - 1)) * p.ordered_width + column;
+            const bf16* src = p.ordered_rows + int64_t(min(r, row_end - 1)) * p.ordered_width + column;
 #pragma unroll
             for (int panel = 0; panel < B_PANELS; ++panel)
                 cp_async_16(dst + panel * PANEL_BYTES, src + panel * PANEL,
-                            r < tile.row_end && column + panel * PANEL < p.ordered_width);
+                            r < row_end && column + panel * PANEL < p.ordered_width);
         }
     }
 };
@@ -168,6 +136,14 @@ struct WeightEpilogue : AlwaysReady {
         store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
     }
 
+    // For weight_sum.cu, which reads it the same way.
+    DEVICE static void leave(const float (&acc)[BN / 2], float4* piece) {
+        const int consumer = int(thread_index()) - WARPGROUP;
+#pragma unroll
+        for (int x = 0; x < BN / 2; x += 4)
+            piece[x / 4 * CONSUMERS * WARPGROUP + consumer] = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
+    }
+
     // Each element by one thread, and launches follow each other: additions come in a fixed order. Reductions, which nobody waits
     // for: loads would be a round trip to memory for each element.
     DEVICE void store_f32(const float (&acc)[BN / 2]) const {
@@ -194,40 +170,42 @@ struct WeightEpilogue : AlwaysReady {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PTXAS_THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {
-    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= BARRIER_OFFSET,
+    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= WeightScheduler::OFFSET,
                   "the stages and the epilogue do not fit");
     if (threadIdx.x == 0) Ring::init();
     __syncthreads();
     if constexpr (CLUSTER > 1) cluster_sync();
 
-    const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     const WeightScheduler scheduler(p);
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        WeightProducer producer(p, rank);
-        int next_pair = producer.first_pair(scheduler, first);
-        for (int index = first; index < scheduler.tiles; index += stride)
-            producer.produce(scheduler, index, index + stride, next_pair);
+        WeightProducer producer(p);
+        int next_pair = producer.first_pair(scheduler, 0);
+        for (int position = 0; position < scheduler.count(); ++position) producer.produce(scheduler, position, next_pair);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         WeightEpilogue epilogue(p);
         Ring ring;
         const int strip = uniform(consumer_index());
         Parts<WeightEpilogue> parts(epilogue);
-        for (int index = first; index < scheduler.tiles; index += stride) {
-            WeightTile tile = scheduler.at(index, rank);
+        for (int position = 0; position < scheduler.count(); ++position) {
+            WeightTile tile = scheduler.at(position);
             tile.i += strip * STRIP;
-            const int steps = uniform(steps_of(tile));
-            if (steps > 0) {
-                float acc[BN / 2];
-                multiply<1, 1>(acc, ring, strip, steps, [&](int left) { parts.run(left); });
-                epilogue.hold(acc, tile);
-            } else {  // an expert without rows
+            const int steps = uniform(steps_of(tile.row_end - tile.row));
+            if (steps == 0) {  // an expert without rows
                 const float zeros[BN / 2] = {};
                 parts.run(1);
                 epilogue.hold(zeros, tile);
+                parts.start();
+                continue;
             }
+            float acc[BN / 2];
+            multiply<1, 1>(acc, ring, strip, steps, [&](int left) { parts.run(left); });
+            if (tile.piece != WHOLE) {
+                epilogue.leave(acc, scheduler.piece(tile.piece));
+                continue;
+            }
+            epilogue.hold(acc, tile);
             parts.start();
         }
         parts.run(1);
