@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from blazeproto import dispatch
+from blazeproto import dispatch, gemm
 from blazeproto.autograd import moe_mlp
 
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
-ONE_EXPERT_HAS_ALL = (40_000, 72, 264, 2, 1)  # enough rows for weight gradients in pieces
 GATED = ("swiglu", "geglu")
 Method = Literal["dense", "tiled", "sort"]
 METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
@@ -56,6 +55,28 @@ def layer(
             raise AssertionError(f"not finite: {shape} {activation} {options.keys()}")
 
 
+def weight_gradients_in_pieces(dtype: torch.dtype) -> None:
+    """The first of two experts has all rows, enough of them for their reduction to be shared."""
+    T, d, n, E = 40_000, 72, 264, 2
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=DEVICE).to(torch.bfloat16)
+
+    identity = torch.arange(T, dtype=torch.int32, device=DEVICE)
+    rows = gemm.Rows(identity, torch.tensor([0, T, T], dtype=torch.int32, device=DEVICE), identity, 1)
+    products: dict[str, tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]] = {
+        "down_backward_weight": (normal(T, d), normal(T, n), (E, d, n)),
+        "up_backward_weight": (normal(T, 2 * n), normal(T, d), (E, 2 * n, d)),
+    }
+    for product, (first, second, shape) in products.items():
+        dw = torch.empty(shape, dtype=dtype, device=DEVICE)
+        workspace = torch.empty(gemm.weight_workspace(product, dw, rows), device=DEVICE)
+        getattr(gemm, product)(first, second, rows, dw=dw, workspace=workspace)
+        torch.cuda.synchronize()
+        if not (dw.isfinite().all() and dw[0].any() and not dw[1].any()):
+            raise AssertionError(f"wrong: {product} {dtype}")
+
+
 def layers() -> Iterator[tuple[str, Callable[[], None]]]:
     for shape in SHAPES:
         for activation in (*GATED, "relu", "silu", "gelu"):
@@ -70,8 +91,8 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         )
         for options in variants:
             yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
-    for options in ({}, {"weight_grad_dtype": torch.float32}):
-        yield f"{ONE_EXPERT_HAS_ALL} {options}", lambda o=options: layer(ONE_EXPERT_HAS_ALL, **o)  # type: ignore[misc]
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"weight gradients in pieces, {dtype}", lambda dtype=dtype: weight_gradients_in_pieces(dtype)  # type: ignore[misc]
 
 
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -25,6 +25,24 @@ _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 _ADDRESS_BITS = 0x7FFF_FFFF_FFF0  # those that a map's address may have
 
 
+SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
+SHAPES = 1024  # whose plans are kept, of each product
+
+
+@cache
+def num_sms(device: int) -> int:
+    """Multiprocessors of a device."""
+    from cupy.cuda import runtime
+
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+
+
+def persistent_grid(device: int, cluster: int, tiles_at_most: int) -> int:
+    """CTAs of a persistent kernel: one a multiprocessor, fewer for less work, whole clusters. tiles_at_most: a cluster's."""
+    count = min(num_sms(device), tiles_at_most * cluster)
+    return max(count // cluster, 1) * cluster
+
+
 class Box(NamedTuple):
     """What one TMA instruction moves: ``box`` elements of a bf16 tensor of ``shape``, wherever it lies.
 

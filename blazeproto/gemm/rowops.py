@@ -39,14 +39,6 @@ def _pair_scores(name: str, scores: Any, num_pairs: int) -> DeviceArray:
     return checked
 
 
-@cache
-def num_sms(device: int) -> int:
-    """Multiprocessors of a device."""
-    from cupy.cuda import runtime
-
-    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
-
-
 # --- combine ---------------------------------------------------------------------------------------------------------
 
 

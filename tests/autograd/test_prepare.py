@@ -8,19 +8,21 @@ import torch
 from blazeproto import driver, gemm
 from blazeproto.autograd import backends, checks, moe_mlp
 from blazeproto.gemm import compile as gemm_compile
-from blazeproto.gemm import config, launch, rowops, unchecked
+from blazeproto.gemm import config, launch, rowops, unchecked, weights
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.nvrtc import Binary
 
 CACHES = (
     config.kernel_for,
+    config.weight_sum_kernel,
     rowops.combine_kernel,
     rowops.reduce_kernel,
     rowops._combine_plan,
     unchecked._up_plan,
     unchecked._linear_plan,
     unchecked._down_backward_plan,
-    unchecked._weight_plan,
+    weights.weight_plan,
+    weights._shares,
     backends.products_on,
 )
 T, D, N, E, K = 40, 64, 32, 6, 3
@@ -45,8 +47,9 @@ def launched(monkeypatch):
     monkeypatch.setattr(Kernel, "registers", 32)
     monkeypatch.setattr(driver, "launch", lambda *_: None)
     monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
-    for module in (unchecked, rowops):
+    for module in (launch, weights):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(weights, "WORKSPACE_PART", 1e6)  # so that these few rows may be shared, and pieces be summed
     monkeypatch.setattr(backends, "missing_for_hopper", lambda *_: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     forget()
