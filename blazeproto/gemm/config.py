@@ -127,7 +127,8 @@ SUM_SLICES, SUM_THREADS = 8, 2 * WARPGROUP  # of a tile; of weight_sum's blocks:
 @cache
 def weight_sum_kernel(config: TileConfig) -> Kernel:
     """What sums the pieces that a weight gradient with these tiles may leave."""
-    return Kernel("weight_sum.cu", "weight_sum", {"BM": BM, "BN": config.tile_n, "SLICES": SUM_SLICES})
+    macros: dict[str, int | str] = {"BM": BM, "BN": config.tile_n, "SLICES": SUM_SLICES, "THREADS": SUM_THREADS}
+    return Kernel("weight_sum.cu", "weight_sum", macros)
 
 
 def all_kernels() -> Iterator[Kernel]:

@@ -1,14 +1,14 @@
 // Which cluster of CTAs makes which part of the weight gradients, and in what order.
 //
 // A tile is CLUSTER * BM gathered columns by BN ordered ones of one expert; its reduction runs over all of the expert's rows, BK a
-// step. Clusters take whole tiles by turns, so that those at work at a time share an expert's rows in L2. Unless an expert has so many
-// rows that its tiles would outlast all others': then the tiles are laid in one line, which is cut into equal shares, one a cluster.
+// step. Clusters take whole tiles by turns, so that those at work at a time share an expert's rows in L2. Where an expert has so many
+// rows that its tiles would outlast all others', the tiles are laid in one line instead, which is cut into equal shares:
 //
-//   cluster 0 | tile 0 ...........................| tile 3 |       cluster 0 | tile 0 ......... |
-//   cluster 1 | tile 1 | tile 4 |                                  cluster 1 | 0 ......... | 1  |
-//   cluster 2 | tile 2 | tile 5 |                                  cluster 2 | 1 | 2 | 3 | 4 | 5 |
+//   by turns   cluster 0 | tile 0 .............................. | 3 |        in shares   cluster 0 | tile 0 ....... |
+//              cluster 1 | tile 1 .. | 4 |                                                cluster 1 | 0 ....... | 1  |
+//              cluster 2 | 2 | tile 5 |                                                   cluster 2 | 1 .. | 2 | 3 | |
 //
-// Which takes less, the offsets tell, and every CTA works it out for itself.
+// Which takes less the offsets tell, and every CTA works it out for itself.
 //
 // A tile in pieces is summed by weight_sum.cu, in the order of the pieces: the same sum every time. A piece is left in fp32:
 //
@@ -60,7 +60,7 @@ struct WeightScheduler {
         bool shared;
     };
     static constexpr int OFFSET = BARRIER_OFFSET - 64;
-    static_assert(sizeof(Assignment) <= 64, "");
+    static_assert(sizeof(Assignment) <= BARRIER_OFFSET - OFFSET, "room for it before the barriers");
 
     struct Place {  // a step of a tile
         int tile, step;

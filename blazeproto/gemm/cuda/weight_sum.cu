@@ -3,13 +3,13 @@
 //   share      0          1          2          3
 //   line   ... | tile 4 | 5 ...... | .......... | .. | tile 6 ...       tile 5 = BEGUN of share 1 + CONTINUED of 2 + CONTINUED of 3
 //
-// Blocks take slices of tiles by turns; most launches find nothing to do. Always in the order of the shares. Memory-bound: 4 bytes in and, for the last piece, 2 or 4 out for each element.
+// Blocks take slices of tiles by turns; most launches find nothing to do. Always in the order of the shares. Memory-bound: 4 bytes in
+// for each element of a piece, 2 or 4 out for the tile's.
 //
-// -D: BM, BN   a CTA's tile, of which each of THREADS threads has one float4 in every BM * BN / 4 / THREADS
-//     SLICES   blocks of a tile
+// -D: BM, BN    a CTA's tile, of which each of THREADS threads, the consumers of weight.cu, has one float4 in every 4 * THREADS
+//     SLICES    blocks of a tile
 #include "ptx.cuh"
 
-constexpr int THREADS = 256;                  // the consumers of weight.cu
 constexpr int QUADS = BM * BN / 4 / THREADS;  // of a thread
 
 struct Output {
