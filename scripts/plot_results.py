@@ -142,7 +142,16 @@ def memory_table(record: Record) -> str:
         for field in ("saved_MiB", "peak_fwdbwd_MiB"):
             line += [number(row["peers"][n][field], 0) if n in row["peers"] else "–" for n in (OURS, *others)]
         rows.append(line)
-    return markdown_table(header, rows)
+    means = []
+    for name in others:
+        peaks = [
+            [row["peers"][n]["peak_fwdbwd_MiB"] for n in (OURS, name)] for row in record["rows"] if name in row["peers"]
+        ]
+        ratios = [ours / peer for ours, peer in peaks]
+        span = f"{number(min(ratios))} to {number(max(ratios))}"
+        means.append(f"{number(geometric_mean(ratios))} of {LABELS[name]} ({span})")
+    note = f"Our peak, geometric means: {'; '.join(means)}." if means else ""
+    return f"{markdown_table(header, rows)}\n\n{note}".rstrip()
 
 
 def workspace_table(record: Record) -> str:
