@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from blazeproto import driver
-from blazeproto.gemm import launch
+from blazeproto.gemm import launch, weights
 from blazeproto.gemm.compile import Kernel
 
 
@@ -137,3 +137,24 @@ def test_threads_have_arguments_of_their_own() -> None:
     thread.start()
     thread.join()
     assert seen.address != driver.arguments.address and driver.arguments.address % 64 == 0
+
+
+@pytest.mark.parametrize("product", ["down_backward_weight", "up_backward_weight"])
+def test_the_workspace_of_a_weight_gradient(monkeypatch, product) -> None:
+    """A tenth of the gradient and its ordered rows at most; none where that is too little for a fifth of the clusters."""
+    for cached in (weights._shares, weights.weight_plan):
+        cached.cache_clear()
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    shape, width = (128, 256, 256), 256
+    for num_rows in (0, 1, 10_000, 100_000, 1_000_000, 30_000_000):
+        rows = SimpleNamespace(where=(num_rows, shape[0], 0))
+        elements = weights.weight_workspace(product, rows, shape)
+        touched = 2 * (128 * 256 * width + num_rows * width)  # bytes, bf16
+        of_a_share = 2 * 2 * 128 * 256  # elements: two pieces of each of two CTAs
+        shares = elements // of_a_share
+        assert elements == 0 or elements - shares * of_a_share == -(-2 * shares // 4) * 4  # and an int2 each, aligned
+        assert 4 * shares * of_a_share <= touched / 10
+        assert shares == min(66, touched // 10 // (4 * of_a_share)) or (
+            shares == 0 and touched / 10 < 14 * 4 * of_a_share
+        )
+    weights._shares.cache_clear()
