@@ -144,10 +144,8 @@ def memory_table(record: Record) -> str:
         rows.append(line)
     means = []
     for name in others:
-        peaks = [
-            [row["peers"][n]["peak_fwdbwd_MiB"] for n in (OURS, name)] for row in record["rows"] if name in row["peers"]
-        ]
-        ratios = [ours / peer for ours, peer in peaks]
+        pairs = [(row["peers"][OURS], row["peers"][name]) for row in record["rows"] if name in row["peers"]]
+        ratios = [ours["peak_fwdbwd_MiB"] / peer["peak_fwdbwd_MiB"] for ours, peer in pairs]
         span = f"{number(min(ratios))} to {number(max(ratios))}"
         means.append(f"{number(geometric_mean(ratios))} of {LABELS[name]} ({span})")
     note = f"Our peak, geometric means: {'; '.join(means)}." if means else ""

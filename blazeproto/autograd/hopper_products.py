@@ -7,8 +7,6 @@ may move between forward and backward. An array that is not contiguous or not 16
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -116,12 +114,8 @@ def down_backward(
             bias = _ready(cast(bias, d_out.dtype))
             unchecked.bias_score_grad(d_out, bias, where, d_scores=d_scores)
         if needs_weight:
-            accumulate = d_weight is not None
-            d_weight = torch.empty_like(down_proj, dtype=weight_dtype) if d_weight is None else d_weight
-            f32 = d_weight.dtype == torch.float32
-            pieces = _pieces("down_backward_weight", d_weight, where)
-            into: dict[str, Any] = {"dw": d_weight, "f32": f32, "accumulate": accumulate, "workspace": pieces}
-            unchecked.down_backward_weight(d_out, a_scaled, where, **into)
+            operands = (d_out, a_scaled)
+            d_weight = _weight_gradient("down_backward_weight", operands, down_proj, where, weight_dtype, d_weight)
     if needs_bias:
         d_bias = _expert_sum(d_out, down_proj, where, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
@@ -147,21 +141,32 @@ def up_backward(
         unchecked.combine(dx_rows, where, out=dx)
         del dx_rows  # before the weight gradient is allocated
     if needs_weight:
-        accumulate = d_weight is not None
-        d_weight = torch.empty_like(up_proj, dtype=weight_dtype) if d_weight is None else d_weight
-        f32 = d_weight.dtype == torch.float32
-        pieces = _pieces("up_backward_weight", d_weight, where)
-        into: dict[str, Any] = {"dw": d_weight, "f32": f32, "accumulate": accumulate, "workspace": pieces}
-        unchecked.up_backward_weight(dh, x, where, **into)
+        d_weight = _weight_gradient("up_backward_weight", (dh, x), up_proj, where, weight_dtype, d_weight)
     if needs_bias:
         d_bias = _expert_sum(dh, up_proj, where, d_bias)
     return dx, d_weight, d_bias
 
 
-def _pieces(product: str, d_weight: Tensor, where: RowAddresses) -> Tensor | None:
-    """The workspace of a weight gradient."""
-    elements = unchecked.weight_workspace(product, where, d_weight.shape)
-    return d_weight.new_empty(elements, dtype=torch.float32) if elements else None
+def _weight_gradient(
+    product: str,
+    operands: tuple[Tensor, Tensor],
+    weight: Tensor,
+    where: RowAddresses,
+    dtype: torch.dtype,
+    accumulator: Tensor | None,
+) -> Tensor:
+    """Of ``weight``: a new tensor of ``dtype``, or added to the fp32 ``accumulator``."""
+    dw = torch.empty_like(weight, dtype=dtype) if accumulator is None else accumulator
+    elements = unchecked.weight_workspace(product, where, dw.shape)
+    getattr(unchecked, product)(
+        *operands,
+        where,
+        dw=dw,
+        f32=dw.dtype == torch.float32,
+        accumulate=accumulator is not None,
+        workspace=dw.new_empty(elements, dtype=torch.float32) if elements else None,
+    )
+    return dw
 
 
 def _expert_sum(

@@ -77,7 +77,8 @@ def moe_mlp(
         combine: "gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
             order that varies from run to run. The torch backend treats both as "gather".
         workspace_bytes: bound on the bytes of transient buffers. The layer then runs in chunks of tokens, with a
-            dispatch each and float32 accumulators for the weight gradients. Needs a fixed K.
+            dispatch each and float32 accumulators for the weight gradients. Needs a fixed K. On the Hopper backend a
+            weight gradient may take a tenth of itself and of a chunk's activations beside the bound.
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).

@@ -16,6 +16,8 @@ WARPGROUP = 128  # threads; mainloop.cuh: WARPGROUP
 MAX_EXPERTS = 512  # mainloop.cuh: MAX_EXPERTS
 GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks of 8 in 32 bits
 BM, BK = 128, 64  # mainloop.cuh: rows of a tile, reduction steps of a stage
+SUM_SLICES = 8  # of a CTA's tile, for blocks of weight_sum
+SUM_THREADS = 2 * WARPGROUP  # of such a block: as many as weight.cu has consumers
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "relu", "silu", "gelu")
@@ -119,9 +121,6 @@ def kernel_for(
         return Kernel("down_backward.cu", "down_backward", macros, SMEM_BYTES, threads, start_registers, options)
     macros |= {"B_MN": product == "up_backward_act", "HALVES": 1, "HAS_BIAS": bias, "FUSED_COMBINE": fused}
     return Kernel("linear.cu", "linear", macros, SMEM_BYTES, threads, start_registers, options)
-
-
-SUM_SLICES, SUM_THREADS = 8, 2 * WARPGROUP  # of a tile; of weight_sum's blocks: as many as consumers
 
 
 @cache

@@ -228,23 +228,32 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
 # --- The weight products: weight.cu -----------------------------------------------------------------------------------
 
 
-def _gradient(dw: Any, shape: tuple[int, int, int], accumulate: bool) -> tuple[Any, DeviceArray, bool]:
-    """The output, the view of it, and whether it is fp32."""
+def _weight_gradient(
+    product: str,
+    operands: tuple[DeviceArray, DeviceArray],
+    rows: Rows,
+    shape: tuple[int, int, int],
+    dw: Any,
+    accumulate: bool,
+    workspace: Any,
+    config: TileConfig | None,
+    stream: int | None,
+) -> Any:
+    """operands: checked, in the order of ``product``'s parameters.  shape: of dw."""
     dw = empty(shape, "bfloat16") if dw is None else dw
     f32 = view(dw, "dw").dtype == "float32"
-    dw_view = expect("dw", dw, "float32" if f32 else "bfloat16", shape)
+    out = expect("dw", dw, "float32" if f32 else "bfloat16", shape)
     if accumulate and not f32:
         raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
     if shape[0] == 0 or shape[1] % 8 or shape[2] % 8:
         raise ValueError(f"dw: expected widths that are multiples of 8 and at least one expert, got shape {shape}")
-    return dw, dw_view, f32
-
-
-def _pieces(
-    product: str, out: DeviceArray, where: RowAddresses, workspace: Any, config: TileConfig | None
-) -> DeviceArray | None:
-    elements = unchecked.weight_workspace(product, where, out.shape, config)
-    return output("workspace", workspace, "float32", (elements,))[1] if elements else None
+    where = _run_on(rows, out, stream)
+    pieces, elements = None, unchecked.weight_workspace(product, where, shape, config)
+    if elements or workspace is not None:
+        pieces = output("workspace", workspace, "float32", (elements,))[1]
+    launch = getattr(unchecked, product)
+    launch(*operands, where, dw=out, f32=f32, accumulate=accumulate, workspace=pieces, config=config)
+    return dw
 
 
 def weight_workspace(product: str, dw: Any, rows: Rows, config: TileConfig | None = None) -> int:
@@ -272,12 +281,9 @@ def down_backward_weight(
     rows = rows.views()
     gathered = _gathered("d_out", d_out, (rows.num_tokens, None))
     ordered = expect("a_scaled", a_scaled, "bfloat16", (rows.num_rows, None))
-    dw, out, f32 = _gradient(dw, (rows.num_experts, gathered.shape[1], ordered.shape[1]), accumulate)
-    where = _run_on(rows, out, stream)
-    options: dict[str, Any] = {"f32": f32, "accumulate": accumulate, "config": config}
-    options["workspace"] = _pieces("down_backward_weight", out, where, workspace, config)
-    unchecked.down_backward_weight(gathered, ordered, where, dw=out, **options)
-    return dw
+    shape = (rows.num_experts, gathered.shape[1], ordered.shape[1])
+    operands = (gathered, ordered)
+    return _weight_gradient("down_backward_weight", operands, rows, shape, dw, accumulate, workspace, config, stream)
 
 
 def up_backward_weight(
@@ -298,9 +304,6 @@ def up_backward_weight(
     rows = rows.views()
     gathered = _gathered("x", x, (rows.num_tokens, None))
     ordered = expect("dh", dh, "bfloat16", (rows.num_rows, None))
-    dw, out, f32 = _gradient(dw, (rows.num_experts, ordered.shape[1], gathered.shape[1]), accumulate)
-    where = _run_on(rows, out, stream)
-    options: dict[str, Any] = {"f32": f32, "accumulate": accumulate, "config": config}
-    options["workspace"] = _pieces("up_backward_weight", out, where, workspace, config)
-    unchecked.up_backward_weight(ordered, gathered, where, dw=out, **options)
-    return dw
+    shape = (rows.num_experts, ordered.shape[1], gathered.shape[1])
+    operands = (ordered, gathered)
+    return _weight_gradient("up_backward_weight", operands, rows, shape, dw, accumulate, workspace, config, stream)

@@ -142,8 +142,7 @@ def test_threads_have_arguments_of_their_own() -> None:
 @pytest.mark.parametrize("product", ["down_backward_weight", "up_backward_weight"])
 def test_the_workspace_of_a_weight_gradient(monkeypatch, product) -> None:
     """A tenth of the gradient and its ordered rows at most; none where that is too little for a fifth of the clusters."""
-    for cached in (weights._shares, weights.weight_plan):
-        cached.cache_clear()
+    monkeypatch.setattr(weights, "_shares", weights._shares.__wrapped__)  # remembers nothing of this device
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     shape, width = (128, 256, 256), 256
     for num_rows in (0, 1, 10_000, 100_000, 1_000_000, 30_000_000):
@@ -157,4 +156,3 @@ def test_the_workspace_of_a_weight_gradient(monkeypatch, product) -> None:
         assert shares == min(66, touched // 10 // (4 * of_a_share)) or (
             shares == 0 and touched / 10 < 14 * 4 * of_a_share
         )
-    weights._shares.cache_clear()

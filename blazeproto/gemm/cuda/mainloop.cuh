@@ -98,10 +98,11 @@ DEVICE void release_stage(const Ring& ring) {
 }
 
 DEVICE int warpgroup_thread() { return thread_index() % WARPGROUP; }
+DEVICE int consumer_index() { return int(thread_index()) / WARPGROUP - 1; }
+
 // The same in all lanes of a warp: tells the compiler so, which then keeps it, and what follows from it, in uniform registers. It
 // believes a reduction; a shuffle only where control flow is uniform anyway.
 DEVICE int uniform(int value) { return __reduce_max_sync(~0u, value); }
-DEVICE int consumer_index() { return int(thread_index()) / WARPGROUP - 1; }
 
 // The products of the stage at `ring`, left in flight. ACCUMULATE: adds to acc.
 template <int MN_A, int MN_B, bool ACCUMULATE>

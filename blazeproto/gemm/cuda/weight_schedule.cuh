@@ -97,16 +97,16 @@ struct WeightScheduler {
         const Assignment& mine = assignment();
         const int tile = uniform(mine.first_tile + position * mine.tile_stride), blocks = uniform(mine.blocks);
         const int expert = tile / blocks, block = tile % blocks, i_blocks = uniform(mine.i_blocks);
-        WeightTile at{expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1),
-                      (block % i_blocks * CLUSTER + rank()) * BM, block / i_blocks * BN, WHOLE};
+        WeightTile found{expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1),
+                         (block % i_blocks * CLUSTER + rank()) * BM, block / i_blocks * BN, WHOLE};
         if (uniform(mine.shared)) {
             const int begin = uniform(position == 0 ? mine.first_step : 0);
             const int end = uniform(position + 1 == mine.count ? mine.last_step : 0);
-            if (end > 0) at.row_end = at.row + end * BK;
-            at.row += begin * BK;
-            at.piece = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
+            if (end > 0) found.row_end = found.row + end * BK;
+            found.row += begin * BK;
+            found.piece = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
         }
-        return at;
+        return found;
     }
 
     DEVICE float4* piece(Piece which) const {
