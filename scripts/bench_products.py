@@ -70,8 +70,6 @@ class Arrays:
         inverse[order] = torch.arange(R, device=device)
         self.tokens = order // shape.K
         self.rows = gemm.Rows(order.to(torch.int32), offsets, inverse.to(torch.int32), shape.K)
-        identity = torch.arange(R, dtype=torch.int32, device=device)
-        self.contiguous_rows = gemm.Rows(identity, offsets, identity, 1)  # row r is pair r is token r
 
         # outputs, so that nothing is allocated while timing
         self.h_out, self.act_out, self.y_out = (
@@ -136,8 +134,8 @@ def _weight_options(product: str, dw: torch.Tensor, rows: gemm.Rows, config: Any
 
 def _down_weight_plain(a: Arrays, config: Any) -> Call:
     d_out = a.gathered(a.d_out)
-    options = _weight_options("down_backward_weight", a.down_grad, a.contiguous_rows, config)
-    return lambda: gemm.down_backward_weight(d_out, a.act, a.contiguous_rows, **options)
+    options = _weight_options("down_backward_weight", a.down_grad, a.rows, config)
+    return lambda: gemm.down_backward_weight(d_out, a.act, a.rows, gather=False, **options)
 
 
 def _down_weight_torch(a: Arrays) -> Call:
@@ -147,8 +145,8 @@ def _down_weight_torch(a: Arrays) -> Call:
 
 def _up_weight_plain(a: Arrays, config: Any) -> Call:
     x = a.gathered(a.x)
-    options = _weight_options("up_backward_weight", a.up_grad, a.contiguous_rows, config)
-    return lambda: gemm.up_backward_weight(a.h, x, a.contiguous_rows, **options)
+    options = _weight_options("up_backward_weight", a.up_grad, a.rows, config)
+    return lambda: gemm.up_backward_weight(a.h, x, a.rows, gather=False, **options)
 
 
 def _up_weight_torch(a: Arrays) -> Call:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gemm"))
 
 from accuracy import Pool, worst_mismatches
-from oracle import EXACT, ROUTINGS, YARDSTICK, Shape, evaluate, make_case, run_kernels, stray_writes
+from oracle import EXACT, ROUTINGS, YARDSTICK, Shape, evaluate, make_case, run_kernels, stray_writes, wrong_in_order
 
 from blazeproto import gemm
 from blazeproto.gemm import rowops, unchecked
@@ -84,6 +84,7 @@ def check(seed: int, totals: dict[str, Pool]) -> list[str]:
         pool = Pool()
         pool.add_all(result, chained, exact)
         lines += [f"{name}: {line}" for line in stray_writes(case, result)]
+        lines += [f"{name}: {line}" for line in wrong_in_order(case, result if given is None else given, result)]
         for failure in pool.failures(SINGLE_RUN_SLACK[name]):
             output = failure.partition(":")[0]
             want = exact[output]

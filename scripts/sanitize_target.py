@@ -13,6 +13,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,9 +56,9 @@ def layer(
             raise AssertionError(f"not finite: {shape} {activation} {options.keys()}")
 
 
-def weight_gradients_in_pieces(dtype: torch.dtype) -> None:
+def weight_gradients_in_pieces(dtype: torch.dtype, gather: bool) -> None:
     """The first of two experts has all rows, enough of them for their reduction to be shared."""
-    T, d, n, E = 40_000, 72, 264, 2
+    T, d, n, E = 40_010, 72, 264, 2
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, device=DEVICE).to(torch.bfloat16)
@@ -71,10 +72,10 @@ def weight_gradients_in_pieces(dtype: torch.dtype) -> None:
     for product, (first, second, shape) in products.items():
         dw = torch.empty(shape, dtype=dtype, device=DEVICE)
         workspace = torch.empty(gemm.weight_workspace(product, dw, rows), device=DEVICE)
-        getattr(gemm, product)(first, second, rows, dw=dw, workspace=workspace)
+        getattr(gemm, product)(first, second, rows, dw=dw, gather=gather, workspace=workspace)
         torch.cuda.synchronize()
         if not (dw.isfinite().all() and dw[0].any() and not dw[1].any()):
-            raise AssertionError(f"wrong: {product} {dtype}")
+            raise AssertionError(f"wrong: {product} {dtype} {gather=}")
 
 
 def layers() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -91,8 +92,9 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         )
         for options in variants:
             yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
-    for dtype in (torch.bfloat16, torch.float32):
-        yield f"weight gradients in pieces, {dtype}", lambda dtype=dtype: weight_gradients_in_pieces(dtype)  # type: ignore[misc]
+    for dtype, gather in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)):
+        run = partial(weight_gradients_in_pieces, dtype, gather)
+        yield f"weight gradients in pieces, {dtype}, {gather=}", run
 
 
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.backends import products_for
+from blazeproto.autograd.experts import PARAMETERS
 from blazeproto.autograd.library import (
     Gradients,
     build_dispatch,
@@ -101,6 +102,7 @@ def _chunked(
         rows = Rows(pair_indices[pairs], offsets[number], token_index_map[pairs], scores.shape[1])
         build_dispatch(topk_experts[tokens], num_experts, opts.backend, rows[:3])
         h_chunk = h[pairs] if opts.save in SAVED_H else None
+        rows = products.rows_for(rows)
         _, act_chunk = products.up_forward(x[tokens], up_compute, up_bias, rows, opts.activation, h_chunk)
         if opts.save in SAVED_ACT:
             act[pairs] = act_chunk
@@ -177,7 +179,7 @@ def _chunked_backward(
         for parameter, needed in parameters
     )
     for number, tokens, pairs in chunks_of(x.shape[0], chunk_tokens, top_k):
-        rows = Rows(pair_indices[pairs], offsets[number], token_index_map[pairs], top_k)
+        rows = products.rows_for(Rows(pair_indices[pairs], offsets[number], token_index_map[pairs], top_k))
         if opts.save in SAVED_H:
             h_chunk, act_chunk = h[pairs], act[pairs] if opts.save in SAVED_ACT else None
         else:
@@ -236,15 +238,14 @@ def _chunked_backward_fake(
     return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
 
 
-_PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
 define(
-    f"moe_chunked({_PARAMETERS}, Tensor topk_experts, SymInt chunk_tokens, str options) -> "
+    f"moe_chunked({PARAMETERS}, Tensor topk_experts, SymInt chunk_tokens, str options) -> "
     "(Tensor out, Tensor h, Tensor act, Tensor pair_indices, Tensor offsets, Tensor token_index_map)",
     _chunked,
     _chunked_fake,
 )
 define(
-    f"moe_chunked_backward(bool[] needs, Tensor d_out, {_PARAMETERS}, Tensor h, Tensor act, Tensor pair_indices, "
+    f"moe_chunked_backward(bool[] needs, Tensor d_out, {PARAMETERS}, Tensor h, Tensor act, Tensor pair_indices, "
     "Tensor offsets, Tensor token_index_map, SymInt chunk_tokens, str options) -> Tensor[]",
     _chunked_backward,
     _chunked_backward_fake,

@@ -32,20 +32,31 @@ def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[T
         dispatch.build_dispatch(ids, num_experts, out=(*index_arrays, index_arrays[0].new_empty(ids.numel())))
 
 
+def rows_for(rows: Rows) -> RowAddresses:
+    """Where the index arrays (contiguous) lie, once for all the kernels of an operator; chunks may need aligned copies."""
+    device = rows.offsets.get_device()
+    stream = current_stream(rows.offsets)
+    where = addresses(rows, device, stream)
+    at = where.pair_indices | where.offsets | where.token_index_map | where.pair_tokens | where.token_offsets
+    if at % ALIGNMENT:
+        where = addresses([_ready(f) if isinstance(f, Tensor) else f for f in rows], device, stream)
+    return where
+
+
 def up_forward(
-    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Rows, activation: str, h_out: Tensor | None = None
+    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: RowAddresses, activation: str, h_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    num_rows, up_width = rows.pair_indices.shape[0], up_proj.shape[1]
+    num_rows, up_width = rows.num_rows, up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h_out is None else h_out
     act = x.new_empty(num_rows, up_width // (1 + is_gated(activation)))
     bias = None if bias is None else _ready(cast(bias, x.dtype))
     x, up_proj = _ready(x), _ready(up_proj)  # names keep copies alive until the launch is in the stream
-    unchecked.up_forward(x, up_proj, _addresses(rows), activation=activation, bias=bias, h=h, act=act)
+    unchecked.up_forward(x, up_proj, rows, activation=activation, bias=bias, h=h, act=act)
     return h, act
 
 
 def recompute_h(
-    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Rows, activation: str
+    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: RowAddresses, activation: str
 ) -> tuple[Tensor, Tensor | None]:
     """H again. act, which the kernel makes along, is dropped: down_backward has it in registers."""
     return up_forward(x, up_proj, bias, rows, activation)[0], None
@@ -56,22 +67,22 @@ def down_forward(
     down_proj: Tensor,
     bias: Tensor | None,
     scores: Tensor,
-    rows: Rows,
+    rows: RowAddresses,
     num_tokens: int,
     combine: str,
     out: Tensor | None = None,
 ) -> Tensor:
     d_model = down_proj.shape[1]
-    where, act, down_proj, scores = _addresses(rows), _ready(act), _ready(down_proj), _ready(scores)
+    act, down_proj, scores = _ready(act), _ready(down_proj), _ready(scores)
     bias = None if bias is None else _ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(num_tokens, d_model, dtype=torch.float32, device=act.device)
-        unchecked.down_forward_fused(act, down_proj, scores, where, bias=bias, out_f32=sums)
+        unchecked.down_forward_fused(act, down_proj, scores, rows, bias=bias, out_f32=sums)
         return sums.to(act.dtype) if out is None else out.copy_(sums)
     y = act.new_empty(act.shape[0], d_model)
-    unchecked.down_forward(act, down_proj, where, bias=bias, y=y)
+    unchecked.down_forward(act, down_proj, rows, bias=bias, y=y)
     out = act.new_empty(num_tokens, d_model) if out is None else out
-    unchecked.combine(y, where, scores=scores, out=out)
+    unchecked.combine(y, rows, scores=scores, out=out)
     return out
 
 
@@ -82,7 +93,7 @@ def down_backward(
     h: Tensor,
     act: Tensor | None,
     scores: Tensor,
-    rows: Rows,
+    rows: RowAddresses,
     activation: str,
     needs: Needs,
     weight_dtype: torch.dtype,
@@ -90,7 +101,7 @@ def down_backward(
     d_bias: Tensor | None = None,
 ) -> DownGradients:
     needs_h, needs_scores, needs_weight, needs_bias = needs
-    where, d_out, down_proj, scores = _addresses(rows), _ready(d_out), _ready(down_proj), _ready(scores)
+    d_out, down_proj, scores = _ready(d_out), _ready(down_proj), _ready(scores)
     dh = d_scores = None
     if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
         h = _ready(h)
@@ -103,7 +114,7 @@ def down_backward(
             down_proj,
             h,
             scores,
-            where,
+            rows,
             activation=activation,
             dh=dh,
             a_scaled=a_scaled,
@@ -112,12 +123,12 @@ def down_backward(
         )
         if bias is not None and needs_scores:
             bias = _ready(cast(bias, d_out.dtype))
-            unchecked.bias_score_grad(d_out, bias, where, d_scores=d_scores)
+            unchecked.bias_score_grad(d_out, bias, rows, d_scores=d_scores)
         if needs_weight:
             operands = (d_out, a_scaled)
-            d_weight = _weight_gradient("down_backward_weight", operands, down_proj, where, weight_dtype, d_weight)
+            d_weight = _weight_gradient("down_backward_weight", operands, down_proj, rows, weight_dtype, d_weight)
     if needs_bias:
-        d_bias = _expert_sum(d_out, down_proj, where, d_bias, scores)
+        d_bias = _expert_sum(d_out, down_proj, rows, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
 
 
@@ -125,7 +136,7 @@ def up_backward(
     dh: Tensor,
     x: Tensor,
     up_proj: Tensor,
-    rows: Rows,
+    rows: RowAddresses,
     needs: Needs,
     weight_dtype: torch.dtype,
     dx: Tensor | None = None,
@@ -133,17 +144,17 @@ def up_backward(
     d_bias: Tensor | None = None,
 ) -> UpGradients:
     needs_x, needs_weight, needs_bias = needs
-    where, dh, x, up_proj = _addresses(rows), _ready(dh), _ready(x), _ready(up_proj)
+    dh, x, up_proj = _ready(dh), _ready(x), _ready(up_proj)
     if needs_x:
         dx_rows = x.new_empty(dh.shape[0], x.shape[1])
-        unchecked.up_backward_act(dh, up_proj, where, dx_rows=dx_rows)
+        unchecked.up_backward_act(dh, up_proj, rows, dx_rows=dx_rows)
         dx = torch.empty_like(x) if dx is None else dx
-        unchecked.combine(dx_rows, where, out=dx)
+        unchecked.combine(dx_rows, rows, out=dx)
         del dx_rows  # before the weight gradient is allocated
     if needs_weight:
-        d_weight = _weight_gradient("up_backward_weight", (dh, x), up_proj, where, weight_dtype, d_weight)
+        d_weight = _weight_gradient("up_backward_weight", (dh, x), up_proj, rows, weight_dtype, d_weight)
     if needs_bias:
-        d_bias = _expert_sum(dh, up_proj, where, d_bias)
+        d_bias = _expert_sum(dh, up_proj, rows, d_bias)
     return dx, d_weight, d_bias
 
 
@@ -151,16 +162,16 @@ def _weight_gradient(
     product: str,
     operands: tuple[Tensor, Tensor],
     weight: Tensor,
-    where: RowAddresses,
+    rows: RowAddresses,
     dtype: torch.dtype,
     accumulator: Tensor | None,
 ) -> Tensor:
     """Of ``weight``: a new tensor of ``dtype``, or added to the fp32 ``accumulator``."""
-    dw = torch.empty_like(weight, dtype=dtype) if accumulator is None else accumulator
-    elements = unchecked.weight_workspace(product, where, dw.shape)
+    dw = weight.new_empty(weight.shape, dtype=dtype) if accumulator is None else accumulator
+    elements = unchecked.weight_workspace(product, rows, dw.shape)
     getattr(unchecked, product)(
         *operands,
-        where,
+        rows,
         dw=dw,
         f32=dw.dtype == torch.float32,
         accumulate=accumulator is not None,
@@ -170,33 +181,22 @@ def _weight_gradient(
 
 
 def _expert_sum(
-    values: Tensor, weight: Tensor, where: RowAddresses, accumulator: Tensor | None, scores: Tensor | None = None
+    values: Tensor, weight: Tensor, rows: RowAddresses, accumulator: Tensor | None, scores: Tensor | None = None
 ) -> Tensor:
     """A bias gradient: (E, m) sums over each expert's rows, of S dO gathered (``scores`` given) or of rows as they are."""
     num_experts, width = weight.shape[:2]
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
     unchecked.expert_row_sum(
         values,
-        where,
+        rows,
         gather=scores is not None,
         scores=scores,
         out=out,
         f32=True,
         accumulate=accumulator is not None,
-        workspace=values.new_empty(row_sum_slots(where.num_rows, num_experts), width, dtype=torch.float32),
+        workspace=values.new_empty(row_sum_slots(rows.num_rows, num_experts), width, dtype=torch.float32),
     )
     return out
-
-
-def _addresses(rows: Rows) -> RowAddresses:
-    """The index arrays (contiguous) as addresses, once for all the kernels of an operator; chunks may need aligned copies."""
-    device = rows.offsets.get_device()
-    stream = current_stream(rows.offsets)
-    where = addresses(rows, device, stream)
-    at = where.pair_indices | where.offsets | where.token_index_map | where.pair_tokens | where.token_offsets
-    if at % ALIGNMENT:
-        where = addresses([_ready(f) if isinstance(f, Tensor) else f for f in rows], device, stream)
-    return where
 
 
 def _ready(t: Tensor) -> Tensor:

@@ -1,17 +1,16 @@
 """``moe_mlp``: the expert MLP as a function of tensors, with a backward.
 
-Two autograd nodes. A plain box runs in forward, a double one in backward; what a node saves is listed below it.
+One autograd node, one operator forward and two backward (double boxes). What the node saves is listed between them.
 
-    x, W_up ──> [ moe_up ] ── h ──> [ moe_down ] ──> out
-                     └─────── act ──────┘
-    saved:      X, indices           H, S, indices          (save="minimal")
+    x, W_up, W_down, S ──> [ moe_experts: up ── act ──> down, combine ] ──> out
+                                           │
+    saved:      X, S, indices              H               (save="minimal")
 
     dX, dW_up <── [[ moe_up_backward ]] <── dH ── [[ moe_down_backward ]] <── dO
                                              dS, dW_down <──┘
 
-No gradient runs along act: ``moe_down_backward`` makes act again from H, and what it hands back is the gradient of H. So
-act need not be saved; and since H belongs to the second node alone, autograd frees it before the first node's backward
-allocates. Nothing that is saved is ever written over, so a graph may be kept and run backward twice.
+``moe_down_backward`` makes act again from H, so act need not be saved. H is let go of between the two, before the second
+allocates, unless the graph is kept. Nothing that is saved is ever written over, so a kept graph may run backward twice.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import down, up  # noqa: F401 (they define the operators)
+from blazeproto.autograd import experts  # noqa: F401 (it defines the operators)
 from blazeproto.autograd.checks import check_arguments
 from blazeproto.autograd.chunked import chunk_length, transient_bytes_per_token
 from blazeproto.autograd.library import caller, cast
@@ -127,6 +126,9 @@ def _run(
     x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
     scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
     call = caller((x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets))
+    parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
+    if not torch.is_grad_enabled():
+        options = options._replace(save="recompute")  # nothing will ask for H
 
     if workspace_bytes is not None:
         assert topk_experts is not None
@@ -135,10 +137,7 @@ def _run(
         )
         chunk_tokens = chunk_length(x.shape[0], bytes_per_token, workspace_bytes)
         if chunk_tokens < x.shape[0]:
-            if not torch.is_grad_enabled():
-                options = options._replace(save="recompute")  # nothing will ask for H
-            tensors = (x, up_proj, up_bias, down_proj, down_bias, scores)
-            return call("moe_chunked", *tensors, topk_experts, chunk_tokens, options.encode())[0]
+            return call("moe_chunked", *parameters, topk_experts, chunk_tokens, options.encode())[0]
 
     if dispatch is not None:
         index_arrays = (
@@ -155,6 +154,4 @@ def _run(
         pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
     tail = (*index_arrays, top_k or 0, pair_tokens, token_offsets, options.encode())
 
-    h, act = call("moe_up", x, up_proj, up_bias, *tail)
-    to_recompute_from = (x, up_proj, up_bias) if options.save == "recompute" else (None, None, None)
-    return call("moe_down", h, act, scores, down_proj, down_bias, *to_recompute_from, *tail)
+    return call("moe_experts", *parameters, *tail)[0]

@@ -111,8 +111,8 @@ def decode_tail(
 
 
 Needs = Sequence[bool]
-"""Which gradients are wanted: of (x, up_proj, up_bias) in the up node, of (h, scores, down_proj, down_bias) in the down
-node."""
+"""Which gradients are wanted: of (x, up_proj, up_bias) from the up projection's backward, of (h, scores, down_proj, down_bias)
+from the down projection's."""
 
 UpGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 DownGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -25,6 +25,11 @@ from blazeproto.reference import GATED, UNGATED, is_gated
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
 
 
+def rows_for(rows: Rows) -> Rows:
+    """``rows`` as the products here take them: as they are."""
+    return rows
+
+
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 

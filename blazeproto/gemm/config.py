@@ -85,9 +85,10 @@ def kernel_for(
     """The kernel of ``product`` with these tiles.
 
     bias: adds a bias.  fused: down_forward that sums experts itself.  f32: a weight gradient in fp32.
-    gather: overrides whether rows are gathered (for the linear products).  debug: further macros, see ptx.cuh.
+    gather: overrides whether rows are gathered (the linear products, weight gradients).  debug: further macros, see ptx.cuh.
     """
-    gathers = product in ("up_forward", "down_backward_act") if gather is None else gather
+    is_weight = product.endswith("_weight")
+    gathers = is_weight or product in ("up_forward", "down_backward_act") if gather is None else gather
     # A fourth warpgroup: makes act, or stores where all of the producer's warps gather.
     finishers = int(product == "up_forward" or (gathers and product in ("down_forward", "up_backward_act")))
     threads, start_registers = (4 * WARPGROUP, 128) if finishers else (3 * WARPGROUP, None)
@@ -101,12 +102,11 @@ def kernel_for(
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
         "FINISHER_REGISTERS": 56 if product == "up_forward" and not bias else 40,
     }
-    is_weight = product.endswith("_weight")
     if config.cluster != 1 and not is_weight:
         raise ValueError(f"config: expected cluster=1 for {product}, got {config}")
     options = tuple(f"-D{macro}" for macro in debug)
     if is_weight:
-        macros |= {"GATHER": 1, "TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
+        macros |= {"TRANSPOSED": product == "up_backward_weight", "OUT_F32": f32}
         return Kernel("weight.cu", "weight_gradient", macros, SMEM_BYTES, threads, start_registers, options)
     if product == "up_forward":
         macros |= {
@@ -151,7 +151,8 @@ def all_kernels() -> Iterator[Kernel]:
                 yield from once(kernel_for(product, config, bias=bias, gather=True))
         elif product.endswith("_weight"):
             for f32 in (False, True):
-                yield from once(kernel_for(product, config, f32=f32))
+                for gather in (True, False):
+                    yield from once(kernel_for(product, config, f32=f32, gather=gather))
             yield from once(weight_sum_kernel(config))
         else:
             for gather in (False, True):

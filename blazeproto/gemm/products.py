@@ -234,10 +234,12 @@ def _weight_gradient(
     rows: Rows,
     shape: tuple[int, int, int],
     dw: Any,
-    accumulate: bool,
     workspace: Any,
-    config: TileConfig | None,
     stream: int | None,
+    *,
+    gather: bool,
+    accumulate: bool,
+    config: TileConfig | None,
 ) -> Any:
     """operands: checked, in the order of ``product``'s parameters.  shape: of dw."""
     dw = empty(shape, "bfloat16") if dw is None else dw
@@ -252,7 +254,7 @@ def _weight_gradient(
     if elements or workspace is not None:
         pieces = output("workspace", workspace, "float32", (elements,))[1]
     launch = getattr(unchecked, product)
-    launch(*operands, where, dw=out, f32=f32, accumulate=accumulate, workspace=pieces, config=config)
+    launch(*operands, where, dw=out, gather=gather, f32=f32, accumulate=accumulate, workspace=pieces, config=config)
     return dw
 
 
@@ -268,6 +270,7 @@ def down_backward_weight(
     rows: Rows,
     *,
     dw: Any = None,
+    gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
     config: TileConfig | None = None,
@@ -275,15 +278,17 @@ def down_backward_weight(
 ) -> Any:
     """dw[e] = sum of d_out[token]^T a_scaled. d_out (T, d), a_scaled (R, n) → dw (E, d, n), bf16, or fp32 if ``dw`` is.
 
-    accumulate: add to an fp32 ``dw``. Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
+    Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
+
+    gather: False where d_out's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
     workspace: fp32, `weight_workspace` elements: reductions over very many rows are cut and their pieces summed, in order.
     """
     rows = rows.views()
-    gathered = _gathered("d_out", d_out, (rows.num_tokens, None))
+    gathered = _gathered("d_out", d_out, (rows.num_tokens if gather else rows.num_rows, None))
     ordered = expect("a_scaled", a_scaled, "bfloat16", (rows.num_rows, None))
     shape = (rows.num_experts, gathered.shape[1], ordered.shape[1])
-    operands = (gathered, ordered)
-    return _weight_gradient("down_backward_weight", operands, rows, shape, dw, accumulate, workspace, config, stream)
+    options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
+    return _weight_gradient("down_backward_weight", (gathered, ordered), rows, shape, dw, workspace, stream, **options)
 
 
 def up_backward_weight(
@@ -292,6 +297,7 @@ def up_backward_weight(
     rows: Rows,
     *,
     dw: Any = None,
+    gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
     config: TileConfig | None = None,
@@ -302,8 +308,8 @@ def up_backward_weight(
     MoEBlaze Algorithm 1, line 29.
     """
     rows = rows.views()
-    gathered = _gathered("x", x, (rows.num_tokens, None))
+    gathered = _gathered("x", x, (rows.num_tokens if gather else rows.num_rows, None))
     ordered = expect("dh", dh, "bfloat16", (rows.num_rows, None))
     shape = (rows.num_experts, ordered.shape[1], gathered.shape[1])
-    operands = (ordered, gathered)
-    return _weight_gradient("up_backward_weight", operands, rows, shape, dw, accumulate, workspace, config, stream)
+    options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
+    return _weight_gradient("up_backward_weight", (ordered, gathered), rows, shape, dw, workspace, stream, **options)

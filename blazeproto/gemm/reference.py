@@ -187,11 +187,12 @@ def down_backward_weight(
     rows: Any,
     *,
     dw: Array | None = None,
+    gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
-    return _weight_gradient(d_out[row_tokens(rows)], a_scaled, rows, dw, accumulate)
+    return _weight_gradient(d_out[row_tokens(rows)] if gather else d_out, a_scaled, rows, dw, accumulate)
 
 
 def up_backward_act(dh: Array, up_proj: Array, rows: Any, *, dx_rows: Array | None = None) -> Array:
@@ -203,10 +204,17 @@ def up_backward_act(dh: Array, up_proj: Array, rows: Any, *, dx_rows: Array | No
 
 
 def up_backward_weight(
-    dh: Array, x: Array, rows: Any, *, dw: Array | None = None, accumulate: bool = False, workspace: Any = None
+    dh: Array,
+    x: Array,
+    rows: Any,
+    *,
+    dw: Array | None = None,
+    gather: bool = True,
+    accumulate: bool = False,
+    workspace: Any = None,
 ) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
-    return _weight_gradient(dh, x[row_tokens(rows)], rows, dw, accumulate)
+    return _weight_gradient(dh, x[row_tokens(rows)] if gather else x, rows, dw, accumulate)
 
 
 def _weight_gradient(left: Array, right: Array, rows: Any, dw: Array | None, accumulate: bool) -> Array:

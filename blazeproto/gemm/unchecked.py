@@ -270,14 +270,15 @@ def down_backward_weight(
     rows: RowAddresses,
     *,
     dw: Any,
+    gather: bool = True,
     f32: bool,
     accumulate: bool = False,
     workspace: Any = None,
     config: TileConfig | None = None,
 ) -> None:
-    """f32: whether dw is.  workspace: None makes every tile whole."""
+    """gather: False where the rows of d_out lie in order.  f32: whether dw is.  workspace: None makes every tile whole."""
     product = "down_backward_weight"
-    weight_gradient(product, d_out, a_scaled, rows, dw, f32, accumulate, workspace, config, DEBUG)
+    weight_gradient(product, d_out, a_scaled, rows, dw, gather, f32, accumulate, workspace, config, DEBUG)
 
 
 def up_backward_weight(
@@ -286,10 +287,11 @@ def up_backward_weight(
     rows: RowAddresses,
     *,
     dw: Any,
+    gather: bool = True,
     f32: bool,
     accumulate: bool = False,
     workspace: Any = None,
     config: TileConfig | None = None,
 ) -> None:
     """As `down_backward_weight`."""
-    weight_gradient("up_backward_weight", x, dh, rows, dw, f32, accumulate, workspace, config, DEBUG)
+    weight_gradient("up_backward_weight", x, dh, rows, dw, gather, f32, accumulate, workspace, config, DEBUG)

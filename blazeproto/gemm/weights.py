@@ -26,6 +26,7 @@ from blazeproto.gemm.rows import RowAddresses
 
 WORKSPACE_PART = 0.1  # of a weight gradient and its ordered rows
 LEAST_SHARERS = 0.2  # of the clusters
+BUSY_ENOUGH = 0.9  # of the clusters, in the mean over the rounds that the tiles of one expert take
 
 
 class WeightPlan(NamedTuple):
@@ -41,6 +42,7 @@ def weight_plan(
     product: str,
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
+    gather: bool,
     f32: bool,
     accumulate: bool,
     shares: int,
@@ -53,10 +55,11 @@ def weight_plan(
     experts, outer, inner = shape
     d, width = _gathered_and_ordered(product, shape)
     ordered = box_2d(width, num_rows, (SLAB, BK)) if num_rows else None
+    in_order = box_2d(d, num_rows, (SLAB, BK)) if num_rows and not gather else None
     out = None if f32 else box_3d((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
-        kernel_for(product, config, f32=f32, debug=debug),
-        (ordered, out),
+        kernel_for(product, config, f32=f32, gather=gather, debug=debug),
+        (ordered, in_order, out),
         9,
         (experts, d, width, int(accumulate), shares),
         grid=persistent_grid(device, config.cluster, _tiles(config, experts, d, width)),
@@ -92,10 +95,13 @@ def _share_bytes(config: TileConfig) -> int:
 def _shares(product: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig | None) -> int:
     """Shares that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their pieces take no
     more than WORKSPACE_PART of the gradient and its ordered rows, for that is where a layer's memory peaks. None, 0, if
-    they would be too few to gain anything."""
+    they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy."""
     config, (num_rows, _, device), experts = config or DEFAULTS[product], where, shape[0]
     d, width = _gathered_and_ordered(product, shape)
     clusters = persistent_grid(device, config.cluster, _tiles(config, experts, d, width)) // config.cluster
+    tiles = _tiles(config, 1, d, width)
+    if tiles >= BUSY_ENOUGH * clusters * -(-tiles // clusters):
+        return 0
     budget = WORKSPACE_PART * 2 * (experts * d * width + num_rows * width)
     shares = min(clusters, int(budget / _share_bytes(config))) if num_rows else 0
     return shares if shares >= LEAST_SHARERS * clusters else 0
@@ -113,19 +119,23 @@ def weight_gradient(
     ordered: Any,
     rows: RowAddresses,
     dw: Any,
+    gather: bool,
     f32: bool,
     accumulate: bool,
     workspace: Any,
     config: TileConfig | None,
     debug: tuple[str, ...],
 ) -> None:
-    """product: "down_backward_weight" or "up_backward_weight".  f32: whether dw is.  workspace: None makes every tile whole."""
+    """product: "down_backward_weight" or "up_backward_weight".  gather: False where the rows of `gathered` lie in order already.
+    f32: whether dw is.  workspace: None makes every tile whole."""
     shares = 0 if workspace is None else _shares(product, rows.where, dw.shape, config)
-    plan = weight_plan(product, rows.where, dw.shape, f32, accumulate, shares, config, debug)
+    plan = weight_plan(product, rows.where, dw.shape, gather, f32, accumulate, shares, config, debug)
     ordered_at, dw_at, unfinished = ordered.data_ptr(), dw.data_ptr(), workspace.data_ptr() if shares else 0
     pieces = unfinished + plan.pieces_offset
-    maps = (*((ordered_at,) if rows.num_rows else ()), *(() if f32 else (dw_at,)))
-    inputs = (gathered.data_ptr(), ordered_at, *rows.pair_to_token, rows.offsets)
+    gathered_at = gathered.data_ptr()
+    by_rows = (ordered_at,) if gather else (ordered_at, gathered_at)
+    maps = (*(by_rows if rows.num_rows else ()), *(() if f32 else (dw_at,)))
+    inputs = (gathered_at, ordered_at, *rows.pair_to_token, rows.offsets)
     plan.gradient.launch(rows.stream, maps, (*inputs, dw_at if f32 else 0, unfinished, pieces))
     if shares:
         words = (unfinished, pieces, dw_at, *plan.sum_numbers)

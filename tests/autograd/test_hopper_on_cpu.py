@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blazeproto import dispatch, gemm
-from blazeproto.autograd import SavePolicy, chunked, down, hopper_products, library, up
+from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library
 from blazeproto.gemm import reference, unchecked
 from blazeproto.reference import ACTIVATIONS
 
@@ -50,8 +50,8 @@ def twins(monkeypatch):
         signature = inspect.signature(getattr(unchecked, name))
         monkeypatch.setattr(unchecked, name, partial(run_twin, name, signature))
     monkeypatch.setattr(unchecked, "weight_workspace", lambda product, rows, shape: 24)
-    monkeypatch.setattr(hopper_products, "_addresses", lambda rows: gemm.Rows(*rows))
-    for module in (up, down, chunked):
+    monkeypatch.setattr(hopper_products, "rows_for", lambda rows: gemm.Rows(*rows))
+    for module in (experts, chunked):
         monkeypatch.setattr(module, "products_for", lambda *_: hopper_products)
     real = torch.Tensor.new_empty
     monkeypatch.setattr(

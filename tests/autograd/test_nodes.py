@@ -1,4 +1,4 @@
-"""What the two autograd nodes save, when they let go of it, and how they treat unusual gradients."""
+"""What the autograd node saves, when it lets go of it, and how they treat unusual gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_saved_bytes(make_case, save, activation, workspace_bytes, dtype):
     assert saved == formula
 
 
-def test_h_is_freed_before_the_up_backward(make_case, monkeypatch):
+@pytest.mark.parametrize("save", ["minimal", "paper"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
+    """Unless the graph is kept. What autograd holds and what the backward itself holds."""
     case = make_case(96, 16, 24, 5, 2, dtype=torch.float32)
     references = []
 
@@ -68,8 +71,8 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch):
 
     def pack(tensor):
         kept = Kept(tensor)
-        if tensor.shape == (192, 48):  # H
-            references.append(weakref.ref(kept))
+        if tensor.shape in ((192, 48), (192, 24)):  # H, act
+            references.extend((weakref.ref(kept), weakref.ref(tensor)))
         return kept
 
     alive_then = []
@@ -81,9 +84,9 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch):
 
     monkeypatch.setattr(torch_products, "up_backward", up_backward)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        out = case.forward()
-    out.backward(case.d_out)
-    assert alive_then == [False]
+        out = case.forward(save=save)
+    out.backward(case.d_out, retain_graph=keep)
+    assert alive_then == [keep] * (2 if save == "minimal" else 4)
 
 
 @pytest.mark.parametrize("save", POLICIES)

@@ -32,32 +32,24 @@ def test_opcheck_dispatch(make_case):
     torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, "torch"))
 
 
-@pytest.mark.parametrize("varying", [False, True])
-def test_opcheck_up(make_case, varying):
-    case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
-    tail = tail_of(case)
-    torch.library.opcheck(ops.moe_up.default, (case.x, case.gate_up_proj, case.up_bias, *tail))
-    h, _ = ops.moe_up(case.x.detach(), case.gate_up_proj.detach(), case.up_bias.detach(), *tail)
-    for needs in ([True, True, True], [False, True, False]):
-        arguments = (needs, torch.randn_like(h), case.x.detach(), case.gate_up_proj.detach(), case.up_bias.detach())
-        torch.library.opcheck(ops.moe_up_backward.default, (*arguments, *tail))
-
-
 @pytest.mark.parametrize("save", POLICIES)
-def test_opcheck_down(make_case, save):
-    case = make_case(bias=True)
+@pytest.mark.parametrize("varying", [False, True])
+def test_opcheck_experts(make_case, save, varying):
+    case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
     tail = tail_of(case, save)
-    up = (case.x.detach(), case.gate_up_proj.detach(), case.up_bias.detach())
-    h, act = ops.moe_up(*up, *tail)
-    down = (case.scores, case.down_proj, case.down_bias)
-    again = up if save == "recompute" else (None, None, None)
-    torch.library.opcheck(ops.moe_down.default, (h.clone().requires_grad_(), act, *down, *again, *tail))
+    up, down = (case.x, case.gate_up_proj, case.up_bias), (case.down_proj, case.down_bias)
+    torch.library.opcheck(ops.moe_experts.default, (*up, *down, case.scores, *tail))
 
+    up, down, scores = tuple(t.detach() for t in up), tuple(t.detach() for t in down), case.scores.detach()
+    _, h, act = ops.moe_experts(*up, *down, scores, *tail)
     kept = {"minimal": (h, None), "paper": (h, act), "recompute": (None, None)}[save]
-    down = tuple(t.detach() for t in down)
+    again = up if save == "recompute" else (None, None, None)
     for needs in ([True, True, True, True], [True, False, True, False]):
-        arguments = (needs, case.d_out, *kept, *down, *again, *tail)
+        arguments = (needs, case.d_out, *kept, scores, *down, *again, *tail)
         torch.library.opcheck(ops.moe_down_backward.default, arguments)
+    dh = torch.randn(act.shape[0], case.gate_up_proj.shape[1], dtype=act.dtype)
+    for needs in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(ops.moe_up_backward.default, (needs, dh, *up, *tail))
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -131,7 +123,7 @@ class Names(TorchDispatchMode):
 def test_who_listens_hears_the_operators(make_case):
     """Though they are called past the dispatcher where nobody does."""
     case = make_case()
-    expected = {f"blazeproto::{name}" for name in ("dispatch", "moe_up", "moe_down")}
+    expected = {f"blazeproto::{name}" for name in ("dispatch", "moe_experts")}
     expected_backward = {"blazeproto::moe_up_backward", "blazeproto::moe_down_backward"}
     alone = case.run()
     with Names() as names:

@@ -343,3 +343,20 @@ def stray_writes(case: Case, result: Mapping[str, Tensor]) -> list[str]:
     """Outputs of `run_kernels` in which a row that no pair has was written."""
     used = len(case.row_pair)
     return [f"{name}: wrote past row {used}" for name in ROW_OUTPUTS if not result[name][used:].isnan().all()]
+
+
+def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
+    """Weight gradients by gathering, in ``result``, that are not to the bit what rows that lie in order already give."""
+    num_rows = case.rows.num_rows
+    x, d_out = (pad_rows(values[case.row_token], num_rows) for values in (case.x, case.d_out))
+    used = {name: pad_rows(given[name][: len(case.row_token)], num_rows) for name in ("dh", "a_scaled")}
+    lines = []
+    for suffix in ("", "_f32"):
+        for name, product, operands in (
+            ("d_down" + suffix, gemm.down_backward_weight, (d_out, used["a_scaled"])),
+            ("d_up" + suffix, gemm.up_backward_weight, (used["dh"], x)),
+        ):
+            dw = torch.full_like(result[name], math.nan)
+            if not torch.equal(product(*operands, case.rows, dw=dw, gather=False), result[name]):
+                lines.append(f"{name}: not what rows in order give")
+    return lines

@@ -156,3 +156,12 @@ def test_the_workspace_of_a_weight_gradient(monkeypatch, product) -> None:
         assert shares == min(66, touched // 10 // (4 * of_a_share)) or (
             shares == 0 and touched / 10 < 14 * 4 * of_a_share
         )
+
+
+@pytest.mark.parametrize(("d", "n", "shared"), [(1024, 4096, False), (1024, 2048, True), (4096, 512, True)])
+def test_no_workspace_where_the_tiles_of_one_expert_keep_all_clusters_busy(monkeypatch, d, n, shared) -> None:
+    """4 · 16 tiles of 256 x 256 are 64 for 66 clusters; 32 leave half of them without work."""
+    monkeypatch.setattr(weights, "_shares", weights._shares.__wrapped__)  # remembers nothing of this device
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    rows = SimpleNamespace(where=(131_072, 8, 0))
+    assert (weights.weight_workspace("down_backward_weight", rows, (8, d, n)) > 0) == shared

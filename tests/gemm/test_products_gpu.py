@@ -11,7 +11,19 @@ from functools import partial
 import pytest
 import torch
 from accuracy import Pool, worst_mismatches
-from oracle import EXACT, ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case, rows_fixed, run_kernels, stray_writes
+from oracle import (
+    EXACT,
+    ROUTINGS,
+    YARDSTICK,
+    Case,
+    Shape,
+    evaluate,
+    make_case,
+    rows_fixed,
+    run_kernels,
+    stray_writes,
+    wrong_in_order,
+)
 
 from blazeproto import gemm
 from blazeproto.gemm import config as tiles
@@ -62,6 +74,8 @@ def check_products(shape: Shape, routing: str = "uniform", *, configs: dict | No
         given = evaluate(YARDSTICK, case)
         result = run_kernels(case, given, configs)
         report += [f"seed {seed}: {line}" for line in stray_writes(case, result)]
+        if configs is None:
+            report += [f"seed {seed}: {line}" for line in wrong_in_order(case, given, result)]
         exact = evaluate(EXACT, case, given)
         pool.add_all(result, given, exact)
     for failure in pool.failures():  # the places are the last seed's

@@ -222,6 +222,8 @@ DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- matrix fragments between registers and shared memory -------------------------------------------------------
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t src) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

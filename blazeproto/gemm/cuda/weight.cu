@@ -3,7 +3,7 @@
 //   TRANSPOSED 0   dW_down[e] (d, n)  = sum_r dO[token(r)]^T A'[r]    MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3
 //   TRANSPOSED 1   dW_up[e]   (2n, d) = sum_r dH[r]^T x[token(r)]     Algorithm 1, line 29; SonicMoE Algorithm 5
 //
-//   gathered rows, 64 at a time --cp.async--> A (64 x BM)  \
+//   gathered rows, 64 at a time --cp.async--> A (64 x BM)  \      (GATHER 0: rows that lie in order already, by TMA)
 //                                                            wgmma, both operands MN-major -> acc (BM x BN)
 //   ordered rows,  64 at a time --TMA-------> B (64 x BN)  /      acc[i, j] = sum_r gathered[r, i] ordered[r, j]
 //
@@ -45,7 +45,7 @@ struct WeightProducer {
     }
 
     // `next_pair` holds the pairs of this tile's first rows on the way in, and of the next tile's on the way out.
-    DEVICE void produce(const WeightScheduler& scheduler, int position, int& next_pair) {
+    DEVICE void produce_gathered(const WeightScheduler& scheduler, int position, int& next_pair) {
         const WeightTile tile = scheduler.at(position);
         const int column = tile.i + gather_column();
         const uint4* chunks = reinterpret_cast<const uint4*>(p.gathered_rows + column);
@@ -71,7 +71,7 @@ struct WeightProducer {
             }
             if (tail) {
                 copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
-                copy_ordered_tail(tile.j + gather_column(), row, tile.row_end);
+                copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
             } else {
                 copy_rows<A_PANELS, true>(ring.a() + offset, rows, p.gathered_width - column);
             }
@@ -88,16 +88,43 @@ struct WeightProducer {
         return load_pair(p.pairs, tile.row, tile.row_end);
     }
 
-    DEVICE void copy_ordered_tail(int column, int row, int row_end) const {
+    // GATHER 0. TMA needs one thread, but the block that runs into the next expert's rows takes all of them.
+    DEVICE void produce_in_order(const WeightTile& tile) {
+        const bool loads = threadIdx.x < 32;
+        int row = tile.row;
+        for (; row + BK <= tile.row_end; row += BK) {
+            if (loads) ring.wait_until_empty();
+            if (threadIdx.x == 0) {
+                mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
+                load_ordered(tile.j, row);
+#pragma unroll
+                for (int panel = 0; panel < A_PANELS; ++panel)
+                    tma_load_2d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL, row);
+            }
+            ring.advance();
+        }
+        if (row == tile.row_end) return;
+        if (loads) ring.wait_until_empty();
+        named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
+        copy_tail<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i + gather_column(), row, tile.row_end);
+        copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
+        cp_async_wait_all();
+        fence_proxy_async();
+        named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
+        if (threadIdx.x == 0) mbarrier_arrive(ring.full_barrier());
+        ring.advance();
+    }
+
+    template <int PANELS>
+    DEVICE void copy_tail(uint32_t stage, const bf16* matrix, int width, int column, int row, int row_end) const {
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
             const int r = row + pass * ROWS_A_PASS + gather_row();
-            const uint32_t dst = ring.b() + pass * ROWS_A_PASS * SWIZZLE_ROW + offset;
-            const bf16* src = p.ordered_rows + int64_t(min(r, row_end - 1)) * p.ordered_width + column;
+            const uint32_t dst = stage + pass * ROWS_A_PASS * SWIZZLE_ROW + offset;
+            const bf16* src = matrix + int64_t(min(r, row_end - 1)) * width + column;
 #pragma unroll
-            for (int panel = 0; panel < B_PANELS; ++panel)
-                cp_async_16(dst + panel * PANEL_BYTES, src + panel * PANEL,
-                            r < row_end && column + panel * PANEL < p.ordered_width);
+            for (int panel = 0; panel < PANELS; ++panel)
+                cp_async_16(dst + panel * PANEL_BYTES, src + panel * PANEL, r < row_end && column + panel * PANEL < width);
         }
     }
 };
@@ -180,8 +207,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PTX
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         WeightProducer producer(p);
-        int next_pair = producer.first_pair(scheduler, 0);
-        for (int position = 0; position < scheduler.count(); ++position) producer.produce(scheduler, position, next_pair);
+        int next_pair = GATHER ? producer.first_pair(scheduler, 0) : -1;
+        for (int position = 0; position < scheduler.count(); ++position) {
+            if (GATHER) producer.produce_gathered(scheduler, position, next_pair);
+            else producer.produce_in_order(scheduler.at(position));
+        }
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         WeightEpilogue epilogue(p);

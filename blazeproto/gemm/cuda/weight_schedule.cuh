@@ -19,9 +19,10 @@
 #include "schedule.cuh"
 
 struct WeightParams {
-    TensorMap ordered;  // (width, rows)
-    TensorMap out;      // bf16 output: (n, d, E) or (d, 2n, E)
-    const bf16* gathered_rows;  // (tokens, d)
+    TensorMap ordered;   // (width, rows)
+    TensorMap in_order;  // (d, rows); GATHER 0
+    TensorMap out;       // bf16 output: (n, d, E) or (d, 2n, E)
+    const bf16* gathered_rows;  // (tokens, d), or, GATHER 0, (rows, d)
     const bf16* ordered_rows;   // (rows, width)
     PairToToken pairs;
     const int* offsets;

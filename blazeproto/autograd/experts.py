@@ -1,0 +1,217 @@
+"""The autograd node of the expert MLP: one operator forward, two backward. ``mlp.py`` draws it.
+
+What the node saves is the save policy: H, or H and act, or neither, and then backward makes them again from X.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import products_for
+from blazeproto.autograd.library import (
+    Gradients,
+    cast,
+    define,
+    differentiate,
+    gradients_of,
+    refuse_double_backward,
+    weight_grad_dtype,
+)
+from blazeproto.autograd.policy import ROWS_AND_OPTIONS, Options, decode_tail
+from blazeproto.reference import is_gated
+
+# ---- forward -----------------------------------------------------------------------------------------------------
+
+
+def _experts(
+    x: Tensor,
+    up_proj: Tensor,
+    up_bias: Tensor | None,
+    down_proj: Tensor,
+    down_bias: Tensor | None,
+    scores: Tensor,
+    *tail: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
+    -> out (T, d), h (R, G*n), empty where no policy asks for it, act (R, n)."""
+    rows, options = decode_tail(*tail)
+    products = products_for(options, x, *down_proj.shape)
+    num_tokens, dtype = x.shape[0], x.dtype
+    rows = products.rows_for(rows)
+    h, act = products.up_forward(x, cast(up_proj, dtype), up_bias, rows, options.activation)
+    if options.save == "recompute":
+        h = x.new_empty(0, up_proj.shape[1])
+    return (
+        products.down_forward(act, cast(down_proj, dtype), down_bias, scores, rows, num_tokens, options.combine),
+        h,
+        act,
+    )
+
+
+def _experts_fake(
+    x: Tensor, up_proj: Tensor, up_bias: Tensor | None, down_proj: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, pair_indices, _, _, _, _, _, options = rest
+    num_rows, up_width = pair_indices.shape[0], up_proj.shape[1]
+    h = x.new_empty(0 if Options.decode(options).save == "recompute" else num_rows, up_width)
+    return torch.empty_like(x), h, x.new_empty(num_rows, down_proj.shape[2])
+
+
+PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
+
+define(f"moe_experts({PARAMETERS}, {ROWS_AND_OPTIONS}) -> (Tensor out, Tensor h, Tensor act)", _experts, _experts_fake)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------
+
+
+def _down_backward(
+    needs: list[bool],
+    d_out: Tensor,
+    h: Tensor | None,
+    act: Tensor | None,
+    scores: Tensor,
+    down_proj: Tensor,
+    down_bias: Tensor | None,
+    x: Tensor | None,
+    up_proj: Tensor | None,
+    up_bias: Tensor | None,
+    *tail: Any,
+) -> Gradients:
+    """d_out (T, d) -> those needed of dh (R, G*n), d_scores, d_down_proj (E, d, n), d_down_bias (E, d).
+
+    x, up_proj and up_bias are there where h is not.
+    """
+    rows, options = decode_tail(*tail)
+    products = products_for(options, d_out, *down_proj.shape)
+    rows = products.rows_for(rows)
+    if h is None:
+        assert x is not None and up_proj is not None
+        h, act = products.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
+    dh, d_scores, d_weight, d_bias = products.down_backward(
+        d_out.contiguous(),  # out.sum() delivers a gradient of stride 0
+        cast(down_proj, h.dtype),
+        down_bias,
+        h,
+        act,
+        scores,
+        rows,
+        options.activation,
+        needs,
+        weight_grad_dtype(down_proj, options),
+    )
+    d_bias = d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype)
+    return dh, d_scores, d_weight, d_bias
+
+
+def _down_backward_fake(
+    needs: list[bool],
+    d_out: Tensor,
+    h: Tensor | None,
+    act: Tensor | None,
+    scores: Tensor,
+    down_proj: Tensor,
+    down_bias: Tensor | None,
+    x: Tensor | None,
+    up_proj: Tensor | None,
+    up_bias: Tensor | None,
+    *tail: Any,
+) -> Gradients:
+    pair_indices, options = tail[0], Options.decode(tail[-1])
+    if h is None:
+        assert x is not None and up_proj is not None
+        h = x.new_empty(pair_indices.shape[0], up_proj.shape[1])
+    made = (
+        torch.empty_like(h),
+        torch.empty_like(scores),
+        torch.empty_like(down_proj, dtype=weight_grad_dtype(down_proj, options)),
+        None if down_bias is None else torch.empty_like(down_bias),
+    )
+    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
+
+
+def _up_backward(
+    needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
+) -> Gradients:
+    """dh (R, G*n) -> those needed of dx (T, d), d_up_proj (E, G*n, d), d_up_bias (E, G*n)."""
+    rows, options = decode_tail(*tail)
+    num_experts, up_width, d_model = up_proj.shape
+    d_expert = up_width // (1 + is_gated(options.activation))
+    products = products_for(options, x, num_experts, d_model, d_expert)
+    rows, weight_dtype = products.rows_for(rows), weight_grad_dtype(up_proj, options)
+    dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
+    return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
+
+
+def _up_backward_fake(
+    needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
+) -> Gradients:
+    d_weight = torch.empty_like(up_proj, dtype=weight_grad_dtype(up_proj, Options.decode(tail[-1])))
+    made = (torch.empty_like(x), d_weight, None if up_bias is None else torch.empty_like(up_bias))
+    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
+
+
+define(
+    "moe_down_backward(bool[] needs, Tensor d_out, Tensor? h, Tensor? act, Tensor scores, Tensor down_proj, "
+    f"Tensor? down_bias, Tensor? x, Tensor? up_proj, Tensor? up_bias, {ROWS_AND_OPTIONS}) -> Tensor[]",
+    _down_backward,
+    _down_backward_fake,
+)
+define(
+    "moe_up_backward(bool[] needs, Tensor dh, Tensor x, Tensor up_proj, Tensor? up_bias, "
+    f"{ROWS_AND_OPTIONS}) -> Tensor[]",
+    _up_backward,
+    _up_backward_fake,
+)
+
+
+# ---- the node ----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    pair_indices, offsets, token_index_map, ctx.top_k, pair_tokens, token_offsets, ctx.options = tail
+    _, h, act = output
+    save = Options.decode(ctx.options).save
+    ctx.mark_non_differentiable(h, act)
+    ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
+    ctx.save_for_backward(
+        *inputs,
+        None if save == "recompute" else h,
+        act if save == "paper" else None,
+        pair_indices,
+        offsets,
+        token_index_map,
+        pair_tokens,
+        token_offsets,
+    )
+
+
+def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_out is None:
+        return (None,) * 6
+    x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = (
+        ctx.saved_tensors
+    )
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept, nothing but this function holds H now
+    tail = (*index_arrays, ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    *needs_of_up, needs_down, needs_down_bias, needs_scores = ctx.needs_input_grad[:6]
+    needs_h = any(needs_of_up)
+
+    needs = [needs_h, needs_scores, needs_down, needs_down_bias]
+    to_recompute_from = (x, up_proj, up_bias) if h is None else (None, None, None)
+    dh, d_scores, d_down, d_down_bias = gradients_of(
+        "moe_down_backward", needs, d_out, h, act, scores, down_proj, down_bias, *to_recompute_from, *tail
+    )
+    del h, act  # before the up projection's backward allocates
+    of_up: Gradients = (None, None, None)
+    if needs_h:
+        of_up = gradients_of("moe_up_backward", needs_of_up, dh, x, up_proj, up_bias, *tail)
+    return (*of_up, d_down, d_down_bias, d_scores)
+
+
+differentiate("moe_experts", 6, _setup, _backward)
+refuse_double_backward("moe_down_backward")
+refuse_double_backward("moe_up_backward")
