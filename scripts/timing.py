@@ -22,6 +22,7 @@ ROUNDS = 20
 WARMUPS = 5
 LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
 LONG_ROUNDS = 8
+HOST_CALLS = 5  # their launches fit into a stream's queue, or the host would wait
 BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
 
 
@@ -71,13 +72,18 @@ def interleaved_ms(calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int
 
 
 def host_ms(call: Call, rounds: int = ROUNDS) -> float:
-    """Milliseconds the host spends in one call from an idle GPU, which it doesn't wait for."""
+    """Milliseconds the host spends in one call of HOST_CALLS in a row, none of which it waits for.
+
+    The first of them is not counted: how long it takes depends on how long the host has slept while the GPU was busy.
+    """
     samples = []
     for _ in range(rounds):
         torch.cuda.synchronize()
-        begin = time.perf_counter()
         call()
-        samples.append(1e3 * (time.perf_counter() - begin))
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS - 1):
+            call()
+        samples.append(1e3 * (time.perf_counter() - begin) / (HOST_CALLS - 1))
     torch.cuda.synchronize()
     return statistics.median(samples)
 

@@ -21,7 +21,7 @@ from blazeproto.autograd.library import (
     build_dispatch,
     define,
     differentiate,
-    gradients_of,
+    gradients_caller,
     refuse_double_backward,
     weight_grad_dtype,
 )
@@ -262,8 +262,9 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    needs = ctx.needs_input_grad[:6]
-    return (*gradients_of("moe_chunked_backward", needs, d_out, *ctx.saved_tensors, ctx.chunk_tokens, ctx.options),)
+    needs, saved = ctx.needs_input_grad[:6], ctx.saved_tensors
+    call = gradients_caller((d_out, *saved))
+    return (*call("moe_chunked_backward", needs, d_out, *saved, ctx.chunk_tokens, ctx.options),)
 
 
 differentiate("moe_chunked", 6, _setup, _backward)

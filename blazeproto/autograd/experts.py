@@ -16,12 +16,31 @@ from blazeproto.autograd.library import (
     cast,
     define,
     differentiate,
-    gradients_of,
+    gradients_caller,
+    gradients_directly,
     refuse_double_backward,
     weight_grad_dtype,
 )
 from blazeproto.autograd.policy import ROWS_AND_OPTIONS, Options, decode_tail
 from blazeproto.reference import is_gated
+
+
+def _setting(
+    t: Tensor, tail: tuple[Any, ...], *, up_proj: Tensor | None = None, down_proj: Tensor | None = None
+) -> tuple[Any, Any, Options]:
+    """What the end of an operator's arguments says: the products, the rows as they take them, the options."""
+    if len(tail) == 1:  # it has been read before
+        return tail[0]
+    rows, options = decode_tail(*tail)
+    if down_proj is None:
+        assert up_proj is not None
+        num_experts, up_width, d_model = up_proj.shape
+        d_expert = up_width // (1 + is_gated(options.activation))
+    else:
+        num_experts, d_model, d_expert = down_proj.shape
+    products = products_for(options, t, num_experts, d_model, d_expert)
+    return products, products.rows_for(rows), options
+
 
 # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -37,10 +56,8 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
     -> out (T, d), h (R, G*n), empty where no policy asks for it, act (R, n)."""
-    rows, options = decode_tail(*tail)
-    products = products_for(options, x, *down_proj.shape)
+    products, rows, options = _setting(x, tail, down_proj=down_proj)
     num_tokens, dtype = x.shape[0], x.dtype
-    rows = products.rows_for(rows)
     h, act = products.up_forward(x, cast(up_proj, dtype), up_bias, rows, options.activation)
     if options.save == "recompute":
         h = x.new_empty(0, up_proj.shape[1])
@@ -85,9 +102,7 @@ def _down_backward(
 
     x, up_proj and up_bias are there where h is not.
     """
-    rows, options = decode_tail(*tail)
-    products = products_for(options, d_out, *down_proj.shape)
-    rows = products.rows_for(rows)
+    products, rows, options = _setting(d_out, tail, down_proj=down_proj)
     if h is None:
         assert x is not None and up_proj is not None
         h, act = products.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
@@ -137,11 +152,8 @@ def _up_backward(
     needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
 ) -> Gradients:
     """dh (R, G*n) -> those needed of dx (T, d), d_up_proj (E, G*n, d), d_up_bias (E, G*n)."""
-    rows, options = decode_tail(*tail)
-    num_experts, up_width, d_model = up_proj.shape
-    d_expert = up_width // (1 + is_gated(options.activation))
-    products = products_for(options, x, num_experts, d_model, d_expert)
-    rows, weight_dtype = products.rows_for(rows), weight_grad_dtype(up_proj, options)
+    products, rows, options = _setting(x, tail, up_proj=up_proj)
+    weight_dtype = weight_grad_dtype(up_proj, options)
     dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
     return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
 
@@ -192,23 +204,25 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = (
-        ctx.saved_tensors
-    )
+    saved = ctx.saved_tensors
+    call = gradients_caller((d_out, *saved))
+    x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = saved
+    del saved
     ctx.maybe_clear_saved_tensors()  # unless the graph is kept, nothing but this function holds H now
-    tail = (*index_arrays, ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    tail: tuple[Any, ...] = (*index_arrays, ctx.top_k, pair_tokens, token_offsets, ctx.options)
+    if call is gradients_directly:
+        tail = (_setting(x, tail, down_proj=down_proj),)
     *needs_of_up, needs_down, needs_down_bias, needs_scores = ctx.needs_input_grad[:6]
     needs_h = any(needs_of_up)
 
     needs = [needs_h, needs_scores, needs_down, needs_down_bias]
     to_recompute_from = (x, up_proj, up_bias) if h is None else (None, None, None)
-    dh, d_scores, d_down, d_down_bias = gradients_of(
-        "moe_down_backward", needs, d_out, h, act, scores, down_proj, down_bias, *to_recompute_from, *tail
-    )
-    del h, act  # before the up projection's backward allocates
+    down = (h, act, scores, down_proj, down_bias, *to_recompute_from)
+    dh, d_scores, d_down, d_down_bias = call("moe_down_backward", needs, d_out, *down, *tail)
+    del h, act, down  # before the up projection's backward allocates
     of_up: Gradients = (None, None, None)
     if needs_h:
-        of_up = gradients_of("moe_up_backward", needs_of_up, dh, x, up_proj, up_bias, *tail)
+        of_up = call("moe_up_backward", needs_of_up, dh, x, up_proj, up_bias, *tail)
     return (*of_up, d_down, d_down_bias, d_scores)
 
 

@@ -140,11 +140,22 @@ def refuse_double_backward(name: str) -> None:
     differentiate(name, num_arguments, lambda ctx, inputs, tail, output: None, backward)
 
 
-def gradients_of(name: str, needs: Sequence[bool], *arguments: Any) -> Gradients:
-    """Call a backward operator, which returns a list of what is needed; here with None for what is not."""
-    if torch.is_grad_enabled() or not _unheard(arguments):  # enabled: create_graph=True
-        made = iter(_call(name, needs, *arguments))
-        return [next(made) if need else None for need in needs]
+def gradients_caller(tensors: Sequence[Tensor | None]) -> Callable[..., Gradients]:
+    """:func:`caller` for backward operators, which are called with the name, which gradients are needed, and the arguments.
+
+    They return a list of what is needed; so called, with None for what is not.
+    """
+    if torch.is_grad_enabled() or not _unheard(tensors):  # enabled: create_graph=True
+        return _gradients_by_operator
+    return gradients_directly
+
+
+def _gradients_by_operator(name: str, needs: Sequence[bool], *arguments: Any) -> Gradients:
+    made = iter(_call(name, needs, *arguments))
+    return [next(made) if need else None for need in needs]
+
+
+def gradients_directly(name: str, needs: Sequence[bool], *arguments: Any) -> Gradients:
     return _kernels[name](needs, *arguments)
 
 

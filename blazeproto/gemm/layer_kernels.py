@@ -65,7 +65,10 @@ def _products(activation: str, up_bias: bool, down_bias: bool, fused: bool, f32_
         kernel_for("down_forward", DEFAULTS["down_forward"], bias=down_bias, fused=fused, **linear),
         kernel_for("down_backward_act", DEFAULTS["down_backward_act"], activation=activation, debug=debug),
         kernel_for("up_backward_act", DEFAULTS["up_backward_act"], bias=False, fused=False, **linear),
-        *(kernel_for(product, DEFAULTS[product], f32=f32_weight_grads, debug=debug) for product in weights),
+        *(
+            kernel_for(product, DEFAULTS[product], f32=f32_weight_grads, gather=True, debug=debug)
+            for product in weights
+        ),
         *(weight_sum_kernel(DEFAULTS[product]) for product in weights),
     ]
 
