@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.experts import PARAMETERS
@@ -22,6 +23,7 @@ from blazeproto.autograd.library import (
     define,
     differentiate,
     gradients_caller,
+    gradients_directly,
     refuse_double_backward,
     weight_grad_dtype,
 )
@@ -41,8 +43,9 @@ def transient_bytes_per_token(down_proj: Tensor, top_k: int, activation: str, it
     _, d_model, d_expert = down_proj.shape
     up_width = d_expert * (1 + is_gated(activation))
     moments = (
-        up_width + d_expert + d_model,  # down forward: H, act, Y
-        2 * up_width + 2 * d_expert,  # down backward: H, dH, A' (and act, on the torch backend)
+        up_width + d_expert,  # up forward: H, act
+        d_expert + d_model,  # down forward: act, Y
+        up_width + d_expert,  # down backward: H, which dH is written over, and A'
         up_width + d_model,  # up backward: dH, dX~
     )
     return top_k * max(moments) * itemsize
@@ -103,7 +106,7 @@ def _chunked(
         build_dispatch(topk_experts[tokens], num_experts, opts.backend, rows[:3])
         h_chunk = h[pairs] if opts.save in SAVED_H else None
         rows = products.rows_for(rows)
-        _, act_chunk = products.up_forward(x[tokens], up_compute, up_bias, rows, opts.activation, h_chunk)
+        act_chunk = products.up_forward(x[tokens], up_compute, up_bias, rows, opts.activation, h_chunk)[1]
         if opts.save in SAVED_ACT:
             act[pairs] = act_chunk
         products.down_forward(
@@ -160,6 +163,7 @@ def _chunked_backward(
     token_index_map: Tensor,
     chunk_tokens: int,
     options: str,
+    h_is_free: bool = False,
 ) -> Gradients:
     """d_out (T, d) -> those needed of the gradients of x, up_proj, up_bias, down_proj, down_bias, scores."""
     opts = Options.decode(options)
@@ -197,6 +201,7 @@ def _chunked_backward(
             accumulation,
             d_down,
             d_down_bias,
+            overwrite_h=h_is_free or opts.save not in SAVED_H,
         )
         del h_chunk, act_chunk
         if d_scores is not None:
@@ -262,9 +267,10 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    needs, saved = ctx.needs_input_grad[:6], ctx.saved_tensors
+    needs, saved, keep_graph = ctx.needs_input_grad[:6], ctx.saved_tensors, _get_current_graph_task_keep_graph()
     call = gradients_caller((d_out, *saved))
-    return (*call("moe_chunked_backward", needs, d_out, *saved, ctx.chunk_tokens, ctx.options),)
+    h_is_free = [ctx.holds_alone and not keep_graph] if call is gradients_directly else []
+    return (*call("moe_chunked_backward", needs, d_out, *saved, ctx.chunk_tokens, ctx.options, *h_is_free),)
 
 
 differentiate("moe_chunked", 6, _setup, _backward)

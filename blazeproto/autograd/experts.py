@@ -5,10 +5,11 @@ What the node saves is the save policy: H, or H and act, or neither, and then ba
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
@@ -25,21 +26,29 @@ from blazeproto.autograd.policy import ROWS_AND_OPTIONS, Options, decode_tail
 from blazeproto.reference import is_gated
 
 
-def _setting(
-    t: Tensor, tail: tuple[Any, ...], *, up_proj: Tensor | None = None, down_proj: Tensor | None = None
-) -> tuple[Any, Any, Options]:
-    """What the end of an operator's arguments says: the products, the rows as they take them, the options."""
-    if len(tail) == 1:  # it has been read before
-        return tail[0]
-    rows, options = decode_tail(*tail)
-    if down_proj is None:
-        assert up_proj is not None
-        num_experts, up_width, d_model = up_proj.shape
-        d_expert = up_width // (1 + is_gated(options.activation))
-    else:
-        num_experts, d_model, d_expert = down_proj.shape
-    products = products_for(options, t, num_experts, d_model, d_expert)
-    return products, products.rows_for(rows), options
+class Setting(NamedTuple):
+    """What the end of an operator's arguments says."""
+
+    products: Any
+    rows: Any  # as the products take them
+    options: Options
+    h_is_free: bool = False  # H may be written over
+
+    @staticmethod
+    def read(
+        t: Tensor, tail: tuple[Any, ...], *, up_proj: Tensor | None = None, down_proj: Tensor | None = None
+    ) -> Setting:
+        if len(tail) == 1:  # it has been read before
+            return tail[0]
+        rows, options = decode_tail(*tail)
+        if down_proj is None:
+            assert up_proj is not None
+            num_experts, up_width, d_model = up_proj.shape
+            d_expert = up_width // (1 + is_gated(options.activation))
+        else:
+            num_experts, d_model, d_expert = down_proj.shape
+        products = products_for(options, t, num_experts, d_model, d_expert)
+        return Setting(products, products.rows_for(rows), options)
 
 
 # ---- forward -----------------------------------------------------------------------------------------------------
@@ -56,7 +65,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
     -> out (T, d), h (R, G*n), empty where no policy asks for it, act (R, n)."""
-    products, rows, options = _setting(x, tail, down_proj=down_proj)
+    products, rows, options, _ = Setting.read(x, tail, down_proj=down_proj)
     num_tokens, dtype = x.shape[0], x.dtype
     h, act = products.up_forward(x, cast(up_proj, dtype), up_bias, rows, options.activation)
     if options.save == "recompute":
@@ -102,10 +111,11 @@ def _down_backward(
 
     x, up_proj and up_bias are there where h is not.
     """
-    products, rows, options = _setting(d_out, tail, down_proj=down_proj)
+    products, rows, options, h_is_free = Setting.read(d_out, tail, down_proj=down_proj)
     if h is None:
         assert x is not None and up_proj is not None
         h, act = products.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
+        h_is_free = True
     dh, d_scores, d_weight, d_bias = products.down_backward(
         d_out.contiguous(),  # out.sum() delivers a gradient of stride 0
         cast(down_proj, h.dtype),
@@ -117,6 +127,7 @@ def _down_backward(
         options.activation,
         needs,
         weight_grad_dtype(down_proj, options),
+        overwrite_h=h_is_free,
     )
     d_bias = d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype)
     return dh, d_scores, d_weight, d_bias
@@ -152,7 +163,7 @@ def _up_backward(
     needs: list[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
 ) -> Gradients:
     """dh (R, G*n) -> those needed of dx (T, d), d_up_proj (E, G*n, d), d_up_bias (E, G*n)."""
-    products, rows, options = _setting(x, tail, up_proj=up_proj)
+    products, rows, options, _ = Setting.read(x, tail, up_proj=up_proj)
     weight_dtype = weight_grad_dtype(up_proj, options)
     dx, d_weight, d_bias = products.up_backward(dh, x, cast(up_proj, x.dtype), rows, needs, weight_dtype)
     return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
@@ -204,14 +215,15 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    saved = ctx.saved_tensors
+    saved, keep_graph = ctx.saved_tensors, _get_current_graph_task_keep_graph()
     call = gradients_caller((d_out, *saved))
     x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = saved
     del saved
-    ctx.maybe_clear_saved_tensors()  # unless the graph is kept, nothing but this function holds H now
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept
     tail: tuple[Any, ...] = (*index_arrays, ctx.top_k, pair_tokens, token_offsets, ctx.options)
     if call is gradients_directly:
-        tail = (_setting(x, tail, down_proj=down_proj),)
+        h_is_free = ctx.holds_alone and not keep_graph
+        tail = (Setting.read(x, tail, down_proj=down_proj)._replace(h_is_free=h_is_free),)
     *needs_of_up, needs_down, needs_down_bias, needs_scores = ctx.needs_input_grad[:6]
     needs_h = any(needs_of_up)
 

@@ -99,6 +99,8 @@ def down_backward(
     weight_dtype: torch.dtype,
     d_weight: Tensor | None = None,
     d_bias: Tensor | None = None,
+    *,
+    overwrite_h: bool = False,
 ) -> DownGradients:
     needs_h, needs_scores, needs_weight, needs_bias = needs
     d_out, down_proj, scores = _ready(d_out), _ready(down_proj), _ready(scores)
@@ -106,7 +108,9 @@ def down_backward(
     if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
         h = _ready(h)
         num_rows, d_expert = h.shape[0], down_proj.shape[2]
-        dh = torch.empty_like(h)
+        dh = (
+            h if overwrite_h else torch.empty_like(h)
+        )  # a tile reads its part of H before it writes the same part of dH
         a_scaled = h.new_empty(num_rows, d_expert)
         d_scores = torch.empty_like(scores)
         unchecked.down_backward_act(

@@ -13,7 +13,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.policy import Options
@@ -95,14 +95,17 @@ def differentiate(
     """Give operator ``name`` its backward, in the manner of ``torch.library.register_autograd``.
 
     The first ``num_inputs`` arguments may have gradients; ``setup_context(ctx, inputs, tail, output)`` gets the others as
-    ``tail``, and ``backward(ctx, *grads)`` returns ``num_inputs`` gradients. By hand, because ``register_autograd`` looks
-    up the schema's defaults at every call and autograd walks every argument: 35 us of host time an operator.
+    ``tail``, and ``backward(ctx, *grads)`` returns ``num_inputs`` gradients. ``ctx.holds_alone``: outputs that `moe_mlp` keeps
+    to itself have been seen by nobody else. By hand, because ``register_autograd`` looks up the schema's defaults at every
+    call and autograd walks every argument: 35 us of host time an operator.
     """
     operator = getattr(torch.ops.blazeproto, name).default
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         *inputs, (run, tail) = arguments
         output = run(*inputs, *tail)
+        # What goes through the dispatcher, or to hooks of what is saved, others may hold.
+        ctx.holds_alone = run is not operator and _top_saved_tensors_default_hooks(False) is None
         setup_context(ctx, inputs, tail, output)
         return tuple(output) if isinstance(output, list) else output
 

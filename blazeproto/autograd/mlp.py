@@ -9,8 +9,9 @@ One autograd node, one operator forward and two backward (double boxes). What th
     dX, dW_up <── [[ moe_up_backward ]] <── dH ── [[ moe_down_backward ]] <── dO
                                              dS, dW_down <──┘
 
-``moe_down_backward`` makes act again from H, so act need not be saved. H is let go of between the two, before the second
-allocates, unless the graph is kept. Nothing that is saved is ever written over, so a kept graph may run backward twice.
+``moe_down_backward`` makes act again from H, so act need not be saved, and on the Hopper backend it writes dH over H. It does so
+only where nobody can tell: not where the graph is kept for another backward, nor where hooks get what is saved, or where a
+compiler, a profiler or a mode has seen H. Otherwise nothing that is saved is written over; H is let go of between the two.
 """
 
 from __future__ import annotations

@@ -81,11 +81,13 @@ def down_backward(
     weight_dtype: torch.dtype,
     d_weight: Tensor | None = None,
     d_bias: Tensor | None = None,
+    *,
+    overwrite_h: bool = False,
 ) -> DownGradients:
     """Gradients (dH (R, G*n), d_scores like scores, d_down_proj (E, d, n), d_bias (E, d)); None where not needed.
 
     ``act`` (R, n) is used where it was saved, else made again from ``h``. ``d_weight`` and ``d_bias`` are float32
-    accumulators to add to.
+    accumulators to add to. ``overwrite_h``: dH may be written over ``h``, and here it is not.
     """
     needs_h, needs_scores, needs_weight, needs_bias = needs
     d_rows = _gather(d_out, _row_tokens(rows))  # (R, d): dO of each row's token

@@ -190,7 +190,7 @@ def down_backward_act(
     """Through the down projection and the activation. MoEBlaze Algorithm 1, lines 20-28; SonicMoE appendix D.
 
     d_out (T, d), down_proj (E, d, n), h (R, G n), scores (P,) or (T, K) fp32 → dh (R, G n), a_scaled (R, n) = S act, and
-    d_scores (P,) fp32, zero for pairs without a row. workspace: fp32, (score_partials(n), R).
+    d_scores (P,) fp32, zero for pairs without a row. dh may be h itself. workspace: fp32, (score_partials(n), R).
     """
     rows, halves = rows.views(), 2 if is_gated(activation) else 1
     w = _weights("down_proj", down_proj, rows.num_experts)

@@ -6,6 +6,7 @@ not the kernels.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from functools import partial
 
@@ -82,6 +83,34 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
             for got, reference_of_it in zip(results, expected, strict=True):
                 # Some sums are left in float32: the fused output, bias gradients.
                 torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("watched", [None, "kept graph", "hooks", "profiler"])
+def test_h_is_written_over_only_where_nobody_can_tell(make_case, monkeypatch, save, workspace_bytes, watched):
+    case, over = make_case(40), []
+    real = unchecked.down_backward_act
+
+    def down_backward_act(*args, **kwargs):
+        over.append(kwargs["dh"].data_ptr() == args[2].data_ptr())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(unchecked, "down_backward_act", down_backward_act)
+    with contextlib.ExitStack() as watching:
+        if watched == "hooks":
+            watching.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        if watched == "profiler":
+            watching.enter_context(torch.profiler.profile())
+        out = case.forward(save=save, workspace_bytes=workspace_bytes)
+    once = torch.autograd.grad(out, case.parameters, case.d_out, retain_graph=watched == "kept graph")
+    assert set(over) == {watched is None or save == "recompute"}
+    for a, b in zip(once, case.reference()[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    if watched == "kept graph":
+        for a, b in zip(torch.autograd.grad(out, case.parameters, case.d_out), once, strict=True):
+            assert torch.equal(a, b)
+        assert over[-1]
 
 
 def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):

@@ -142,6 +142,22 @@ def test_weight_gradients_accumulate_in_fp32() -> None:
         torch.testing.assert_close(twice, 2 * once, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_dh_may_lie_over_h(activation: str) -> None:
+    case = make_case(Shape(3000, 136, 328, 5, 2), "zipf", activation=activation, sentinels=0.1)
+    h = evaluate(YARDSTICK, case)["h"]
+    h = torch.cat([h, h.new_full((case.rows.num_rows - len(h), h.shape[1]), torch.nan)])
+    inputs = (case.d_out, case.down_proj, h, case.scores, case.rows)
+    apart = gemm.down_backward_act(*inputs, activation=activation)
+    for _ in range(5):
+        over = h.clone()
+        together = gemm.down_backward_act(*inputs[:2], over, *inputs[3:], activation=activation, dh=over)
+        used = len(case.row_pair)
+        assert together[0] is over and over[used:].isnan().all()
+        for a, b in zip(apart, together, strict=True):
+            assert torch.equal(a[:used] if a.dim() > 1 else a, b[:used] if b.dim() > 1 else b)
+
+
 @pytest.mark.parametrize("cluster", [2, 1])
 def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
     """One expert has two fifths of all rows: its tiles are made in pieces by several CTAs, and summed in a fixed order."""

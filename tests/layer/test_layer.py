@@ -210,7 +210,7 @@ def test_bad_input():
         ({}, [False], {(100, 2)}),
         ({"weight_grad_dtype": torch.float32, "bias": True, "activation": "relu"}, [True], {(100, 2)}),
         ({"router": "expert_choice"}, [False], {(200, 1)}),
-        ({"workspace_bytes": 30_000}, [False, True], {(40, 2), (20, 2)}),
+        ({"workspace_bytes": 15_000}, [False, True], {(40, 2), (20, 2)}),
         ({"backend": "torch"}, [], set()),
     ],
 )
