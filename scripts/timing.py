@@ -22,7 +22,7 @@ ROUNDS = 20
 WARMUPS = 5
 LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
 LONG_ROUNDS = 8
-HOST_CALLS = 5  # their launches fit into a stream's queue, or the host would wait
+HOST_CALLS = 9  # their launches fit into a stream's queue, or the host would wait
 BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
 
 

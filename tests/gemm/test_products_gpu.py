@@ -149,12 +149,10 @@ def test_dh_may_lie_over_h(activation: str) -> None:
     h = torch.cat([h, h.new_full((case.rows.num_rows - len(h), h.shape[1]), torch.nan)])
     used = len(case.row_pair)
 
-    def run(h: Tensor, dh: Tensor) -> tuple[Tensor, ...]:
+    def run(h: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a_scaled, d_scores = h.new_empty(len(h), case.down_proj.shape[2]), torch.empty_like(case.scores)
         outputs = {"dh": dh, "a_scaled": a_scaled, "d_scores": d_scores}
-        gemm.down_backward_act(
-            case.d_out, case.down_proj, h, case.scores, case.rows, activation=activation, **outputs
-        )
+        gemm.down_backward_act(case.d_out, case.down_proj, h, case.scores, case.rows, activation=activation, **outputs)
         return dh[:used], a_scaled[:used], d_scores
 
     apart = run(h, torch.empty_like(h))
