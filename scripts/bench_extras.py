@@ -13,7 +13,7 @@ import torch
 from bench_common import MIB, TABLES, LayerShape
 from timing import gpu_ms, interleaved_ms, peak_bytes
 
-# A token's share of the transient buffers, bytes, as `workspace_bytes` counts them: 6 KiB for one of a chunk in these shapes.
+# workspace_bytes over T. Each token of a chunk takes 6 KiB in these shapes, so these make twelve chunks and four.
 WORKSPACE_BYTES_A_TOKEN = (512, 1536)
 LARGE_SHAPES = tuple(shape for shape in TABLES["moeblaze-2"] if shape.T >= 1 << 19)
 FOUR_MILLION = LayerShape(1 << 22, 256, 256, 128, 4)

@@ -1,9 +1,9 @@
 """The expert MLP in chunks of tokens, so that transient buffers are bounded (``workspace_bytes``).
 
 One autograd node. Forward and backward walk the chunks; each chunk has a dispatch of its own and takes the whole way,
-up and down, before the next begins, so only one chunk's Y, dH, A' and dX~ exist at a time. Weight gradients are summed
-over the chunks in float32, in order. What the save policy keeps is kept for all tokens, in arrays whose slices are the
-chunks: pair p of chunk c counts from the chunk's first token.
+up and down, before the next begins, so only one chunk's act, Y, A' and dX~ exist at a time, and dH where it has a
+place of its own. Weight gradients are summed over the chunks in float32, in order. What the save policy keeps is kept
+for all tokens, in arrays whose slices are the chunks: pair p of chunk c counts from the chunk's first token.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ SAVED_ACT, SAVED_H = ("paper",), ("minimal", "paper")
 def transient_bytes_per_token(down_proj: Tensor, top_k: int, activation: str, itemsize: int) -> int:
     """Bytes that one token needs for what lives only during a chunk, in the widest moment of forward and backward.
 
-    As if H were recomputed, whatever the save policy: the chunks, and so the order in which weight gradients are
-    summed, are the same for all, which then agree to the bit.
+    As the Hopper backend has it, and as if H were recomputed, whatever the save policy: the chunks, and so the order
+    in which weight gradients are summed, are the same for all, which then agree to the bit.
     """
     _, d_model, d_expert = down_proj.shape
     up_width = d_expert * (1 + is_gated(activation))
     moments = (
         up_width + d_expert,  # up forward: H, act
         d_expert + d_model,  # down forward: act, Y
-        up_width + d_expert,  # down backward: H, which dH is written over, and A'
+        up_width + d_expert,  # down backward: H, which dH is written over, or dH where H is saved and kept; and A'
         up_width + d_model,  # up backward: dH, dX~
     )
     return top_k * max(moments) * itemsize
@@ -269,7 +269,10 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
         return (None,) * 6
     needs, saved, keep_graph = ctx.needs_input_grad[:6], ctx.saved_tensors, _get_current_graph_task_keep_graph()
     call = gradients_caller((d_out, *saved))
-    h_is_free = [ctx.holds_alone and not keep_graph] if call is gradients_directly else []
+    h_is_free: tuple[bool, ...] = ()
+    if call is gradients_directly and ctx.holds_alone and not keep_graph:
+        h_is_free = (True,)
+        ctx.maybe_clear_saved_tensors()  # should this backward fail halfway, there is no H for another
     return (*call("moe_chunked_backward", needs, d_out, *saved, ctx.chunk_tokens, ctx.options, *h_is_free),)
 
 

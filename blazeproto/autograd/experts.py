@@ -1,6 +1,6 @@
 """The autograd node of the expert MLP: one operator forward, two backward. ``mlp.py`` draws it.
 
-What the node saves is the save policy: H, or H and act, or neither, and then backward makes them again from X.
+What the node saves is the save policy: H, or H and act, or neither, and then backward makes H again from X.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from blazeproto.reference import is_gated
 
 
 class Setting(NamedTuple):
-    """What the end of an operator's arguments says."""
+    """The end of an operator's arguments, read. It may take their place."""
 
     products: Any
     rows: Any  # as the products take them
@@ -64,7 +64,7 @@ def _experts(
     *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
-    -> out (T, d), h (R, G*n), empty where no policy asks for it, act (R, n)."""
+    -> out (T, d), h (R, G*n), or (0, G*n) with save="recompute", act (R, n)."""
     products, rows, options, _ = Setting.read(x, tail, down_proj=down_proj)
     num_tokens, dtype = x.shape[0], x.dtype
     h, act = products.up_forward(x, cast(up_proj, dtype), up_bias, rows, options.activation)

@@ -33,7 +33,10 @@ def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[T
 
 
 def rows_for(rows: Rows) -> RowAddresses:
-    """Where the index arrays (contiguous) lie, once for all the kernels of an operator; chunks may need aligned copies."""
+    """Where the index arrays (contiguous) lie, once for all the kernels of an operator or of a backward.
+
+    Chunks may need aligned copies.
+    """
     device = rows.offsets.get_device()
     stream = current_stream(rows.offsets)
     where = addresses(rows, device, stream)
@@ -108,9 +111,8 @@ def down_backward(
     if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
         h = _ready(h)
         num_rows, d_expert = h.shape[0], down_proj.shape[2]
-        dh = (
-            h if overwrite_h else torch.empty_like(h)
-        )  # a tile reads its part of H before it writes the same part of dH
+        # Over H: a tile reads its part of H before it writes the same part of dH.
+        dh = h if overwrite_h else torch.empty_like(h)
         a_scaled = h.new_empty(num_rows, d_expert)
         d_scores = torch.empty_like(scores)
         unchecked.down_backward_act(

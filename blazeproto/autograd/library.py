@@ -94,10 +94,10 @@ def differentiate(
 ) -> None:
     """Give operator ``name`` its backward, in the manner of ``torch.library.register_autograd``.
 
-    The first ``num_inputs`` arguments may have gradients; ``setup_context(ctx, inputs, tail, output)`` gets the others as
-    ``tail``, and ``backward(ctx, *grads)`` returns ``num_inputs`` gradients. ``ctx.holds_alone``: outputs that `moe_mlp` keeps
-    to itself have been seen by nobody else. By hand, because ``register_autograd`` looks up the schema's defaults at every
-    call and autograd walks every argument: 35 us of host time an operator.
+    The first ``num_inputs`` arguments may have gradients; ``setup_context(ctx, inputs, tail, output)`` gets the
+    others as ``tail``, and ``backward(ctx, *grads)`` returns ``num_inputs`` gradients. ``ctx.holds_alone``: whether
+    only the node can hold outputs that `moe_mlp` doesn't return. By hand, because ``register_autograd`` looks up the
+    schema's defaults at every call and autograd walks every argument: 35 us of host time an operator.
     """
     operator = getattr(torch.ops.blazeproto, name).default
 
@@ -144,9 +144,8 @@ def refuse_double_backward(name: str) -> None:
 
 
 def gradients_caller(tensors: Sequence[Tensor | None]) -> Callable[..., Gradients]:
-    """:func:`caller` for backward operators, which are called with the name, which gradients are needed, and the arguments.
-
-    They return a list of what is needed; so called, with None for what is not.
+    """How to call backward operators on these tensors, as :func:`caller`: a function of the name, which gradients are needed, and
+    the arguments. It returns one entry a gradient, None where it is not needed.
     """
     if torch.is_grad_enabled() or not _unheard(tensors):  # enabled: create_graph=True
         return _gradients_by_operator

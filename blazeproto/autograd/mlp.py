@@ -9,9 +9,11 @@ One autograd node, one operator forward and two backward (double boxes). What th
     dX, dW_up <── [[ moe_up_backward ]] <── dH ── [[ moe_down_backward ]] <── dO
                                              dS, dW_down <──┘
 
-``moe_down_backward`` makes act again from H, so act need not be saved, and on the Hopper backend it writes dH over H. It does so
-only where nobody can tell: not where the graph is kept for another backward, nor where hooks get what is saved, or where a
-compiler, a profiler or a mode has seen H. Otherwise nothing that is saved is written over; H is let go of between the two.
+``moe_down_backward`` makes act again from H, so act need not be saved, and on the Hopper backend it writes dH over H:
+over an H that it has made again (save="recompute") always, over one that was saved only where nobody would miss it.
+That is not so where the graph is kept for another backward, where hooks get what is saved, or where a compiler, a
+profiler or a mode has seen H; then dH is a new array, and nothing that is saved is written over. H is let go of
+before ``moe_up_backward``, unless the graph is kept.
 """
 
 from __future__ import annotations
@@ -72,13 +74,16 @@ def moe_mlp(
         num_experts: E.
         activation: "swiglu", "geglu"; without a gate "relu", "silu", "gelu".
         up_bias, down_bias: (E, 2n) or (E, n), and (E, d).
-        save: what is kept for backward, see :class:`SavePolicy`.
+        save: what is kept for backward, see :class:`SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
+            overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
+            don't look at what ``grad_fn`` holds.
         backend: "hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.
         combine: "gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
             order that varies from run to run. The torch backend treats both as "gather".
-        workspace_bytes: bound on the bytes of transient buffers. The layer then runs in chunks of tokens, with a
+        workspace_bytes: bound on the bytes of transient buffers, as the Hopper backend has them; the torch backend, which gathers
+            rows and keeps dH beside H, needs more. The layer then runs in chunks of tokens, with a
             dispatch each and float32 accumulators for the weight gradients. Needs a fixed K. On the Hopper backend a
-            weight gradient may take a tenth of itself and of a chunk's activations beside the bound.
+            weight gradient may take a tenth of itself and of a chunk's dH or A' beside the bound.
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).

@@ -303,9 +303,8 @@ def up_backward_weight(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """dw[e] = sum of dh^T x[token]. dh (R, G n), x (T, d) → dw (E, G n, d), as :func:`down_backward_weight`.
-
-    MoEBlaze Algorithm 1, line 29.
+    """dw[e] = sum of dh^T x[token]. dh (R, G n), x (T, d) → dw (E, G n, d), as :func:`down_backward_weight`;
+    gather=False: x (R, d). MoEBlaze Algorithm 1, line 29.
     """
     rows = rows.views()
     gathered = _gathered("x", x, (rows.num_tokens if gather else rows.num_rows, None))

@@ -94,7 +94,7 @@ def _share_bytes(config: TileConfig) -> int:
 @lru_cache(maxsize=SHAPES)
 def _shares(product: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig | None) -> int:
     """Shares that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their pieces take no
-    more than WORKSPACE_PART of the gradient and its ordered rows, for that is where a layer's memory peaks. None, 0, if
+    more than WORKSPACE_PART of the gradient and its ordered rows, for there a layer's memory may peak. None, 0, if
     they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy."""
     config, (num_rows, _, device), experts = config or DEFAULTS[product], where, shape[0]
     d, width = _gathered_and_ordered(product, shape)

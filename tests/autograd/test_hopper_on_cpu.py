@@ -113,6 +113,23 @@ def test_h_is_written_over_only_where_nobody_can_tell(make_case, monkeypatch, sa
         assert over[-1]
 
 
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_a_backward_that_failed_halfway_is_not_run_again(make_case, monkeypatch, workspace_bytes):
+    """By then H, or some of it, has been written over."""
+    case = make_case(40)
+    out = case.forward(workspace_bytes=workspace_bytes)
+
+    def up_backward_act(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unchecked, "up_backward_act", up_backward_act)
+        with pytest.raises(MemoryError):
+            torch.autograd.grad(out, case.parameters, case.d_out)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, case.parameters, case.d_out)
+
+
 def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
     """(T, K) ids as they are, pairs as tokens with one expert each; int64 ids with a place for their copy."""
     case, varying = make_case(sentinels=True), make_case(varying=True)

@@ -1,4 +1,4 @@
-"""What the autograd node saves, when it lets go of it, and how they treat unusual gradients."""
+"""What the autograd node saves, when it lets go of it, and how it treats unusual gradients."""
 
 from __future__ import annotations
 

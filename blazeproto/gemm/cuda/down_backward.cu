@@ -18,7 +18,7 @@
 //                                            ldmatrix, derivative, stmatrix in place
 //                                      | dgate | dup | A' |  --TMA--> dH, A'
 //
-// dH may lie over H: a tile loads the part that is its own before it stores it, and drops what it loads of the rows behind it.
+// dH may lie over H: a tile loads the part that is its own before it stores it, and makes nothing of what it loads past its expert.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"

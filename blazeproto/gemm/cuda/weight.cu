@@ -105,6 +105,7 @@ struct WeightProducer {
         }
         if (row == tile.row_end) return;
         if (loads) ring.wait_until_empty();
+        __syncwarp();
         named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
         copy_tail<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i + gather_column(), row, tile.row_end);
         copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
