@@ -169,3 +169,27 @@ def test_the_bounds_find_what_is_wrong(spoil: object, message: str | None) -> No
     pool.add_all(out, stage, exact)
     lines = pool.failures()
     assert lines == [] if message is None else any(line.startswith(f"out: {message}") for line in lines)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_long_truncated_sums_pass_unless_a_product_is_lost(lost: bool) -> None:
+    """A sum of 3500 products as wgmma makes it, truncated after every 16, against a yardstick that is right."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.rand(3500, width, generator=generator).bfloat16().double() for width in (64, 128))
+    exact = left.T @ right
+    if lost:
+        left[1700] = 0
+    total = torch.zeros_like(exact)
+    for k in range(0, len(left), 16):
+        total = _truncated(total + left[k : k + 16].T @ right[k : k + 16])
+    assert 2e-6 < ((total - exact) / exact).abs().mean() < 6e-6 or lost
+    pool = Pool()
+    pool.add("d_down_f32", total.float(), exact.float(), exact)
+    assert bool(pool.failures(slack=2.0)) == lost
+
+
+def _truncated(values: torch.Tensor) -> torch.Tensor:
+    """To fp32, toward zero."""
+    nearest = values.float()
+    toward_zero = torch.nextafter(nearest, torch.zeros_like(nearest))
+    return torch.where(nearest.double().abs() > values.abs(), toward_zero, nearest).double()
