@@ -13,21 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from blazeproto.autograd.backends import products_for
-from blazeproto.autograd.experts import PARAMETERS
 from blazeproto.autograd.library import (
     Gradients,
     build_dispatch,
     define,
     differentiate,
     gradients_caller,
-    gradients_directly,
+    may_overwrite,
     refuse_double_backward,
     weight_grad_dtype,
 )
-from blazeproto.autograd.policy import Options, Rows
+from blazeproto.autograd.policy import PARAMETERS, Options, Rows
 from blazeproto.reference import is_gated
 
 CHUNK_MULTIPLE = 8  # tokens
@@ -267,13 +265,12 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    needs, saved, keep_graph = ctx.needs_input_grad[:6], ctx.saved_tensors, _get_current_graph_task_keep_graph()
-    call = gradients_caller((d_out, *saved))
-    h_is_free: tuple[bool, ...] = ()
-    if call is gradients_directly and ctx.holds_alone and not keep_graph:
-        h_is_free = (True,)
+    needs, saved = ctx.needs_input_grad[:6], ctx.saved_tensors
+    call, tail = gradients_caller((d_out, *saved)), [ctx.chunk_tokens, ctx.options]
+    if may_overwrite(ctx, call):
+        tail.append(True)
         ctx.maybe_clear_saved_tensors()  # should this backward fail halfway, there is no H for another
-    return (*call("moe_chunked_backward", needs, d_out, *saved, ctx.chunk_tokens, ctx.options, *h_is_free),)
+    return (*call("moe_chunked_backward", needs, d_out, *saved, *tail),)
 
 
 differentiate("moe_chunked", 6, _setup, _backward)

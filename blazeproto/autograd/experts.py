@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from blazeproto.autograd.backends import products_for
 from blazeproto.autograd.library import (
@@ -19,10 +18,11 @@ from blazeproto.autograd.library import (
     differentiate,
     gradients_caller,
     gradients_directly,
+    may_overwrite,
     refuse_double_backward,
     weight_grad_dtype,
 )
-from blazeproto.autograd.policy import ROWS_AND_OPTIONS, Options, decode_tail
+from blazeproto.autograd.policy import PARAMETERS, ROWS_AND_OPTIONS, Options, decode_tail
 from blazeproto.reference import is_gated
 
 
@@ -78,15 +78,18 @@ def _experts(
 
 
 def _experts_fake(
-    x: Tensor, up_proj: Tensor, up_bias: Tensor | None, down_proj: Tensor, *rest: Any
+    x: Tensor,
+    up_proj: Tensor,
+    up_bias: Tensor | None,
+    down_proj: Tensor,
+    down_bias: Tensor | None,
+    scores: Tensor,
+    *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, pair_indices, _, _, _, _, _, options = rest
-    num_rows, up_width = pair_indices.shape[0], up_proj.shape[1]
-    h = x.new_empty(0 if Options.decode(options).save == "recompute" else num_rows, up_width)
+    num_rows, options = tail[0].shape[0], Options.decode(tail[-1])
+    h = x.new_empty(0 if options.save == "recompute" else num_rows, up_proj.shape[1])
     return torch.empty_like(x), h, x.new_empty(num_rows, down_proj.shape[2])
 
-
-PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
 
 define(f"moe_experts({PARAMETERS}, {ROWS_AND_OPTIONS}) -> (Tensor out, Tensor h, Tensor act)", _experts, _experts_fake)
 
@@ -215,15 +218,14 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
         return (None,) * 6
-    saved, keep_graph = ctx.saved_tensors, _get_current_graph_task_keep_graph()
+    saved = ctx.saved_tensors
     call = gradients_caller((d_out, *saved))
     x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = saved
     del saved
     ctx.maybe_clear_saved_tensors()  # unless the graph is kept
     tail: tuple[Any, ...] = (*index_arrays, ctx.top_k, pair_tokens, token_offsets, ctx.options)
     if call is gradients_directly:
-        h_is_free = ctx.holds_alone and not keep_graph
-        tail = (Setting.read(x, tail, down_proj=down_proj)._replace(h_is_free=h_is_free),)
+        tail = (Setting.read(x, tail, down_proj=down_proj)._replace(h_is_free=may_overwrite(ctx, call)),)
     *needs_of_up, needs_down, needs_down_bias, needs_scores = ctx.needs_input_grad[:6]
     needs_h = any(needs_of_up)
 

@@ -13,7 +13,11 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _profiler_enabled,
+    _top_saved_tensors_default_hooks,
+)
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.policy import Options
@@ -159,6 +163,11 @@ def _gradients_by_operator(name: str, needs: Sequence[bool], *arguments: Any) ->
 
 def gradients_directly(name: str, needs: Sequence[bool], *arguments: Any) -> Gradients:
     return _kernels[name](needs, *arguments)
+
+
+def may_overwrite(ctx: Any, call: Callable[..., Gradients]) -> bool:
+    """Whether a backward that calls its operators by ``call`` may write over what only its node holds."""
+    return call is gradients_directly and ctx.holds_alone and not _get_current_graph_task_keep_graph()
 
 
 def weight_grad_dtype(weight: Tensor, options: Options) -> torch.dtype:

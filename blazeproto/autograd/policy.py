@@ -90,6 +90,9 @@ class Options(NamedTuple):
         return Options(*options.split("/"))
 
 
+PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
+"""How the arguments of the operators with a derivative begin."""
+
 ROWS_AND_OPTIONS = (
     "Tensor pair_indices, Tensor offsets, Tensor token_index_map, int top_k, "
     "Tensor? pair_tokens, Tensor? token_offsets, str options"
