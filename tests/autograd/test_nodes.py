@@ -103,7 +103,8 @@ def test_nothing_saved_is_written_over(make_case, save):
     first = torch.autograd.grad(out, case.parameters, case.d_out, retain_graph=True)
     second = torch.autograd.grad(out, case.parameters, case.d_out)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(tensor, copy) for tensor, copy in saved)
+    # By bytes: rows that no pair has may hold NaN, which equals nothing.
+    assert all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in saved)
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
