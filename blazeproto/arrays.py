@@ -149,6 +149,16 @@ def output(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> tuple[A
     return array, expect(name, array, dtype, shape)
 
 
+def columns_within(columns: range | None, width: int) -> range:
+    """``columns`` of a matrix that is ``width`` wide, None for all of them; ValueError if it hasn't got them or they don't
+    begin and end at 16 bytes of bf16."""
+    if columns is None:
+        return range(width)
+    if columns.step != 1 or not 0 <= columns.start <= columns.stop <= width or columns.start % 8 or columns.stop % 8:
+        raise ValueError(f"columns: expected a range in multiples of 8 within 0 to {width}, got {columns}")
+    return columns
+
+
 class BFloat16Array:
     """A bfloat16 array for a library without bfloat16: the bit patterns as uint16, exported by DLPack as what they mean.
 

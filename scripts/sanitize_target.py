@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python scripts/sanitize_target.py
 
 Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
-gradients, sentinels, an expert without tokens; then the dispatch builders and the fused top-k. Each part runs even if
-one before it fails.
+gradients, sentinels, an expert without tokens, Y over act, slices of columns; then the dispatch builders and the fused
+top-k. Each part runs even if one before it fails.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from blazeproto.autograd import moe_mlp
 
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
+Y_OVER_ACT = (300, 136, 136, 4, 2)
 GATED = ("swiglu", "geglu")
 Method = Literal["dense", "tiled", "sort"]
 METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
@@ -54,6 +55,35 @@ def layer(
     for tensor in (out, *gradients):
         if not tensor.isfinite().all():
             raise AssertionError(f"not finite: {shape} {activation} {options.keys()}")
+
+
+def slices_of_columns() -> None:
+    """The outputs of the largest layers are made so; those of this one, some columns only."""
+    tokens, d, n, num_experts, top_k = 300, 328, 136, 4, 2
+    experts = torch.rand(tokens, num_experts, device=DEVICE).topk(top_k, dim=1).indices.to(torch.int32)
+    made = dispatch.build_dispatch(experts, num_experts)
+    rows = gemm.Rows(made.expert_pair_indices, made.expert_token_offsets, made.token_index_map, top_k)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=DEVICE).to(torch.bfloat16)
+
+    act, down, bias = normal(tokens * top_k, n), normal(num_experts, d, n), normal(num_experts, d)
+    dh, up, scores = (
+        normal(tokens * top_k, 2 * n),
+        normal(num_experts, 2 * n, d),
+        torch.rand(tokens, top_k, device=DEVICE),
+    )
+    out, dx = (torch.zeros(tokens, d, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    for columns in (range(8, 264), range(264, 328)):
+        y, dx_rows = (normal(tokens * top_k, len(columns)) for _ in range(2))
+        gemm.down_forward(act, down, rows, bias=bias, columns=columns, y=y)
+        gemm.combine(y, rows, scores=scores, columns=columns, out=out)
+        gemm.up_backward_act(dh, up, rows, columns=columns, dx_rows=dx_rows)
+        gemm.combine(dx_rows, rows, columns=columns, out=dx)
+    torch.cuda.synchronize()
+    for summed in (out, dx):
+        if summed[:, :8].any() or not (summed.isfinite().all() and summed[:, 8:].any(dim=0).all()):
+            raise AssertionError("wrong: slices of columns")
 
 
 def weight_gradients_in_pieces(dtype: torch.dtype, gather: bool) -> None:
@@ -92,6 +122,8 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         )
         for options in variants:
             yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
+    yield f"{Y_OVER_ACT}: Y over act", partial(layer, Y_OVER_ACT, bias=True)
+    yield "slices of columns", slices_of_columns
     for dtype, gather in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)):
         run = partial(weight_gradients_in_pieces, dtype, gather)
         yield f"weight gradients in pieces, {dtype}, {gather=}", run

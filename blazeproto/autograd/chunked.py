@@ -25,11 +25,10 @@ from blazeproto.autograd.library import (
     refuse_double_backward,
     weight_grad_dtype,
 )
-from blazeproto.autograd.policy import PARAMETERS, Options, Rows
+from blazeproto.autograd.policy import PARAMETERS, SAVED_ACT, SAVED_H, Options, Rows
 from blazeproto.reference import is_gated
 
 CHUNK_MULTIPLE = 8  # tokens
-SAVED_ACT, SAVED_H = ("paper",), ("minimal", "paper")
 
 
 def transient_bytes_per_token(down_proj: Tensor, top_k: int, activation: str, itemsize: int) -> int:
@@ -116,6 +115,7 @@ def _chunked(
             tokens.stop - tokens.start,
             opts.combine,
             out[tokens],
+            overwrite_act=True,
         )
     return made
 

@@ -22,7 +22,7 @@ from blazeproto.autograd.library import (
     refuse_double_backward,
     weight_grad_dtype,
 )
-from blazeproto.autograd.policy import PARAMETERS, ROWS_AND_OPTIONS, Options, decode_tail
+from blazeproto.autograd.policy import PARAMETERS, ROWS_AND_OPTIONS, SAVED_ACT, SAVED_H, Options, decode_tail
 from blazeproto.reference import is_gated
 
 
@@ -64,17 +64,16 @@ def _experts(
     *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, d), up_proj (E, G*n, d), up_bias (E, G*n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
-    -> out (T, d), h (R, G*n), or (0, G*n) with save="recompute", act (R, n)."""
+    -> out (T, d), h (R, G*n), act (R, n); those of h and act that the save policy leaves out have no rows."""
     products, rows, options, _ = Setting.read(x, tail, down_proj=down_proj)
     num_tokens, dtype = x.shape[0], x.dtype
     h, act = products.up_forward(x, cast(up_proj, dtype), up_bias, rows, options.activation)
-    if options.save == "recompute":
+    saves_h, saves_act = options.save in SAVED_H, options.save in SAVED_ACT
+    if not saves_h:
         h = x.new_empty(0, up_proj.shape[1])
-    return (
-        products.down_forward(act, cast(down_proj, dtype), down_bias, scores, rows, num_tokens, options.combine),
-        h,
-        act,
-    )
+    down = (act, cast(down_proj, dtype), down_bias, scores, rows, num_tokens, options.combine)
+    out = products.down_forward(*down, overwrite_act=not saves_act)
+    return out, h, act if saves_act else x.new_empty(0, down_proj.shape[2])
 
 
 def _experts_fake(
@@ -86,9 +85,9 @@ def _experts_fake(
     scores: Tensor,
     *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, options = tail[0].shape[0], Options.decode(tail[-1])
-    h = x.new_empty(0 if options.save == "recompute" else num_rows, up_proj.shape[1])
-    return torch.empty_like(x), h, x.new_empty(num_rows, down_proj.shape[2])
+    num_rows, save = tail[0].shape[0], Options.decode(tail[-1]).save
+    h = x.new_empty(num_rows if save in SAVED_H else 0, up_proj.shape[1])
+    return torch.empty_like(x), h, x.new_empty(num_rows if save in SAVED_ACT else 0, down_proj.shape[2])
 
 
 define(f"moe_experts({PARAMETERS}, {ROWS_AND_OPTIONS}) -> (Tensor out, Tensor h, Tensor act)", _experts, _experts_fake)
@@ -205,8 +204,8 @@ def _setup(ctx: Any, inputs: list[Any], tail: tuple[Any, ...], output: tuple[Ten
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
     ctx.save_for_backward(
         *inputs,
-        None if save == "recompute" else h,
-        act if save == "paper" else None,
+        h if save in SAVED_H else None,
+        act if save in SAVED_ACT else None,
         pair_indices,
         offsets,
         token_index_map,

@@ -3,6 +3,12 @@
 Same names and signatures as ``torch_products``, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so
 the kernels are launched unchecked, for the host's time. Nothing here outlives the call: no pointer, no view, so weights
 may move between forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
+
+Y and dX~, the products that a token's experts leave to be summed, are the largest arrays where d is above 3n, and nobody but
+`combine` reads them. So they are made and summed some columns at a time, in one place (`column_slices`):
+
+    act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
+        ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from blazeproto.arrays import current_stream
 from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
 from blazeproto.gemm import score_partials, unchecked
-from blazeproto.gemm.rowops import row_sum_slots
+from blazeproto.gemm.config import DEFAULTS
+from blazeproto.gemm.rowops import column_slices, row_sum_slots
 from blazeproto.gemm.rows import RowAddresses, addresses
 from blazeproto.reference import is_gated
 
@@ -74,18 +81,24 @@ def down_forward(
     num_tokens: int,
     combine: str,
     out: Tensor | None = None,
+    *,
+    overwrite_act: bool = False,
 ) -> Tensor:
-    d_model = down_proj.shape[1]
+    d_model, d_expert = down_proj.shape[1:]
     act, down_proj, scores = _ready(act), _ready(down_proj), _ready(scores)
     bias = None if bias is None else _ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(num_tokens, d_model, dtype=torch.float32, device=act.device)
         unchecked.down_forward_fused(act, down_proj, scores, rows, bias=bias, out_f32=sums)
         return sums.to(act.dtype) if out is None else out.copy_(sums)
-    y = act.new_empty(act.shape[0], d_model)
-    unchecked.down_forward(act, down_proj, rows, bias=bias, y=y)
     out = act.new_empty(num_tokens, d_model) if out is None else out
-    unchecked.combine(y, rows, scores=scores, out=out)
+    # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
+    over_act = overwrite_act and d_model == d_expert <= DEFAULTS["down_forward"].tile_n
+    for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):
+        y = act if over_act else act.new_empty(rows.num_rows, len(columns))
+        unchecked.down_forward(act, down_proj, rows, bias=bias, columns=columns, y=y)
+        unchecked.combine(y, rows, scores=scores, columns=columns, out=out)
+        del y  # before the next one is allocated
     return out
 
 
@@ -152,11 +165,12 @@ def up_backward(
     needs_x, needs_weight, needs_bias = needs
     dh, x, up_proj = _ready(dh), _ready(x), _ready(up_proj)
     if needs_x:
-        dx_rows = x.new_empty(dh.shape[0], x.shape[1])
-        unchecked.up_backward_act(dh, up_proj, rows, dx_rows=dx_rows)
         dx = torch.empty_like(x) if dx is None else dx
-        unchecked.combine(dx_rows, rows, out=dx)
-        del dx_rows  # before the weight gradient is allocated
+        for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
+            dx_rows = x.new_empty(rows.num_rows, len(columns))
+            unchecked.up_backward_act(dh, up_proj, rows, columns=columns, dx_rows=dx_rows)
+            unchecked.combine(dx_rows, rows, columns=columns, out=dx)
+            del dx_rows  # before the next one, or the weight gradient, is allocated
     if needs_weight:
         d_weight = _weight_gradient("up_backward_weight", (dh, x), up_proj, rows, weight_dtype, d_weight)
     if needs_bias:

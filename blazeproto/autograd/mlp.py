@@ -13,7 +13,8 @@ One autograd node, one operator forward and two backward (double boxes). What th
 over an H that it has made again (save="recompute") always, over one that was saved only where nobody would miss it.
 That is not so where the graph is kept for another backward, where hooks get what is saved, or where a compiler, a
 profiler or a mode has seen H; then dH is a new array, and nothing that is saved is written over. H is let go of
-before ``moe_up_backward``, unless the graph is kept.
+before ``moe_up_backward``, unless the graph is kept. What the rows' products leave to be summed, Y and dX~, takes no
+more memory than it must, either (``hopper_products``).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def moe_mlp(
         workspace_bytes: bound on the bytes of transient buffers, as the Hopper backend has them; the torch backend, which gathers
             rows and keeps dH beside H, needs more. The layer then runs in chunks of tokens, with a
             dispatch each and float32 accumulators for the weight gradients. Needs a fixed K. On the Hopper backend a
-            weight gradient may take a tenth of itself and of a chunk's dH or A' beside the bound.
+            weight gradient may take a fifth of itself and of a chunk's dH or A' beside the bound.
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).

@@ -33,6 +33,10 @@ class SavePolicy(str, Enum):
     RECOMPUTE = "recompute"
 
 
+SAVED_H, SAVED_ACT = ("minimal", "paper"), ("paper",)
+"""The policies that save them."""
+
+
 def saved_bytes(
     save: SavePolicy | str,
     *,
@@ -53,9 +57,9 @@ def saved_bytes(
     pairs = num_tokens * top_k
     up_width = 2 * d_expert if is_gated(activation) else d_expert
     elements = num_tokens * d_model
-    if save is not SavePolicy.RECOMPUTE:
+    if save in SAVED_H:
         elements += pairs * up_width
-    if save is SavePolicy.PAPER:
+    if save in SAVED_ACT:
         elements += pairs * d_expert
     scores_and_two_lists = 3 * 4 * pairs
     return elements * itemsize + scores_and_two_lists + 4 * (num_experts + 1) * num_chunks

@@ -56,8 +56,13 @@ def down_forward(
     num_tokens: int,
     combine: str,
     out: Tensor | None = None,
+    *,
+    overwrite_act: bool = False,
 ) -> Tensor:
-    """act (R, n), down_proj (E, d, n), scores (T, K) or (P,) -> out (T, d). Both kinds of combine are one here."""
+    """act (R, n), down_proj (E, d, n), scores (T, K) or (P,) -> out (T, d). Both kinds of combine are one here.
+
+    ``overwrite_act``: ``act`` may be written over, and here it is not.
+    """
     y = _grouped_mm(act, down_proj.transpose(-2, -1), rows.offsets)
     if bias is not None:
         y = y.add_(bias.to(y.dtype)[_row_experts(rows)])
@@ -279,7 +284,7 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.shape[0] == 0:
         return a.new_zeros(offsets.shape[0] - 1, m, k)
     if not _multiplies(a.device.type, a.dtype):
-        return _grouped_outer(a.float(), b.float(), offsets).to(a.dtype)
+        return _grouped_outer(a.float(), b.float(), offsets)
     if _aligned(a) and _aligned(b):
         out = F.grouped_mm(a.t(), b, offs=offsets[1:])
     else:

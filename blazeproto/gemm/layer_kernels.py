@@ -5,7 +5,7 @@ from __future__ import annotations
 from blazeproto.gemm import unchecked
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.config import ACTIVATIONS, DEFAULTS, MAX_EXPERTS, kernel_for, weight_sum_kernel
-from blazeproto.gemm.rowops import combine_kernel, reduce_kernel
+from blazeproto.gemm.rowops import combine_kernel, reduce_kernel, slice_widths
 
 
 def prepare(
@@ -74,9 +74,9 @@ def _products(activation: str, up_bias: bool, down_bias: bool, fused: bool, f32_
 
 
 def _row_operations(d: int, top_k: int, up_bias: bool, down_bias: bool, fused: bool) -> list[Kernel]:
-    kernels = [combine_kernel(d, top_k, False), reduce_kernel("reduce_scores_grad", 0)]
-    if not fused:
-        kernels.append(combine_kernel(d, top_k, True))
+    kernels = [reduce_kernel("reduce_scores_grad", 0)]
+    for has_scores in (False,) if fused else (False, True):
+        kernels += {combine_kernel(width, top_k, has_scores): None for width in slice_widths(d)}
     if down_bias:
         kernels.append(reduce_kernel("bias_score_grad", top_k))
     if up_bias or down_bias:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blazeproto.arrays import DeviceArray, current_stream, empty, expect, output, view
+from blazeproto.arrays import DeviceArray, columns_within, current_stream, empty, expect, output, view
 from blazeproto.gemm import unchecked
 from blazeproto.gemm.config import DEFAULTS, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig, is_gated
 from blazeproto.gemm.rows import RowAddresses, Rows, addresses
@@ -95,6 +95,7 @@ def grouped_mm(
     gather: bool = False,
     transposed: bool = False,
     bias: Any = None,
+    columns: range | None = None,
     out: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
@@ -103,19 +104,24 @@ def grouped_mm(
 
     a (R, reduction), or (T, reduction) with ``gather``. weights (E, columns, reduction), or with ``transposed``
     (E, reduction, columns), which is read as it lies. bias (E, columns) → out (R, columns).
+
+    columns: make only these of the columns, e.g. range(0, 1024): out (R, len(columns)).
     """
     rows = rows.views()
     w = _weights("weights", weights, rows.num_experts)
-    columns, reduction = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
+    width, reduction = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
+    columns = columns_within(columns, width)
     a_view = (
         _gathered("a", a, (rows.num_tokens, reduction))
         if gather
         else expect("a", a, "bfloat16", (rows.num_rows, reduction))
     )
-    b = _bias("bias", bias, (rows.num_experts, columns))
-    out, out_view = output("out", out, "bfloat16", (rows.num_rows, columns))
-    options: dict[str, Any] = {"gather": gather, "transposed": transposed, "bias": b, "config": config}
-    unchecked.grouped_mm(a_view, w, _run_on(rows, a_view, stream), out=out_view, **options)
+    b = _bias("bias", bias, (rows.num_experts, width))
+    out, out_view = output("out", out, "bfloat16", (rows.num_rows, len(columns)))
+    if not columns:
+        return out
+    options: dict[str, Any] = {"gather": gather, "transposed": transposed, "columns": columns, "config": config}
+    unchecked.grouped_mm(a_view, w, _run_on(rows, a_view, stream), bias=b, out=out_view, **options)
     return out
 
 
@@ -125,12 +131,16 @@ def down_forward(
     rows: Rows,
     *,
     bias: Any = None,
+    columns: range | None = None,
     y: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """y = act W_down^T (+ bias). act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d). MoEBlaze Algorithm 1, line 10."""
-    return grouped_mm(act, down_proj, rows, bias=bias, out=y, config=config, stream=stream)
+    """y = act W_down^T (+ bias). act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d). MoEBlaze Algorithm 1, line 10.
+
+    columns: as :func:`grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
+    """
+    return grouped_mm(act, down_proj, rows, bias=bias, columns=columns, out=y, config=config, stream=stream)
 
 
 def up_backward_act(
@@ -138,12 +148,17 @@ def up_backward_act(
     up_proj: Any,
     rows: Rows,
     *,
+    columns: range | None = None,
     dx_rows: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """dx_rows = dh W_up. dh (R, G n), up_proj (E, G n, d) → dx_rows (R, d). MoEBlaze Algorithm 1, line 30."""
-    return grouped_mm(dh, up_proj, rows, transposed=True, out=dx_rows, config=config, stream=stream)
+    """dx_rows = dh W_up. dh (R, G n), up_proj (E, G n, d) → dx_rows (R, d). MoEBlaze Algorithm 1, line 30.
+
+    columns: as :func:`grouped_mm`.
+    """
+    options: dict[str, Any] = {"transposed": True, "columns": columns, "config": config}
+    return grouped_mm(dh, up_proj, rows, out=dx_rows, stream=stream, **options)
 
 
 def down_forward_fused(

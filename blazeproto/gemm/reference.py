@@ -41,6 +41,10 @@ def num_tokens(rows: Any) -> int:
     return len(rows.token_index_map) // rows.top_k if rows.top_k else len(rows.token_offsets) - 1
 
 
+def _slice(columns: range | None) -> slice:
+    return slice(None) if columns is None else slice(columns.start, columns.stop)
+
+
 def _unwritten(out: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
     return np.full(shape, np.nan, dtype) if out is None else out
 
@@ -112,12 +116,19 @@ def up_forward(
 
 
 def down_forward(
-    act: Array, down_proj: Array, rows: Any, *, bias: Array | None = None, y: Array | None = None
+    act: Array,
+    down_proj: Array,
+    rows: Any,
+    *,
+    bias: Array | None = None,
+    columns: range | None = None,
+    y: Array | None = None,
 ) -> Array:
-    """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d).  y_r = act_r W_downᵀ + b."""
-    y = _unwritten(y, (len(act), down_proj.shape[1]), act.dtype)
+    """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d), or only these of its columns.  y_r = act_r W_downᵀ + b."""
+    some = _slice(columns)
+    y = _unwritten(y, (len(act), down_proj[0, some].shape[0]), act.dtype)
     for e, r in experts(rows):
-        y[r] = act[r] @ down_proj[e].T + (0 if bias is None else bias[e])
+        y[r] = act[r] @ down_proj[e, some].T + (0 if bias is None else bias[e, some])
     return y
 
 
@@ -130,17 +141,25 @@ def down_forward_fused(
     return out_f32
 
 
-def combine(y: Array, rows: Any, *, scores: Array | None = None, out: Array | None = None) -> Array:
+def combine(
+    y: Array,
+    rows: Any,
+    *,
+    scores: Array | None = None,
+    columns: range | None = None,
+    out: Array | None = None,
+) -> Array:
     """y (R, d), scores (P,) → out (T, d): a token's rows, weighted and summed in slot order; pairs without a row are left out.
 
-    With scores it makes the output from Y; without, dX from the rows' dX̃.
+    With scores it makes the output from Y; without, dX from the rows' dX̃. columns: those of a wider ``out`` that y is summed to.
     """
     out = _unwritten(out, (num_tokens(rows), y.shape[1]), y.dtype)
-    out[...] = 0
+    out[:, _slice(columns)] = 0
     pairs = np.flatnonzero(rows.token_index_map >= 0)
     tokens = pairs // rows.top_k if rows.top_k else rows.pair_tokens[pairs]
     weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
-    np.add.at(out, tokens, weights * y[rows.token_index_map[pairs]])  # in the order of the pairs
+    # In the order of the pairs.
+    np.add.at(out[:, _slice(columns)], tokens, weights * y[rows.token_index_map[pairs]])
     return out
 
 
@@ -195,11 +214,15 @@ def down_backward_weight(
     return _weight_gradient(d_out[row_tokens(rows)] if gather else d_out, a_scaled, rows, dw, accumulate)
 
 
-def up_backward_act(dh: Array, up_proj: Array, rows: Any, *, dx_rows: Array | None = None) -> Array:
-    """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d).  dX̃_r = dH_r W_up; `combine` sums a token's rows to dX."""
-    dx_rows = _unwritten(dx_rows, (len(dh), up_proj.shape[2]), dh.dtype)
+def up_backward_act(
+    dh: Array, up_proj: Array, rows: Any, *, columns: range | None = None, dx_rows: Array | None = None
+) -> Array:
+    """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d), or only these of its columns.  dX̃_r = dH_r W_up; `combine` sums a
+    token's rows to dX."""
+    some = _slice(columns)
+    dx_rows = _unwritten(dx_rows, (len(dh), up_proj[0, :, some].shape[1]), dh.dtype)
     for e, r in experts(rows):
-        dx_rows[r] = dh[r] @ up_proj[e]
+        dx_rows[r] = dh[r] @ up_proj[e, :, some]
     return dx_rows
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import Any
 
-from blazeproto.arrays import DeviceArray, current_stream, expect, output, view
+from blazeproto.arrays import DeviceArray, columns_within, current_stream, expect, output, view
 from blazeproto.driver import launch_words
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.config import DEFAULTS
 from blazeproto.gemm.rows import RowAddresses, addresses
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
@@ -22,6 +23,8 @@ LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu i
 COMBINE_THREADS = 128  # of a block, or a token's lanes if they are more
 # 16-byte loads that a thread of `combine` may have under way, at four registers each; half as many where it loops.
 LOADS_IN_FLIGHT = 32
+SLICE_BYTES = 256 * 2**20  # rows to be combined are never cut for less,
+LEAST_SLICE = 768  # nor into fewer columns: for each slice the product before reads its rows again
 REDUCE_THREADS = 256
 MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
 
@@ -60,9 +63,36 @@ def combine_layout(d: int, top_k: int) -> tuple[int, int]:
     return min(covering or layouts, key=paid)
 
 
-@cache
+@lru_cache(maxsize=1024)
+def column_slices(num_rows: int, d: int, gradient_bytes: int) -> tuple[range, ...]:
+    """The columns of Y or dX̃, (R, d), that are made and combined at a time, one slice after the other in the same place.
+
+    gradient_bytes: of the up projection's weight gradient, which a backward allocates where dX̃ has been: much smaller slices
+    would not lower the peak.
+    """
+    return _in_slices(d, min(2 * num_rows * d // max(gradient_bytes, SLICE_BYTES), d // LEAST_SLICE))
+
+
+def _in_slices(d: int, count: int) -> tuple[range, ...]:
+    """d columns in ``count`` slices, or fewer, of whole tiles."""
+    tile = DEFAULTS["down_forward"].tile_n
+    step = -(-d // (count * tile)) * tile if count > 1 else d
+    return tuple(range(first, min(first + step, d)) for first in range(0, d, step))
+
+
+def slice_widths(d: int) -> list[int]:
+    """Of all slices that `column_slices` may cut."""
+    return sorted(
+        {len(columns) for count in range(1, max(2, d // LEAST_SLICE + 1)) for columns in _in_slices(d, count)}
+    )
+
+
 def combine_kernel(d: int, top_k: int, has_scores: bool) -> Kernel:
-    lanes, vectors = combine_layout(d, top_k)
+    return _combine_kernel(*combine_layout(d, top_k), top_k, has_scores)
+
+
+@cache
+def _combine_kernel(lanes: int, vectors: int, top_k: int, has_scores: bool) -> Kernel:
     sizes = {"LANES": lanes, "VECTORS": vectors, "THREADS": max(lanes, COMBINE_THREADS)}
     return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes})
 
@@ -76,30 +106,49 @@ def _combine_plan(num_tokens: int, d: int, top_k: int, has_scores: bool) -> tupl
     return combine_kernel(d, top_k, has_scores), grid, threads
 
 
-def combine(y: Any, rows: Any, *, scores: Any = None, out: Any = None, stream: int | None = None) -> Any:
+def combine(
+    y: Any,
+    rows: Any,
+    *,
+    scores: Any = None,
+    columns: range | None = None,
+    out: Any = None,
+    stream: int | None = None,
+) -> Any:
     """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order.
 
     Makes the output from Y with scores, dX from dX̃ without: a plain sum. Floor: (R + T)·d·2 bytes at the memory's speed.
+
+    columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
     """
     rows = rows.views()
     y = expect("y", y, "bfloat16", (rows.num_rows, None))
     num_tokens, d = rows.num_tokens, _columns("y", y.shape[1])
-    out, out_view = output("out", out, "bfloat16", (num_tokens, d))
+    if columns is None:
+        out, out_view = output("out", out, "bfloat16", (num_tokens, d))
+    else:
+        out_view = expect("out", out, "bfloat16", (num_tokens, None))
+        if len(columns_within(columns, _columns("out", out_view.shape[1]))) != d:
+            raise ValueError(f"columns: expected as many as y has, {d}, got {columns}")
     weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
     if num_tokens == 0 or d == 0:
         return out
     where = addresses(rows, out_view.device, current_stream(out_view) if stream is None else stream)
-    combine_unchecked(y, where, scores=weights, out=out_view)
+    combine_unchecked(y, where, scores=weights, columns=columns, out=out_view)
     return out
 
 
-def combine_unchecked(y: Any, rows: RowAddresses, *, scores: Any = None, out: Any) -> None:
-    num_tokens, d = out.shape
+def combine_unchecked(
+    y: Any, rows: RowAddresses, *, scores: Any = None, columns: range | None = None, out: Any
+) -> None:
+    """columns: those of ``out`` that y is summed to, default all."""
+    num_tokens, width = out.shape
     if num_tokens == 0:
         return
-    kernel, grid, threads = _combine_plan(num_tokens, d, rows.top_k, scores is not None)
+    first, count = (0, width) if columns is None else (columns.start, len(columns))
+    kernel, grid, threads = _combine_plan(num_tokens, count, rows.top_k, scores is not None)
     inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), rows.token_index_map, rows.token_offsets)
-    words = (*inputs, out.data_ptr(), num_tokens, d)
+    words = (*inputs, out.data_ptr() + 2 * first, num_tokens, count, width)
     launch_words(kernel.handle(rows.device), grid, threads, 0, rows.stream, words)
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.gemm.config import BK, BM, DEFAULTS, TileConfig, is_gated, kernel_for
-from blazeproto.gemm.launch import SHAPES, SLAB, Box, Plan, box_2d, box_3d, box_4d, persistent_grid
+from blazeproto.gemm.launch import SHAPES, SLAB, Box, Plan, box_2d, box_4d, persistent_grid
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
 from blazeproto.gemm.rowops import expert_row_sum_unchecked as expert_row_sum
@@ -56,13 +56,14 @@ def _rows_plan(
     h: Box | None = None,
     out0: Box | None = None,
     out1: Box | None = None,
+    bias_stride: int = 0,
 ) -> Plan:
     """varlen_m.cuh: RowsParams. where: (rows, experts, device)."""
     num_rows, num_experts, device = where
     a = None if gathered else box_2d(reduction, num_rows, (BK, BM))
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
-    numbers = (num_rows, num_experts, reduction, columns)
+    numbers = (num_rows, num_experts, reduction, columns, bias_stride)
     return Plan(kernel, (a, weights, h, out0, out1), 10, numbers, grid=grid, device=device)
 
 
@@ -73,11 +74,12 @@ def _words(
     out0: int = 0,
     out1: int = 0,
     bias: Any = None,
+    first_column: int = 0,
     scores: int = 0,
     sums: int = 0,
 ) -> tuple[int, ...]:
     """The addresses in RowsParams."""
-    b = 0 if bias is None else bias.data_ptr()
+    b = 0 if bias is None else bias.data_ptr() + 2 * first_column
     return (source, *rows.pair_to_token, rows.offsets, out0, out1, b, scores, sums)
 
 
@@ -86,11 +88,13 @@ def _h_box(n: int, halves: int, num_rows: int, box: tuple[int, int, int]) -> Box
     return Box((n, num_rows, halves), (2 * n * halves, 2 * n), box)
 
 
-def _weight_box(shape: tuple[int, int, int], config: TileConfig, transposed: bool) -> Box:
+def _weight_box(shape: tuple[int, int, int], columns: int, config: TileConfig, transposed: bool) -> Box:
+    """columns: of the output, so many of the weights' that begin where the map's address is."""
     experts, outer, inner = shape
+    matrix, expert = 2 * inner, 2 * inner * outer  # strides
     if transposed:
-        return box_3d((inner, outer, experts), (SLAB, BK, 1))
-    return box_4d((inner, outer, 1, experts), (BK, config.tile_n, 1, 1))
+        return Box((columns, outer, experts), (matrix, expert), (SLAB, BK, 1))
+    return Box((inner, columns, 1, experts), (matrix, expert, expert), (BK, config.tile_n, 1, 1))
 
 
 @lru_cache(maxsize=SHAPES)
@@ -116,6 +120,7 @@ def _up_plan(
         weights=box_4d((d, n, halves, experts), (BK, config.tile_n // halves, halves, 1)),
         out0=_h_box(n, halves, where[0], (SLAB, SLAB, 1)),
         out1=box_2d(n, where[0], (SLAB, SLAB)),
+        bias_stride=width,
     )
 
 
@@ -123,6 +128,7 @@ def _up_plan(
 def _linear_plan(
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
+    columns: int,
     gather: bool,
     transposed: bool,
     bias: bool,
@@ -131,7 +137,7 @@ def _linear_plan(
     debug: tuple[str, ...],
 ) -> Plan:
     product = "up_backward_act" if transposed else "down_forward"
-    columns, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+    width, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
     config = config or DEFAULTS[product]
     return _rows_plan(
         kernel_for(product, config, bias=bias, fused=fused, gather=gather, debug=debug),
@@ -141,8 +147,9 @@ def _linear_plan(
         reduction=reduction,
         columns=columns,
         tile_columns=config.tile_n,
-        weights=_weight_box(shape, config, transposed),
+        weights=_weight_box(shape, columns, config, transposed),
         out0=None if fused else box_2d(columns, where[0], (SLAB, SLAB)),
+        bias_stride=width,
     )
 
 
@@ -164,7 +171,7 @@ def _down_backward_plan(
         reduction=d,
         columns=n,
         tile_columns=config.tile_n,
-        weights=_weight_box(shape, config, True),
+        weights=_weight_box(shape, n, config, True),
         h=_h_box(n, halves, where[0], (SLAB, BM, halves)),
         out0=_h_box(n, halves, where[0], (SLAB, SLAB, 1)),
         out1=box_2d(n, where[0], (SLAB, SLAB)),
@@ -201,27 +208,46 @@ def grouped_mm(
     gather: bool = False,
     transposed: bool = False,
     bias: Any = None,
+    columns: range | None = None,
     out: Any,
     config: TileConfig | None = None,
 ) -> None:
+    """columns: those of the output to make, default all."""
     if not rows.num_rows:
         return
-    plan = _linear_plan(rows.where, weights.shape, gather, transposed, bias is not None, False, config, DEBUG)
+    _, outer, inner = shape = weights.shape
+    first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
+    plan = _linear_plan(rows.where, shape, count, gather, transposed, bias is not None, False, config, DEBUG)
     a_at, out_at = a.data_ptr(), out.data_ptr()
-    maps = (weights.data_ptr(), out_at) if gather else (a_at, weights.data_ptr(), out_at)
-    plan.launch(rows.stream, maps, _words(rows, source=a_at if gather else 0, out0=out_at, bias=bias))
+    weights_at = weights.data_ptr() + 2 * first * (1 if transposed else inner)
+    maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
+    words = _words(rows, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
+    plan.launch(rows.stream, maps, words)
 
 
 def down_forward(
-    act: Any, down_proj: Any, rows: RowAddresses, *, bias: Any = None, y: Any, config: TileConfig | None = None
+    act: Any,
+    down_proj: Any,
+    rows: RowAddresses,
+    *,
+    bias: Any = None,
+    columns: range | None = None,
+    y: Any,
+    config: TileConfig | None = None,
 ) -> None:
-    grouped_mm(act, down_proj, rows, bias=bias, out=y, config=config)
+    grouped_mm(act, down_proj, rows, bias=bias, columns=columns, out=y, config=config)
 
 
 def up_backward_act(
-    dh: Any, up_proj: Any, rows: RowAddresses, *, dx_rows: Any, config: TileConfig | None = None
+    dh: Any,
+    up_proj: Any,
+    rows: RowAddresses,
+    *,
+    columns: range | None = None,
+    dx_rows: Any,
+    config: TileConfig | None = None,
 ) -> None:
-    grouped_mm(dh, up_proj, rows, transposed=True, out=dx_rows, config=config)
+    grouped_mm(dh, up_proj, rows, transposed=True, columns=columns, out=dx_rows, config=config)
 
 
 def down_forward_fused(
@@ -236,7 +262,8 @@ def down_forward_fused(
 ) -> None:
     if not rows.num_rows:
         return
-    plan = _linear_plan(rows.where, down_proj.shape, False, False, bias is not None, True, config, DEBUG)
+    shape = down_proj.shape
+    plan = _linear_plan(rows.where, shape, shape[1], False, False, bias is not None, True, config, DEBUG)
     words = _words(rows, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
     plan.launch(rows.stream, (act.data_ptr(), down_proj.data_ptr()), words)
 

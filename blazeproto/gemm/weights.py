@@ -24,8 +24,8 @@ from blazeproto.gemm.config import (
 from blazeproto.gemm.launch import SHAPES, SLAB, Plan, box_2d, box_3d, num_sms, persistent_grid
 from blazeproto.gemm.rows import RowAddresses
 
-WORKSPACE_PART = 0.1  # of a weight gradient and its ordered rows
-LEAST_SHARERS = 0.2  # of the clusters
+WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
+LEAST_SHARERS = 0.4  # of the clusters
 BUSY_ENOUGH = 0.9  # of the clusters, in the mean over the rounds that the tiles of one expert take
 
 

@@ -85,6 +85,32 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
                 torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_bytes):
+    case, slices = make_case(40, bias=True, sentinels=True), (range(8), range(8, 16))
+    monkeypatch.setattr(hopper_products, "column_slices", lambda num_rows, width, gradient_bytes: slices)
+    for got, reference_of_it in zip(case.run(workspace_bytes=workspace_bytes), case.reference(), strict=True):
+        torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+@pytest.mark.parametrize(
+    ("widths", "fits"), [((16, 16), True), ((24, 16), False), ((16, 24), False), ((264, 264), False)]
+)
+def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, monkeypatch, save, widths, fits):
+    case, over = make_case(40, *widths), []
+    real = unchecked.down_forward
+
+    def down_forward(*args, **kwargs):
+        over.append(kwargs["y"].data_ptr() == args[0].data_ptr())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(unchecked, "down_forward", down_forward)
+    for got, reference_of_it in zip(case.run(save=save), case.reference(), strict=True):
+        torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+    assert over == [fits and save != "paper"]
+
+
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("watched", [None, "kept graph", "hooks", "profiler"])

@@ -47,7 +47,7 @@ def test_opcheck_experts(make_case, save, varying):
     for needs in ([True, True, True, True], [True, False, True, False]):
         arguments = (needs, case.d_out, *kept, scores, *down, *again, *tail)
         torch.library.opcheck(ops.moe_down_backward.default, arguments)
-    dh = torch.randn(act.shape[0], case.gate_up_proj.shape[1], dtype=act.dtype)
+    dh = torch.randn(tail[0].shape[0], case.gate_up_proj.shape[1], dtype=act.dtype)
     for needs in ([True, True, True], [False, True, False]):
         torch.library.opcheck(ops.moe_up_backward.default, (needs, dh, *up, *tail))
 

@@ -15,7 +15,7 @@ from blazeproto.gemm.nvrtc import Binary
 CACHES = (
     config.kernel_for,
     config.weight_sum_kernel,
-    rowops.combine_kernel,
+    rowops._combine_kernel,
     rowops.reduce_kernel,
     rowops._combine_plan,
     unchecked._up_plan,

@@ -186,7 +186,7 @@ class Arithmetic:
         bounds = case.rows.offsets.tolist()
         out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1], dtype=self.dtype)
         if left.shape[0] * out[0].numel() * self.dtype.itemsize <= BY_ROW_BYTES:
-            return out.index_add_(0, case.row_expert, self.matmul(left[:, :, None], right[:, None]))
+            return _add_in_order(out, case.row_expert, self.matmul(left[:, :, None], right[:, None]))
         for e, (a, b) in enumerate(pairwise(bounds)):
             if a < b:
                 out[e] = self.matmul(left[a:b].T, right[a:b])
@@ -195,13 +195,23 @@ class Arithmetic:
     def combine(self, y: Tensor, case: Case, scores: Tensor | None) -> Tensor:
         """Σ over a token's pairs of scores[p]·y[row of p]: (rows, d) → (T, d)."""
         weighted = y.to(self.dtype) if scores is None else y.to(self.dtype) * scores[case.row_pair, None]
-        return y.new_zeros(case.x.shape, dtype=self.dtype).index_add_(0, case.row_token, weighted)
+        return _add_in_order(y.new_zeros(case.x.shape, dtype=self.dtype), case.row_token, weighted)
 
     def expert_sum(self, values: Tensor, case: Case, scores: Tensor | None = None) -> Tensor:
         """Σ over an expert's rows: (rows, m) → (E, m)."""
         weighted = values.to(self.dtype) if scores is None else values.to(self.dtype) * scores[case.row_pair, None]
         zeros = values.new_zeros(len(case.up_proj), values.shape[1], dtype=self.dtype)
-        return zeros.index_add_(0, case.row_expert, weighted)
+        return _add_in_order(zeros, case.row_expert, weighted)
+
+
+def _add_in_order(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """``out.index_add_(0, index, values)``, which by itself adds in another order every time on a GPU: a yardstick would move."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return out.index_add_(0, index, values)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 EXACT = Arithmetic(torch.float64, rounds=False)
@@ -343,20 +353,3 @@ def stray_writes(case: Case, result: Mapping[str, Tensor]) -> list[str]:
     """Outputs of `run_kernels` in which a row that no pair has was written."""
     used = len(case.row_pair)
     return [f"{name}: wrote past row {used}" for name in ROW_OUTPUTS if not result[name][used:].isnan().all()]
-
-
-def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
-    """Weight gradients by gathering, in ``result``, that are not to the bit what rows that lie in order already give."""
-    num_rows = case.rows.num_rows
-    x, d_out = (pad_rows(values[case.row_token], num_rows) for values in (case.x, case.d_out))
-    used = {name: pad_rows(given[name][: len(case.row_token)], num_rows) for name in ("dh", "a_scaled")}
-    lines = []
-    for suffix in ("", "_f32"):
-        for name, product, operands in (
-            ("d_down" + suffix, gemm.down_backward_weight, (d_out, used["a_scaled"])),
-            ("d_up" + suffix, gemm.up_backward_weight, (used["dh"], x)),
-        ):
-            dw = torch.full_like(result[name], math.nan)
-            if not torch.equal(product(*operands, case.rows, dw=dw, gather=False), result[name]):
-                lines.append(f"{name}: not what rows in order give")
-    return lines

@@ -2,7 +2,8 @@
 //
 //   y       (R, d)  bf16   one row a pair, in expert order
 //   scores  (P,)    fp32   HAS_SCORES 1: Y to O.  HAS_SCORES 0 sums the rows as they are: dX~ to dX
-//   out     (T, d)  bf16   fp32 sums, rounded once
+//   out     (T, d)  bf16   fp32 sums, rounded once; out_stride elements from one token to the next, so that it may be
+//                          some columns of a wider matrix
 //
 // The last line of the paper's Algorithm 1 forward, and of its backward. Memory-bound: its floor is (R + T) * d * 2 bytes at the
 // memory's speed. A token belongs to LANES threads, a thread to VECTORS chunks of 8 columns, LANES chunks apart, and a thread asks
@@ -55,7 +56,7 @@ DEVICE uint4 round(const float (&sum)[CHUNK]) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 combine(const bf16* y, const float* scores, const int* token_index_map, const int* token_offsets, bf16* out,
-        int64_t num_tokens, int64_t d) {
+        int64_t num_tokens, int64_t d, int64_t out_stride) {
     const int64_t first_column = (int64_t(blockIdx.y) * VECTORS * LANES + threadIdx.x % LANES) * CHUNK;
     const int64_t token = int64_t(blockIdx.x) * TOKENS + threadIdx.x / LANES;
     if (token >= num_tokens) return;
@@ -93,6 +94,6 @@ combine(const bf16* y, const float* scores, const int* token_index_map, const in
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int64_t column = first_column + v * LANES * CHUNK;
-        if (column < d) *reinterpret_cast<uint4*>(out + token * d + column) = round(sum[v]);
+        if (column < d) *reinterpret_cast<uint4*>(out + token * out_stride + column) = round(sum[v]);
     }
 }

@@ -28,7 +28,7 @@ struct LinearEpilogue : PlainEpilogue {
 
     DEVICE uint32_t bias_pair(const Tile& tile, int column) const {
         if (!HAS_BIAS || column >= p.columns) return 0;
-        return load_bf16x2(p.bias + int64_t(tile.expert) * p.columns + column);
+        return load_bf16x2(p.bias + int64_t(tile.expert) * p.bias_stride + column);
     }
 
     DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {

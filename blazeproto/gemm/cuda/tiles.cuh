@@ -25,10 +25,11 @@ struct RowsParams {
     PairToToken pairs;
     const int* offsets;  // (experts + 1,)
     bf16 *out0_rows, *out1_rows;
-    const bf16* bias;      // (experts, HALVES * columns)
+    const bf16* bias;      // of the first expert's first column
     const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
     int rows, experts, reduction, columns;
+    int bias_stride;  // elements from one expert's bias to the next's
 };
 
 struct alignas(16) Tile {

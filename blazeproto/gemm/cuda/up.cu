@@ -48,7 +48,7 @@ struct UpEpilogue : PlainEpilogue {
 
     DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
         const int column = tile.column + threadIdx.x % 4 * 2;
-        const bf16* bias_at = p.bias + int64_t(tile.expert) * HALVES * p.columns + column;
+        const bf16* bias_at = p.bias + int64_t(tile.expert) * p.bias_stride + column;
         const auto packed = [&](int i) {  // i = 2j + r: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
             const int half = i / 2 * 8 / TILE_COLUMNS, offset = i / 2 * 8 % TILE_COLUMNS;
             uint32_t bias = 0;

@@ -1,0 +1,88 @@
+"""What saves the layer memory, on the GPU and to the bit: outputs over inputs, and outputs a slice of columns at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import YARDSTICK, Case, Shape, evaluate, make_case
+
+from blazeproto import gemm
+
+pytestmark = pytest.mark.gpu
+
+
+def rows_like(case: Case, width: int) -> torch.Tensor:
+    """Random (R, width), with NaN in rows without a pair."""
+    made = torch.randn(case.rows.num_rows, width, device="cuda").bfloat16()
+    made[len(case.row_pair) :] = torch.nan
+    return made
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_dh_may_lie_over_h(activation: str) -> None:
+    case = make_case(Shape(3000, 136, 328, 5, 2), "zipf", activation=activation, sentinels=0.1)
+    h = evaluate(YARDSTICK, case)["h"]
+    h = torch.cat([h, h.new_full((case.rows.num_rows - len(h), h.shape[1]), torch.nan)])
+    used = len(case.row_pair)
+
+    def run(h: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a_scaled, d_scores = h.new_empty(len(h), case.down_proj.shape[2]), torch.empty_like(case.scores)
+        outputs = {"dh": dh, "a_scaled": a_scaled, "d_scores": d_scores}
+        gemm.down_backward_act(case.d_out, case.down_proj, h, case.scores, case.rows, activation=activation, **outputs)
+        return dh[:used], a_scaled[:used], d_scores
+
+    apart = run(h, torch.empty_like(h))
+    for _ in range(5):
+        over = h.clone()
+        for a, b in zip(apart, run(over, over), strict=True):
+            assert torch.equal(a, b)
+        assert over[used:].isnan().all()
+
+
+@pytest.mark.parametrize("width", [8, 136, 256])
+@pytest.mark.parametrize("biases", [False, True])
+def test_y_may_lie_over_act(width: int, biases: bool) -> None:
+    """Where a tile has whole rows of both. At an expert's end a neighbour reads rows it writes, and makes nothing of them."""
+    case = make_case(Shape(9000, width, width, 37, 3), "zipf", biases=biases, sentinels=0.1)
+    act, used = rows_like(case, width), len(case.row_pair)
+    apart = gemm.down_forward(act, case.down_proj, case.rows, bias=case.down_bias, y=torch.full_like(act, torch.nan))
+    for _ in range(5):
+        over = act.clone()
+        gemm.down_forward(over, case.down_proj, case.rows, bias=case.down_bias, y=over)
+        assert torch.equal(over[:used], apart[:used]) and over[used:].isnan().all()
+
+
+SLICES = (range(512), range(512, 768), range(768, 1000)), (range(1000),), (range(8), range(8, 520), range(520, 1000))
+
+
+@pytest.mark.parametrize("slices", SLICES, ids=len)
+@pytest.mark.parametrize("biases", [False, True])
+def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool) -> None:
+    d, n = 1000, 136
+    case = make_case(Shape(2000, d, n, 11, 3), "zipf", biases=biases, sentinels=0.1)
+    act, dh, used = rows_like(case, n), rows_like(case, 2 * n), len(case.row_pair)
+    products = (
+        lambda columns, out: gemm.down_forward(
+            act, case.down_proj, case.rows, bias=case.down_bias, columns=columns, y=out
+        ),
+        lambda columns, out: gemm.up_backward_act(dh, case.up_proj, case.rows, columns=columns, dx_rows=out),
+    )
+    for product in products:
+        whole = product(None, rows_like(case, d))
+        out = gemm.combine(whole, case.rows, scores=case.scores, out=torch.full_like(case.x, torch.nan))
+        by_slices = torch.full_like(out, torch.nan)
+        for columns in slices:
+            part = product(columns, rows_like(case, len(columns)))
+            assert torch.equal(part[:used], whole[:used, columns.start : columns.stop])
+            gemm.combine(part, case.rows, scores=case.scores, columns=columns, out=by_slices)
+            assert by_slices[:, columns.stop :].isnan().all()
+        assert torch.equal(by_slices, out)
+
+
+@pytest.mark.parametrize("columns", [range(4, 12), range(0, 16, 2), range(992, 1008)])
+def test_bad_columns_are_named(columns: range) -> None:
+    case = make_case(Shape(20, 1000, 64, 3, 2))
+    with pytest.raises(ValueError, match="columns: expected a range in multiples of 8 within 0 to 1000"):
+        gemm.down_forward(rows_like(case, 64), case.down_proj, case.rows, columns=columns)
+    with pytest.raises(ValueError, match="columns: expected"):
+        gemm.combine(rows_like(case, 8), case.rows, columns=columns, out=torch.empty_like(case.x))
