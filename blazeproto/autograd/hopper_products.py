@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blazeproto import dispatch
 from blazeproto.arrays import current_stream
 from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
+from blazeproto.dispatch.build import build_dispatch_unchecked
 from blazeproto.gemm import score_partials, unchecked
 from blazeproto.gemm.config import DEFAULTS
 from blazeproto.gemm.rowops import column_slices, row_sum_slots
@@ -32,11 +32,16 @@ ALIGNMENT = 16  # bytes
 def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]) -> None:
     """topk_experts (T, K) or (P,) -> fills pair_indices (P,), offsets (E+1,), token_index_map (P,)."""
     ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
+    if ids.dtype not in (torch.int32, torch.int64) or ids.numel() >= 2**31 or num_experts < 1:
+        raise ValueError(
+            "topk_experts: expected int32 or int64, fewer than 2**31 pairs and at least 1 expert, got "
+            f"{ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
+        )
     ids = ids.contiguous()
-    if ids.dtype == torch.int32:
-        dispatch.build_dispatch(ids, num_experts, out=index_arrays)
-    else:  # int64, of which the kernels make an int32 copy
-        dispatch.build_dispatch(ids, num_experts, out=(*index_arrays, index_arrays[0].new_empty(ids.numel())))
+    out: tuple[Tensor, ...] = index_arrays
+    if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
+        out = (*out, out[0].new_empty(ids.numel()))
+    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
 
 
 def rows_for(rows: Rows) -> RowAddresses:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from blazeproto import arrays
@@ -104,13 +105,9 @@ def workspace_bytes(num_tokens: int, top_k: int, num_experts: int, method: Metho
     """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes
     (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy."""
     if method == "tiled":
-        from blazeproto.dispatch import tiled
-
-        return 4 * tiled.plan(num_tokens, top_k, num_experts).workspace_ints(num_experts)
+        return 4 * _tiled().plan(num_tokens, top_k, num_experts).workspace_ints(num_experts)
     if method == "dense":
-        from blazeproto.dispatch import dense
-
-        return dense.workspace_bytes(num_tokens, top_k, num_experts)
+        return _dense().workspace_bytes(num_tokens, top_k, num_experts)
     return 0
 
 
@@ -118,21 +115,42 @@ def prepare_dispatch(
     num_tokens: int, top_k: int, num_experts: int, *, dtype: str = "int32", method: Method = "tiled", device: int = 0
 ) -> None:
     """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture."""
-    import cupy
-
     chosen: tuple[launch.Kernel, ...] = ()
     if method == "tiled":
-        from blazeproto.dispatch import tiled
-
-        plan = tiled.plan(num_tokens, top_k, num_experts)
-        chosen = tuple(tiled.kernels(plan, top_k, num_experts, dtype))
+        plan = _tiled().plan(num_tokens, top_k, num_experts)
+        chosen = tuple(_tiled().kernels(plan, top_k, num_experts, dtype))
     elif method == "dense":
-        from blazeproto.dispatch import dense
+        chosen = tuple(_dense().kernels(top_k, dtype, _dense().plan(num_tokens, top_k).slot_type))
+    for kernel in chosen:
+        kernel.load(device)
 
-        chosen = tuple(dense.kernels(top_k, dtype, dense.plan(num_tokens, top_k).slot_type))
-    with cupy.cuda.Device(device):
-        for kernel in chosen:
-            kernel.load(device)
+
+def build_dispatch_unchecked(ids: Any, num_experts: int, out: tuple[Any, ...], stream: int) -> None:
+    """`build_dispatch` of torch tensors on one GPU, by tiles, at half of its host time: for a caller that has checked and
+    allocated them. ids: (T, K).  out: as there, a fourth for int64 ids."""
+    num_tokens, top_k = ids.shape
+    given, (pairs, offsets, index_map, *copy) = ids.data_ptr(), [array.data_ptr() for array in out]
+    workspace = out[0].new_empty(_tiled().plan(num_tokens, top_k, num_experts).workspace_ints(num_experts))
+    buffers = launch.Buffers(given, pairs, offsets, index_map, copy[0] if copy else given, workspace.data_ptr())
+    dtype = "int64" if copy else "int32"
+    _tiled().run(buffers, num_tokens, top_k, num_experts, dtype, ids.get_device(), stream)
+
+
+# --- Methods, imported when first used: with Numba ---------------------------------------------------------------------
+
+
+@cache
+def _tiled() -> Any:
+    from blazeproto.dispatch import tiled
+
+    return tiled
+
+
+@cache
+def _dense() -> Any:
+    from blazeproto.dispatch import dense
+
+    return dense
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------
@@ -165,19 +183,18 @@ def _check(experts: Any, num_experts: int, name: str, dimensions: int, method: s
     return ids, num_experts
 
 
-def _check_buffer(array: Any, name: str, size: int, device: int) -> arrays.DeviceArray:
+def _check_buffer(array: Any, name: str, size: int, device: int) -> None:
     buffer = _view(array, name)
     if buffer.dtype != "int32" or buffer.shape != (size,) or not buffer.is_contiguous:
         raise ValueError(f"{name}: expected contiguous int32 ({size},), got {buffer.dtype} {buffer.shape}")
     if buffer.device != device:
         raise ValueError(f"{name}: expected an array on cuda:{device} as the ids are, got one on cuda:{buffer.device}")
-    return buffer
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def _empty(like: arrays.DeviceArray, size: int, dtype: str) -> Any:
+def _empty(like: arrays.DeviceArray, size: int, dtype: str = "int32") -> Any:
     """Uninitialised memory of the kind and on the device of ``like``, on CuPy's or torch's current stream."""
     if hasattr(like.owner, "new_empty"):  # a torch tensor: its caching allocator owns all memory
         return like.owner.new_empty((size,), dtype=getattr(sys.modules["torch"], dtype))
@@ -224,28 +241,12 @@ def _entered(device: int, stream: int) -> Iterator[None]:
         yield
 
 
-class _Buffers(NamedTuple):
-    """Kernel arguments: raw addresses, or NumPy arrays in the simulator."""
-
-    ids: Any
-    expert_pair_indices: Any
-    expert_token_offsets: Any
-    token_index_map: Any
-    ids_copy: Any
-    workspace: Any
-
-
-def _argument(buffer: arrays.DeviceArray) -> Any:
-    owner: Any = buffer.owner
-    return owner.reshape(-1) if launch.simulated() else buffer.ptr
-
-
-def _part(workspace: Any, first: int, size: int, dtype: str) -> Any:
-    """Elements of ``dtype`` from byte ``first`` of the workspace, as a kernel argument."""
-    if isinstance(workspace, int):
-        return workspace + first
-    item = arrays.ITEM_BYTES.get(dtype, 2)
-    return workspace.view("uint8")[first : first + size * item].view(dtype)
+def _argument(array: Any) -> Any:
+    """An array that has been checked, or made here, as a kernel argument."""
+    if launch.simulated():
+        owner: Any = array.owner if isinstance(array, arrays.DeviceArray) else array
+        return owner.reshape(-1)
+    return array.data_ptr() if hasattr(array, "data_ptr") else arrays.view(array).ptr
 
 
 # --- Building --------------------------------------------------------------------------------------------------------
@@ -264,131 +265,51 @@ def _build(
     """The four lists of a Dispatch, by name, for flat or (T, K) ids."""
     if stream is None:
         stream = 0 if launch.simulated() else arrays.current_stream(ids)
-    num_pairs, copy_ids = num_tokens * top_k, ids.dtype == "int64"
     with nullcontext() if launch.simulated() else _on(ids.device, stream):
-        lists = _outputs(ids, num_pairs, num_experts, out)
-        flat = [_check_buffer(array, name, array_size, ids.device) for name, array, array_size in lists]
-        needed = workspace_bytes(num_tokens, top_k, num_experts, method)
-        if workspace is None:
-            workspace = _empty(ids, -(-needed // 4), "int32")
-        scratch = _view(workspace, "workspace")
-        if scratch.nbytes < needed or not scratch.is_contiguous or scratch.ptr % 4 or scratch.device != ids.device:
-            raise ValueError(f"workspace: expected {needed} contiguous bytes on cuda:{ids.device}, got {scratch!r}")
+        lists = _outputs(ids, num_tokens * top_k, num_experts, out)
+        scratch = _workspace(ids, workspace_bytes(num_tokens, top_k, num_experts, method), workspace)
         if method == "sort":
-            _run_sort(ids, flat, num_experts)
+            _run_sort(ids, [_view(array, name) for name, array in lists.items()], num_experts)
         else:
-            arguments = [_argument(buffer) for buffer in flat]
-            copy = arguments[3] if copy_ids else _argument(ids)  # of int32 ids no copy is made
-            pairs, offsets, index_map = arguments[:3]
-            buffers = _Buffers(_argument(ids), pairs, offsets, index_map, copy, _argument(scratch))
-            run = _run_tiled if method == "tiled" else _run_dense
-            run(buffers, ids, num_tokens, top_k, num_experts, stream)
-    return {"token_expert_indices": _flat(ids), **{name: array for name, array, _ in lists}}
+            given = _argument(ids)
+            pairs, offsets, index_map, *copy = map(_argument, lists.values())
+            buffers = launch.Buffers(given, pairs, offsets, index_map, copy[0] if copy else given, _argument(scratch))
+            run = _tiled().run if method == "tiled" else _dense().run
+            run(buffers, num_tokens, top_k, num_experts, ids.dtype, ids.device, stream)
+    return {"token_expert_indices": _flat(ids), **lists}
 
 
 def _outputs(
     ids: arrays.DeviceArray, num_pairs: int, num_experts: int, out: Mapping[str, Any] | tuple[Any, ...] | None
-) -> list[tuple[str, Any, int]]:
-    """(name, array, size) of what is filled: the caller's arrays, or new ones."""
-    count = 4 if ids.dtype == "int64" else 3
-    sizes = (num_pairs, num_experts + 1, num_pairs, num_pairs)
+) -> dict[str, Any]:
+    """What is filled, by name: new arrays, or the caller's, checked."""
+    names = OUTPUTS[: 4 if ids.dtype == "int64" else 3]
+    sizes = dict(zip(names, (num_pairs, num_experts + 1, num_pairs, num_pairs), strict=False))
     if out is None:
-        return [(name, _empty(ids, size, "int32"), size) for name, size in zip(OUTPUTS[:count], sizes, strict=False)]
+        return {name: _empty(ids, size) for name, size in sizes.items()}
     given = dict(out) if isinstance(out, Mapping) else dict(zip(OUTPUTS, out, strict=False))
-    missing = [name for name in OUTPUTS[:count] if given.get(name) is None]
+    missing = [name for name in names if given.get(name) is None]
     if missing:
-        raise ValueError(f"out: expected {', '.join(OUTPUTS[:count])} for {ids.dtype} ids, got no {', '.join(missing)}")
-    return [(name, given[name], size) for name, size in zip(OUTPUTS[:count], sizes, strict=False)]
+        raise ValueError(f"out: expected {', '.join(names)} for {ids.dtype} ids, got no {', '.join(missing)}")
+    for name, size in sizes.items():
+        _check_buffer(given[name], name, size, ids.device)
+    return {name: given[name] for name in names}
+
+
+def _workspace(ids: arrays.DeviceArray, needed: int, given: Any) -> Any:
+    """``needed`` bytes: new ones, or the caller's, checked."""
+    if given is None:
+        return _empty(ids, -(-needed // 4))
+    scratch = _view(given, "workspace")
+    if scratch.nbytes < needed or not scratch.is_contiguous or scratch.ptr % 4 or scratch.device != ids.device:
+        raise ValueError(f"workspace: expected {needed} contiguous bytes on cuda:{ids.device}, got {scratch!r}")
+    return scratch
 
 
 def _flat(ids: arrays.DeviceArray) -> Any:
     """The router's choice as one list, in the caller's kind of array where that has a reshape."""
     owner: Any = ids.owner
     return owner.reshape(-1) if hasattr(owner, "reshape") else _as_cupy(ids, (ids.size,))
-
-
-def _run_tiled(
-    buffers: _Buffers, ids: arrays.DeviceArray, num_tokens: int, top_k: int, num_experts: int, stream: int
-) -> None:
-    from blazeproto.dispatch import tiled
-
-    plan = tiled.plan(num_tokens, top_k, num_experts)
-    kernels = tiled.kernels(plan, top_k, num_experts, ids.dtype)
-    where = (ids.device, stream)
-    size = plan.num_chunks * num_experts
-    table, totals = _part(buffers.workspace, 0, size, "int32"), _part(buffers.workspace, 4 * size, num_experts, "int32")
-    pairs, chunk_pairs = num_tokens * top_k, plan.chunk_tokens * top_k
-    kernels.count_pairs.launch(
-        *where,
-        plan.num_chunks,
-        4 * (num_experts + 1),
-        buffers.ids,
-        table,
-        buffers.ids_copy,
-        pairs,
-        num_experts,
-        chunk_pairs,
-    )
-    blocks = -(-num_experts // tiled.SCAN_EXPERTS)
-    kernels.scan.launch(*where, blocks, 8 * plan.sizes.scan_threads, table, totals, plan.num_chunks, num_experts)
-    kernels.place.launch(
-        *where,
-        plan.num_chunks,
-        plan.place_shared_bytes,
-        buffers.ids_copy,
-        table,
-        totals,
-        buffers.expert_pair_indices,
-        buffers.token_index_map,
-        buffers.expert_token_offsets,
-        pairs,
-        chunk_pairs,
-    )
-
-
-def _run_dense(
-    buffers: _Buffers, ids: arrays.DeviceArray, num_tokens: int, top_k: int, num_experts: int, stream: int
-) -> None:
-    from blazeproto.dispatch import dense
-    from blazeproto.dispatch.tiled import SCAN_EXPERTS
-
-    plan = dense.plan(num_tokens, top_k)
-    kernels = dense.kernels(top_k, ids.dtype, plan.slot_type)
-    where = (ids.device, stream)
-    size, cells = plan.num_tiles * num_experts, num_tokens * num_experts
-    table, totals = _part(buffers.workspace, 0, size, "int32"), _part(buffers.workspace, 4 * size, num_experts, "int32")
-    token_map = _part(buffers.workspace, 4 * plan.table_ints(num_experts), cells, plan.slot_type)
-    columns = (num_tokens, num_experts, plan.tile_tokens, plan.num_tiles)
-
-    launch.clear(token_map, cells * (1 if plan.slot_type == "uint8" else 2), stream)
-    pairs, threads = num_tokens * top_k, kernels.route.threads
-    if pairs:
-        kernels.token_map.launch(
-            *where,
-            -(-pairs // threads),
-            0,
-            buffers.ids,
-            token_map,
-            buffers.token_index_map,
-            buffers.ids_copy,
-            pairs,
-            num_experts,
-        )
-    kernels.lengths.launch(*where, -(-size // threads), 0, token_map, table, *columns)
-    scan_blocks = -(-num_experts // SCAN_EXPERTS)
-    kernels.scan.launch(*where, scan_blocks, 8 * kernels.scan.threads, table, totals, plan.num_tiles, num_experts)
-    kernels.offsets.launch(*where, 1, 8 * threads, totals, buffers.expert_token_offsets, num_experts)
-    kernels.route.launch(
-        *where,
-        -(-size // threads),
-        0,
-        token_map,
-        table,
-        buffers.expert_token_offsets,
-        buffers.expert_pair_indices,
-        buffers.token_index_map,
-        *columns,
-    )
 
 
 def _run_sort(ids: arrays.DeviceArray, outputs: list[arrays.DeviceArray], num_experts: int) -> None:

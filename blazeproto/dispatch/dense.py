@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64
 
-from blazeproto.dispatch.launch import Kernel
-from blazeproto.dispatch.tiled import scan_chunks
+from blazeproto.dispatch.launch import Buffers, Kernel, clear, part
+from blazeproto.dispatch.tiled import SCAN_EXPERTS, scan_chunks
 from blazeproto.dispatch.warp import inclusive_scan
 
 MAX_TILES = 4096
@@ -183,4 +183,45 @@ def kernels(top_k: int, ids: str, slots: str) -> Kernels:
             threads=threads,
             top_k=top_k,
         ),
+    )
+
+
+def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: str, device: int, stream: int) -> None:
+    """Launch the steps. ids: their dtype.  stream: a raw cudaStream_t."""
+    chosen = plan(num_tokens, top_k)
+    made = kernels(top_k, ids, chosen.slot_type)
+    where = (device, stream)
+    size, cells = chosen.num_tiles * num_experts, num_tokens * num_experts
+    table, totals = part(buffers.workspace, 0, size, "int32"), part(buffers.workspace, 4 * size, num_experts, "int32")
+    token_map = part(buffers.workspace, 4 * chosen.table_ints(num_experts), cells, chosen.slot_type)
+    columns = (num_tokens, num_experts, chosen.tile_tokens, chosen.num_tiles)
+
+    clear(token_map, cells * (1 if chosen.slot_type == "uint8" else 2), stream)
+    pairs, threads = num_tokens * top_k, made.route.threads
+    if pairs:
+        made.token_map.launch(
+            *where,
+            -(-pairs // threads),
+            0,
+            buffers.ids,
+            token_map,
+            buffers.token_index_map,
+            buffers.ids_copy,
+            pairs,
+            num_experts,
+        )
+    made.lengths.launch(*where, -(-size // threads), 0, token_map, table, *columns)
+    scan_blocks = -(-num_experts // SCAN_EXPERTS)
+    made.scan.launch(*where, scan_blocks, 8 * made.scan.threads, table, totals, chosen.num_tiles, num_experts)
+    made.offsets.launch(*where, 1, 8 * threads, totals, buffers.expert_token_offsets, num_experts)
+    made.route.launch(
+        *where,
+        -(-size // threads),
+        0,
+        token_map,
+        table,
+        buffers.expert_token_offsets,
+        buffers.expert_pair_indices,
+        buffers.token_index_map,
+        *columns,
     )

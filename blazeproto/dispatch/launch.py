@@ -21,9 +21,9 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from blazeproto import driver
+from blazeproto import arrays, driver
 
 CACHE_FORMAT = "1"  # part of every key: raise it when what a cache entry holds changes
 
@@ -112,7 +112,7 @@ class Kernel:
         return digest.hexdigest()
 
     def load(self, device: int) -> int:
-        """The CUfunction on a device, which must be CuPy's current one. Compiled and loaded the first time."""
+        """The CUfunction on a device (a CUDA ordinal). Compiled and loaded the first time."""
         if device in self._functions:
             return self._functions[device]
         import cupy
@@ -120,11 +120,12 @@ class Kernel:
         capability = cupy.cuda.Device(device).compute_capability
         entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
         module = cupy.cuda.Module()
-        module.load(code)
-        function = module.get_function(entry).ptr
         optin = cupy.cuda.runtime.deviceGetAttribute(cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
         limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        cupy.cuda.driver.funcSetAttribute(function, limit, optin)
+        with cupy.cuda.Device(device):
+            module.load(code)
+            function = module.get_function(entry).ptr
+            cupy.cuda.driver.funcSetAttribute(function, limit, optin)
         self._modules.append(module)
         self._functions[device] = function
         return function
@@ -159,6 +160,25 @@ def clear(where: Any, size: int, stream: int) -> None:
 
 def _numba_type(types: Any, word: str) -> Any:
     return types.CPointer(getattr(types, word[:-1])) if word.endswith("*") else getattr(types, word)
+
+
+class Buffers(NamedTuple):
+    """The arrays of a dispatch, as kernel arguments: raw addresses, or NumPy arrays in the simulator."""
+
+    ids: Any
+    expert_pair_indices: Any
+    expert_token_offsets: Any
+    token_index_map: Any
+    ids_copy: Any
+    workspace: Any
+
+
+def part(workspace: Any, first: int, size: int, dtype: str) -> Any:
+    """Elements of ``dtype`` from byte ``first`` of the workspace, as a kernel argument."""
+    if isinstance(workspace, int):
+        return workspace + first
+    item = arrays.ITEM_BYTES.get(dtype, 2)
+    return workspace.view("uint8")[first : first + size * item].view(dtype)
 
 
 # --- The cache -------------------------------------------------------------------------------------------------------

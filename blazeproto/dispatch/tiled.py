@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from blazeproto.dispatch.launch import Kernel
+from blazeproto.dispatch.launch import Buffers, Kernel, part
 from blazeproto.dispatch.place import layout, place_pairs
 
 SCAN_EXPERTS = 8  # experts of one block of scan_chunks: 32 bytes of a table row
@@ -257,4 +257,40 @@ def _kernels(sizes: Sizes, tile_tokens: int, place_blocks: int, top_k: int, num_
             top_k=top_k,
             num_experts=num_experts,
         ),
+    )
+
+
+def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: str, device: int, stream: int) -> None:
+    """Launch the three kernels. ids: their dtype.  stream: a raw cudaStream_t."""
+    chosen = plan(num_tokens, top_k, num_experts)
+    made = kernels(chosen, top_k, num_experts, ids)
+    where = (device, stream)
+    size = chosen.num_chunks * num_experts
+    table, totals = part(buffers.workspace, 0, size, "int32"), part(buffers.workspace, 4 * size, num_experts, "int32")
+    pairs, chunk_pairs = num_tokens * top_k, chosen.chunk_tokens * top_k
+    made.count_pairs.launch(
+        *where,
+        chosen.num_chunks,
+        4 * (num_experts + 1),
+        buffers.ids,
+        table,
+        buffers.ids_copy,
+        pairs,
+        num_experts,
+        chunk_pairs,
+    )
+    blocks = -(-num_experts // SCAN_EXPERTS)
+    made.scan.launch(*where, blocks, 8 * chosen.sizes.scan_threads, table, totals, chosen.num_chunks, num_experts)
+    made.place.launch(
+        *where,
+        chosen.num_chunks,
+        chosen.place_shared_bytes,
+        buffers.ids_copy,
+        table,
+        totals,
+        buffers.expert_pair_indices,
+        buffers.token_index_map,
+        buffers.expert_token_offsets,
+        pairs,
+        chunk_pairs,
     )

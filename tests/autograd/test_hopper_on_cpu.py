@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blazeproto import dispatch, gemm
 from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library
+from blazeproto.dispatch import build
 from blazeproto.gemm import reference, unchecked
 from blazeproto.reference import ACTIVATIONS
 
@@ -161,19 +162,21 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
     case, varying = make_case(sentinels=True), make_case(varying=True)
     calls = []
 
-    def build_dispatch(ids, num_experts, *, out):
+    def build_dispatch_unchecked(ids, num_experts, out, stream):
+        assert ids.is_contiguous() and stream == 7
         calls.append((tuple(ids.shape), len(out)))
-        signature.bind(ids, num_experts, out=out)
+        signature.bind(ids, num_experts, out, stream)
         twin = dispatch.reference.build_dispatch(ids.numpy(), num_experts)
         names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
         for tensor, name in zip(out, names, strict=False):
             tensor.copy_(torch.from_numpy(getattr(twin, name)))
 
-    signature = inspect.signature(dispatch.build_dispatch)
+    signature = inspect.signature(build.build_dispatch_unchecked)
     for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
         expected = torch.ops.blazeproto.dispatch(ids, 5, "torch")
         with monkeypatch.context() as patched:
-            patched.setattr(dispatch, "build_dispatch", build_dispatch)
+            patched.setattr(hopper_products, "build_dispatch_unchecked", build_dispatch_unchecked)
+            patched.setattr(hopper_products, "current_stream", lambda array: 7)
             patched.setattr(library, "has_dispatch_kernels", lambda *_: True)
             got = torch.ops.blazeproto.dispatch(ids, 5, "hopper")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
