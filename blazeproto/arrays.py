@@ -150,10 +150,12 @@ def output(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> tuple[A
 
 
 def columns_within(columns: range | None, width: int) -> range:
-    """``columns`` of a matrix that is ``width`` wide, None for all of them; ValueError if it hasn't got them or they don't
-    begin and end at 16 bytes of bf16."""
+    """``columns`` of a matrix that is ``width`` wide, None for all of them. TypeError if they are no range, ValueError if the
+    matrix hasn't got them or they don't begin and end at 16 bytes of bf16."""
     if columns is None:
         return range(width)
+    if not isinstance(columns, range):
+        raise TypeError(f"columns: expected a range or None, got {type(columns).__name__}")
     if columns.step != 1 or not 0 <= columns.start <= columns.stop <= width or columns.start % 8 or columns.stop % 8:
         raise ValueError(f"columns: expected a range in multiples of 8 within 0 to {width}, got {columns}")
     return columns

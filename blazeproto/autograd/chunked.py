@@ -117,6 +117,7 @@ def _chunked(
             out[tokens],
             overwrite_act=True,
         )
+        del act_chunk  # before the next chunk's is allocated
     return made
 
 

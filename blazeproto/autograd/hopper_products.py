@@ -4,14 +4,17 @@ Same names and signatures as ``torch_products``, whose docstrings give the shape
 the kernels are launched unchecked, for the host's time. Nothing here outlives the call: no pointer, no view, so weights
 may move between forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
 
-Y and dX~, the products that a token's experts leave to be summed, are the largest arrays where d is above 3n, and nobody but
-`combine` reads them. So they are made and summed some columns at a time, in one place (`column_slices`):
+Y and dX~, the rows that a token's experts leave to be summed, are the largest arrays of a wide layer, and nobody but `combine`
+reads them. Where they are twice as large as a weight gradient or more, some columns are made and summed at a time, in one
+place (`column_slices`):
 
     act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
         ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -32,16 +35,18 @@ ALIGNMENT = 16  # bytes
 def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]) -> None:
     """topk_experts (T, K) or (P,) -> fills pair_indices (P,), offsets (E+1,), token_index_map (P,)."""
     ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
-    if ids.dtype not in (torch.int32, torch.int64) or ids.numel() >= 2**31 or num_experts < 1:
+    if ids.dtype not in (torch.int32, torch.int64) or not ids.shape[1] or ids.numel() >= 2**31 or num_experts < 1:
         raise ValueError(
-            "topk_experts: expected int32 or int64, fewer than 2**31 pairs and at least 1 expert, got "
+            "topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, fewer than 2**31 pairs, and at least 1 expert; got "
             f"{ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
         )
     ids = ids.contiguous()
     out: tuple[Tensor, ...] = index_arrays
     if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
         out = (*out, out[0].new_empty(ids.numel()))
-    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
+    here = ids.get_device() == torch.cuda.current_device()
+    with nullcontext() if here else torch.cuda.device(ids.device):
+        build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
 
 
 def rows_for(rows: Rows) -> RowAddresses:
@@ -99,7 +104,7 @@ def down_forward(
     out = act.new_empty(num_tokens, d_model) if out is None else out
     # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
     over_act = overwrite_act and d_model == d_expert <= DEFAULTS["down_forward"].tile_n
-    for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):
+    for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):  # as if gated
         y = act if over_act else act.new_empty(rows.num_rows, len(columns))
         unchecked.down_forward(act, down_proj, rows, bias=bias, columns=columns, y=y)
         unchecked.combine(y, rows, scores=scores, columns=columns, out=out)

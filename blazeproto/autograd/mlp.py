@@ -13,8 +13,7 @@ One autograd node, one operator forward and two backward (double boxes). What th
 over an H that it has made again (save="recompute") always, over one that was saved only where nobody would miss it.
 That is not so where the graph is kept for another backward, where hooks get what is saved, or where a compiler, a
 profiler or a mode has seen H; then dH is a new array, and nothing that is saved is written over. H is let go of
-before ``moe_up_backward``, unless the graph is kept. What the rows' products leave to be summed, Y and dX~, takes no
-more memory than it must, either (``hopper_products``).
+before ``moe_up_backward``, unless the graph is kept. ``hopper_products`` tells how Y and dX~ are kept small.
 """
 
 from __future__ import annotations

@@ -277,7 +277,10 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """c[e] = sum over the rows of e of a_r^T b_r. a (R, m), b (R, k) -> (E, m, k); zeros where e has no row."""
+    """c[e] = sum over the rows of e of a_r^T b_r. a (R, m), b (R, k) -> (E, m, k); zeros where e has no row.
+
+    In the dtype of ``a``, or in float32, unrounded, where the products are.
+    """
     m, k = a.shape[1], b.shape[1]
     if a.dtype == torch.float64:
         return _loop_outer(a, b, offsets)

@@ -126,8 +126,8 @@ def prepare_dispatch(
 
 
 def build_dispatch_unchecked(ids: Any, num_experts: int, out: tuple[Any, ...], stream: int) -> None:
-    """`build_dispatch` of torch tensors on one GPU, by tiles, at half of its host time: for a caller that has checked and
-    allocated them. ids: (T, K).  out: as there, a fourth for int64 ids."""
+    """`build_dispatch` of torch tensors on the current GPU, by tiles, for a caller that has checked and allocated them, which
+    takes the host longer than the launches. ids: (T, K).  out: as there, a fourth for int64 ids."""
     num_tokens, top_k = ids.shape
     given, (pairs, offsets, index_map, *copy) = ids.data_ptr(), [array.data_ptr() for array in out]
     workspace = out[0].new_empty(_tiled().plan(num_tokens, top_k, num_experts).workspace_ints(num_experts))

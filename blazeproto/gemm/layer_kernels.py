@@ -22,7 +22,8 @@ def prepare(
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
-    """Compile, and load where there is a GPU, all that the forward and the backward of a layer launch from this package.
+    """Compile, and load where there is a GPU, all that the forward and the backward of a layer launch from this package,
+    whatever the number of tokens: a wide layer may sum its rows in slices of columns, each width by a kernel of its own.
 
     d_model, d_expert, num_experts: d, n, E.  top_k: K, None where the number of experts per token varies.
     up_bias, down_bias: whether the projections have biases.  fused: whether `down_forward_fused` runs instead of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 from blazeproto.arrays import DeviceArray, columns_within, current_stream, expect, output, view
@@ -23,8 +24,8 @@ LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu i
 COMBINE_THREADS = 128  # of a block, or a token's lanes if they are more
 # 16-byte loads that a thread of `combine` may have under way, at four registers each; half as many where it loops.
 LOADS_IN_FLIGHT = 32
-SLICE_BYTES = 256 * 2**20  # rows to be combined are never cut for less,
-LEAST_SLICE = 768  # nor into fewer columns: for each slice the product before reads its rows again
+SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that much or more,
+LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
 REDUCE_THREADS = 256
 MAX_SHARES = 512  # of rows that `expert_row_sum` deals out
 
@@ -67,24 +68,24 @@ def combine_layout(d: int, top_k: int) -> tuple[int, int]:
 def column_slices(num_rows: int, d: int, gradient_bytes: int) -> tuple[range, ...]:
     """The columns of Y or dX̃, (R, d), that are made and combined at a time, one slice after the other in the same place.
 
-    gradient_bytes: of the up projection's weight gradient, which a backward allocates where dX̃ has been: much smaller slices
-    would not lower the peak.
+    gradient_bytes: about what the up projection's weight gradient takes. A backward allocates it where dX̃ has been, so that
+    much smaller slices would not lower the peak.
     """
-    return _in_slices(d, min(2 * num_rows * d // max(gradient_bytes, SLICE_BYTES), d // LEAST_SLICE))
+    return _in_slices(d, max(1, min(2 * num_rows * d // max(gradient_bytes, SLICE_BYTES), d // LEAST_SLICE)))
 
 
 def _in_slices(d: int, count: int) -> tuple[range, ...]:
-    """d columns in ``count`` slices, or fewer, of whole tiles."""
+    """d columns in ``count`` slices of whole tiles, as even as that allows."""
     tile = DEFAULTS["down_forward"].tile_n
-    step = -(-d // (count * tile)) * tile if count > 1 else d
-    return tuple(range(first, min(first + step, d)) for first in range(0, d, step))
+    tiles = -(-d // tile)
+    bounds = [min(d, -(-i * tiles // count) * tile) for i in range(count + 1)]
+    return tuple(range(*ends) for ends in pairwise(bounds))
 
 
 def slice_widths(d: int) -> list[int]:
     """Of all slices that `column_slices` may cut."""
-    return sorted(
-        {len(columns) for count in range(1, max(2, d // LEAST_SLICE + 1)) for columns in _in_slices(d, count)}
-    )
+    counts = range(1, max(1, d // LEAST_SLICE) + 1)
+    return sorted({len(columns) for count in counts for columns in _in_slices(d, count)})
 
 
 def combine_kernel(d: int, top_k: int, has_scores: bool) -> Kernel:

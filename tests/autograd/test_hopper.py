@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
+from blazeproto.gemm import rowops
 from blazeproto.reference import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
@@ -347,6 +348,21 @@ def test_peak_memory(gpu_case, save):
         out + again + y + out,  # up backward: dH, dX~, dX
     )
     assert peak_of(case, save=save, backend="hopper") <= 1.03 * (saved + max(moments)) + 16 * MIB
+
+
+def test_slices_of_columns_change_no_bit_and_lower_the_peak(gpu_case, monkeypatch):
+    num_tokens, d, n, num_experts, top_k = 16384, 1536, 64, 8, 4
+    case = gpu_case(num_tokens, d, n, num_experts, top_k, bias=True)
+    whole, peak_whole = case.run(backend="hopper"), peak_of(case, backend="hopper")
+    monkeypatch.setattr(rowops, "SLICE_BYTES", MIB)
+    rowops.column_slices.cache_clear()
+    try:
+        assert_same_bits(case.run(backend="hopper"), whole)
+        peak = peak_of(case, backend="hopper")
+    finally:
+        rowops.column_slices.cache_clear()
+    half_of_y = num_tokens * top_k * d
+    assert peak <= peak_whole - 0.9 * half_of_y
 
 
 def test_workspace_bounds_the_peak(gpu_case):

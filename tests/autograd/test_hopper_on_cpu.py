@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from functools import partial
 
 import pytest
@@ -88,28 +89,61 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_bytes):
-    case, slices = make_case(40, bias=True, sentinels=True), (range(8), range(8, 16))
-    monkeypatch.setattr(hopper_products, "column_slices", lambda num_rows, width, gradient_bytes: slices)
+    """Cut as by the rows at hand and the up projection's size; a slice is gone before the next one is there."""
+    case, slices, asked, parts = make_case(40, bias=True, sentinels=True), (range(8), range(8, 16)), set(), []
+
+    def column_slices(num_rows, width, gradient_bytes):
+        asked.add((num_rows <= case.topk_experts.numel(), width, gradient_bytes))
+        return slices
+
+    real_new_empty = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **options):
+        made = real_new_empty(self, *size, **options)
+        if len(size) == 2 and size[1] == 8:
+            assert not any(part() is not None for part in parts)
+            parts.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(hopper_products, "column_slices", column_slices)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     for got, reference_of_it in zip(case.run(workspace_bytes=workspace_bytes), case.reference(), strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+    assert asked == {(True, 16, case.gate_up_proj.nbytes)} and len(parts) >= 4
 
 
 @pytest.mark.parametrize("save", SavePolicy)
-@pytest.mark.parametrize(
-    ("widths", "fits"), [((16, 16), True), ((24, 16), False), ((16, 24), False), ((264, 264), False)]
-)
-def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, monkeypatch, save, widths, fits):
-    case, over = make_case(40, *widths), []
-    real = unchecked.down_forward
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24), (264, 264)])
+def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(
+    make_case, monkeypatch, save, workspace_bytes, widths
+):
+    """And where nobody keeps act: chunks copy what they save of it. No chunk's act is there when the next one's is made."""
+    case, over, acts = make_case(40, *widths), [], []
+    real_up, real_down = unchecked.up_forward, unchecked.down_forward
+
+    def up_forward(*args, **kwargs):
+        assert not any(act() is not None for act in acts) or kwargs["act"].shape[0] == 0
+        acts.append(weakref.ref(kwargs["act"]))
+        return real_up(*args, **kwargs)
 
     def down_forward(*args, **kwargs):
         over.append(kwargs["y"].data_ptr() == args[0].data_ptr())
-        return real(*args, **kwargs)
+        return real_down(*args, **kwargs)
 
+    workspace_bytes = workspace_bytes and workspace_bytes * widths[1] // 16
+    with torch.no_grad():  # so that nothing but the layer could keep an act
+        monkeypatch.setattr(unchecked, "up_forward", up_forward)
+        case.forward(save=save, workspace_bytes=workspace_bytes)
+        monkeypatch.setattr(unchecked, "up_forward", real_up)
+    over.clear()
     monkeypatch.setattr(unchecked, "down_forward", down_forward)
-    for got, reference_of_it in zip(case.run(save=save), case.reference(), strict=True):
+    results = case.run(save=save, workspace_bytes=workspace_bytes)
+    for got, reference_of_it in zip(results, case.reference(), strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
-    assert over == [fits and save != "paper"]
+    fits = widths == (16, 16)
+    assert set(over) == {fits and (save != "paper" or workspace_bytes is not None)}
+    assert len(over) == (1 if workspace_bytes is None else len(acts)) and (workspace_bytes is None or len(over) > 1)
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
@@ -177,7 +211,22 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(hopper_products, "build_dispatch_unchecked", build_dispatch_unchecked)
             patched.setattr(hopper_products, "current_stream", lambda array: 7)
+            patched.setattr(torch.cuda, "current_device", lambda: -1)
             patched.setattr(library, "has_dispatch_kernels", lambda *_: True)
             got = torch.ops.blazeproto.dispatch(ids, 5, "hopper")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert calls == [((37, 3), 3), ((37, 3), 4), ((varying.topk_experts.shape[0], 1), 3)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_experts"),
+    [
+        (torch.zeros(3, 2), 4),
+        (torch.zeros(3, 2, dtype=torch.int16), 4),
+        (torch.zeros(3, 0, dtype=torch.int32), 4),
+        (torch.zeros(3, 2, dtype=torch.int32), 0),
+    ],
+)
+def test_dispatch_refuses_what_its_kernels_would_misread(ids, num_experts):
+    with pytest.raises(ValueError, match="topk_experts: expected int32 or int64"):
+        hopper_products.build_dispatch(ids, num_experts, (ids, ids, ids))

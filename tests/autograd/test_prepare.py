@@ -1,4 +1,5 @@
-"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing else. Nothing is compiled or launched here."""
+"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. Nothing is
+compiled or launched here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from blazeproto import driver, gemm
-from blazeproto.autograd import backends, checks, moe_mlp
+from blazeproto.autograd import backends, checks, hopper_products, moe_mlp
 from blazeproto.gemm import compile as gemm_compile
 from blazeproto.gemm import config, launch, rowops, unchecked, weights
 from blazeproto.gemm.compile import Kernel
@@ -63,7 +64,7 @@ def forget():
         cached.cache_clear()
 
 
-def run(activation, up_bias, down_bias, combine, f32, varying):
+def run(activation="swiglu", up_bias=False, down_bias=False, combine="gather", f32=False, varying=False, d=D):
     width = N * (1 + config.is_gated(activation))
 
     def random(*shape):
@@ -76,12 +77,12 @@ def run(activation, up_bias, down_bias, combine, f32, varying):
         options["pair_tokens"] = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
         options["token_offsets"] = torch.arange(T + 1, dtype=torch.int32) * K
     parameters = {
-        "x": random(T, D),
-        "gate_up_proj": random(E, width, D),
-        "down_proj": random(E, D, N),
+        "x": random(T, d),
+        "gate_up_proj": random(E, width, d),
+        "down_proj": random(E, d, N),
         "scores": scores.requires_grad_(),
         "up_bias": random(E, width) if up_bias else None,
-        "down_bias": random(E, D) if down_bias else None,
+        "down_bias": random(E, d) if down_bias else None,
     }
     moe_mlp(**parameters, topk_experts=experts, num_experts=E, backend="hopper", **options).sum().backward()
 
@@ -111,6 +112,14 @@ def test_a_prepared_layer_compiles_nothing(launched, activation, up_bias, down_b
     assert not launched
     run(activation, up_bias, down_bias, combine, f32, varying)
     assert {id(kernel) for kernel in launched} == {id(kernel) for kernel in prepared}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_layer_prepared_for_slices_of_columns(launched, monkeypatch, count):
+    monkeypatch.setattr(hopper_products, "column_slices", lambda num_rows, d, size: rowops._in_slices(d, count))
+    prepared = gemm.prepare(2312, N, E, K)
+    run(d=2312)
+    assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in prepared}
 
 
 def test_loads_where_it_is_told_to(launched):

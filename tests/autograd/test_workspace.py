@@ -32,6 +32,18 @@ def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
         assert (b - reference).norm() <= 1.1 * (a - reference).norm() + 1e-6 * reference.norm()
 
 
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_products_in_float32_leave_their_sums_unrounded(make_case, monkeypatch, workspace_bytes):
+    """Where a CPU has no products of bf16: for float32 gradients, and for the sums over chunks."""
+    monkeypatch.setattr(torch_products, "_multiplies", lambda device, dtype: dtype == torch.float32)
+    case = make_case(256, 32, 48, 6, 3, dtype=torch.bfloat16)
+    for weight in (case.gate_up_proj, case.down_proj):
+        weight.grad_dtype = torch.float32
+    _, _, d_up, d_down, _ = case.run(workspace_bytes=workspace_bytes, weight_grad_dtype=torch.float32)
+    for gradient in (d_up, d_down):
+        assert gradient.dtype == torch.float32 and not torch.equal(gradient.bfloat16().float(), gradient)
+
+
 def test_gradcheck(make_case):
     case = make_case(9, 4, 3, 4, 2)
 

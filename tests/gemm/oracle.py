@@ -186,7 +186,7 @@ class Arithmetic:
         bounds = case.rows.offsets.tolist()
         out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1], dtype=self.dtype)
         if left.shape[0] * out[0].numel() * self.dtype.itemsize <= BY_ROW_BYTES:
-            return _add_in_order(out, case.row_expert, self.matmul(left[:, :, None], right[:, None]))
+            return _add_in_one_order(out, case.row_expert, self.matmul(left[:, :, None], right[:, None]))
         for e, (a, b) in enumerate(pairwise(bounds)):
             if a < b:
                 out[e] = self.matmul(left[a:b].T, right[a:b])
@@ -195,23 +195,23 @@ class Arithmetic:
     def combine(self, y: Tensor, case: Case, scores: Tensor | None) -> Tensor:
         """Σ over a token's pairs of scores[p]·y[row of p]: (rows, d) → (T, d)."""
         weighted = y.to(self.dtype) if scores is None else y.to(self.dtype) * scores[case.row_pair, None]
-        return _add_in_order(y.new_zeros(case.x.shape, dtype=self.dtype), case.row_token, weighted)
+        return _add_in_one_order(y.new_zeros(case.x.shape, dtype=self.dtype), case.row_token, weighted)
 
     def expert_sum(self, values: Tensor, case: Case, scores: Tensor | None = None) -> Tensor:
         """Σ over an expert's rows: (rows, m) → (E, m)."""
         weighted = values.to(self.dtype) if scores is None else values.to(self.dtype) * scores[case.row_pair, None]
         zeros = values.new_zeros(len(case.up_proj), values.shape[1], dtype=self.dtype)
-        return _add_in_order(zeros, case.row_expert, weighted)
+        return _add_in_one_order(zeros, case.row_expert, weighted)
 
 
-def _add_in_order(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+def _add_in_one_order(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
     """``out.index_add_(0, index, values)``, which by itself adds in another order every time on a GPU: a yardstick would move."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
         return out.index_add_(0, index, values)
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 EXACT = Arithmetic(torch.float64, rounds=False)

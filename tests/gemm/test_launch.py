@@ -174,6 +174,7 @@ def test_column_slices() -> None:
     assert rowops.column_slices(rows, 4096, 1024 * mib) == tuple(by_1024)
     assert rowops.column_slices(rows, 4096, 2100 * mib) == (range(4096),)
     assert rowops.column_slices(rows, 3000, mib) == (*by_1024[:2], range(2048, 3000))
+    assert rowops.column_slices(rows, 2312, mib) == (range(1024), range(1024, 1792), range(1792, 2312))
     assert rowops.column_slices(rows, 1528, mib) == (range(1528),)
     assert rowops.column_slices(1000, 4096, mib) == (range(4096),)
     assert rowops.column_slices(0, 8, 0) == (range(8),)
