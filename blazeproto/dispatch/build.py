@@ -129,10 +129,9 @@ def build_dispatch_unchecked(ids: Any, num_experts: int, out: tuple[Any, ...], s
     """`build_dispatch` of torch tensors on the current GPU, by tiles, for a caller that has checked and allocated them, which
     takes the host longer than the launches. ids: (T, K).  out: as there, a fourth for int64 ids."""
     num_tokens, top_k = ids.shape
-    given, (pairs, offsets, index_map, *copy) = ids.data_ptr(), [array.data_ptr() for array in out]
     workspace = out[0].new_empty(_tiled().plan(num_tokens, top_k, num_experts).workspace_ints(num_experts))
-    buffers = launch.Buffers(given, pairs, offsets, index_map, copy[0] if copy else given, workspace.data_ptr())
-    dtype = "int64" if copy else "int32"
+    buffers = launch.Buffers.of(ids.data_ptr(), [array.data_ptr() for array in out], workspace.data_ptr())
+    dtype = "int64" if len(out) == 4 else "int32"
     _tiled().run(buffers, num_tokens, top_k, num_experts, dtype, ids.get_device(), stream)
 
 
@@ -271,9 +270,7 @@ def _build(
         if method == "sort":
             _run_sort(ids, [_view(array, name) for name, array in lists.items()], num_experts)
         else:
-            given = _argument(ids)
-            pairs, offsets, index_map, *copy = map(_argument, lists.values())
-            buffers = launch.Buffers(given, pairs, offsets, index_map, copy[0] if copy else given, _argument(scratch))
+            buffers = launch.Buffers.of(_argument(ids), map(_argument, lists.values()), _argument(scratch))
             run = _tiled().run if method == "tiled" else _dense().run
             run(buffers, num_tokens, top_k, num_experts, ids.dtype, ids.device, stream)
     return {"token_expert_indices": _flat(ids), **lists}

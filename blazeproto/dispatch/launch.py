@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
@@ -171,6 +171,12 @@ class Buffers(NamedTuple):
     token_index_map: Any
     ids_copy: Any
     workspace: Any
+
+    @staticmethod
+    def of(ids: Any, outputs: Iterable[Any], workspace: Any) -> Buffers:
+        """outputs: the three lists and, for int64 ids, their int32 copy; of int32 ids none is made."""
+        pairs, offsets, index_map, *copy = outputs
+        return Buffers(ids, pairs, offsets, index_map, copy[0] if copy else ids, workspace)
 
 
 def part(workspace: Any, first: int, size: int, dtype: str) -> Any:

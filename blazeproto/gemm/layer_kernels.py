@@ -77,7 +77,7 @@ def _products(activation: str, up_bias: bool, down_bias: bool, fused: bool, f32_
 def _row_operations(d: int, top_k: int, up_bias: bool, down_bias: bool, fused: bool) -> list[Kernel]:
     kernels = [reduce_kernel("reduce_scores_grad", 0)]
     for has_scores in (False,) if fused else (False, True):
-        kernels += {combine_kernel(width, top_k, has_scores): None for width in slice_widths(d)}
+        kernels += dict.fromkeys(combine_kernel(width, top_k, has_scores) for width in slice_widths(d))
     if down_bias:
         kernels.append(reduce_kernel("bias_score_grad", top_k))
     if up_bias or down_bias:

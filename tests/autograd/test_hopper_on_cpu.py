@@ -118,32 +118,35 @@ def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_by
 def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(
     make_case, monkeypatch, save, workspace_bytes, widths
 ):
-    """And where nobody keeps act: chunks copy what they save of it. No chunk's act is there when the next one's is made."""
-    case, over, acts = make_case(40, *widths), [], []
-    real_up, real_down = unchecked.up_forward, unchecked.down_forward
-
-    def up_forward(*args, **kwargs):
-        assert not any(act() is not None for act in acts) or kwargs["act"].shape[0] == 0
-        acts.append(weakref.ref(kwargs["act"]))
-        return real_up(*args, **kwargs)
+    """And where nobody keeps act: chunks copy what they save of it."""
+    case, over = make_case(40, *widths), []
+    real = unchecked.down_forward
 
     def down_forward(*args, **kwargs):
         over.append(kwargs["y"].data_ptr() == args[0].data_ptr())
-        return real_down(*args, **kwargs)
+        return real(*args, **kwargs)
 
-    workspace_bytes = workspace_bytes and workspace_bytes * widths[1] // 16
-    with torch.no_grad():  # so that nothing but the layer could keep an act
-        monkeypatch.setattr(unchecked, "up_forward", up_forward)
-        case.forward(save=save, workspace_bytes=workspace_bytes)
-        monkeypatch.setattr(unchecked, "up_forward", real_up)
-    over.clear()
     monkeypatch.setattr(unchecked, "down_forward", down_forward)
-    results = case.run(save=save, workspace_bytes=workspace_bytes)
+    results = case.run(save=save, workspace_bytes=workspace_bytes and workspace_bytes * widths[1] // 16)
     for got, reference_of_it in zip(results, case.reference(), strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
-    fits = widths == (16, 16)
-    assert set(over) == {fits and (save != "paper" or workspace_bytes is not None)}
-    assert len(over) == (1 if workspace_bytes is None else len(acts)) and (workspace_bytes is None or len(over) > 1)
+    assert set(over) == {widths == (16, 16) and (save != "paper" or workspace_bytes is not None)}
+    assert (len(over) == 1) == (workspace_bytes is None)
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+def test_a_chunks_act_is_gone_before_the_next_ones(make_case, monkeypatch, save):
+    case, acts = make_case(40), []
+    real = unchecked.up_forward
+
+    def up_forward(*args, **kwargs):
+        assert not any(act() is not None for act in acts)
+        acts.append(weakref.ref(kwargs["act"]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(unchecked, "up_forward", up_forward)
+    case.forward(save=save, workspace_bytes=20_000)
+    assert len(acts) > 1
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])

@@ -61,8 +61,10 @@ def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str,
         made["d_scores, with dh over h"] = others["d_scores"]
     if d == n <= DEFAULTS["down_forward"].tile_n:
         made["y, over act"] = y(None, act)
-    return [
+    lines = [
         f"{name}: not what it is elsewhere and whole"
         for name, got in made.items()
         if not torch.equal(in_use(got), in_use(result[name.partition(",")[0]]))
     ]
+    written_over = {"dh, over h": h, "y, over act": act}
+    return lines + [f"{name}: wrote past row {used}" for name, a in written_over.items() if not a[used:].isnan().all()]
