@@ -114,6 +114,13 @@ def current_stream(array: Any = None) -> int:
     return cupy.cuda.get_current_stream().ptr
 
 
+def current_device() -> int:
+    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
+
+
 def empty(shape: tuple[int, ...], dtype: str) -> Any:
     """Uninitialised memory on CuPy's current device, for callers that pass no output: a CuPy array, or a BFloat16Array."""
     import cupy

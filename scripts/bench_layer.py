@@ -174,6 +174,10 @@ def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
         ours["host_fwdbwd_without_dispatch_ms"] = round(host_ms(on_a_dispatch_made_beforehand, rounds), 4)
         with torch.autograd.set_multithreading_enabled(False):
             ours["host_fwdbwd_single_thread_ms"] = round(host_ms(on_a_dispatch_made_beforehand, rounds), 4)
+    if program.kernels is not None:
+        same = zip(tensors_in(program.kernels()), tensors_in(program.forward_backward()), strict=True)
+        assert all(torch.equal(a, b) for a, b in same), "kernels: expected what the layer computes, to the bit"
+        ours["host_fwdbwd_kernels_ms"] = round(host_ms(program.kernels, rounds), 4)
     return row
 
 
@@ -363,14 +367,15 @@ def main() -> None:
 
     if record["rows"]:
         print_table(record["rows"], options.peers)
-        for field, threads in (
+        for field, how in (
             ("host_fwdbwd_without_dispatch_ms", "with autograd's thread"),
             ("host_fwdbwd_single_thread_ms", "in one thread"),
+            ("host_fwdbwd_kernels_ms", "the kernels, without autograd"),
         ):
             host = [row["peers"][OURS].get(field) for row in record["rows"]]
             if all(host):
                 print(
-                    f"host time of a forward + backward on a dispatch made beforehand, {threads}: "
+                    f"host time of a forward + backward on a dispatch made beforehand, {how}: "
                     f"median {statistics.median(host):.3f} ms"
                 )
         exact = sum(

@@ -14,8 +14,6 @@ place (`column_slices`):
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -44,9 +42,7 @@ def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[T
     out: tuple[Tensor, ...] = index_arrays
     if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
         out = (*out, out[0].new_empty(ids.numel()))
-    here = ids.get_device() == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(ids.device):
-        build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
+    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
 
 
 def rows_for(rows: Rows) -> RowAddresses:

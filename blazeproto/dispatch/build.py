@@ -118,7 +118,7 @@ def prepare_dispatch(
     chosen: tuple[launch.Kernel, ...] = ()
     if method == "tiled":
         plan = _tiled().plan(num_tokens, top_k, num_experts)
-        chosen = tuple(_tiled().kernels(plan, top_k, num_experts, dtype))
+        chosen = tuple(filter(None, _tiled().kernels(plan, top_k, num_experts, dtype)))
     elif method == "dense":
         chosen = tuple(_dense().kernels(top_k, dtype, _dense().plan(num_tokens, top_k).slot_type))
     for kernel in chosen:

@@ -13,6 +13,8 @@ from numba import cuda, int32, int64, uint16, uint32, uint64
 
 from blazeproto.dispatch.warp import block_scan, device
 
+TABLE_ROWS = 16  # that a thread of place_pairs has under way, where it sums the table
+
 
 class Layout(NamedTuple):
     """Where things begin in a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
@@ -33,8 +35,11 @@ def layout(threads: int, tile_tokens: int, num_experts: int) -> Layout:
     return Layout(columns, 0, maps, to_row, to_row + columns)
 
 
-def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) -> Any:
+def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, scanned: bool) -> Any:
     """Both index lists and the offsets, from int32 ids.
+
+    scanned: whether `scan_chunks` has been over the table. If not, there are few chunks, and every block sums the table's
+    columns itself, TABLE_ROWS at a time.
 
     The table says how many of the chunk's pairs chose each expert, so each column's first place is known, and a
     column is scanned by one thread without a look at the others. Two maps take turns: while one is scanned the other
@@ -119,12 +124,25 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int) ->
         counts = cuda.local.array(share, int32)
         starts = cuda.local.array(share, int32)
         ends = cuda.local.array(share, int32)
+        of_chunk = cuda.local.array(TABLE_ROWS, int32)
         own = int32(0)
         own_staged = int32(0)
         for i in range(share):
             e = int32(thread * share + i)
             counts[i] = starts[i] = ends[i] = 0
-            if e < num_experts:
+            if e < num_experts and not scanned:
+                batch = int64(0)  # the first of TABLE_ROWS chunks
+                while batch < cuda.gridDim.x:
+                    for c in range(TABLE_ROWS):
+                        of_chunk[c] = 0
+                        if batch + c < cuda.gridDim.x:
+                            of_chunk[c] = table[(batch + c) * num_experts + e]
+                    for c in range(TABLE_ROWS):
+                        counts[i] += of_chunk[c]
+                        starts[i] += of_chunk[c] if batch + c < chunk else 0
+                        ends[i] += of_chunk[c] if batch + c <= chunk else 0
+                    batch += TABLE_ROWS
+            elif e < num_experts:
                 counts[i] = ends[i] = totals[e]
                 starts[i] = table[chunk * num_experts + e]
                 if chunk + 1 < cuda.gridDim.x:

@@ -12,7 +12,7 @@ above its own, after those of the tiles before:
         …         ───────────────────────────  one 32-bit word per 32 tokens and expert
 
     count_pairs    every chunk counts its experts                 reads the ids, writes a (chunks, E) table
-    scan_chunks    table[c][e] becomes the sum over chunks < c    reads and writes the table
+    scan_chunks    table[c][e] becomes the sum over chunks < c    reads and writes the table; not where chunks are few
     place_pairs    offsets; tile by tile: mark, scan the columns, look up, write token_index_map and stage the pairs
                    in the order of the experts; at the end write the chunk's part of expert_pair_indices in runs
 
@@ -32,7 +32,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, int64, uint32, uint64
 
 from blazeproto.dispatch.launch import Buffers, Kernel, part
 from blazeproto.dispatch.place import layout, place_pairs
@@ -47,38 +47,40 @@ TABLE_SHARE = 0.05  # of the bytes of the two index lists
 def count_pairs(threads: int, per_thread: int, copy_ids: bool) -> Any:
     """table[chunk][e] = number of the chunk's pairs that chose expert e; with int64 ids, also their int32 copy."""
 
-    id_type = int64 if copy_ids else int32
+    id_type, unsigned = (int64, uint64) if copy_ids else (int32, uint32)
+    step = per_thread * threads
 
     def count_pairs(topk_experts, table, ids_copy, num_pairs, num_experts, chunk_pairs):
         counts = cuda.shared.array(0, int32)  # (E + 1,); the last one counts the pairs without an expert
-        thread, chunk = cuda.threadIdx.x, cuda.blockIdx.x
-        for e in range(thread, num_experts + 1, threads):
-            counts[uint32(e)] = 0
+        thread, chunk = int32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
+        expert = thread
+        while expert <= num_experts:
+            counts[uint32(expert)] = 0
+            expert = int32(expert + threads)
         cuda.syncthreads()
 
         ids = cuda.local.array(per_thread, id_type)  # registers: all loads are in flight before the first is used
-        experts = cuda.local.array(per_thread, int32)
-        first = int64(chunk) * chunk_pairs
-        last = min(first + chunk_pairs, num_pairs)
-        while first < last:
+        none = unsigned(num_experts)  # as unsigned numbers, ids outside [0, E) are no less
+        first = chunk * chunk_pairs
+        left = int32(min(chunk_pairs, num_pairs - first))
+        while left > 0:
             for i in range(per_thread):
-                pair = first + i * threads + thread
                 ids[i] = -1
-                if pair < last:
-                    ids[i] = topk_experts[pair]
+                if int32(thread + i * threads) < left:
+                    ids[i] = topk_experts[first + thread + i * threads]
             for i in range(per_thread):
-                expert = ids[i]  # compared as wide as it came
-                experts[i] = expert if 0 <= expert < num_experts else num_experts
-                cuda.atomic.add(counts, uint32(experts[i]), int32(1))
+                cuda.atomic.add(counts, uint32(min(unsigned(ids[i]), none)), int32(1))
             if copy_ids:
                 for i in range(per_thread):
-                    pair = first + i * threads + thread
-                    if pair < last:
-                        ids_copy[pair] = experts[i] if experts[i] < num_experts else -1
-            first += per_thread * threads
+                    if int32(thread + i * threads) < left:
+                        ids_copy[first + thread + i * threads] = ids[i] if unsigned(ids[i]) < none else -1
+            first += step
+            left = int32(left - step)
         cuda.syncthreads()
-        for e in range(thread, num_experts, threads):
-            table[int64(chunk) * num_experts + e] = counts[uint32(e)]
+        expert = thread
+        while expert < num_experts:
+            table[chunk * num_experts + expert] = counts[uint32(expert)]
+            expert = int32(expert + threads)
 
     return count_pairs
 
@@ -160,6 +162,7 @@ class Sizes(NamedTuple):
     chunk_pairs: int = 10240
     # 8 blocks for each of an H200's 132 multiprocessors; a constant, because a plan must not depend on the device.
     num_chunks: int = 1056
+    few_chunks: int = 64  # up to which place_pairs sums the table itself: a launch less
 
 
 SIZES = Sizes()  # the simulator's tests set smaller ones
@@ -174,6 +177,11 @@ class Plan(NamedTuple):
     num_chunks: int
     place_shared_bytes: int  # of a block of place_pairs
     place_blocks: int  # of them on a multiprocessor, which bounds the registers
+
+    @property
+    def scanned(self) -> bool:
+        """Whether scan_chunks runs before place_pairs."""
+        return self.num_chunks > self.sizes.few_chunks
 
     def workspace_ints(self, num_experts: int) -> int:
         """The table and the totals."""
@@ -227,17 +235,19 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
 
 class Kernels(NamedTuple):
     count_pairs: Kernel
-    scan: Kernel
+    scan: Kernel | None  # None where place_pairs sums the table
     place: Kernel
 
 
 def kernels(plan: Plan, top_k: int, num_experts: int, ids: str) -> Kernels:
     """The three kernels for one plan, K, E and id type ("int32" or "int64"); compiled when first launched."""
-    return _kernels(plan.sizes, plan.tile_tokens, plan.place_blocks, top_k, num_experts, ids)
+    return _kernels(plan.sizes, plan.tile_tokens, plan.place_blocks, plan.scanned, top_k, num_experts, ids)
 
 
 @lru_cache(maxsize=256)
-def _kernels(sizes: Sizes, tile_tokens: int, place_blocks: int, top_k: int, num_experts: int, ids: str) -> Kernels:
+def _kernels(
+    sizes: Sizes, tile_tokens: int, place_blocks: int, scanned: bool, top_k: int, num_experts: int, ids: str
+) -> Kernels:
     return Kernels(
         Kernel(
             count_pairs,
@@ -247,7 +257,9 @@ def _kernels(sizes: Sizes, tile_tokens: int, place_blocks: int, top_k: int, num_
             per_thread=sizes.count_per_thread,
             copy_ids=ids == "int64",
         ),
-        Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows),
+        Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
+        if scanned
+        else None,
         Kernel(
             place_pairs,
             "int32* int32* int32* int32* int32* int32* int64 int64",
@@ -256,6 +268,7 @@ def _kernels(sizes: Sizes, tile_tokens: int, place_blocks: int, top_k: int, num_
             tile_tokens=tile_tokens,
             top_k=top_k,
             num_experts=num_experts,
+            scanned=scanned,
         ),
     )
 
@@ -279,8 +292,9 @@ def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: st
         num_experts,
         chunk_pairs,
     )
-    blocks = -(-num_experts // SCAN_EXPERTS)
-    made.scan.launch(*where, blocks, 8 * chosen.sizes.scan_threads, table, totals, chosen.num_chunks, num_experts)
+    if made.scan:
+        blocks = -(-num_experts // SCAN_EXPERTS)
+        made.scan.launch(*where, blocks, 8 * chosen.sizes.scan_threads, table, totals, chosen.num_chunks, num_experts)
     made.place.launch(
         *where,
         chosen.num_chunks,

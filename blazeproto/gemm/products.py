@@ -6,17 +6,17 @@ Every function runs on the caller's current stream, returns its outputs, and all
 specification, for a CPU, is the function of the same name in `blazeproto.gemm.reference`.
 
 Errors: TypeError or ValueError that names the argument, before anything is launched. d and n are multiples of 8 (TMA moves 16
-bytes), pointers 16-byte aligned, E at most 512.
+bytes), pointers 16-byte aligned, E at most 512, and all arrays on the current GPU.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from blazeproto.arrays import DeviceArray, columns_within, current_stream, empty, expect, output, view
+from blazeproto.arrays import DeviceArray, columns_within, empty, expect, output, view
 from blazeproto.gemm import unchecked
 from blazeproto.gemm.config import DEFAULTS, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig, is_gated
-from blazeproto.gemm.rows import RowAddresses, Rows, addresses
+from blazeproto.gemm.rows import Rows, addresses, on_current_gpu
 
 
 def _weights(name: str, array: Any, experts: int) -> DeviceArray:
@@ -49,11 +49,6 @@ def _scores(scores: Any, rows: Rows) -> DeviceArray:
     return s
 
 
-def _run_on(rows: Rows, array: DeviceArray, stream: int | None) -> RowAddresses:
-    """The rows, on the device and the current stream of ``array``."""
-    return addresses(rows, array.device, current_stream(array) if stream is None else stream)
-
-
 # --- The row products: varlen_m.cuh ------------------------------------------------------------------------------------
 
 
@@ -82,7 +77,7 @@ def up_forward(
     b = _bias("bias", bias, (rows.num_experts, width))
     h, h_view = output("h", h, "bfloat16", (rows.num_rows, width))
     act, act_view = output("act", act, "bfloat16", (rows.num_rows, width // halves))
-    where = _run_on(rows, x_view, stream)
+    where = on_current_gpu(rows, stream, x=x_view, up_proj=w, bias=b, h=h_view, act=act_view)
     unchecked.up_forward(x_view, w, where, activation=activation, bias=b, h=h_view, act=act_view, config=config)
     return h, act
 
@@ -120,8 +115,9 @@ def grouped_mm(
     out, out_view = output("out", out, "bfloat16", (rows.num_rows, len(columns)))
     if not columns:
         return out
+    where = on_current_gpu(rows, stream, a=a_view, weights=w, bias=b, out=out_view)
     options: dict[str, Any] = {"gather": gather, "transposed": transposed, "columns": columns, "config": config}
-    unchecked.grouped_mm(a_view, w, _run_on(rows, a_view, stream), bias=b, out=out_view, **options)
+    unchecked.grouped_mm(a_view, w, where, bias=b, out=out_view, **options)
     return out
 
 
@@ -182,7 +178,7 @@ def down_forward_fused(
     act_view = expect("act", act, "bfloat16", (rows.num_rows, n))
     s, b = _scores(scores, rows), _bias("bias", bias, (rows.num_experts, d))
     sums = expect("out_f32", out_f32, "float32", (rows.num_tokens, d))
-    where = _run_on(rows, act_view, stream)
+    where = on_current_gpu(rows, stream, act=act_view, down_proj=w, scores=s, bias=b, out_f32=sums)
     unchecked.down_forward_fused(act_view, w, s, where, bias=b, out_f32=sums, config=config)
     return out_f32
 
@@ -219,12 +215,14 @@ def down_backward_act(
     if rows.num_rows == 0:
         return dh, a_scaled, d_scores
     _, partials = output("workspace", workspace, "float32", (score_partials(n, config), rows.num_rows))
+    inputs = {"d_out": d_out_view, "down_proj": w, "h": h_view, "scores": s}
+    outputs = {"dh": dh_view, "a_scaled": a_view, "d_scores": ds_view, "workspace": partials}
     unchecked.down_backward_act(
         d_out_view,
         w,
         h_view,
         s,
-        _run_on(rows, d_out_view, stream),
+        on_current_gpu(rows, stream, **inputs, **outputs),
         activation=activation,
         dh=dh_view,
         a_scaled=a_view,
@@ -245,7 +243,7 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
 
 def _weight_gradient(
     product: str,
-    operands: tuple[DeviceArray, DeviceArray],
+    operands: dict[str, DeviceArray],
     rows: Rows,
     shape: tuple[int, int, int],
     dw: Any,
@@ -256,7 +254,7 @@ def _weight_gradient(
     accumulate: bool,
     config: TileConfig | None,
 ) -> Any:
-    """operands: checked, in the order of ``product``'s parameters.  shape: of dw."""
+    """operands: checked, by name, in the order of ``product``'s parameters.  shape: of dw."""
     dw = empty(shape, "bfloat16") if dw is None else dw
     f32 = view(dw, "dw").dtype == "float32"
     out = expect("dw", dw, "float32" if f32 else "bfloat16", shape)
@@ -264,19 +262,28 @@ def _weight_gradient(
         raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
     if shape[0] == 0 or shape[1] % 8 or shape[2] % 8:
         raise ValueError(f"dw: expected widths that are multiples of 8 and at least one expert, got shape {shape}")
-    where = _run_on(rows, out, stream)
-    pieces, elements = None, unchecked.weight_workspace(product, where, shape, config)
+    pieces, elements = None, unchecked.weight_workspace(product, addresses(rows, out.device, 0), shape, config)
     if elements or workspace is not None:
         pieces = output("workspace", workspace, "float32", (elements,))[1]
+    where = on_current_gpu(rows, stream, **operands, dw=out, workspace=pieces)
     launch = getattr(unchecked, product)
-    launch(*operands, where, dw=out, gather=gather, f32=f32, accumulate=accumulate, workspace=pieces, config=config)
+    launch(
+        *operands.values(),
+        where,
+        dw=out,
+        gather=gather,
+        f32=f32,
+        accumulate=accumulate,
+        workspace=pieces,
+        config=config,
+    )
     return dw
 
 
 def weight_workspace(product: str, dw: Any, rows: Rows, config: TileConfig | None = None) -> int:
     """fp32 elements of the workspace of ``product``, a weight gradient into ``dw``: by shapes and device alone; may be 0."""
     out = view(dw, "dw")
-    return unchecked.weight_workspace(product, _run_on(rows.views(), out, 0), out.shape, config)
+    return unchecked.weight_workspace(product, addresses(rows.views(), out.device, 0), out.shape, config)
 
 
 def down_backward_weight(
@@ -301,9 +308,9 @@ def down_backward_weight(
     rows = rows.views()
     gathered = _gathered("d_out", d_out, (rows.num_tokens if gather else rows.num_rows, None))
     ordered = expect("a_scaled", a_scaled, "bfloat16", (rows.num_rows, None))
-    shape = (rows.num_experts, gathered.shape[1], ordered.shape[1])
+    operands, shape = {"d_out": gathered, "a_scaled": ordered}, (rows.num_experts, gathered.shape[1], ordered.shape[1])
     options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
-    return _weight_gradient("down_backward_weight", (gathered, ordered), rows, shape, dw, workspace, stream, **options)
+    return _weight_gradient("down_backward_weight", operands, rows, shape, dw, workspace, stream, **options)
 
 
 def up_backward_weight(
@@ -324,6 +331,6 @@ def up_backward_weight(
     rows = rows.views()
     gathered = _gathered("x", x, (rows.num_tokens if gather else rows.num_rows, None))
     ordered = expect("dh", dh, "bfloat16", (rows.num_rows, None))
-    shape = (rows.num_experts, ordered.shape[1], gathered.shape[1])
+    operands, shape = {"dh": ordered, "x": gathered}, (rows.num_experts, ordered.shape[1], gathered.shape[1])
     options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
-    return _weight_gradient("up_backward_weight", (ordered, gathered), rows, shape, dw, workspace, stream, **options)
+    return _weight_gradient("up_backward_weight", operands, rows, shape, dw, workspace, stream, **options)

@@ -13,11 +13,11 @@ from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from blazeproto.arrays import DeviceArray, columns_within, current_stream, expect, output, view
+from blazeproto.arrays import DeviceArray, columns_within, expect, output, view
 from blazeproto.driver import launch_words
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.config import DEFAULTS
-from blazeproto.gemm.rows import RowAddresses, addresses
+from blazeproto.gemm.rows import RowAddresses, on_current_gpu
 
 CHUNK = 8  # bf16 columns in the 16 bytes that a thread moves at once
 LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
@@ -134,7 +134,7 @@ def combine(
     weights = None if scores is None else _pair_scores("scores", scores, rows.token_index_map.size)
     if num_tokens == 0 or d == 0:
         return out
-    where = addresses(rows, out_view.device, current_stream(out_view) if stream is None else stream)
+    where = on_current_gpu(rows, stream, y=y, scores=weights, out=out_view)
     combine_unchecked(y, where, scores=weights, columns=columns, out=out_view)
     return out
 
@@ -161,25 +161,12 @@ def reduce_kernel(entry: str, top_k: int) -> Kernel:
     return Kernel("reduce.cu", entry, {"TOP_K": top_k, "THREADS": REDUCE_THREADS})
 
 
-def reduce_scores_grad(partial: Any, token_index_map: Any, d_scores: Any = None, *, stream: int | None = None) -> Any:
+def reduce_scores_grad_unchecked(partial: Any, d_scores: Any, rows: RowAddresses) -> None:
     """partial (J, R) fp32 → d_scores (P,) = Σ_j partial[j, row of p], in order; 0 for a pair without a row."""
-    partial = expect("partial", partial, "float32", (None, None))
-    index_map = expect("token_index_map", token_index_map, "int32")
-    num_pairs = index_map.size
-    d_scores = output("d_scores", None, "float32", (num_pairs,))[0] if d_scores is None else d_scores
-    d_scores_view = _pair_scores("d_scores", d_scores, num_pairs)
-    stream = current_stream(d_scores_view) if stream is None else stream
-    reduce_scores_grad_unchecked(partial, d_scores_view, index_map.ptr, num_pairs, d_scores_view.device, stream)
-    return d_scores
-
-
-def reduce_scores_grad_unchecked(
-    partial: Any, d_scores: Any, token_index_map: int, num_pairs: int, device: int, stream: int
-) -> None:
-    if num_pairs:
-        words = (partial.data_ptr(), token_index_map, d_scores.data_ptr(), *partial.shape, num_pairs)
-        kernel, grid = reduce_kernel("reduce_scores_grad", 0), (-(-num_pairs // REDUCE_THREADS), 1)
-        launch_words(kernel.handle(device), grid, REDUCE_THREADS, 0, stream, words)
+    if rows.num_pairs:
+        words = (partial.data_ptr(), rows.token_index_map, d_scores.data_ptr(), *partial.shape, rows.num_pairs)
+        kernel, grid = reduce_kernel("reduce_scores_grad", 0), (-(-rows.num_pairs // REDUCE_THREADS), 1)
+        launch_words(kernel.handle(rows.device), grid, REDUCE_THREADS, 0, rows.stream, words)
 
 
 def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, stream: int | None = None) -> Any:
@@ -190,7 +177,7 @@ def bias_score_grad(d_out: Any, down_bias: Any, rows: Any, *, d_scores: Any, str
     d = _columns("d_out", d_out.shape[1])
     bias = expect("down_bias", down_bias, "bfloat16", (num_experts, d))
     d_scores_view = _pair_scores("d_scores", d_scores, rows.token_index_map.size)
-    where = addresses(rows, d_scores_view.device, current_stream(d_scores_view) if stream is None else stream)
+    where = on_current_gpu(rows, stream, d_out=d_out, down_bias=bias, d_scores=d_scores_view)
     bias_score_grad_unchecked(d_out, bias, where, d_scores=d_scores_view)
     return d_scores
 
@@ -237,7 +224,7 @@ def expert_row_sum(
     workspace, slots = output("workspace", workspace, "float32", (row_sum_slots(rows.num_rows, num_experts), m))
     if num_experts == 0 or m == 0:
         return out
-    where = addresses(rows, out_view.device, current_stream(out_view) if stream is None else stream)
+    where = on_current_gpu(rows, stream, values=values, scores=weights, out=out_view, workspace=slots)
     options: dict[str, Any] = {"out": out_view, "f32": f32, "accumulate": accumulate, "workspace": slots}
     expert_row_sum_unchecked(values, where, gather=gather, scores=weights, **options)
     return out

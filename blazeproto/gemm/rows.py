@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from blazeproto.arrays import expect
+from blazeproto.arrays import DeviceArray, current_device, current_stream, expect
 
 
 class Rows(NamedTuple):
@@ -101,6 +101,21 @@ def addresses(rows: Any, device: int, stream: int) -> RowAddresses:
         stream,
         rows,
     )
+
+
+def on_current_gpu(rows: Rows, stream: int | None, **arrays: DeviceArray | None) -> RowAddresses:
+    """:func:`addresses` for a launch on the current GPU and ``stream``, by default the current one of the first of ``arrays``.
+
+    ValueError if one of ``arrays``, or of the rows' own, lies on another GPU.
+    """
+    device = current_device()
+    index_arrays = {f"rows.{name}": array for name, array in zip(rows._fields, rows, strict=True)}
+    for name, array in {**arrays, **index_arrays}.items():
+        if isinstance(array, DeviceArray) and array.device != device:
+            raise ValueError(
+                f"{name}: expected an array on the current GPU, cuda:{device}, got one on cuda:{array.device}"
+            )
+    return addresses(rows, device, current_stream(next(iter(arrays.values()))) if stream is None else stream)
 
 
 @cache

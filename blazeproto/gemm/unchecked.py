@@ -16,7 +16,7 @@ from blazeproto.gemm.launch import SHAPES, SLAB, Box, Plan, box_2d, box_4d, pers
 from blazeproto.gemm.rowops import bias_score_grad_unchecked as bias_score_grad
 from blazeproto.gemm.rowops import combine_unchecked as combine
 from blazeproto.gemm.rowops import expert_row_sum_unchecked as expert_row_sum
-from blazeproto.gemm.rowops import reduce_scores_grad_unchecked
+from blazeproto.gemm.rowops import reduce_scores_grad_unchecked as reduce_scores_grad
 from blazeproto.gemm.rows import RowAddresses
 from blazeproto.gemm.weights import weight_gradient, weight_workspace
 
@@ -288,7 +288,7 @@ def down_backward_act(
     dh_at, a_at, partials = dh.data_ptr(), a_scaled.data_ptr(), workspace.data_ptr()
     words = _words(rows, source=d_out.data_ptr(), out0=dh_at, out1=a_at, scores=scores.data_ptr(), sums=partials)
     plan.launch(rows.stream, (down_proj.data_ptr(), h.data_ptr(), dh_at, a_at), words)
-    reduce_scores_grad_unchecked(workspace, d_scores, rows.token_index_map, rows.num_pairs, rows.device, rows.stream)
+    reduce_scores_grad(workspace, d_scores, rows)
 
 
 def down_backward_weight(

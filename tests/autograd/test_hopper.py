@@ -283,6 +283,21 @@ def test_runs_on_the_current_stream(gpu_case):
     assert_same_bits(results, expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("workspace_bytes", [None, 2 * MIB])
+def test_another_gpu_than_the_current_one(gpu_case, workspace_bytes, one_thread):
+    case = gpu_case(3000, 128, 96, 8, 3)
+    expected = case.run(backend="hopper", workspace_bytes=workspace_bytes)
+    for name, tensor in list(vars(case).items()):
+        if isinstance(tensor, torch.Tensor):
+            setattr(case, name, tensor.detach().to("cuda:1").requires_grad_(tensor.requires_grad))
+    with torch.autograd.set_multithreading_enabled(not one_thread):
+        results = case.run(backend="hopper", workspace_bytes=workspace_bytes)
+    assert torch.cuda.current_device() == 0
+    assert_same_bits([result.to("cuda:0") for result in results], expected)
+
+
 @pytest.mark.parametrize("save", POLICIES)
 def test_weights_that_move_between_forward_and_backward(gpu_case, save):
     case = gpu_case(3000, 128, 96, 8, 3)

@@ -41,10 +41,13 @@ def compiled(kernel) -> str:
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "dtype"), [(128, 8, "int32"), (512, 10, "int64"), (512, 10, "int32"), (8, 1, "int32")]
 )
-def test_tiled_compiles(num_experts, top_k, dtype):
+@pytest.mark.parametrize("num_tokens", [2**20, 2**10])
+def test_tiled_compiles(num_tokens, num_experts, top_k, dtype):
     from blazeproto.dispatch import tiled
 
-    for kernel in tiled.kernels(tiled.plan(2**20, top_k, num_experts), top_k, num_experts, dtype):
+    count, scan, place = tiled.kernels(tiled.plan(num_tokens, top_k, num_experts), top_k, num_experts, dtype)
+    assert (scan is None) == (num_tokens == 2**10), "of few chunks the table is not scanned"
+    for kernel in filter(None, (count, scan, place)):
         ptx = compiled(kernel)
         assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
 

@@ -1,0 +1,85 @@
+"""Every array of a product must lie on the GPU that it is launched on. Addresses stand in for arrays: no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from blazeproto import gemm
+from blazeproto.arrays import DeviceArray
+from blazeproto.gemm import rows as rows_module
+
+T, K, D, N, E = 64, 2, 128, 64, 4
+R = T * K
+
+
+def on_gpu_0(dtype: str, *shape: int) -> DeviceArray:
+    strides = [1]
+    for length in shape[:0:-1]:
+        strides.insert(0, strides[0] * length)
+    return DeviceArray(0x1000, shape, dtype, tuple(strides), 0, None)
+
+
+def bf16(*shape: int) -> DeviceArray:
+    return on_gpu_0("bfloat16", *shape)
+
+
+def f32(*shape: int) -> DeviceArray:
+    return on_gpu_0("float32", *shape)
+
+
+UP, DOWN, UP_BIAS, DOWN_BIAS = bf16(E, 2 * N, D), bf16(E, D, N), bf16(E, 2 * N), bf16(E, D)
+TOKENS, WIDE, NARROW, MODEL, SCORES = bf16(T, D), bf16(R, 2 * N), bf16(R, N), bf16(R, D), f32(R)
+ARGUMENTS = {
+    "up_forward": {"x": TOKENS, "up_proj": UP, "bias": UP_BIAS, "h": WIDE, "act": NARROW},
+    "grouped_mm": {"a": NARROW, "weights": DOWN, "bias": DOWN_BIAS, "out": MODEL},
+    "down_forward_fused": {
+        "act": NARROW,
+        "down_proj": DOWN,
+        "scores": SCORES,
+        "bias": DOWN_BIAS,
+        "out_f32": f32(T, D),
+    },
+    "down_backward_act": {
+        "d_out": TOKENS,
+        "down_proj": DOWN,
+        "h": WIDE,
+        "scores": SCORES,
+        "dh": WIDE,
+        "a_scaled": NARROW,
+        "d_scores": SCORES,
+        "workspace": f32(gemm.score_partials(N), R),
+    },
+    "down_backward_weight": {"d_out": TOKENS, "a_scaled": NARROW, "dw": DOWN, "workspace": f32(0)},
+    "up_backward_weight": {"dh": WIDE, "x": TOKENS, "dw": UP, "workspace": f32(0)},
+    "combine": {"y": MODEL, "scores": SCORES, "out": TOKENS},
+    "bias_score_grad": {"d_out": TOKENS, "down_bias": DOWN_BIAS, "d_scores": SCORES},
+    "expert_row_sum": {"values": MODEL, "scores": SCORES, "out": f32(E, D), "workspace": f32(6, D)},
+}
+
+
+@pytest.mark.parametrize("function", ARGUMENTS)
+def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    monkeypatch.setattr(rows_module, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm.unchecked, "weight_workspace", lambda *_: 0)
+    arrays = ARGUMENTS[function]
+    indices = {
+        "pair_indices": on_gpu_0("int32", R),
+        "offsets": on_gpu_0("int32", E + 1),
+        "token_index_map": on_gpu_0("int32", R),
+    }
+    for name in (*arrays, *indices):
+        elsewhere = {key: array._replace(device=int(key == name)) for key, array in (arrays | indices).items()}
+        rows = gemm.Rows(*(elsewhere.pop(key) for key in indices), top_k=K)
+        full_name = f"rows.{name}" if name in indices else name
+        expected = f"{full_name}: expected an array on the current GPU, cuda:0, got one on cuda:1"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            getattr(gemm, function)(**elsewhere, rows=rows)
+
+
+def test_another_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "current_device", lambda: 1)
+    rows = gemm.Rows(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), K)
+    with pytest.raises(ValueError, match="y: expected an array on the current GPU, cuda:1, got one on cuda:0"):
+        gemm.combine(MODEL, rows, out=TOKENS)
