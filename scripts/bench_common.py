@@ -194,10 +194,15 @@ def provenance() -> dict[str, Any]:
     """Date, GPU, versions and the hash of the sources measured."""
     return {
         "gpu": gpu_name(),
-        "measured": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "measured": now(),
         "versions": installed_versions(),
         "sources_sha256": source_hash(),
     }
+
+
+def now() -> str:
+    """As results files have it."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

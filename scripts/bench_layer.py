@@ -276,10 +276,15 @@ def parse_shapes(text: str) -> list[LayerShape]:
     return chosen
 
 
-def rows_of_other_sources(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a results file, each with when and with which sources it was measured."""
-    where = {key: record[key] for key in ("measured", "sources_sha256")}
-    return [{"other_sources": where} | row for row in record["rows"]]
+def resumed(record: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """``record``, just begun, with what a results file has. Of other sources each row is marked, and so are the extras."""
+    if earlier["sources_sha256"] == record["sources_sha256"]:
+        return earlier
+    where = {key: earlier[key] for key in ("measured", "sources_sha256")}
+    extras = {name: earlier[name] for name in EXTRAS if name in earlier}
+    marks = {name: earlier.get("extras_of_other_sources", {}).get(name, where) for name in extras}
+    rows = [{"other_sources": where} | row for row in earlier["rows"]]
+    return record | extras | {"rows": rows, "extras_of_other_sources": marks}
 
 
 def arguments() -> argparse.Namespace:
@@ -327,11 +332,7 @@ def main() -> None:
     torch.cuda.init()
     record = provenance() | {"protocol": PROTOCOL.format(rounds=options.rounds), "floor": FLOOR, "rows": []}
     if options.resume and options.out.exists():
-        earlier = json.loads(options.out.read_text())
-        if earlier.get("sources_sha256") == record["sources_sha256"]:
-            record = earlier
-        else:
-            record["rows"] = rows_of_other_sources(earlier)
+        record = resumed(record, json.loads(options.out.read_text()))
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
 
     order = {shape: index for index, shape in enumerate(SHAPES)}
@@ -356,12 +357,13 @@ def main() -> None:
         torch.cuda.empty_cache()
 
     for name in options.extras:
-        if name in record and options.resume:
+        if options.resume and name in record and name not in record.get("extras_of_other_sources", {}):
             continue
         if time.monotonic() - begin > options.time_budget:
             skipped.append(name)
             continue
         record[name] = run_extra(name, options.rounds)
+        record.get("extras_of_other_sources", {}).pop(name, None)
         write_json(options.out, record)
         gc.collect()
         torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_common import REPOSITORY, RESULTS, provenance, write_json
+from bench_common import REPOSITORY, RESULTS, now, provenance, write_json
 
 LAST_LINES = 40  # of a step's output that are printed and kept in check.json
 
@@ -157,6 +158,9 @@ def main() -> None:
     parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
     parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first step that fails")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep other steps that check.json has of the same sources"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
     parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
     options = parser.parse_args()
@@ -166,6 +170,10 @@ def main() -> None:
 
     end = time.monotonic() + 60 * options.minutes
     record = provenance() | {"steps": {}}
+    if options.resume and (RESULTS / "check.json").exists():
+        earlier = json.loads((RESULTS / "check.json").read_text())
+        if earlier["sources_sha256"] == record["sources_sha256"]:
+            record["steps"] = earlier["steps"]
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     log = (options.out or RESULTS) / "check.log"
@@ -176,7 +184,7 @@ def main() -> None:
         if left < 10:
             record["steps"][name] = {"outcome": "skipped: no time left"}
         else:
-            record["steps"][name] = run(name, options.full, left, log)
+            record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
         write_json(RESULTS / "check.json", record)
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)

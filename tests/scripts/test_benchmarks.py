@@ -35,6 +35,18 @@ def test_the_shapes_of_both_papers() -> None:
     assert bench_layer.parse_shapes("moeblaze-1") == list(bench_common.SHAPES[12:18])
 
 
+def test_what_is_resumed_of_other_sources_is_marked() -> None:
+    rows = [{"cfg": 1}, {"cfg": 2, "other_sources": {"measured": "first", "sources_sha256": "a"}}]
+    earlier = {"measured": "then", "sources_sha256": "b", "rows": rows, "skew": [3]}
+    assert bench_layer.resumed({"measured": "now", "sources_sha256": "b", "rows": []}, earlier) is earlier
+    record = bench_layer.resumed({"measured": "now", "sources_sha256": "c", "rows": []}, earlier)
+    then = {"measured": "then", "sources_sha256": "b"}
+    assert record["rows"] == [{"cfg": 1, "other_sources": then}, rows[1]]
+    assert (record["measured"], record["skew"], record["extras_of_other_sources"]) == ("now", [3], {"skew": then})
+    again = bench_layer.resumed({"measured": "later", "sources_sha256": "d", "rows": []}, record)
+    assert again["extras_of_other_sources"] == {"skew": then}
+
+
 def test_saved_bytes_are_the_package_s_own_count() -> None:
     from blazeproto.autograd import saved_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import plot_results
 import pytest
-
-plot_results = pytest.importorskip("plot_results")
+import result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -35,7 +35,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
-    filled = plot_results.fill(README, results)
+    filled = result_tables.fill(README, results)
     assert filled.startswith("# A package\n\nBefore.\n")
     assert filled.endswith("\nAfter.\n")
     assert "stale" not in filled
@@ -48,8 +48,8 @@ def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
 
 
 def test_filling_twice_changes_nothing(results: Path) -> None:
-    once = plot_results.fill(README, results)
-    assert plot_results.fill(once, results) == once
+    once = result_tables.fill(README, results)
+    assert result_tables.fill(once, results) == once
 
 
 def test_a_row_of_other_sources_is_marked(results: Path) -> None:
@@ -57,15 +57,23 @@ def test_a_row_of_other_sources_is_marked(results: Path) -> None:
     record = json.loads(path.read_text())
     record["rows"][0]["other_sources"] = {"measured": "the day before", "sources_sha256": "0123456789abcdef"}
     path.write_text(json.dumps(record))
-    filled = plot_results.fill(README, results)
+    filled = result_tables.fill(README, results)
     assert "| 8192, 256, 256, 128, 4 † | **0.50** | 0.80 |" in filled
     assert " †: the day before, sources `0123456789ab`." in filled
     assert "| 8192, 256, 256, 128, 4 † | 36 |" in filled  # in the table of memory too
 
 
+def test_an_extra_of_other_sources_is_marked(results: Path) -> None:
+    record = json.loads((results / "layer.json").read_text())
+    assert "†" not in result_tables.skew_table(record)
+    record["extras_of_other_sources"] = {"skew": {"measured": "the day before", "sources_sha256": "0123456789abcdef"}}
+    assert result_tables.skew_table(record).endswith("\n\n†: the day before, sources `0123456789ab`.")
+    assert "†" not in result_tables.workspace_table(record)
+
+
 def test_an_unknown_table_is_refused(results: Path) -> None:
     with pytest.raises(ValueError, match="results marker: expected one of"):
-        plot_results.fill("<!-- results:nothing --><!-- /results:nothing -->", results)
+        result_tables.fill("<!-- results:nothing --><!-- /results:nothing -->", results)
 
 
 def test_plots_are_drawn(results: Path) -> None:
@@ -88,14 +96,17 @@ def test_the_tables_of_products_and_dispatch() -> None:
         "layer_ms": 0.104,
     }
     origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
-    table = plot_results.products_table({"rows": [product | {"layer_to_floor": 1.04}], **origin})
+    table = result_tables.products_table({"rows": [product | {"layer_to_floor": 1.04}], **origin})
     assert "| combine | 8, 8, 8, 2, 1 | – | – | – | 0.104 | 0.100 | – | – | 1.04 |" in table
     row = {"name": "Qwen3", "T": 1048576, "E": 128, "K": 8, "tiled_ms": 0.06, "torch_sort_ms": 0.96, "floor_ms": 0.02}
-    assert "| Qwen3 | 1048576 | 128 | 8 | 0.060 | 0.960 | 0.020 | 3.00 |" in plot_results.dispatch_table(
-        {"rows": [row]}
-    )
+    table = result_tables.dispatch_table({"rows": [row], **origin})
+    assert "| Qwen3 | 1048576 | 128 | 8 | 0.060 | 0.960 | 0.020 | 3.00 |" in table
+    small = {"T": 8192, "E": 128, "K": 8, "gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15}
+    table = result_tables.small_dispatch_table({"small": [small], **origin})
+    assert "| 8192 | 128 | 8 | 5.4 | 30.2 | 38.1 |" in table
     topk = {"T": 1048576, "E": 128, "K": 8, "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
-    assert "| 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in plot_results.topk_table(topk)
+    table = result_tables.topk_table(topk | {"score": "sigmoid", "dtype": "float32", **origin})
+    assert "| sigmoid | float32 | 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in table
 
 
 def test_the_table_of_rounding() -> None:
@@ -104,7 +115,7 @@ def test_the_table_of_rounding() -> None:
     cfg = {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1}
     row = {"cfg": cfg, "top_k": plain, "rounded": rounded, "fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
     origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
-    table = plot_results.rounding_table({"rows": [row], **origin})
+    table = result_tables.rounding_table({"rows": [row], **origin})
     assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
 
 
@@ -114,4 +125,4 @@ def test_the_pages_are_what_the_committed_results_say(page: str) -> None:
     if not path.exists():
         pytest.skip(f"there is no {page}")
     text = path.read_text()
-    assert plot_results.fill(text, plot_results.RESULTS) == text, "run scripts/plot_results.py"
+    assert result_tables.fill(text, plot_results.RESULTS) == text, "run scripts/plot_results.py"
