@@ -10,13 +10,14 @@ import contextlib
 import inspect
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from blazeproto import dispatch, gemm
-from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library
+from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library, mlp
 from blazeproto.dispatch import build
 from blazeproto.gemm import reference, unchecked
 from blazeproto.reference import ACTIVATIONS
@@ -232,3 +233,24 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
 def test_dispatch_refuses_what_its_kernels_would_misread(ids, num_experts):
     with pytest.raises(ValueError, match="topk_experts: expected int32 or int64"):
         hopper_products.build_dispatch(ids, num_experts, (ids, ids, ids))
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(0, [None]), (1, ["cuda:1"])])
+def test_the_gpu_of_x_is_made_current(monkeypatch, gpu, expected):
+    """With GPU 0 the current one; x stands in for a tensor that lies on one."""
+    entered, ran = [None], []
+
+    @contextlib.contextmanager
+    def device(where):
+        entered.append(str(where))
+        yield
+        entered.pop()
+
+    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", gpu))
+    x.get_device = lambda: gpu
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(mlp, "check_arguments", lambda *_: None)
+    monkeypatch.setattr(mlp, "_run", lambda got, *_: ran.append(entered[-1]) or got)
+    assert mlp.moe_mlp(x, None, None, None, num_experts=2) is x
+    assert ran == expected
