@@ -40,6 +40,7 @@ from bench_common import (
     write_json,
 )  # fmt: skip
 from bench_extras import EXTRAS, run_extra
+from result_tables import HOST_FIGURES
 from timing import (
     Rotation,
     gpu_ms,
@@ -370,11 +371,7 @@ def main() -> None:
 
     if record["rows"]:
         print_table(record["rows"], options.peers)
-        for field, how in (
-            ("host_fwdbwd_without_dispatch_ms", "with autograd's thread"),
-            ("host_fwdbwd_single_thread_ms", "in one thread"),
-            ("host_fwdbwd_kernels_ms", "the kernels, without autograd"),
-        ):
+        for field, how in HOST_FIGURES.items():
             host = [row["peers"][OURS].get(field) for row in record["rows"]]
             if all(host):
                 print(

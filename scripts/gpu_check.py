@@ -182,7 +182,7 @@ def main() -> None:
     for name in names:
         left = end - time.monotonic()
         if left < 10:
-            record["steps"][name] = {"outcome": "skipped: no time left"}
+            record["steps"].setdefault(name, {"outcome": "skipped: no time left"})
         else:
             record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
         write_json(RESULTS / "check.json", record)

@@ -85,6 +85,7 @@ def plot_memory(record: Record, path: Path) -> None:
         axis.set_ylabel("bytes / ours")
         axis.set_title(f"One MoE layer, {title}: times ours (lower is less memory)")
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
+    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

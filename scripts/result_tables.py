@@ -82,7 +82,7 @@ def rows_measured_on(record: Record) -> str:
 def with_extra_note(table: str, record: Record, name: str) -> str:
     """An extra's table, with a note if it was measured with other sources than the rows of its file."""
     mark = record.get("extras_of_other_sources", {}).get(name)
-    return f"{table}\n\n{dagger([mark])}" if mark else table
+    return f"{table}\n\nMeasured {mark['measured']}, sources `{mark['sources_sha256'][:12]}`." if mark else table
 
 
 def layer_peers(record: Record) -> list[str]:
@@ -128,12 +128,15 @@ def eager_table(record: Record) -> str:
         line += [number(peers[name]["fwd_ms"]) if name in peers else "–" for name in names]
         line += [number(peers[name]["fwd_ms"] + peers[name]["bwd_ms"]) if name in peers else "–" for name in names]
         rows.append([*line, number(peers[OURS].get("host_fwdbwd_ms"))])
-    figures = []
-    for field, what in HOST_FIGURES.items():
-        known = [row["peers"][OURS][field] for row in record["rows"] if field in row["peers"][OURS]]
-        figures += [f"{what} {number(statistics.median(known))} ({len(known)} shapes)"] if known else []
-    note = f"\n\nThe host in a forward + backward of ours on a dispatch made beforehand, medians, ms: {'; '.join(figures)}."
-    return markdown_table(header, rows) + (note if figures else "")
+    known = [row["peers"][OURS] for row in record["rows"] if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
+    note = rows_measured_on(record)
+    if known:
+        medians = [
+            f"{what} {number(statistics.median(r[field] for r in known))}" for field, what in HOST_FIGURES.items()
+        ]
+        note += f" The host in a forward + backward of ours on a dispatch made beforehand, medians of {len(known)} shapes, ms: "
+        note += f"{'; '.join(medians)}."
+    return f"{markdown_table(header, rows)}\n\n{note}"
 
 
 def memory_table(record: Record) -> str:
@@ -153,8 +156,8 @@ def memory_table(record: Record) -> str:
         ratios = [ours["peak_fwdbwd_MiB"] / peer["peak_fwdbwd_MiB"] for ours, peer in pairs]
         span = f"{number(min(ratios))} to {number(max(ratios))}"
         means.append(f"{number(statistics.geometric_mean(ratios))} of {LABELS[name]} ({span})")
-    note = f"Our peak, geometric means: {'; '.join(means)}." if means else ""
-    return f"{markdown_table(header, rows)}\n\n{note}".rstrip()
+    note = f"Our peak, geometric means: {'; '.join(means)}. " if means else ""
+    return f"{markdown_table(header, rows)}\n\n{note}{rows_measured_on(record)}"
 
 
 def workspace_table(record: Record) -> str:

@@ -130,16 +130,20 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
-    for num_tokens, num_experts, top_k in ((37, 5, 3), (5000, 130, 8), (1, 1, 1), (0, 4, 2)):
+    ids = [(shape, torch.int32) for shape in ((37, 5, 3), (5000, 130, 8), (1, 1, 1), (0, 4, 2))]
+    ids.append(((20_000, 130, 8), torch.int64))  # 79 chunks: of so many the table is scanned
+    for (num_tokens, num_experts, top_k), dtype in ids:
         for method in METHODS:
 
-            def run(T: int = num_tokens, E: int = num_experts, K: int = top_k, method: Method = method) -> None:
-                experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
+            def run(
+                T: int = num_tokens, E: int = num_experts, K: int = top_k, dtype: Any = dtype, method: Method = method
+            ) -> None:
+                experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(dtype)
                 experts[: T // 7, 0] = -1
                 dispatch.build_dispatch(experts, E, method=method)
                 torch.cuda.synchronize()
 
-            yield f"dispatch {method} {num_tokens} {num_experts} {top_k}", run
+            yield f"dispatch {method} {num_tokens} {num_experts} {top_k} {dtype}", run
     for score in ("softmax_topk", "topk_softmax", "sigmoid"):
         for num_experts, top_k in ((5, 3), (128, 8), (520, 16)):
 

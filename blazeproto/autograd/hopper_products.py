@@ -20,7 +20,7 @@ from torch import Tensor
 from blazeproto.arrays import current_stream
 from blazeproto.autograd.library import cast
 from blazeproto.autograd.policy import DownGradients, Needs, Rows, UpGradients
-from blazeproto.dispatch.build import build_dispatch_unchecked
+from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.gemm import score_partials, unchecked
 from blazeproto.gemm.config import DEFAULTS
 from blazeproto.gemm.rowops import column_slices, row_sum_slots
@@ -33,10 +33,10 @@ ALIGNMENT = 16  # bytes
 def build_dispatch(topk_experts: Tensor, num_experts: int, index_arrays: tuple[Tensor, Tensor, Tensor]) -> None:
     """topk_experts (T, K) or (P,) -> fills pair_indices (P,), offsets (E+1,), token_index_map (P,)."""
     ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
-    if ids.dtype not in (torch.int32, torch.int64) or not ids.shape[1] or ids.numel() >= 2**31 or num_experts < 1:
+    if ids.dtype not in (torch.int32, torch.int64) or not ids.shape[1] or ids.numel() > MAX_PAIRS or num_experts < 1:
         raise ValueError(
-            "topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, fewer than 2**31 pairs, and at least 1 expert; got "
-            f"{ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
+            f"topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, at most {MAX_PAIRS} pairs, and at least 1 expert; "
+            f"got {ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
         )
     ids = ids.contiguous()
     out: tuple[Tensor, ...] = index_arrays

@@ -42,7 +42,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     library.define(schema)
     if schema.endswith("-> Tensor[]"):
         kernel, fake = _without_none(kernel), _without_none(fake)
-    library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl(name, _on_its_gpu(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"blazeproto::{name}", fake, lib=library)
 
 
@@ -50,13 +50,31 @@ def _without_none(kernel: Callable[..., Gradients]) -> Callable[..., list[Tensor
     return lambda *arguments: [made for made in kernel(*arguments) if made is not None]
 
 
+def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` with the GPU of its first tensor as the current one, which launches go to."""
+
+    def run(*arguments: Any) -> Any:
+        first = next(argument for argument in arguments if isinstance(argument, Tensor))
+        if not _elsewhere(first):
+            return kernel(*arguments)
+        with torch.cuda.device(first.device):
+            return kernel(*arguments)
+
+    return run
+
+
+def _elsewhere(t: Tensor) -> bool:
+    return t.is_cuda and t.get_device() != torch.cuda.current_device()
+
+
 def caller(tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
     """How to call operators on these tensors: a function of an operator's name and its arguments.
 
-    Where nobody listens it goes past the dispatcher and past ``Function.apply`` in Python, which only bring arguments from
-    Python to Python.
+    Where nobody listens, and the first tensor's GPU is the current one, it goes past the dispatcher and past ``Function.apply``
+    in Python, which only bring arguments from Python to Python.
     """
-    if torch.compiler.is_compiling() or not _unheard(tensors):
+    first = tensors[0]
+    if torch.compiler.is_compiling() or not _unheard(tensors) or (first is not None and _elsewhere(first)):
         return _call
     return _call_directly
 

@@ -18,7 +18,7 @@ before ``moe_up_backward``, unless the graph is kept. ``hopper_products`` tells 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -104,22 +104,13 @@ def moe_mlp(
     save = save.value if isinstance(save, SavePolicy) else save  # SavePolicy(save) would be traced by torch.compile
     weight_grads = "float32" if weight_grad_dtype == torch.float32 and x.dtype != torch.float64 else "weight"
     options = Options(activation, save, combine, backend, weight_grads)
-    # Compiled code makes the tensors' GPU the current one itself.
-    here = not x.is_cuda or torch.compiler.is_compiling() or x.get_device() == torch.cuda.current_device()
-    run = _run if here else _run_on_its_gpu
     # Asking for one device's autocast takes microseconds.
     if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device_type := x.device.type):
-        return run(*tensors, num_experts, options, workspace_bytes, dispatch)
+        return _run(*tensors, num_experts, options, workspace_bytes, dispatch)
     if x.dtype != torch.float64:  # which autocast leaves alone everywhere
         x = x.to(torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
-        return run(x, *tensors[1:], num_experts, options, workspace_bytes, dispatch)
-
-
-def _run_on_its_gpu(x: Tensor, *others: Any) -> Tensor:
-    """:func:`_run` where another GPU is current, on which kernels would be launched. (In a backward autograd sees to it.)"""
-    with torch.cuda.device(x.device):
-        return _run(x, *others)
+        return _run(x, *tensors[1:], num_experts, options, workspace_bytes, dispatch)
 
 
 def _run(

@@ -1,6 +1,6 @@
-"""The third kernel of ``method="tiled"``: a block takes its chunk's tiles one by one, then writes the chunk's rows.
+"""The last kernel of ``method="tiled"``: a block takes its chunk's tiles one by one, then writes the chunk's rows.
 
-`blazeproto.dispatch.tiled` has the picture of a tile's map, and the two kernels that come before.
+`blazeproto.dispatch.tiled` has the picture of a tile's map, and what runs before.
 """
 
 # As in tiled.py: int32() and uint32() keep arithmetic narrow, and an unsigned index spares a check.

@@ -21,7 +21,7 @@ each time.
 
 Floor: 4·T·K bytes of ids read (8 for int64) and 8·T·K written, over 4.24 TB/s. The ids are read twice here (12 -> 16
 bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough that it stays below 5 % of the lists (see
-`plan`).
+`plan`). Where chunks are few, each block of place_pairs reads the whole table, which lies in L2.
 """
 
 # Numba infers types from values: int32() and uint32() keep arithmetic narrow (int32 + int32 is int64 otherwise), and an
@@ -148,7 +148,7 @@ def scan_chunks(threads: int, rows: int) -> Any:
 
 
 class Sizes(NamedTuple):
-    """How the three kernels are cut."""
+    """How the kernels are cut."""
 
     count_threads: int = 256
     count_per_thread: int = 8
@@ -240,7 +240,7 @@ class Kernels(NamedTuple):
 
 
 def kernels(plan: Plan, top_k: int, num_experts: int, ids: str) -> Kernels:
-    """The three kernels for one plan, K, E and id type ("int32" or "int64"); compiled when first launched."""
+    """The kernels for one plan, K, E and id type ("int32" or "int64"); compiled when first launched."""
     return _kernels(plan.sizes, plan.tile_tokens, plan.place_blocks, plan.scanned, top_k, num_experts, ids)
 
 
@@ -274,7 +274,7 @@ def _kernels(
 
 
 def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: str, device: int, stream: int) -> None:
-    """Launch the three kernels. ids: their dtype.  stream: a raw cudaStream_t."""
+    """Launch the kernels. ids: their dtype.  stream: a raw cudaStream_t."""
     chosen = plan(num_tokens, top_k, num_experts)
     made = kernels(chosen, top_k, num_experts, ids)
     where = (device, stream)

@@ -46,7 +46,9 @@ def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
             token_offsets=None,
         )
         without_dispatch = partial(forward, dispatch=dispatch)
-        kernels = partial(launch_kernels, inputs, Rows(pair_indices, offsets, row_of_pair, shape.K))
+        kernels = (
+            None if options else partial(launch_kernels, inputs, Rows(pair_indices, offsets, row_of_pair, shape.K))
+        )
 
     return Program(
         name="blazeproto",

@@ -10,11 +10,11 @@ import contextlib
 import inspect
 import weakref
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto import dispatch, gemm
 from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library, mlp
@@ -235,22 +235,33 @@ def test_dispatch_refuses_what_its_kernels_would_misread(ids, num_experts):
         hopper_products.build_dispatch(ids, num_experts, (ids, ids, ids))
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [(0, [None]), (1, ["cuda:1"])])
-def test_the_gpu_of_x_is_made_current(monkeypatch, gpu, expected):
-    """With GPU 0 the current one; x stands in for a tensor that lies on one."""
-    entered, ran = [None], []
+@pytest.mark.parametrize(("gpu", "entered"), [(0, []), (1, ["cuda:1"])])
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, entered):
+    """With GPU 0 the current one: operators are called by the dispatcher, where theirs is another, and make it current."""
+    made_current = []
 
     @contextlib.contextmanager
     def device(where):
-        entered.append(str(where))
+        made_current.append(str(where))
         yield
-        entered.pop()
 
-    x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", gpu))
-    x.get_device = lambda: gpu
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(mlp, "check_arguments", lambda *_: None)
-    monkeypatch.setattr(mlp, "_run", lambda got, *_: ran.append(entered[-1]) or got)
-    assert mlp.moe_mlp(x, None, None, None, num_experts=2) is x
-    assert ran == expected
+    with FakeTensorMode():
+        x = torch.empty(3, device=f"cuda:{gpu}")
+    assert library.caller((x,)) is library._call  # a fake tensor is a mode's
+    monkeypatch.setattr(library, "_unheard", lambda tensors: True)
+    assert library.caller((x,)) is (library._call if entered else library._call_directly)
+    guarded = library._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
+    assert guarded([True], x, None) == ([True], x, None, entered)
+
+
+def test_fake_tensors_of_a_gpu_need_none(make_case):
+    case = make_case(dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, up_proj, down_proj, scores, experts = (
+            torch.empty_like(t, device="cuda:1")
+            for t in (case.x, case.gate_up_proj, case.down_proj, case.scores, case.topk_experts)
+        )
+        out = mlp.moe_mlp(x, up_proj, down_proj, scores, experts, num_experts=5)
+    assert out.shape == x.shape and out.device == x.device

@@ -36,6 +36,23 @@ CASES = [
 ]
 
 
+# Many chunks of one tile: blocks that sum the table take it in two turns.
+MANY_CHUNKS = {
+    "min_tile": 32,
+    "max_tile": 32,
+    "tile_pairs": 64,
+    "chunk_pairs": 64,
+    "num_chunks": 1000,
+    "few_chunks": 64,
+}
+
+
+def set_sizes(**changes: int) -> None:
+    """Of method="tiled", whose plans are remembered."""
+    tiled.SIZES = tiled.SIZES._replace(**changes)
+    tiled.plan.cache_clear()
+
+
 def check_method(method: str) -> Iterator[str]:
     for kind, num_tokens, num_experts, top_k, dtype in CASES:
         ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
@@ -84,16 +101,23 @@ DEFAULT_CASES = [("random", 256, 8), ("sentinels", 384, 8), ("random", 512, 10),
 
 def check_strictly() -> Iterator[str]:
     """Bounds, races and unset memory of method="tiled": the small shapes, then the plans that a million tokens get."""
-    small = tiled.SIZES
     for number, (kind, num_tokens, num_experts, top_k, dtype) in enumerate(CASES):
-        tiled.SIZES = small._replace(few_chunks=8 * (number % 2))
+        set_sizes(few_chunks=8 * (number % 2))
         ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
         with strict():
             got = build_dispatch(ids, num_experts, method="tiled")
         lines = differences(got, reference.build_dispatch(ids, num_experts))
         yield from (f"{kind} {ids.shape} E={num_experts}: {line}" for line in lines)
 
-    tiled.SIZES = tiled.Sizes(scan_threads=32, few_chunks=0)  # the simulator starts a Python thread for each
+    set_sizes(**MANY_CHUNKS)
+    ids = make_routing("sentinels", 64 * 20 - 3, 9, 2)
+    assert tiled.plan(*ids.shape, 9).num_chunks == 20
+    with strict():
+        got = build_dispatch(ids, 9, method="tiled")
+    yield from (f"20 chunks: {line}" for line in differences(got, reference.build_dispatch(ids, 9)))
+
+    # The simulator starts a Python thread for each.
+    set_sizes(**tiled.Sizes(scan_threads=32, few_chunks=0)._asdict())
     for kind, num_experts, top_k in DEFAULT_CASES:
         large = tiled.plan.__wrapped__(2**20, top_k, num_experts)
         num_tokens = large.chunk_tokens + large.tile_tokens + 77  # a whole chunk, then less
@@ -106,7 +130,7 @@ def check_strictly() -> Iterator[str]:
 
 
 def main(what: str) -> None:
-    tiled.SIZES = tiled.Sizes(
+    set_sizes(
         count_threads=32,
         count_per_thread=2,
         scan_threads=32,
@@ -130,7 +154,9 @@ def main(what: str) -> None:
     else:
         lines = list(check_method(what))
     if what == "tiled":  # again, with blocks that sum the table themselves
-        tiled.SIZES = tiled.SIZES._replace(few_chunks=8)
+        assert tiled.plan(75, 2, 8).scanned
+        set_sizes(few_chunks=8)
+        assert not tiled.plan(75, 2, 8).scanned
         lines += check_method(what)
     print("\n".join(lines) or "as the twin")
     sys.exit(bool(lines))

@@ -63,12 +63,12 @@ def test_a_row_of_other_sources_is_marked(results: Path) -> None:
     assert "| 8192, 256, 256, 128, 4 † | 36 |" in filled  # in the table of memory too
 
 
-def test_an_extra_of_other_sources_is_marked(results: Path) -> None:
+def test_an_extra_of_other_sources_says_so(results: Path) -> None:
     record = json.loads((results / "layer.json").read_text())
-    assert "†" not in result_tables.skew_table(record)
+    assert "Measured" not in result_tables.skew_table(record)
     record["extras_of_other_sources"] = {"skew": {"measured": "the day before", "sources_sha256": "0123456789abcdef"}}
-    assert result_tables.skew_table(record).endswith("\n\n†: the day before, sources `0123456789ab`.")
-    assert "†" not in result_tables.workspace_table(record)
+    assert result_tables.skew_table(record).endswith("\n\nMeasured the day before, sources `0123456789ab`.")
+    assert "the day before" not in result_tables.workspace_table(record)
 
 
 def test_an_unknown_table_is_refused(results: Path) -> None:
