@@ -68,10 +68,12 @@ def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, funct
         "pair_indices": on_gpu_0("int32", R),
         "offsets": on_gpu_0("int32", E + 1),
         "token_index_map": on_gpu_0("int32", R),
+        "pair_tokens": on_gpu_0("int32", R),
+        "token_offsets": on_gpu_0("int32", T + 1),
     }
     for name in (*arrays, *indices):
         elsewhere = {key: array._replace(device=int(key == name)) for key, array in (arrays | indices).items()}
-        rows = gemm.Rows(*(elsewhere.pop(key) for key in indices), top_k=K)
+        rows = gemm.Rows(**{key: elsewhere.pop(key) for key in indices}, top_k=None)
         full_name = f"rows.{name}" if name in indices else name
         expected = f"{full_name}: expected an array on the current GPU, cuda:0, got one on cuda:1"
         with pytest.raises(ValueError, match=re.escape(expected)):
