@@ -136,7 +136,11 @@ def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
         for method in METHODS:
 
             def run(
-                T: int = num_tokens, E: int = num_experts, K: int = top_k, dtype: Any = dtype, method: Method = method
+                T: int = num_tokens,
+                E: int = num_experts,
+                K: int = top_k,
+                dtype: torch.dtype = dtype,
+                method: Method = method,
             ) -> None:
                 experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(dtype)
                 experts[: T // 7, 0] = -1

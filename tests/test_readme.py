@@ -29,15 +29,3 @@ def test_links_lead_somewhere() -> None:
     places = [place for place in re.findall(r"\]\(([^)#]+)", README) if not place.startswith("http")]
     assert places
     assert not [place for place in places if not (ROOT / place).exists()]
-
-
-def test_tables_are_what_the_results_say() -> None:
-    """Numbers in README come from results/h200 by scripts/result_tables.py, never by hand."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("result_tables", ROOT / "scripts" / "result_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.fill(README, ROOT / "results" / "h200") == README

@@ -267,7 +267,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if d_out is None:
         return (None,) * 6
     needs, saved = ctx.needs_input_grad[:6], ctx.saved_tensors
-    call, tail = gradients_caller((d_out, *saved)), [ctx.chunk_tokens, ctx.options]
+    call, tail = gradients_caller(d_out, *saved), [ctx.chunk_tokens, ctx.options]
     if may_overwrite(ctx, call):
         tail.append(True)
         ctx.maybe_clear_saved_tensors()  # should this backward fail halfway, there is no H for another

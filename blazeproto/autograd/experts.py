@@ -218,7 +218,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if d_out is None:
         return (None,) * 6
     saved = ctx.saved_tensors
-    call = gradients_caller((d_out, *saved))
+    call = gradients_caller(d_out, *saved)
     x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index_arrays, pair_tokens, token_offsets = saved
     del saved
     ctx.maybe_clear_saved_tensors()  # unless the graph is kept

@@ -67,14 +67,13 @@ def _elsewhere(t: Tensor) -> bool:
     return t.is_cuda and t.get_device() != torch.cuda.current_device()
 
 
-def caller(tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
+def caller(x: Tensor, *others: Tensor | None) -> Callable[..., Any]:
     """How to call operators on these tensors: a function of an operator's name and its arguments.
 
-    Where nobody listens, and the first tensor's GPU is the current one, it goes past the dispatcher and past ``Function.apply``
-    in Python, which only bring arguments from Python to Python.
+    Where nobody listens, and the GPU of ``x`` is the current one, it goes past the dispatcher and past ``Function.apply`` in
+    Python, which only bring arguments from Python to Python.
     """
-    first = tensors[0]
-    if torch.compiler.is_compiling() or not _unheard(tensors) or (first is not None and _elsewhere(first)):
+    if torch.compiler.is_compiling() or not _unheard((x, *others)) or _elsewhere(x):
         return _call
     return _call_directly
 
@@ -165,7 +164,7 @@ def refuse_double_backward(name: str) -> None:
     differentiate(name, num_arguments, lambda ctx, inputs, tail, output: None, backward)
 
 
-def gradients_caller(tensors: Sequence[Tensor | None]) -> Callable[..., Gradients]:
+def gradients_caller(*tensors: Tensor | None) -> Callable[..., Gradients]:
     """How to call backward operators on these tensors, as :func:`caller`: a function of the name, which gradients are needed, and
     the arguments. It returns one entry a gradient, None where it is not needed.
     """

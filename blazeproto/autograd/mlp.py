@@ -131,7 +131,7 @@ def _run(
     """:func:`moe_mlp` after checks and casts."""
     x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
     scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
-    call = caller((x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets))
+    call = caller(x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
     parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
     if not torch.is_grad_enabled():
         options = options._replace(save="recompute")  # nothing will ask for H

@@ -215,21 +215,10 @@ def down_backward_act(
     if rows.num_rows == 0:
         return dh, a_scaled, d_scores
     _, partials = output("workspace", workspace, "float32", (score_partials(n, config), rows.num_rows))
-    inputs = {"d_out": d_out_view, "down_proj": w, "h": h_view, "scores": s}
-    outputs = {"dh": dh_view, "a_scaled": a_view, "d_scores": ds_view, "workspace": partials}
-    unchecked.down_backward_act(
-        d_out_view,
-        w,
-        h_view,
-        s,
-        on_current_gpu(rows, stream, **inputs, **outputs),
-        activation=activation,
-        dh=dh_view,
-        a_scaled=a_view,
-        d_scores=ds_view,
-        workspace=partials,
-        config=config,
-    )
+    inputs: dict[str, Any] = {"d_out": d_out_view, "down_proj": w, "h": h_view, "scores": s}
+    outputs: dict[str, Any] = {"dh": dh_view, "a_scaled": a_view, "d_scores": ds_view, "workspace": partials}
+    where = on_current_gpu(rows, stream, **inputs, **outputs)
+    unchecked.down_backward_act(**inputs, rows=where, activation=activation, **outputs, config=config)
     return dh, a_scaled, d_scores
 
 
@@ -266,17 +255,8 @@ def _weight_gradient(
     if elements or workspace is not None:
         pieces = output("workspace", workspace, "float32", (elements,))[1]
     where = on_current_gpu(rows, stream, **operands, dw=out, workspace=pieces)
-    launch = getattr(unchecked, product)
-    launch(
-        *operands.values(),
-        where,
-        dw=out,
-        gather=gather,
-        f32=f32,
-        accumulate=accumulate,
-        workspace=pieces,
-        config=config,
-    )
+    options: dict[str, Any] = {"gather": gather, "f32": f32, "accumulate": accumulate, "config": config}
+    getattr(unchecked, product)(*operands.values(), where, dw=out, workspace=pieces, **options)
     return dw
 
 

@@ -50,9 +50,7 @@ class Program:
     computes_layer: bool = True  # False for a bound that leaves work out
     metadata: Callable[[], object] | None = None  # the dispatch alone
     without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
-    kernels: Callable[[], object] | None = (
-        None  # those of a forward and a backward on such a dispatch, without autograd
-    )
+    kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
     notes: list[str] = field(default_factory=list)
 
     def forward_backward(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -249,9 +249,9 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, ente
     monkeypatch.setattr(torch.cuda, "device", device)
     with FakeTensorMode():
         x = torch.empty(3, device=f"cuda:{gpu}")
-    assert library.caller((x,)) is library._call  # a fake tensor is a mode's
+    assert library.caller(x) is library._call  # a fake tensor is a mode's
     monkeypatch.setattr(library, "_unheard", lambda tensors: True)
-    assert library.caller((x,)) is (library._call if entered else library._call_directly)
+    assert library.caller(x) is (library._call if entered else library._call_directly)
     guarded = library._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
     assert guarded([True], x, None) == ([True], x, None, entered)
 

@@ -116,7 +116,7 @@ def check_strictly() -> Iterator[str]:
         got = build_dispatch(ids, 9, method="tiled")
     yield from (f"20 chunks: {line}" for line in differences(got, reference.build_dispatch(ids, 9)))
 
-    # The simulator starts a Python thread for each.
+    # What a GPU gets, but few threads for the scan: the simulator starts a Python thread for each.
     set_sizes(**tiled.Sizes(scan_threads=32, few_chunks=0)._asdict())
     for kind, num_experts, top_k in DEFAULT_CASES:
         large = tiled.plan.__wrapped__(2**20, top_k, num_experts)
