@@ -105,7 +105,7 @@ class Kernel:
         compilers = [f"{name} {metadata.version(name)}" for name in ("numba", "numba-cuda")]
         # The kernels' file, found without importing it twice.
         source = Path(self.make.__code__.co_filename).read_bytes()
-        helpers = Path(__file__).with_name("warp.py").read_bytes()
+        helpers = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("warp.py", "best.py"))
         parts = [CACHE_FORMAT, self.name, self.parameters, self.threads, self.min_blocks, self.constants, capability]
         digest = hashlib.sha256("\0".join([*map(repr, parts), *compilers]).encode())
         digest.update(source + helpers)

@@ -19,6 +19,7 @@ Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 SCORES = ("softmax_topk", "topk_softmax", "sigmoid")
 MAX_TOP_K, MAX_EXPERTS = 16, 1024
 THREADS = 256  # of a block
+MIN_BLOCKS = 3  # on a multiprocessor, of topk_route: 80 registers. With four, fp32 logits take 30 % longer
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
 
 
@@ -56,11 +57,18 @@ def topk_route(
         offsets = view if bias is None else _check_array(bias, "bias", (num_experts,), "float32", view.device)
         if num_tokens:
             kernel = forward_kernel(
-                num_experts, top_k, score, bias is not None, renormalize, float(scale), view.dtype == "bfloat16"
+                num_experts,
+                top_k,
+                score,
+                bias is not None,
+                renormalize,
+                float(scale),
+                view.dtype == "bfloat16",
+                _aligned(view),
             )
             blocks = _blocks(num_tokens, kernel)
-            arguments = (_argument(view), _argument(offsets), _argument(scores), _argument(experts), num_tokens, top_k)
-            kernel.launch(view.device, stream, blocks, 0, *arguments)
+            pointers = (_argument(view), _argument(offsets), _argument(scores), _argument(experts))
+            kernel.launch(view.device, stream, blocks, 0, *pointers, num_tokens)
     return made[0], made[1]
 
 
@@ -102,27 +110,38 @@ def topk_route_backward(
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def lanes_of(num_experts: int, top_k: int) -> int:
-    """Lanes that share a token: four experts each, and a lane for each choice and one more; a power of two."""
-    lanes = 1
-    while lanes < 32 and lanes < max(-(-num_experts // 4), top_k + 1):
-        lanes *= 2
-    return lanes
+def forward_lanes(num_experts: int, top_k: int) -> int:
+    """Lanes that share a token: up to 32 experts and four choices each."""
+    return _power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8))))
+
+
+def backward_lanes(num_experts: int, top_k: int) -> int:
+    """Lanes that share a token: four experts each, and a lane for each choice and one more."""
+    return min(32, _power_of_two(max(-(-num_experts // 4), top_k + 1)))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _aligned(logits: arrays.DeviceArray) -> bool:
+    """Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes."""
+    return logits.shape[1] % 8 == 0 and (launch.simulated() or logits.ptr % 16 == 0)
 
 
 @lru_cache(maxsize=256)
 def forward_kernel(
-    num_experts: int, top_k: int, score: str, biased: bool, renormalize: bool, scale: float, half: bool
+    num_experts: int, top_k: int, score: str, biased: bool, renormalize: bool, scale: float, half: bool, aligned: bool
 ) -> launch.Kernel:
     from blazeproto.dispatch import topk_kernels
 
     kind = "uint16*" if half else "float32*"
     return launch.Kernel(
         topk_kernels.topk_route,
-        f"{kind} float32* float32* int32* int64 int64" if biased else f"{kind} {kind} float32* int32* int64 int64",
+        f"{kind} {'float32*' if biased else kind} float32* int32* int64",
         threads=THREADS,
-        min_blocks=6 if num_experts <= 256 else 2,
-        lanes=lanes_of(num_experts, top_k),
+        min_blocks=MIN_BLOCKS,
+        lanes=forward_lanes(num_experts, top_k),
         num_experts=num_experts,
         top_k=top_k,
         score=score,
@@ -130,6 +149,7 @@ def forward_kernel(
         renormalize=renormalize,
         scale=scale,
         half=half,
+        aligned=aligned,
     )
 
 
@@ -145,7 +165,7 @@ def backward_kernel(
         f"{kind} int32* float32* {kind} int64",
         threads=THREADS,
         min_blocks=4 if num_experts <= 256 else 2,
-        lanes=lanes_of(num_experts, top_k),
+        lanes=backward_lanes(num_experts, top_k),
         num_experts=num_experts,
         top_k=top_k,
         score=score,

@@ -1,24 +1,26 @@
 """Top-k routing in one kernel: logits to the K best experts and their scores. And its backward.
 
-One warp takes a token (fewer lanes, where E is small). Lane l holds the logits of experts l, l + 32, l + 64… in
-registers, as integers that sort as the floats do, best first. Then K rounds of one question to all lanes:
+A few lanes share a token, up to 32 experts each (E = 128: four lanes, so a warp takes eight tokens). A lane reads eight
+neighbouring logits at once, and makes integers of them that sort as the floats do:
 
-    lane           0     1     2    …   31
-    best         1.7   0.3   2.9  …   0.8      round 1: redux.max -> 2.9, of expert 2; lane 2 moves up
-    second       0.9  -0.2   1.1  …   0.1      round 2: redux.max -> 1.7, of expert 0; lane 0 moves up
+    lane 0                 lane 1                 lane 2                 lane 3
+    experts 0 … 7          8 … 15                 16 … 23                24 … 31        sorted (best.py)
+    experts 32 … 39        40 … 47                48 … 55                56 … 63        sorted, swallowed by the list
     …
+    its K best             its K best             its K best             its K best
+         └────── swallows ──────┘                      └────── swallows ──────┘         over shuffles: now both of a
+                └───────────────────── swallow ─────────────────────┘                   pair, now all hold the same K
 
-`redux.sync` is one instruction where shuffles take ten. Numba has none, but inline PTX reaches it (warp.py), so this
-is Numba.
+An integer carries the expert's id, upside down, in its lowest bits (7 for E = 128), so that one number is all there is
+to sort, and ties go to the lower id. Where two neighbours among the best K + 1 differ in no bit above those, the order
+isn't certain: the warp then asks again, for each choice that isn't, which whole number comes after the one before. For
+normal fp32 logits that is one token in some hundreds; for bf16 never, since its lower 16 bits are free.
 
-The fast rounds put the expert's id, upside down, into the lowest bits of the integer (7 bits for E = 128), so that a
-single number carries both and ties go to the lower id. Where two neighbours among the best K + 1 differ in no bit
-above those, the order isn't certain: the warp then asks again with the whole number, and a redux.min for the lowest id
-that has it. For normal fp32 logits that is one token in some hundreds; for bf16 never, since its lower 16 bits are
-free.
+Afterwards the lanes share the K choices: each reads its logits again (they are in the cache) and computes their scores.
+A token with a NaN or an infinite logit gets experts 0 … K-1 and NaN scores, and passes no gradient; no other token
+notices.
 
-Afterwards lane k holds choice k, reads its logit again (it is in the cache) and computes its score. A token with a NaN
-or an infinite logit gets experts 0 … K-1 and NaN scores, and passes no gradient; no other token notices.
+All of it is Numba's, but for two things that warp.py asks LLVM for: loads of 16 bytes and the special-function unit.
 
 Floor: bytes. Forward T·E logits read, 8·T·K written; backward T·E read (softmax over all experts only), T·E and less
 written. At T = 1 Mi, E = 128, K = 8 in fp32: 604 MB, 0.14 ms forward.
@@ -33,6 +35,7 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
+from blazeproto.dispatch.best import GROUP, sort_group, swallow_of
 from blazeproto.dispatch.warp import (
     bits_float,
     device,
@@ -40,6 +43,7 @@ from blazeproto.dispatch.warp import (
     fast_reciprocal,
     float_bits,
     group_of,
+    load_eight,
     warp_barrier,
 )
 
@@ -107,15 +111,24 @@ def topk_route(
     renormalize: bool,
     scale: float,
     half: bool,
+    aligned: bool,
 ) -> Any:
-    """scores (T, K) fp32 and experts (T, K) int32 of logits (T, E), best first."""
-    per_lane = -(-num_experts // lanes)
-    depth = min(per_lane, top_k)  # a lane never needs more of its own
-    groups, shift = threads // lanes, lanes.bit_length() - 1
-    id_mask = (1 << (per_lane * lanes - 1).bit_length()) - 1
+    """scores (T, K) fp32 and experts (T, K) int32 of logits (T, E), best first.
+
+    aligned: rows of logits begin at multiples of 16 bytes and hold whole groups of eight.
+    """
+    num_groups = -(-num_experts // (lanes * GROUP))  # a lane's, of eight experts
+    per_lane = num_groups * GROUP
+    size = 1 << (top_k - 1).bit_length()  # of the lists of best keys,
+    used = min(top_k + 1, size)  # and how many are wanted: K, and one more to know whether the last of them is certain
+    slots = -(-top_k // lanes)  # a lane's choices, when they are shared
+    tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
+    id_mask = (1 << (num_groups * lanes * GROUP - 1).bit_length()) - 1
     exact = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
-    maximum, minimum, total, any_of, any_nearby, leading, following = group_of(lanes, threads)
-    load = loader(half)
+    group = group_of(lanes, threads)
+    maximum, minimum, total, leading = group.maximum, group.minimum, group.total, group.first
+    any_of, any_nearby, partner = group.any, group.any_nearby, group.partner
+    load, swallow = loader(half), swallow_of(size, used)
     sum_all = score == SOFTMAX_TOPK and not renormalize
     sum_chosen = score == TOPK_SOFTMAX or renormalize
 
@@ -126,105 +139,132 @@ def topk_route(
             value = float32(fast_sigmoid(value) + bias[min(expert, num_experts - 1)])
         return sortable(value) if expert < num_experts else uint32(0)
 
-    def topk_route(logits, bias, scores, experts, num_tokens, rounds):
+    @device
+    def id_of(key):
+        return int32(uint32(key & uint32(id_mask)) ^ uint32(id_mask))
+
+    def topk_route(logits, bias, scores, experts, num_tokens):
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & (lanes - 1))
         values = cuda.local.array(per_lane, float32)  # registers, and so the next
-        keys = cuda.local.array(depth, uint32)
-        whole_keys = cuda.local.array(depth, uint32)
-        ids = cuda.local.array(depth, uint32)
+        keys = cuda.local.array(GROUP, uint32)
+        best = cuda.local.array(size, uint32)
+        theirs = cuda.local.array(size, uint32)
+        choices = cuda.local.array(slots, int32)
+        results = cuda.local.array(slots, float32)
 
         tokens = int32(num_tokens)
-        first = int32(cuda.blockIdx.x * groups)  # the block's tokens: as many as it has groups
+        first = int32(cuda.blockIdx.x * tokens_per_block)
         while 0 <= first < tokens:  # below 0: past 2**31
             token = int32(min(int32(first + (thread >> shift)), int32(tokens - 1)))
             row = int64(token) * num_experts
+            for j in range(num_groups):
+                expert = int32((j * lanes + lane) * GROUP)
+                if aligned:
+                    eight = load_eight(logits, row + min(expert, int32(num_experts - GROUP)))
+                    for i in range(GROUP):
+                        values[j * GROUP + i] = eight[i] if expert < num_experts else float32(0.0)
+                else:
+                    for i in range(GROUP):
+                        inside = expert + i < num_experts
+                        values[j * GROUP + i] = load(logits, row + expert + i) if inside else float32(0.0)
             finite = float32(0.0)  # stays 0 unless a value is NaN or infinite
-            for i in range(per_lane):
-                expert = int32(i * lanes + lane)
-                values[i] = load(logits, row + expert) if expert < num_experts else float32(0.0)
             for i in range(per_lane):
                 finite += values[i] * float32(0.0)
             broken = any_of(finite != float32(0.0))
 
             # Fast: the id takes the key's lowest bits, upside down, so that lower ids are larger. One number to sort
             # by.
-            for i in range(per_lane):
-                expert = int32(i * lanes + lane)
-                key = uint32(key_of(values[i], expert, bias) | uint32(id_mask)) ^ uint32(expert)
-                for j in range(depth):
-                    if j < i:
-                        larger = keys[j] if keys[j] > key else key
-                        key = key if keys[j] > key else keys[j]
-                        keys[j] = larger
-                    elif j == i:
-                        keys[j] = key
-            mine = uint32(0)  # lane k will hold choice k, and lane K the best that wasn't chosen
-            for k in range(top_k + 1):
-                best = maximum(keys[0])
-                mine = best if lane == k else mine
-                won = keys[0] == best
-                for j in range(depth - 1):
-                    keys[j] = keys[j + 1] if won else keys[j]
-                keys[depth - 1] = uint32(0) if won else keys[depth - 1]
-            choice = int32(uint32(mine & uint32(id_mask)) ^ uint32(id_mask))
+            unchosen = uint32(0)  # the best key that a full list lost
+            for i in range(size):
+                best[i] = uint32(0)
+            for j in range(num_groups):
+                for i in range(GROUP):
+                    expert = int32((j * lanes + lane) * GROUP + i)
+                    key = key_of(values[j * GROUP + i], expert, bias)
+                    keys[i] = uint32(key | uint32(id_mask)) ^ uint32(expert)
+                sort_group(keys)
+                if j == 0:
+                    for i in range(min(used, GROUP)):
+                        best[i] = keys[i]
+                else:
+                    unchosen = max(unchosen, swallow(best, keys, min(size, GROUP)))
+                if size < GROUP:
+                    unchosen = max(unchosen, keys[min(size, GROUP - 1)])
+            for step in range(shift):
+                for i in range(size):
+                    theirs[i] = partner(best[i], 1 << step)
+                lost = swallow(best, theirs, size)
+                unchosen = max(max(unchosen, partner(unchosen, 1 << step)), lost)
 
-            # Exact: where two neighbours differ at most in the bits that the id took, ask again with keys and ids
-            # apart.
+            # Exact: where two neighbours differ at most in the bits that the id took, ask for each of them again: for
+            # the best whole number, and the lowest id that has it, after the choice before it.
             if not exact:
-                close = (mine ^ following(mine)) <= uint32(id_mask)
-                if any_nearby(close and lane < top_k):
-                    for i in range(per_lane):
-                        expert = uint32(i * lanes + lane)
-                        # Read again: this path's arrays may lie in local memory, those of the fast path must not.
-                        value = load(logits, row + expert) if expert < num_experts else float32(0.0)
-                        key = key_of(value, int32(expert), bias)
-                        for j in range(depth):
-                            if j < i:
-                                # By id where equal, for what moved up over j - 1 sinks past equals of higher ids else.
-                                sinks = (whole_keys[j] > key) | ((whole_keys[j] == key) & (ids[j] < expert))
-                                better, worse = (whole_keys[j], key) if sinks else (key, whole_keys[j])
-                                upper, lower = (ids[j], expert) if sinks else (expert, ids[j])
-                                whole_keys[j], ids[j] = better, upper
-                                key, expert = worse, lower
-                            elif j == i:
-                                whole_keys[j] = key
-                                ids[j] = expert
-                    for k in range(rounds):  # K, but unknown when compiling: this rare path stays a loop
-                        best = maximum(whole_keys[0])
-                        winner = minimum(ids[0] if whole_keys[0] == best else uint32(0xFFFFFFFF))
-                        choice = int32(winner) if lane == k else choice
-                        won = ids[0] == winner
-                        for j in range(depth - 1):
-                            whole_keys[j] = whole_keys[j + 1] if won else whole_keys[j]
-                            ids[j] = ids[j + 1] if won else ids[j]
-                        whole_keys[depth - 1] = uint32(0) if won else whole_keys[depth - 1]
-                        # no winner's id, so that a lane whose logits are used up never wins again
-                        ids[depth - 1] = uint32(0xFFFFFFFE) if won else ids[depth - 1]
+                unsure = uint32(0)  # choices, a bit each
+                for k in range(top_k):
+                    following = best[min(k + 1, size - 1)] if k + 1 < size else unchosen
+                    unsure |= uint32(3 << k) if uint32(best[k] ^ following) <= uint32(id_mask) else uint32(0)
+                unsure &= uint32((1 << top_k) - 1)
+                while any_nearby(unsure != uint32(0)):
+                    k = int32(cuda.popc(uint32(uint32(~unsure) & uint32(unsure - uint32(1)))))  # the first of them
+                    last, last_id = uint32(0xFFFFFFFF), int32(-1)
+                    for j in range(top_k - 1):
+                        last_id = id_of(best[j]) if j + 1 == k else last_id
+                    if last_id >= 0:
+                        last = key_of(load(logits, row + last_id), last_id, bias)
+                    mine, mine_id = uint32(0), uint32(0xFFFFFFFF)
+                    for j in range(num_groups):
+                        for i in range(GROUP):
+                            expert = int32((j * lanes + lane) * GROUP + i)
+                            key = key_of(values[j * GROUP + i], expert, bias)
+                            after_last = (key < last) | ((key == last) & (expert > last_id))
+                            mine_id = uint32(expert) if after_last & (key > mine) else mine_id
+                            mine = key if after_last & (key > mine) else mine
+                    winner = minimum(mine_id if mine == maximum(mine) else uint32(0xFFFFFFFF))
+                    for j in range(top_k):
+                        best[j] = uint32(winner ^ uint32(id_mask)) if j == k else best[j]
+                    unsure &= uint32(unsure - uint32(1))
 
-            # Score: lane k reads the logit of choice k again; the best one bounds the exponentials.
-            if broken or lane >= top_k:
-                choice = min(lane, int32(top_k - 1))
-            logit = load(logits, row + choice)
-            if score == SIGMOID:
-                result = float32(1.0) / (float32(1.0) + math.exp(-logit))
-            else:
-                top = leading(logit)
-                result = math.exp(float32(logit - top))
-                if sum_all:
-                    exponentials = float32(0.0)
-                    for i in range(per_lane):
-                        term = fast_exp2(float32(values[i] * float32(LOG2_E) - top * float32(LOG2_E)))
-                        exponentials += term if i * lanes + lane < num_experts else float32(0.0)
-                    result = float32(result * fast_reciprocal(total(exponentials)))
+            for s in range(slots):
+                choices[s] = int32(0)
+            for k in range(top_k):
+                choices[k // lanes] = id_of(best[k]) if lane == k % lanes else choices[k // lanes]
+
+            # Scores: the best logit bounds the exponentials.
+            for s in range(slots):
+                k = int32(s * lanes + lane)
+                if broken or k >= top_k:
+                    choices[s] = min(k, int32(top_k - 1))
+                results[s] = load(logits, row + choices[s])
+            top = leading(results[0])
+            chosen = float32(0.0)
+            for s in range(slots):
+                if score == SIGMOID:
+                    results[s] = fast_reciprocal(float32(float32(1.0) + math.exp(-results[s])))
+                else:
+                    results[s] = math.exp(float32(results[s] - top))
+                chosen += results[s] if s * lanes + lane < top_k else float32(0.0)
+            factor = float32(1.0)
+            if sum_all:
+                exponentials = float32(0.0)
+                for j in range(num_groups):
+                    for i in range(GROUP):
+                        value = values[j * GROUP + i]
+                        term = fast_exp2(float32(value * float32(LOG2_E) - top * float32(LOG2_E)))
+                        inside = (j * lanes + lane) * GROUP + i < num_experts
+                        exponentials += term if inside else float32(0.0)
+                factor = fast_reciprocal(total(exponentials))
             if sum_chosen:
-                whole = float32(total(result if lane < top_k else float32(0.0)) + float32(TINY))
-                result = float32(result * fast_reciprocal(whole))
-            if lane < top_k and int32(first + (thread >> shift)) < tokens:
-                at = int64(token) * top_k + lane
-                experts[at] = choice
-                scores[at] = float32(math.nan) if broken else float32(result * float32(scale))
-            first = int32(first + cuda.gridDim.x * groups)
+                factor = fast_reciprocal(float32(total(chosen) + float32(TINY)))
+            factor = float32(math.nan) if broken else float32(factor * float32(scale))
+            if int32(first + (thread >> shift)) < tokens:
+                for s in range(slots):
+                    k = int32(s * lanes + lane)
+                    if k < top_k:
+                        at = int64(token) * top_k + k
+                        experts[at] = choices[s]
+                        scores[at] = float32(results[s] * factor)
+            first = int32(first + cuda.gridDim.x * tokens_per_block)
 
     return topk_route
 

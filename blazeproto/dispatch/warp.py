@@ -67,6 +67,11 @@ if simulated():
         return np.float32(1) / np.float32(value)
 
     @device
+    def load_eight(values, index):
+        eight = values[index : index + 8]
+        return (eight.astype(np.uint32) << 16).view(np.float32) if eight.dtype == np.uint16 else eight
+
+    @device
     def warp_barrier():
         cuda.syncthreads()
 
@@ -101,23 +106,6 @@ else:
     float_bits = _bitcast(types.uint32, types.float32, ir.IntType(32))  # the bits of an fp32 value
     bits_float = _bitcast(types.float32, types.uint32, ir.FloatType())  # and back
 
-    def _redux(operation: str) -> Any:
-        """``redux.sync``: one instruction for what takes five shuffles (sm_80 and later; integers only)."""
-
-        @intrinsic
-        def redux(typing_context, value):
-            def codegen(context, builder, signature, arguments):
-                word = ir.IntType(32)
-                text = f"redux.sync.{operation}.u32 $0, $1, {FULL:#x};"
-                instruction = ir.InlineAsm(ir.FunctionType(word, [word]), text, "=r,r", side_effect=True)
-                return builder.call(instruction, arguments)
-
-            return types.uint32(types.uint32), codegen
-
-        return redux
-
-    _redux_max, _redux_min = _redux("max"), _redux("min")
-
     def _approximate(instruction: str) -> Any:
         """One instruction of the special-function unit: 2 ulp, denormals count as 0."""
 
@@ -132,6 +120,31 @@ else:
         return approximate
 
     fast_exp2, fast_reciprocal = _approximate("ex2"), _approximate("rcp")
+
+    @intrinsic
+    def load_eight(typing_context, values, index):
+        """Eight neighbouring fp32 values, or bf16 (as uint16) as fp32, that begin at a multiple of 16 bytes.
+
+        One load of 16 bytes for bf16, two for fp32, where Numba alone would make eight.
+        """
+        fp32, words = ir.FloatType(), ir.VectorType(ir.IntType(32), 4)
+
+        def codegen(context, builder, signature, arguments):
+            half = values.dtype == types.uint16
+            first = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), words.as_pointer())
+            found = []
+            for load in range(1 if half else 2):
+                four = builder.load(builder.gep(first, [ir.IntType(32)(load)]), align=16)
+                for i in range(4):
+                    word = builder.extract_element(four, ir.IntType(32)(i))
+                    if half:
+                        found.append(builder.shl(word, word.type(16)))
+                        found.append(builder.and_(word, word.type(0xFFFF0000)))
+                    else:
+                        found.append(word)
+            return context.make_tuple(builder, signature.return_type, [builder.bitcast(word, fp32) for word in found])
+
+        return types.UniTuple(types.float32, 8)(values, types.int64), codegen
 
     @device
     def warp_barrier():
@@ -169,7 +182,7 @@ class Group(NamedTuple):
     any: Any  # of bool
     any_nearby: Any  # of bool, in the whole warp (in the simulator: the block): for branches that hold such calls
     first: Any  # the first lane's float32
-    next: Any  # the following lane's uint32; the last lane gets its own
+    partner: Any  # the uint32 of the lane whose number differs in one bit, which is given
 
 
 def group_of(lanes: int, threads: int) -> Group:
@@ -206,12 +219,12 @@ def group_of(lanes: int, threads: int) -> Group:
             return cuda.syncthreads_or(value) != 0
 
         @device
-        def following(value):
+        def partner(value, distance):
             scratch = words()
             thread = cuda.threadIdx.x
             scratch[thread] = value
             cuda.syncthreads()
-            result = scratch[min(thread + 1, thread // lanes * lanes + lanes - 1)]
+            result = scratch[thread ^ distance]
             cuda.syncthreads()
             return result
 
@@ -222,41 +235,29 @@ def group_of(lanes: int, threads: int) -> Group:
             any=reduction(any, flags),
             any_nearby=any_nearby,
             first=reduction(lambda values: values[0], floats),
-            next=following,
+            partner=partner,
         )
 
-    if lanes == WARP:
+    @device
+    def partner(value, distance):
+        return uint32(cuda.shfl_xor_sync(FULL, int32(value), distance))
 
-        @device
-        def maximum(value):
-            return _redux_max(value)
+    @device
+    def maximum(value):
+        for step in range(steps):
+            value = max(value, partner(value, 1 << step))
+        return value
 
-        @device
-        def minimum(value):
-            return _redux_min(value)
+    @device
+    def minimum(value):
+        for step in range(steps):
+            value = min(value, partner(value, 1 << step))
+        return value
 
-        @device
-        def some(value):
-            return cuda.any_sync(FULL, value) != 0
-
-    else:
-
-        @device
-        def maximum(value):
-            for step in range(steps):
-                value = max(value, uint32(cuda.shfl_xor_sync(FULL, int32(value), 1 << step)))
-            return value
-
-        @device
-        def minimum(value):
-            for step in range(steps):
-                value = min(value, uint32(cuda.shfl_xor_sync(FULL, int32(value), 1 << step)))
-            return value
-
-        @device
-        def some(value):
-            mine = ((1 << lanes) - 1) << (cuda.laneid & ~(lanes - 1))
-            return (cuda.ballot_sync(FULL, value) & mine) != 0
+    @device
+    def some(value):
+        mine = ((1 << lanes) - 1) << (cuda.laneid & ~(lanes - 1))
+        return (cuda.ballot_sync(FULL, value) & mine) != 0
 
     @device
     def total(value):
@@ -272,9 +273,4 @@ def group_of(lanes: int, threads: int) -> Group:
     def leading(value):
         return cuda.shfl_sync(FULL, value, cuda.laneid & ~(lanes - 1))
 
-    @device
-    def following(value):
-        result = uint32(cuda.shfl_down_sync(FULL, int32(value), 1))  # within a warp; the last lane gets its own
-        return result if lanes == WARP or (cuda.laneid & (lanes - 1)) != lanes - 1 else value
-
-    return Group(maximum, minimum, total, some, any_nearby, leading, following)
+    return Group(maximum, minimum, total, some, any_nearby, leading, partner)

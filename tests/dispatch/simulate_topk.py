@@ -8,7 +8,8 @@ import numpy as np
 
 from blazeproto.dispatch import reference, topk, topk_route, topk_route_backward
 
-# (T, E, K, options): lanes 2 to 32, one expert to several a lane, K = E, E no multiple of the lanes
+# (T, E, K, options): one lane to eight a token, lists of 1 to 16, one group of eight experts a lane to four, some of them cut
+# short; K = E; rows read in 16 bytes (E a multiple of 8) and one by one. A third of them bf16.
 CASES = [
     (5, 1, 1, {"score": "softmax_topk"}),
     (9, 8, 2, {"score": "softmax_topk"}),
@@ -16,6 +17,10 @@ CASES = [
     (3, 37, 5, {"score": "softmax_topk", "renormalize": True}),
     (2, 70, 16, {"score": "sigmoid", "scale": 2.5, "biased": True}),
     (2, 140, 3, {"score": "sigmoid", "renormalize": False}),
+    (3, 40, 8, {"score": "softmax_topk"}),
+    (3, 128, 8, {"score": "softmax_topk"}),
+    (2, 72, 16, {"score": "topk_softmax"}),
+    (2, 200, 6, {"score": "sigmoid", "biased": True}),
 ]
 
 

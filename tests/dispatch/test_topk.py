@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -71,14 +73,34 @@ def test_compiles(tmp_path, monkeypatch):
     from blazeproto.dispatch import topk
 
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True)]:
-        forward = topk.forward_kernel(num_experts, top_k, "softmax_topk", False, False, 1.0, half)
+    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True), (1024, 16, False)]:
+        forward = topk.forward_kernel(num_experts, top_k, "softmax_topk", False, False, 1.0, half, True)
         backward = topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half)
         for kernel in (forward, backward):
             assert kernel.cubin((9, 0))[1][:4] == b"\x7fELF"
             ptx = kernel.ptx((9, 0))
             assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
-            assert "redux.sync.max.u32" in ptx or kernel is backward or num_experts < 128
+            assert "ld.global.v4" in ptx or kernel is backward
+
+
+def test_sorting_networks(monkeypatch):
+    """By the 0-1 principle a network that sorts zeros and ones sorts everything (Knuth 3, 5.3.4)."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    from blazeproto.dispatch import best
+
+    monkeypatch.setattr(best, "order", best.order.py_func)  # the kernels' own code, as plain Python
+    for bits in itertools.product([0, 1], repeat=best.GROUP):
+        keys = list(bits)
+        best.sort_group.py_func(keys)
+        assert keys == sorted(bits, reverse=True)
+    for size, used in [(1, 1), (2, 2), (4, 4), (8, 6), (8, 8), (16, 11), (16, 16)]:
+        swallow, count = best.swallow_of(size, used).py_func, min(size, best.GROUP)
+        for ones, others in itertools.product(range(used + 1), range(count + 1)):
+            kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
+            everything = sorted(kept + keys, reverse=True)
+            lost = swallow(kept, keys, count)
+            assert kept == everything[:used] + [0] * (size - used)
+            assert lost == everything[size]
 
 
 def on_device(*shape, dtype="float32"):

@@ -18,8 +18,12 @@ SHAPES = [
     (1000, 8, 2),
     (777, 16, 16),
     (1001, 40, 8),
+    (2000, 37, 5),
+    (3000, 64, 6),
     (5000, 128, 8),
+    (900, 256, 8),
     (300, 512, 10),
+    (500, 1000, 9),
     (100, 1024, 16),
 ]
 
@@ -51,6 +55,14 @@ def test_as_the_twin(options, dtype):
         exact = reference.topk_route_backward(host.astype(np.float64), right, to_numpy(d_scores), **options)
         rtol, atol = (1e-2, 1e-4) if dtype == torch.bfloat16 else (1e-4, 2e-6)
         np.testing.assert_allclose(to_numpy(d_logits.float()), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_begin_anywhere(dtype):
+    logits = torch.randn(1000 * 64 + 1, device="cuda").to(dtype)[1:].view(1000, 64)
+    scores, experts = topk_route(logits, 8)
+    aligned_scores, aligned_experts = topk_route(logits.clone(), 8)
+    assert torch.equal(scores, aligned_scores) and torch.equal(experts, aligned_experts)
 
 
 def test_bias():
