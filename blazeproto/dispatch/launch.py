@@ -101,7 +101,7 @@ class Kernel:
         return found[1], code
 
     def _key(self, capability: tuple[int, int]) -> str:
-        """All that decides the machine code: the file with the kernel, its constants, the compilers."""
+        """All that decides the machine code: the file with the kernel and its helpers, its constants, the compilers."""
         compilers = [f"{name} {metadata.version(name)}" for name in ("numba", "numba-cuda")]
         # The kernels' file, found without importing it twice.
         source = Path(self.make.__code__.co_filename).read_bytes()

@@ -19,7 +19,7 @@ Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 SCORES = ("softmax_topk", "topk_softmax", "sigmoid")
 MAX_TOP_K, MAX_EXPERTS = 16, 1024
 THREADS = 256  # of a block
-MIN_BLOCKS = 3  # on a multiprocessor, of topk_route: 80 registers. With four, fp32 logits take 30 % longer
+MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
 
 
@@ -45,6 +45,9 @@ def topk_route(
     K up to 16, E up to 1024. Choices come in falling order, ties by the lower expert id. A token with a NaN or
     infinite logit gets experts 0 … K-1 and NaN scores, and no other token notices.
     out: (scores, experts) to fill. stream: a raw cudaStream_t; default: the caller's current one.
+
+    Compiled when first called: before a CUDA-graph capture call it once with logits of the same shape, dtype and
+    alignment (rows that begin at multiples of 16 bytes have a kernel of their own).
     """
     view = _check_logits(logits)
     renormalize = _check_options(view, top_k, score, bias, renormalize)
@@ -111,7 +114,7 @@ def topk_route_backward(
 
 
 def forward_lanes(num_experts: int, top_k: int) -> int:
-    """Lanes that share a token: up to 32 experts and four choices each."""
+    """Lanes that share a token: up to 32 experts each, and four choices where E has groups of eight enough."""
     return _power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8))))
 
 

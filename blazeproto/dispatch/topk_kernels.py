@@ -14,7 +14,7 @@ neighbouring logits at once, and makes integers of them that sort as the floats 
 An integer carries the expert's id, upside down, in its lowest bits (7 for E = 128), so that one number is all there is
 to sort, and ties go to the lower id. Where two neighbours among the best K + 1 differ in no bit above those, the order
 isn't certain: the warp then asks again, for each choice that isn't, which whole number comes after the one before. For
-normal fp32 logits that is one token in some hundreds; for bf16 never, since its lower 16 bits are free.
+normal fp32 logits that is one token in 1700 (E = 128, K = 8); for bf16 never, since its lower 16 bits are free.
 
 Afterwards the lanes share the K choices: each reads its logits again (they are in the cache) and computes their scores.
 A token with a NaN or an infinite logit gets experts 0 … K-1 and NaN scores, and passes no gradient; no other token
@@ -124,7 +124,7 @@ def topk_route(
     slots = -(-top_k // lanes)  # a lane's choices, when they are shared
     tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
     id_mask = (1 << (num_groups * lanes * GROUP - 1).bit_length()) - 1
-    exact = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
+    certain = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
     group = group_of(lanes, threads)
     maximum, minimum, total, leading = group.maximum, group.minimum, group.total, group.first
     any_of, any_nearby, partner = group.any, group.any_nearby, group.partner
@@ -133,11 +133,14 @@ def topk_route(
     sum_chosen = score == TOPK_SOFTMAX or renormalize
 
     @device
-    def key_of(value, expert, bias):
-        """What is ranked, as an integer; 0 for experts beyond E."""
-        if biased:
-            value = float32(fast_sigmoid(value) + bias[min(expert, num_experts - 1)])
-        return sortable(value) if expert < num_experts else uint32(0)
+    def ranked(value, expert, bias):
+        """The number by which experts are chosen."""
+        return float32(fast_sigmoid(value) + bias[min(expert, num_experts - 1)]) if biased else value
+
+    @device
+    def key_of(number, expert):
+        """That as an integer; 0 for experts beyond E."""
+        return sortable(number) if expert < num_experts else uint32(0)
 
     @device
     def id_of(key):
@@ -172,6 +175,10 @@ def topk_route(
             for i in range(per_lane):
                 finite += values[i] * float32(0.0)
             broken = any_of(finite != float32(0.0))
+            if biased:  # here, for with this in its body LLVM wouldn't unroll the next loop
+                for j in range(num_groups):
+                    for i in range(GROUP):
+                        values[j * GROUP + i] = ranked(values[j * GROUP + i], (j * lanes + lane) * GROUP + i, bias)
 
             # Fast: the id takes the key's lowest bits, upside down, so that lower ids are larger. One number to sort
             # by.
@@ -181,7 +188,7 @@ def topk_route(
             for j in range(num_groups):
                 for i in range(GROUP):
                     expert = int32((j * lanes + lane) * GROUP + i)
-                    key = key_of(values[j * GROUP + i], expert, bias)
+                    key = key_of(values[j * GROUP + i], expert)
                     keys[i] = uint32(key | uint32(id_mask)) ^ uint32(expert)
                 sort_group(keys)
                 if j == 0:
@@ -197,26 +204,28 @@ def topk_route(
                 lost = swallow(best, theirs, size)
                 unchosen = max(max(unchosen, partner(unchosen, 1 << step)), lost)
 
-            # Exact: where two neighbours differ at most in the bits that the id took, ask for each of them again: for
-            # the best whole number, and the lowest id that has it, after the choice before it.
-            if not exact:
+            # Where two neighbours differ at most in the bits that the id took, ask for each of them again: for the best
+            # whole number, and the lowest id that has it, after the choice before it. The row is read again, so that
+            # this rare path takes no registers.
+            if not certain:
                 unsure = uint32(0)  # choices, a bit each
                 for k in range(top_k):
                     following = best[min(k + 1, size - 1)] if k + 1 < size else unchosen
                     unsure |= uint32(3 << k) if uint32(best[k] ^ following) <= uint32(id_mask) else uint32(0)
-                unsure &= uint32((1 << top_k) - 1)
+                unsure = uint32(0) if broken else uint32(unsure & uint32((1 << top_k) - 1))
                 while any_nearby(unsure != uint32(0)):
                     k = int32(cuda.popc(uint32(uint32(~unsure) & uint32(unsure - uint32(1)))))  # the first of them
                     last, last_id = uint32(0xFFFFFFFF), int32(-1)
                     for j in range(top_k - 1):
                         last_id = id_of(best[j]) if j + 1 == k else last_id
                     if last_id >= 0:
-                        last = key_of(load(logits, row + last_id), last_id, bias)
+                        last = key_of(ranked(load(logits, row + last_id), last_id, bias), last_id)
                     mine, mine_id = uint32(0), uint32(0xFFFFFFFF)
                     for j in range(num_groups):
                         for i in range(GROUP):
                             expert = int32((j * lanes + lane) * GROUP + i)
-                            key = key_of(values[j * GROUP + i], expert, bias)
+                            value = load(logits, row + min(expert, int32(num_experts - 1)))
+                            key = key_of(ranked(value, expert, bias), expert)
                             after_last = (key < last) | ((key == last) & (expert > last_id))
                             mine_id = uint32(expert) if after_last & (key > mine) else mine_id
                             mine = key if after_last & (key > mine) else mine
@@ -249,8 +258,7 @@ def topk_route(
                 exponentials = float32(0.0)
                 for j in range(num_groups):
                     for i in range(GROUP):
-                        value = values[j * GROUP + i]
-                        term = fast_exp2(float32(value * float32(LOG2_E) - top * float32(LOG2_E)))
+                        term = fast_exp2(float32(float32(values[j * GROUP + i] - top) * float32(LOG2_E)))
                         inside = (j * lanes + lane) * GROUP + i < num_experts
                         exponentials += term if inside else float32(0.0)
                 factor = fast_reciprocal(total(exponentials))
@@ -331,7 +339,7 @@ def topk_route_backward(
                 if sum_all:
                     exponentials = float32(0.0)
                     for i in range(per_lane):
-                        values[i] = fast_exp2(float32(values[i] * float32(LOG2_E) - top * float32(LOG2_E)))
+                        values[i] = fast_exp2(float32(float32(values[i] - top) * float32(LOG2_E)))
                         exponentials += values[i] if i * lanes + lane < num_experts else float32(0.0)
                     whole = total(exponentials)
                 else:

@@ -180,9 +180,9 @@ class Group(NamedTuple):
     minimum: Any  # of uint32
     total: Any  # of float32
     any: Any  # of bool
-    any_nearby: Any  # of bool, in the whole warp (in the simulator: the block): for branches that hold such calls
+    any_nearby: Any  # of bool, in the whole warp (in the simulator: the block): for loops that hold such calls
     first: Any  # the first lane's float32
-    partner: Any  # the uint32 of the lane whose number differs in one bit, which is given
+    partner: Any  # (value, distance): the uint32 of lane ^ distance
 
 
 def group_of(lanes: int, threads: int) -> Group:

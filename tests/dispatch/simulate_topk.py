@@ -34,6 +34,24 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def nearly_tied(num_experts: int, top_k: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """(1, E) rows whose logits differ only in the bits that an expert's id takes in a key, the higher id being better."""
+    close = (0x40200000 + np.arange(num_experts, dtype=np.uint32)).view(np.float32)[None]
+    yield close
+    some_clear = close.copy()  # the border between the last choice and the next expert is close
+    some_clear[0, rng.permutation(num_experts)[: top_k - 1]] = 3 + np.arange(top_k - 1)
+    yield some_clear
+    if (num_experts, top_k) == (40, 8):  # two lanes: whom the last choice beats narrowly was lost by one lane's list,
+        for clear, pair in (
+            ([0, 1, 2, 3, 24, 25, 26], (7, 31)),
+            ([0, 1, 2, 3, 4, 5, 6], (7, 32)),
+        ):  # or when lists merged
+            row = -1 - rng.random((1, num_experts), np.float32)
+            row[0, clear] = 10 + np.arange(7)
+            row[0, list(pair)] = close[0, :2]
+            yield row
+
+
 def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, options: dict) -> Iterator[str]:
     rng = np.random.default_rng(num_experts)
     options = dict(options)
@@ -44,6 +62,7 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     logits[-1, (num_experts - 1) // 32 * 32] = 1  # the best of a lane is its last, the others are equal
     if num_tokens > 2:
         logits[1, num_experts // 2] = rng.choice([np.nan, np.inf, -np.inf])
+    logits = np.concatenate([logits, *nearly_tied(num_experts, top_k, rng)])
     given = to_bfloat16(logits) if half else logits
     logits = from_bfloat16(given) if half else logits
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blazeproto import arrays
-from blazeproto.dispatch import reference, topk_route, topk_route_backward
+from blazeproto.dispatch import launch, reference, topk_route, topk_route_backward
 
 OPTIONS = [
     {"score": "softmax_topk"},
@@ -73,14 +73,25 @@ def test_compiles(tmp_path, monkeypatch):
     from blazeproto.dispatch import topk
 
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True), (1024, 16, False)]:
-        forward = topk.forward_kernel(num_experts, top_k, "softmax_topk", False, False, 1.0, half, True)
-        backward = topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half)
-        for kernel in (forward, backward):
-            assert kernel.cubin((9, 0))[1][:4] == b"\x7fELF"
-            ptx = kernel.ptx((9, 0))
-            assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
-            assert "ld.global.v4" in ptx or kernel is backward
+    for num_experts, top_k, score, biased, half, aligned in [
+        (8, 2, "softmax_topk", False, False, True),
+        (128, 8, "softmax_topk", False, False, True),
+        (512, 10, "sigmoid", True, False, True),
+        (1000, 9, "softmax_topk", False, False, False),
+        (1024, 16, "sigmoid", True, True, True),
+    ]:
+        forward = topk.forward_kernel(num_experts, top_k, score, biased, score == "sigmoid", 1.0, half, aligned)
+        ptx = check_kernel(forward)
+        assert ("ld.global.v4" in ptx) == aligned
+    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True)]:
+        check_kernel(topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half))
+
+
+def check_kernel(kernel: launch.Kernel) -> str:
+    assert kernel.cubin((9, 0))[1][:4] == b"\x7fELF"
+    ptx = kernel.ptx((9, 0))
+    assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
+    return ptx
 
 
 def test_sorting_networks(monkeypatch):
@@ -94,13 +105,14 @@ def test_sorting_networks(monkeypatch):
         best.sort_group.py_func(keys)
         assert keys == sorted(bits, reverse=True)
     for size, used in [(1, 1), (2, 2), (4, 4), (8, 6), (8, 8), (16, 11), (16, 16)]:
-        swallow, count = best.swallow_of(size, used).py_func, min(size, best.GROUP)
-        for ones, others in itertools.product(range(used + 1), range(count + 1)):
-            kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
-            everything = sorted(kept + keys, reverse=True)
-            lost = swallow(kept, keys, count)
-            assert kept == everything[:used] + [0] * (size - used)
-            assert lost == everything[size]
+        swallow = best.swallow_of(size, used).py_func
+        for count in {min(size, best.GROUP), size}:  # of a sorted group, of another list
+            for ones, others in itertools.product(range(used + 1), range(count + 1)):
+                kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
+                everything = sorted(kept + keys, reverse=True)
+                lost = swallow(kept, keys, count)
+                assert kept == everything[:used] + [0] * (size - used)
+                assert lost == everything[size]
 
 
 def on_device(*shape, dtype="float32"):

@@ -22,9 +22,9 @@ SHAPES = [
     (3000, 64, 6),
     (5000, 128, 8),
     (900, 256, 8),
-    (300, 512, 10),
-    (500, 1000, 9),
-    (100, 1024, 16),
+    (700, 512, 10),
+    (600, 1000, 9),
+    (501, 1024, 16),
 ]
 
 
@@ -39,6 +39,10 @@ def test_as_the_twin(options, dtype):
             logits[:100] = logits[:100].round()
             logits[100:200] = 1 + logits[100:200] * 1e-7
             logits[200:300, ::2] = 0.0
+            close = torch.arange(num_experts, device="cuda") + 0x40200000  # the bits of 2.5, and just above
+            logits[400:420] = close.int().view(torch.float32)
+            logits[410:420].scatter_(1, logits[:10].argsort(1)[:, : top_k - 1], 5.0)
+            logits[420:500] += 1000
             logits[300:400:7, num_experts // 3] = torch.nan
             logits[301:400:7, num_experts // 2] = torch.inf
             logits[302:400:7, num_experts - 1] = -torch.inf
