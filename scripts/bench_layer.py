@@ -61,7 +61,7 @@ PROTOCOL = (
     "interleaved in one process; median of {rounds} rounds (8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events "
     "(one_thread: the backward in the calling thread); host: what the host spends in a call, of a few in a row (kernels: "
     "in allocating and launching alone, without autograd); gpu: "
-    "CUDA-graph replay, or the sum of kernel durations where "
+    "CUDA-graph replay, queued before the GPU begins, or the sum of kernel durations where "
     "gpu_method says so; bwd = (fwd+bwd) - fwd; saved_MiB by saved_tensors_hooks without weights, x counted where saved; "
     "peaks over what was allocated before the call"
 )

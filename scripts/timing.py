@@ -24,6 +24,7 @@ LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
 LONG_ROUNDS = 8
 HOST_CALLS = 9  # their launches fit into a stream's queue, or the host would wait
 BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
+HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the host queues what is timed
 
 
 class Rotation:
@@ -42,24 +43,37 @@ class Rotation:
         return len(self.members)
 
 
-def elapsed_ms(call: Call, calls: int) -> float:
-    """Milliseconds a call, over `calls` calls in a row from an idle GPU, by CUDA events."""
+def elapsed_ms(call: Call, calls: int, *, queued: bool = False) -> float:
+    """Milliseconds a call, over `calls` calls in a row from an idle GPU, by CUDA events.
+
+    queued: the GPU is held until the host has queued them all. Or the first launch would be timed too, which takes
+    5 to 100 us, depending on how long the host has slept. The calls must not wait for the GPU.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / calls
+    hold = HOLD_CYCLES
+    while True:
+        torch.cuda.synchronize()
+        if queued:
+            torch.cuda._sleep(hold)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        too_short = queued and start.query()  # the GPU went on before the host was through
+        end.synchronize()
+        if not too_short:
+            return float(start.elapsed_time(end)) / calls
+        hold *= 2
 
 
-def interleaved_ms(calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int = WARMUPS) -> dict[str, float]:
-    """Median milliseconds a call, by name."""
+def interleaved_ms(
+    calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int = WARMUPS, *, queued: bool = False
+) -> dict[str, float]:
+    """Median milliseconds a call, by name. queued: see `elapsed_ms`."""
     burst, plan = {}, {}
     for name, call in calls.items():
-        elapsed_ms(call, max(1, warmups - 3))
-        once = min(elapsed_ms(call, 1) for _ in range(3))
+        elapsed_ms(call, max(1, warmups - 3), queued=queued)
+        once = min(elapsed_ms(call, 1, queued=queued) for _ in range(3))
         members = len(call) if isinstance(call, Rotation) else 1
         burst[name] = members * max(1, min(10, math.ceil(BURST_MS / max(once, 1e-3) / members)))
         plan[name] = rounds if once < LONG_MS else min(rounds, LONG_ROUNDS)
@@ -67,7 +81,7 @@ def interleaved_ms(calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int
     for index in range(rounds):
         for name, call in calls.items():
             if index < plan[name]:
-                samples[name].append(elapsed_ms(call, burst[name]))
+                samples[name].append(elapsed_ms(call, burst[name], queued=queued))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -187,7 +201,7 @@ def gpu_ms(calls: Mapping[str, Call], must_agree: Sequence[str], rounds: int = R
             refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
     if any(name in refused for name in must_agree):
         graphs.clear()
-    ms = interleaved_ms(graphs, rounds, warmups=3)
+    ms = interleaved_ms(graphs, rounds, warmups=3, queued=True)
     method = {name: "graph" if name in ms else "kernels" for name in calls}
     graphs.clear()
     rest = {name: call for name, call in calls.items() if name not in ms}
