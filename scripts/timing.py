@@ -47,7 +47,7 @@ def elapsed_ms(call: Call, calls: int, *, queued: bool = False) -> float:
     """Milliseconds a call, over `calls` calls in a row from an idle GPU, by CUDA events.
 
     queued: the GPU is held until the host has queued them all. Or the first launch would be timed too, which takes
-    5 to 100 us, depending on how long the host has slept. The calls must not wait for the GPU.
+    0.1 ms where the host has slept. The calls must not wait for the GPU.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     hold = HOLD_CYCLES

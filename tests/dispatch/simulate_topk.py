@@ -41,11 +41,10 @@ def nearly_tied(num_experts: int, top_k: int, rng: np.random.Generator) -> Itera
     some_clear = close.copy()  # the border between the last choice and the next expert is close
     some_clear[0, rng.permutation(num_experts)[: top_k - 1]] = 3 + np.arange(top_k - 1)
     yield some_clear
-    if (num_experts, top_k) == (40, 8):  # two lanes: whom the last choice beats narrowly was lost by one lane's list,
-        for clear, pair in (
-            ([0, 1, 2, 3, 24, 25, 26], (7, 31)),
-            ([0, 1, 2, 3, 4, 5, 6], (7, 32)),
-        ):  # or when lists merged
+    if (num_experts, top_k) == (40, 8):
+        # Two lanes. Of the pair, the better one has the higher id, and is dropped at first.
+        lost_in_a_lane, lost_in_the_merge = ([0, 1, 2, 3, 4, 5, 6], (7, 32)), ([0, 1, 2, 3, 24, 25, 26], (7, 31))
+        for clear, pair in (lost_in_a_lane, lost_in_the_merge):
             row = -1 - rng.random((1, num_experts), np.float32)
             row[0, clear] = 10 + np.arange(7)
             row[0, list(pair)] = close[0, :2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import bench_layer
 import bench_rounding
 import gpu_check
 import pytest
+import timing
 import torch
 from bench_common import LayerShape
 
@@ -33,6 +35,35 @@ def test_the_shapes_of_both_papers() -> None:
     assert set(bench_common.QUICK_SHAPES) <= set(bench_common.SHAPES)
     assert bench_layer.parse_shapes("1-2,23") == [*bench_common.SHAPES[:2], bench_common.SHAPES[22]]
     assert bench_layer.parse_shapes("moeblaze-1") == list(bench_common.SHAPES[12:18])
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_what_is_timed_begins_when_all_is_queued(monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    log: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.name = "end" if log else "start"
+            log.append("event")
+
+        def record(self) -> None:
+            log.append(self.name)
+
+        def query(self) -> bool:  # the GPU is there too early, twice
+            return log.count("start") < 3
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 6.0
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", log.append)
+    assert timing.elapsed_ms(lambda: log.append("call"), 2, queued=queued) == 3.0
+    holds = [timing.HOLD_CYCLES * factor for factor in (1, 2, 4)] if queued else [None]
+    tries = [([hold] if hold else []) + ["start", "call", "call", "end"] for hold in holds]
+    assert log == ["event", "event", *itertools.chain.from_iterable(tries)]
 
 
 def test_what_is_resumed_of_other_sources_is_marked() -> None:
