@@ -51,7 +51,7 @@ _SANITIZER = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 def _sanitizer(tool: str, options: str = "") -> Step:
     return Step(
         f"compute-sanitizer --tool {tool} {options} --error-exitcode 99 python scripts/sanitize_target.py",
-        minutes=1.5,
+        minutes=2.5,
         environment=_SANITIZER,
         last_lines=25,
     )

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python scripts/sanitize_target.py
 
 Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
-gradients, sentinels, an expert without tokens, Y over act, slices of columns; then the dispatch builders and the fused
-top-k. Each part runs even if one before it fails.
+gradients, sentinels, an expert without tokens, Y over act, slices of columns; then the dispatch builders, and the fused
+top-k and its backward. Each part runs even if one before it fails.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
 Y_OVER_ACT = (300, 136, 136, 4, 2)
 GATED = ("swiglu", "geglu")
 Method = Literal["dense", "tiled", "sort"]
+Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
 
 
@@ -148,20 +149,40 @@ def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
                 torch.cuda.synchronize()
 
             yield f"dispatch {method} {num_tokens} {num_experts} {top_k} {dtype}", run
-    for score in ("softmax_topk", "topk_softmax", "sigmoid"):
-        for num_experts, top_k in ((5, 3), (128, 8), (520, 16)):
 
-            def choose(E: int = num_experts, K: int = top_k, score: str = score) -> None:
-                dispatch.topk_route(torch.randn(77, E, device=DEVICE), K, score=score)
-                torch.cuda.synchronize()
 
-            yield f"topk_route {score} {num_experts} {top_k}", choose
+def choose(score: Score, num_experts: int, top_k: int, dtype: torch.dtype, bias: bool) -> None:
+    """The fused top-k and its backward, with random logits."""
+    logits = torch.randn(77, num_experts, device=DEVICE).to(dtype)
+    added = torch.randn(num_experts, device=DEVICE) if bias else None
+    scores, experts = dispatch.topk_route(logits, top_k, score=score, bias=added)
+    d_logits = dispatch.topk_route_backward(logits, experts, torch.randn_like(scores), score=score)
+    torch.cuda.synchronize()
+    if not (
+        scores.isfinite().all() and d_logits.isfinite().all() and 0 <= experts.min() <= experts.max() < num_experts
+    ):
+        raise AssertionError(f"wrong: {score} {num_experts} {top_k} {dtype} {bias=}")
+
+
+def choices() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Rows that begin at multiples of 16 bytes and others; a lane a token and several."""
+    kinds: tuple[tuple[Score, bool], ...] = (
+        ("softmax_topk", False),
+        ("topk_softmax", False),
+        ("sigmoid", False),
+        ("sigmoid", True),
+    )
+    for score, bias in kinds:
+        for dtype in (torch.float32, torch.bfloat16):
+            for num_experts, top_k in ((5, 3), (128, 8), (130, 4), (520, 16)):
+                run = partial(choose, score, num_experts, top_k, dtype, bias)
+                yield f"topk_route {score} {num_experts} {top_k} {dtype} {bias=}", run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="layers,dispatches")
-    parts = {"layers": layers, "dispatches": dispatches}
+    parser.add_argument("--parts", default="layers,dispatches,choices")
+    parts = {"layers": layers, "dispatches": dispatches, "choices": choices}
     torch.manual_seed(0)
     failed = []
     for part in parser.parse_args().parts.split(","):
