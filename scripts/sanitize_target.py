@@ -14,20 +14,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
 from blazeproto import dispatch, gemm
 from blazeproto.autograd import moe_mlp
+from blazeproto.dispatch.build import Method
+from blazeproto.dispatch.topk import Score
 
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
 Y_OVER_ACT = (300, 136, 136, 4, 2)
 GATED = ("swiglu", "geglu")
-Method = Literal["dense", "tiled", "sort"]
-Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
-METHODS: tuple[Method, ...] = ("dense", "tiled", "sort")
 
 
 def layer(
@@ -112,8 +111,8 @@ def weight_gradients_in_pieces(dtype: torch.dtype, gather: bool) -> None:
 def layers() -> Iterator[tuple[str, Callable[[], None]]]:
     for shape in SHAPES:
         for activation in (*GATED, "relu", "silu", "gelu"):
-            yield f"{shape} {activation}", lambda s=shape, a=activation: layer(s, a)  # type: ignore[misc]
-            yield f"{shape} {activation} bias", lambda s=shape, a=activation: layer(s, a, bias=True)  # type: ignore[misc]
+            yield f"{shape} {activation}", partial(layer, shape, activation)
+            yield f"{shape} {activation} bias", partial(layer, shape, activation, bias=True)
         variants: tuple[dict[str, Any], ...] = (
             {"save": "paper"},
             {"save": "recompute"},
@@ -122,7 +121,7 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
             {"weight_grad_dtype": torch.float32},
         )
         for options in variants:
-            yield f"{shape} {options}", lambda s=shape, o=options: layer(s, **o)  # type: ignore[misc]
+            yield f"{shape} {options}", partial(layer, shape, **options)
     yield f"{Y_OVER_ACT}: Y over act", partial(layer, Y_OVER_ACT, bias=True)
     yield "slices of columns", slices_of_columns
     for dtype, gather in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)):
@@ -130,24 +129,20 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"weight gradients in pieces, {dtype}, {gather=}", run
 
 
+def build(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, method: Method) -> None:
+    """A dispatch of random ids, some of them -1."""
+    experts = torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k, dim=1).indices.to(dtype)
+    experts[: num_tokens // 7, 0] = -1
+    dispatch.build_dispatch(experts, num_experts, method=method)
+    torch.cuda.synchronize()
+
+
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
     ids = [(shape, torch.int32) for shape in ((37, 5, 3), (5000, 130, 8), (1, 1, 1), (0, 4, 2))]
     ids.append(((20_000, 130, 8), torch.int64))  # 79 chunks: of so many the table is scanned
     for (num_tokens, num_experts, top_k), dtype in ids:
-        for method in METHODS:
-
-            def run(
-                T: int = num_tokens,
-                E: int = num_experts,
-                K: int = top_k,
-                dtype: torch.dtype = dtype,
-                method: Method = method,
-            ) -> None:
-                experts = torch.rand(T, E, device=DEVICE).topk(K, dim=1).indices.to(dtype)
-                experts[: T // 7, 0] = -1
-                dispatch.build_dispatch(experts, E, method=method)
-                torch.cuda.synchronize()
-
+        for method in get_args(Method):
+            run = partial(build, num_tokens, num_experts, top_k, dtype, method)
             yield f"dispatch {method} {num_tokens} {num_experts} {top_k} {dtype}", run
 
 
@@ -166,12 +161,7 @@ def choose(score: Score, num_experts: int, top_k: int, dtype: torch.dtype, bias:
 
 def choices() -> Iterator[tuple[str, Callable[[], None]]]:
     """Rows that begin at multiples of 16 bytes and others; a lane a token and several."""
-    kinds: tuple[tuple[Score, bool], ...] = (
-        ("softmax_topk", False),
-        ("topk_softmax", False),
-        ("sigmoid", False),
-        ("sigmoid", True),
-    )
+    kinds = [(score, False) for score in get_args(Score)] + [("sigmoid", True)]
     for score, bias in kinds:
         for dtype in (torch.float32, torch.bfloat16):
             for num_experts, top_k in ((5, 3), (128, 8), (130, 4), (520, 16)):
