@@ -4,44 +4,40 @@
     layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)
     out, stats = layer(x)
 
-The names below are imported when first used, so that ``blazeproto.dispatch`` and ``blazeproto.gemm`` stay usable
-without importing torch, and everything imports on a machine without CUDA.
+Names and rooms (``blazeproto.gemm``, ``.dispatch``, ``.router``, ``.lab``, ...) are imported when they are first used, so that
+those without torch stay usable without it, and everything imports on a machine without CUDA.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blazeproto.autograd import SavePolicy as SavePolicy
-    from blazeproto.autograd import moe_mlp as moe_mlp
-    from blazeproto.dispatch import Dispatch as Dispatch
-    from blazeproto.dispatch import build_dispatch as build_dispatch
-    from blazeproto.layer import MoE as MoE
-    from blazeproto.router import Router as Router
+    from blazeproto.autograd import SavePolicy, moe_mlp
+    from blazeproto.dispatch import Dispatch, build_dispatch
+    from blazeproto.layer import MoE
+    from blazeproto.router import Router
 
 __version__ = "0.1.0"
+__all__ = ["Dispatch", "MoE", "Router", "SavePolicy", "build_dispatch", "moe_mlp"]
 
 _HOME_OF = {
-    "MoE": "blazeproto.layer",
-    "Router": "blazeproto.router",
-    "SavePolicy": "blazeproto.autograd",
-    "moe_mlp": "blazeproto.autograd",
-    "Dispatch": "blazeproto.dispatch",
-    "build_dispatch": "blazeproto.dispatch",
+    "MoE": "layer",
+    "Router": "router",
+    "SavePolicy": "autograd",
+    "moe_mlp": "autograd",
+    "Dispatch": "dispatch",
+    "build_dispatch": "dispatch",
 }
-
-__all__ = ["Dispatch", "MoE", "Router", "SavePolicy", "build_dispatch", "moe_mlp"]
+_ROOMS = ("activations", "autograd", "cost", "dispatch", "gemm", "lab", "layer", "reference", "router", "runtime")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"blazeproto.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'blazeproto' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(f"blazeproto.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return [*__all__, *_ROOMS]

@@ -5,20 +5,19 @@
 >>> loss = criterion(out) + stats.aux_loss
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
-from blazeproto.autograd.backends import BACKENDS, device_index, missing_for_hopper
-from blazeproto.autograd.checks import COMBINES
-from blazeproto.autograd.chunked import chunk_length, chunks_of, transient_bytes_per_token
-from blazeproto.reference import ACTIVATIONS, activate, is_gated
-from blazeproto.router import make_router
+from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
+from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.autograd.policy import check_options
+from blazeproto.router.router import make_router
+from blazeproto.runtime.checks import integer
 
 
 class MoEStats(NamedTuple):
@@ -77,17 +76,16 @@ class MoE(nn.Module):
         **router_options: Any,
     ) -> None:
         super().__init__()
-        _check_sizes(d_model=d_model, d_expert=d_expert, num_experts=num_experts, top_k=top_k)
+        for name, size in (
+            ("d_model", d_model),
+            ("d_expert", d_expert),
+            ("num_experts", num_experts),
+            ("top_k", top_k),
+        ):
+            integer(name, size, least=1)
         if top_k > num_experts:
             raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
-        for name, value, choices in (
-            ("activation", activation, ACTIVATIONS),
-            ("save", save, [policy.value for policy in SavePolicy]),
-            ("backend", backend, BACKENDS),
-            ("combine", combine, COMBINES),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+        check_options(activation=activation, save=save, backend=backend, combine=combine)
 
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
         self.activation, self.backend, self.combine = activation, backend, combine
@@ -103,8 +101,8 @@ class MoE(nn.Module):
             raise ValueError(f"router: expected one for num_experts={num_experts}, got one for {routed}")
         self.router = router
 
-        up_width = 2 * d_expert if is_gated(activation) else d_expert
-        self.up_name = "gate_up_proj" if is_gated(activation) else "up_proj"
+        up_width = d_expert * activation_named(activation).halves
+        self.up_name = _up_name(activation)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, d_model, d_expert, **where))
         up_bias = nn.Parameter(torch.empty(num_experts, up_width, **where)) if bias else None
@@ -116,9 +114,7 @@ class MoE(nn.Module):
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
             device = torch.device("cuda") if on_host else self.down_proj.device
-            missing = missing_for_hopper(device, torch.bfloat16, num_experts, d_model, d_expert)
-            if missing is not None:
-                raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+            backend_on(backend, device, torch.bfloat16, num_experts, d_model, d_expert)
         if weight_grad_dtype is not None:
             for weight in (self.up_proj_weight, self.down_proj):
                 weight.grad_dtype = weight_grad_dtype
@@ -183,7 +179,6 @@ class MoE(nn.Module):
         from blazeproto import dispatch, gemm
 
         index = device_index(device)
-        dispatches = self._dispatch_shapes(num_tokens)
         biases, f32 = self.down_proj_bias is not None, self.weight_grad_dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
@@ -198,7 +193,7 @@ class MoE(nn.Module):
                 f32_weight_grads=f32_weight_grads,
                 device=index,
             )
-        for tokens, top_k in dispatches:
+        for tokens, top_k in self._dispatch_shapes(num_tokens):
             dispatch.prepare_dispatch(tokens, top_k, self.num_experts, device=index)
 
     def _varying_choice(self) -> Any:
@@ -212,14 +207,13 @@ class MoE(nn.Module):
         choice = self._varying_choice()
         if choice is not None:
             return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
-        if self.workspace_bytes is None:
-            return {(num_tokens, self.top_k)}
-        bytes_per_token = transient_bytes_per_token(
-            self.down_proj, self.top_k, self.activation, torch.bfloat16.itemsize
-        )
-        chunk = chunk_length(num_tokens, bytes_per_token, self.workspace_bytes)
-        chunks = chunks_of(num_tokens, chunk, self.top_k)
-        return {(tokens.stop - tokens.start, self.top_k) for _, tokens, _ in chunks}
+        chunk = self._chunk_tokens(num_tokens, torch.bfloat16.itemsize)
+        lengths = {num_tokens} if chunk == WHOLE else {chunk, num_tokens % chunk or chunk}
+        return {(length, self.top_k) for length in lengths}
+
+    def _chunk_tokens(self, num_tokens: int, itemsize: int) -> int:
+        sizes = (num_tokens, self.top_k, self.d_model, self.d_expert, self.activation, itemsize)
+        return chunk_tokens_for(self.workspace_bytes, *sizes)
 
     def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
         """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""
@@ -260,10 +254,11 @@ class SharedExpert(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(d_model=d_model, d_shared=d_hidden)
+        integer("d_model", d_model, least=1)
+        integer("d_shared", d_hidden, least=1)
         self.activation = activation
-        self.up_name = "gate_up_proj" if is_gated(activation) else "up_proj"
-        up_width = d_hidden * (1 + is_gated(activation))
+        self.up_name = _up_name(activation)
+        up_width = d_hidden * activation_named(activation).halves
         weights = {self.up_name: (up_width, d_model), "down_proj": (d_model, d_hidden)}
         for name, shape in weights.items():
             weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -279,9 +274,6 @@ class SharedExpert(nn.Module):
         return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
 
 
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+def _up_name(activation: str) -> str:
+    """Hugging Face's name of the up projection's weight."""
+    return "gate_up_proj" if activation_named(activation).gated else "up_proj"

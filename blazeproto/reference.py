@@ -1,37 +1,13 @@
 """The expert MLP in float64, as plainly as torch can say it: the oracle that every test compares with.
 
 One loop over the experts, ordinary autograd, no sorting, no grouped product, nothing saved cleverly. It follows
-MoEBlaze Algorithm 1 line by line; see :func:`moe_mlp`. Everything that is faster has to agree with this file.
+MoEBlaze §2.1 and Algorithm 1; see :func:`moe_mlp`. Everything that is faster has to agree with this file.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
-"""Activations of the form f(gate) * up; the weight holds the gate's rows, then up's."""
-
-UNGATED: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
-"""Activations of a layer without a gate. GELU is the exact one, with erf."""
-
-ACTIVATIONS = (*GATED, *UNGATED)
-
-
-def is_gated(activation: str) -> bool:
-    """Whether the up projection has a gate, so that H is (rows, 2n) instead of (rows, n)."""
-    return activation in GATED
-
-
-def activate(h: Tensor, activation: str) -> Tensor:
-    """H (rows, 2n) or (rows, n) -> act (rows, n), in the dtype of ``h``."""
-    if is_gated(activation):
-        gate, up = h.chunk(2, dim=-1)
-        return GATED[activation](gate) * up
-    return UNGATED[activation](h)
+from blazeproto.activations import activate
 
 
 def moe_mlp(
@@ -72,11 +48,7 @@ def moe_mlp(
     for expert in range(num_experts):
         pairs = torch.nonzero(experts == expert).flatten()
         tokens = pair_tokens[pairs].long()
-        h = x64[tokens] @ up64[expert].T
-        if up_bias is not None:
-            h = h + up_bias[expert].double()
-        y = activate(h, activation) @ down64[expert].T
-        if down_bias is not None:
-            y = y + down_bias[expert].double()
+        h = x64[tokens] @ up64[expert].T + (0 if up_bias is None else up_bias[expert].double())
+        y = activate(h, activation) @ down64[expert].T + (0 if down_bias is None else down_bias[expert].double())
         out = out.index_add(0, tokens, scores64[pairs, None] * y)
     return out

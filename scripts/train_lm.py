@@ -1,11 +1,11 @@
 """Train a byte-level Mixture-of-Experts GPT on real text, on a CPU or a GPU. One file, top to bottom.
 
-    python scripts/train_lm.py                        # the preset that fits the machine, on Python's own library
-    python scripts/train_lm.py --data notes/          # on a file or a folder of text
-    python scripts/train_lm.py --router aux_free --steps 300 --name balance
-    python scripts/train_lm.py --resume               # go on with the newest unfinished run, or --name's
+    python -m scripts.train_lm                        # the preset that fits the machine, on Python's own library
+    python -m scripts.train_lm --data notes/          # on a file or a folder of text
+    python -m scripts.train_lm --router aux_free --steps 300 --name balance
+    python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
 
-The model and the text are in blazeproto/lm.py. A run is a folder, runs/NAME/:
+The model and the text are in scripts/lm/model.py. A run is a folder, runs/NAME/:
     config.json      every setting
     metrics.jsonl    a line a step: step, loss, aux_loss, balance, lr, tokens_per_s, and val_loss where validated
     loss.png         both losses, in nats a byte
@@ -32,19 +32,19 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that cuBLAS repeats itself to the bit
-os.environ.setdefault(
-    "GOMP_SPINCOUNT", "1000"
-)  # a CPU thread that waits soon yields: beside other work, 4 times as fast
+# A waiting CPU thread soon yields its core: beside other programs, training is four times as fast.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import run_folder
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
 from torch import Tensor
 
-from blazeproto.lm import GPT, Batches, GPTConfig, SavedBytes, load_data
 from blazeproto.router import ROUTERS
+from scripts.command import argument_parser
+from scripts.lm import run_folder
+from scripts.lm.model import GPT, Batches, GPTConfig, SavedBytes, load_data
+from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
 
 # ---- settings ----------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Trainer:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser("scripts.train_lm", __doc__)
     parser.add_argument("--preset", choices=[*PRESETS], help="hopper where there is such a GPU, else cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (runs)")
     parser.add_argument("--name", help="of the run (its preset's)")
@@ -374,8 +374,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's never does
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a check of other people's kernels, at a price
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only costs time
     try:
         trainer = open_run(args, device)
     except (CheckpointError, ValueError) as error:
@@ -387,7 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{trainer.config.batch * trainer.config.context} bytes a step, router {trainer.config.router}, on {device}"
     )
     if not trainer.run(display):
-        command = f"python scripts/train_lm.py --resume --out {args.out} --name {trainer.folder.name}"
+        command = f"python -m scripts.train_lm --resume --out {args.out} --name {trainer.folder.name}"
         display.say(f"stopped after step {trainer.step} of {trainer.config.steps}; to go on: {command}")
         return 0
     summary = trainer.finish()

@@ -1,4 +1,4 @@
-"""README's example runs, and what it points to exists."""
+"""README's example runs, README and docs/ say what they must, and what they link to exists."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+SOURCES = ("MoEBlaze", "SonicMoE", "MegaBlocks", "review", "MoE at Scale", "2601.05296", "2512.14080")
 
 
 def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +28,29 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
     assert "torch.Size([8, 128, 512])" in capsys.readouterr().out
 
 
-def test_links_lead_somewhere() -> None:
-    places = [place for place in re.findall(r"\]\(([^)#]+)", README) if not place.startswith("http")]
-    assert places
-    assert not [place for place in places if not (ROOT / place).exists()]
+def test_readme_is_short() -> None:
+    assert len(README.encode()) <= 8192
+    assert README.count("| --- |") == 1, "one table"
+    assert README.count("![") == 1, "one plot"
+
+
+def test_readme_cites_its_sources() -> None:
+    cited = README[README.index("## Sources") :]
+    assert not [source for source in SOURCES if source not in cited]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    places = [place for place in re.findall(r"\]\(([^)#]+)", page.read_text()) if not place.startswith("http")]
+    assert not [place for place in places if not (page.parent / place).exists()]
+
+
+def test_our_own_nouns_are_twelve_at_most() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    own = glossary[glossary.index("## Our own nouns") : glossary.index("## The field's terms")]
+    rows = [line for line in own.splitlines() if line.startswith("| ")][2:]
+    assert 1 <= len(rows) <= 12
+    for row in rows:
+        meaning = row.split("|")[2].strip()
+        assert meaning.endswith("."), f"{row}: a sentence"
+        assert meaning.count(". ") == 0, f"{row}: one sentence"

@@ -1,53 +1,124 @@
-"""Which of the two sets of products runs: ``backend="auto" | "hopper" | "torch"``.
+"""The two backends, their protocol, and which of them runs: ``backend="auto" | "hopper" | "torch"``.
 
-:func:`products_for` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
+:func:`backend_on` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
 and every operator of one layer answers alike.
 """
 
-from __future__ import annotations
-
+import importlib
 import importlib.util
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from types import ModuleType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.policy import Options
-from blazeproto.gemm.config import MAX_EXPERTS
+from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 
-BACKENDS = ("auto", "hopper", "torch")
 HOPPER_CAPABILITY = (9, 0)
-ALIGNMENT = 8  # elements of bf16 in the 16 bytes that TMA wants a row to be a multiple of
 
 
-def products_for(options: Options, t: Tensor, num_experts: int, d_model: int, d_expert: int) -> ModuleType:
-    """The module of products for tensors like ``t``: ``hopper_products`` or ``torch_products``.
+class Backend(Protocol):
+    """The steps of the expert MLP. A backend is a module with these functions: `hopper_backend`, `torch_backend`.
 
-    Raises:
-        ValueError: "hopper" was asked for and cannot run; the message says what is missing.
+    Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n). ``rows`` is what
+    ``rows_of`` made of the dispatch. Accumulators (``d_weight``, ``d_bias``) are float32 and are added to.
     """
-    return products_on(options.backend, t.device, t.dtype, num_experts, d_model, d_expert)
+
+    def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
+        """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices, expert_token_offsets, token_index_map."""
+
+    def rows_of(self, dispatch: Dispatch) -> Any:
+        """The dispatch as the other functions take it; made once for all steps of an operator."""
+
+    def up_forward(
+        self,
+        x: Tensor,
+        up_proj: Tensor,
+        bias: Tensor | None,
+        rows: Any,
+        activation: str,
+        h: Tensor | None = None,
+        act: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """-> H and act, new or in the places given."""
+
+    def recompute_h(
+        self, x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Any, activation: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """-> H, and act where it costs nothing more to keep."""
+
+    def down_forward(
+        self,
+        act: Tensor,
+        down_proj: Tensor,
+        bias: Tensor | None,
+        scores: Tensor,
+        rows: Any,
+        out: Tensor,
+        combine: str,
+        *,
+        overwrite_act: bool,
+    ) -> None:
+        """-> out (T, d), in place. overwrite_act: ``act`` may be written over."""
+
+    def down_backward(
+        self,
+        needs: Sequence[bool],
+        d_out: Tensor,
+        h: Tensor,
+        act: Tensor | None,
+        scores: Tensor,
+        down_proj: Tensor,
+        bias: Tensor | None,
+        rows: Any,
+        activation: str,
+        weight_dtype: torch.dtype,
+        d_weight: Tensor | None = None,
+        d_bias: Tensor | None = None,
+        *,
+        overwrite_h: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """-> those needed of dH, d_scores, d_down_proj, d_down_bias. act: where it was saved. overwrite_h: dH may lie over H."""
+
+    def up_backward(
+        self,
+        needs: Sequence[bool],
+        dh: Tensor,
+        x: Tensor,
+        up_proj: Tensor,
+        rows: Any,
+        weight_dtype: torch.dtype,
+        dx: Tensor | None = None,
+        d_weight: Tensor | None = None,
+        d_bias: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """-> those needed of dX, d_up_proj, d_up_bias. dx: a place to write to."""
 
 
 @lru_cache(maxsize=1024)
-def products_on(backend: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> ModuleType:
-    """:func:`products_for` by what it looks at; it raises the same."""
-    if backend != "torch":
-        missing = missing_for_hopper(device, dtype, num_experts, *widths)
-        if missing is None:
-            from blazeproto.autograd import hopper_products
+def backend_on(name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> Backend:
+    """The backend for tensors of this device and dtype, E experts, d and n. ValueError: "hopper" was asked for and cannot
+    run; it says what is missing."""
+    missing = "" if name == "torch" else missing_for_hopper(device, dtype, num_experts, *widths)
+    if missing and name == "hopper":
+        raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+    return _module("hopper_backend" if missing is None else "torch_backend")
 
-            return hopper_products
-        if backend == "hopper":
-            raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
-    from blazeproto.autograd import torch_products
 
-    return torch_products
+def dispatch_backend(name: str, device: torch.device) -> Backend:
+    """The backend that builds the dispatch of tensors on ``device``, whatever the products' dtype and widths."""
+    return _module("hopper_backend" if has_dispatch_kernels(name, device) else "torch_backend")
+
+
+@cache
+def _module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"blazeproto.autograd.{name}"))
 
 
 def has_dispatch_kernels(backend: str, device: torch.device) -> bool:
-    """Whether the dispatch of tensors on ``device`` is built by blazeproto.dispatch instead of torch operations."""
+    """Whether the Numba kernels of dispatch and top-k run for tensors on ``device``."""
     return backend != "torch" and device.type == "cuda" and _missing_on_device(device_index(device)) is None
 
 
@@ -60,8 +131,8 @@ def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: in
     if num_experts > MAX_EXPERTS:
         return f"at most {MAX_EXPERTS} experts; there are {num_experts}"
     for width in widths:
-        if width % ALIGNMENT:
-            return f"d_model and d_expert that are multiples of {ALIGNMENT} (16 bytes of bf16); one is {width}"
+        if width % CHUNK:
+            return f"d_model and d_expert that are multiples of {CHUNK} (16 bytes of bf16); one is {width}"
     return _missing_on_device(device_index(device))
 
 
@@ -75,11 +146,7 @@ def _missing_on_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER_CAPABILITY:
         return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
-    for module, extra in (("cupy", "cupy-cuda12x or cupy-cuda13x"), ("numba.cuda", "numba-cuda")):
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            return f"the package {module.split('.')[0]} ({extra}); install blazeproto[cu12] or blazeproto[cu13]"
+    for package, extra in (("cupy", "cupy-cuda12x or cupy-cuda13x"), ("numba_cuda", "numba-cuda")):
+        if importlib.util.find_spec(package) is None:
+            return f"the package {extra}; install blazeproto[cu12] or blazeproto[cu13]"
     return None

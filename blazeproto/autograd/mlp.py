@@ -9,36 +9,25 @@ One autograd node, one operator forward and two backward (double boxes). What th
     dX, dW_up <── [[ moe_up_backward ]] <── dH ── [[ moe_down_backward ]] <── dO
                                              dS, dW_down <──┘
 
-``moe_down_backward`` makes act again from H, so act need not be saved, and on the Hopper backend it writes dH over H:
-over an H that it has made again (save="recompute") always, over one that was saved only where nobody would miss it.
-That is not so where the graph is kept for another backward, where hooks get what is saved, or where a compiler, a
-profiler or a mode has seen H; then dH is a new array, and nothing that is saved is written over. H is let go of
-before ``moe_up_backward``, unless the graph is kept. ``hopper_products`` tells how Y and dX~ are kept small.
+``moe_down_backward`` makes act again from H, so act need not be saved. On the Hopper backend it writes dH over H where that
+cannot be noticed: where H was made again (save="recompute"), and where only the autograd node holds the saved H. If the
+graph is kept for another backward, if hooks are given what is saved, or if a compiler, a profiler or a mode has seen H, dH is
+a new array and H stays as it was. H is freed before ``moe_up_backward``, unless the graph is kept. In chunks of tokens
+(``workspace_bytes``) one operator does both backward steps of each chunk in turn.
 """
 
-from __future__ import annotations
-
-from typing import Protocol
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from blazeproto.autograd import experts  # noqa: F401 (it defines the operators)
+from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_arguments
-from blazeproto.autograd.chunked import chunk_length, transient_bytes_per_token
-from blazeproto.autograd.library import caller, cast
+from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.autograd.operators import cast, on_another_gpu
 from blazeproto.autograd.policy import Options, SavePolicy
-
-
-class DispatchLike(Protocol):
-    """``blazeproto.dispatch.Dispatch`` whose arrays are torch tensors."""
-
-    expert_pair_indices: Tensor
-    expert_token_offsets: Tensor
-    token_index_map: Tensor
-    top_k: int | None
-    pair_tokens: Tensor | None
-    token_offsets: Tensor | None
+from blazeproto.autograd.private import nobody_listens
+from blazeproto.dispatch.structures import Dispatch
 
 
 def moe_mlp(
@@ -56,12 +45,12 @@ def moe_mlp(
     backend: str = "auto",
     combine: str = "gather",
     workspace_bytes: int | None = None,
-    dispatch: DispatchLike | None = None,
+    dispatch: Dispatch | None = None,
     pair_tokens: Tensor | None = None,
     token_offsets: Tensor | None = None,
     weight_grad_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Route each token through its experts: out_t = sum_k S_tk MLP_e(t,k)(x_t). MoEBlaze Algorithm 1.
+    """Route each token through its experts: out_t = sum_k S_tk MLP_e(t,k)(x_t). MoEBlaze §2.1, §3 and Algorithm 1.
 
     Args:
         x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast, and weights are cast on use.
@@ -98,66 +87,51 @@ def moe_mlp(
             nothing has been launched. Backend "hopper" where it cannot run says what is missing.
         RuntimeError: on a double backward.
     """
-    tensors = (x, gate_up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
-    settings = (num_experts, activation, save, backend, combine, workspace_bytes, weight_grad_dtype)
-    check_arguments(tensors, dispatch, *settings)
     save = save.value if isinstance(save, SavePolicy) else save  # SavePolicy(save) would be traced by torch.compile
-    weight_grads = "float32" if weight_grad_dtype == torch.float32 and x.dtype != torch.float64 else "weight"
-    options = Options(activation, save, combine, backend, weight_grads)
-    # Asking for one device's autocast takes microseconds.
-    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device_type := x.device.type):
-        return _run(*tensors, num_experts, options, workspace_bytes, dispatch)
-    if x.dtype != torch.float64:  # which autocast leaves alone everywhere
+    check_arguments(
+        x,
+        gate_up_proj,
+        down_proj,
+        scores,
+        topk_experts,
+        num_experts=num_experts,
+        activation=activation,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        save=save,
+        backend=backend,
+        combine=combine,
+        workspace_bytes=workspace_bytes,
+        dispatch=dispatch,
+        pair_tokens=pair_tokens,
+        token_offsets=token_offsets,
+        weight_grad_dtype=weight_grad_dtype,
+    )
+    device_type, wide = x.device.type, x.dtype == torch.float64
+    autocast = torch.is_autocast_enabled(device_type)
+    if autocast and not wide:  # autocast leaves float64 alone everywhere
         x = x.to(torch.get_autocast_dtype(device_type))
-    with torch.autocast(device_type, enabled=False):
-        return _run(x, *tensors[1:], num_experts, options, workspace_bytes, dispatch)
-
-
-def _run(
-    x: Tensor,
-    up_proj: Tensor,
-    down_proj: Tensor,
-    scores: Tensor,
-    topk_experts: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
-    num_experts: int,
-    options: Options,
-    workspace_bytes: int | None,
-    dispatch: DispatchLike | None,
-) -> Tensor:
-    """:func:`moe_mlp` after checks and casts."""
-    x, up_proj, down_proj = x.contiguous(), up_proj.contiguous(), down_proj.contiguous()
-    scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
-    call = caller(x, up_proj, down_proj, scores, topk_experts, up_bias, down_bias, pair_tokens, token_offsets)
-    parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
     if not torch.is_grad_enabled():
-        options = options._replace(save="recompute")  # nothing will ask for H
-
-    if workspace_bytes is not None:
-        assert topk_experts is not None
-        bytes_per_token = transient_bytes_per_token(
-            down_proj, topk_experts.shape[1], options.activation, x.dtype.itemsize
-        )
-        chunk_tokens = chunk_length(x.shape[0], bytes_per_token, workspace_bytes)
-        if chunk_tokens < x.shape[0]:
-            return call("moe_chunked", *parameters, topk_experts, chunk_tokens, options.encode())[0]
-
-    if dispatch is not None:
-        index_arrays = (
-            dispatch.expert_pair_indices.contiguous(),
-            dispatch.expert_token_offsets.contiguous(),
-            dispatch.token_index_map.contiguous(),
-        )
-        top_k, pair_tokens, token_offsets = dispatch.top_k, dispatch.pair_tokens, dispatch.token_offsets
-    else:
-        assert topk_experts is not None
-        index_arrays = call("dispatch", topk_experts, num_experts, options.backend)
-        top_k = None if pair_tokens is not None else topk_experts.shape[1]
-    if pair_tokens is not None and token_offsets is not None:
-        pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
-    tail = (*index_arrays, top_k or 0, pair_tokens, token_offsets, options.encode())
-
-    return call("moe_experts", *parameters, *tail)[0]
+        save = "recompute"  # nothing will ask for H
+    weight_grads = "float32" if weight_grad_dtype == torch.float32 and not wide else "weight"
+    options = Options(activation, save, combine, backend, weight_grads).encode()
+    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+        x, up_proj, down_proj = x.contiguous(), gate_up_proj.contiguous(), down_proj.contiguous()
+        scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
+        parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
+        quiet = nobody_listens((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
+        chunk_tokens, top_k = WHOLE, 0 if dispatch is None else dispatch.top_k or 0
+        if dispatch is None:
+            assert topk_experts is not None
+            if pair_tokens is None:
+                top_k, (num_tokens, d_model) = topk_experts.shape[1], x.shape
+                widths = (d_model, down_proj.shape[2], activation, x.dtype.itemsize)
+                chunk_tokens = chunk_tokens_for(workspace_bytes, num_tokens, top_k, *widths)
+            index = node.dispatch.way(quiet, ())(topk_experts, num_experts, chunk_tokens, backend)
+        else:
+            pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
+            index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])
+        if pair_tokens is not None and token_offsets is not None:
+            pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
+        tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, options)
+        return node.experts.way(quiet, parameters)(*parameters, *tail)[0]

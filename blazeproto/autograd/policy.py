@@ -1,15 +1,15 @@
-"""What is saved for backward, as an enum a reader can see through, and the types that the operators pass around."""
+"""What is saved for backward, as an enum a reader can see through, and the options of a call in one object."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from blazeproto.reference import is_gated
+from blazeproto.activations import ACTIVATIONS, activation_named
 
 
 class SavePolicy(str, Enum):
@@ -33,8 +33,50 @@ class SavePolicy(str, Enum):
     RECOMPUTE = "recompute"
 
 
-SAVED_H, SAVED_ACT = ("minimal", "paper"), ("paper",)
-"""The policies that save them."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    "activation": ACTIVATIONS,
+    "save": tuple(policy.value for policy in SavePolicy),
+    "backend": ("auto", "hopper", "torch"),
+    "combine": ("gather", "fused"),
+}
+
+
+def check_options(**options: Any) -> None:
+    """ValueError for an option of `moe_mlp` that isn't one of its choices; it is named, with what there is."""
+    for name, value in options.items():
+        if name == "activation":
+            activation_named(value)
+        elif value not in CHOICES[name]:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, CHOICES[name]))}, got {value!r}")
+
+
+class Options(NamedTuple):
+    """What a call of ``moe_mlp`` asked for. Operators take tensors, numbers and strings, so it travels as one string."""
+
+    activation: str
+    save: str
+    combine: str
+    backend: str
+    weight_grads: str  # "weight" (the dtype of the weight) or "float32"
+
+    @property
+    def saves_h(self) -> bool:
+        return self.save != "recompute"
+
+    @property
+    def saves_act(self) -> bool:
+        return self.save == "paper"
+
+    def weight_grad_dtype(self, weight: Tensor) -> torch.dtype:
+        return torch.float32 if self.weight_grads == "float32" else weight.dtype
+
+    def encode(self) -> str:
+        return "/".join(self)
+
+    @staticmethod
+    @cache
+    def decode(options: str) -> Options:
+        return Options(*options.split("/"))
 
 
 def saved_bytes(
@@ -53,73 +95,10 @@ def saved_bytes(
 
     ``num_chunks`` is above 1 with ``workspace_bytes``: each chunk has a dispatch, so offsets, of its own.
     """
-    save = SavePolicy(save)
+    options = Options(activation, SavePolicy(save).value, "gather", "auto", "weight")
+    widths = (
+        options.saves_h * activation_named(activation).halves + options.saves_act
+    )  # of what is kept of a pair, in n
     pairs = num_tokens * top_k
-    up_width = 2 * d_expert if is_gated(activation) else d_expert
-    elements = num_tokens * d_model
-    if save in SAVED_H:
-        elements += pairs * up_width
-    if save in SAVED_ACT:
-        elements += pairs * d_expert
-    scores_and_two_lists = 3 * 4 * pairs
-    return elements * itemsize + scores_and_two_lists + 4 * (num_experts + 1) * num_chunks
-
-
-class Rows(NamedTuple):
-    """Which pair is in which row: the fields of ``blazeproto.gemm.Rows``, as torch tensors."""
-
-    pair_indices: Tensor  # (R,) int32: the pair in each row, -1 past the last row
-    offsets: Tensor  # (E+1,) int32: where each expert's rows begin
-    token_index_map: Tensor  # (P,) int32: the row of each pair, -1 for a pair without one
-    top_k: int | None  # None when experts per token vary, and then:
-    pair_tokens: Tensor | None = None  # (P,) int32: the token of each pair
-    token_offsets: Tensor | None = None  # (T+1,) int32: where each token's pairs begin
-
-
-class Options(NamedTuple):
-    """What a call of ``moe_mlp`` asked for. Operators take tensors, numbers and strings, so it travels as one string."""
-
-    activation: str
-    save: str
-    combine: str
-    backend: str
-    weight_grads: str  # "weight" (the dtype of the weight) or "float32"
-
-    def encode(self) -> str:
-        return "/".join(self)
-
-    @staticmethod
-    @cache
-    def decode(options: str) -> Options:
-        return Options(*options.split("/"))
-
-
-PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
-"""How the arguments of the operators with a derivative begin."""
-
-ROWS_AND_OPTIONS = (
-    "Tensor pair_indices, Tensor offsets, Tensor token_index_map, int top_k, "
-    "Tensor? pair_tokens, Tensor? token_offsets, str options"
-)
-"""How the arguments of every operator of the expert MLP end (top_k is 0 for None); :func:`decode_tail` reads them."""
-
-
-def decode_tail(
-    pair_indices: Tensor,
-    offsets: Tensor,
-    token_index_map: Tensor,
-    top_k: int,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
-    options: str,
-) -> tuple[Rows, Options]:
-    rows = Rows(pair_indices, offsets, token_index_map, top_k or None, pair_tokens, token_offsets)
-    return rows, Options.decode(options)
-
-
-Needs = Sequence[bool]
-"""Which gradients are wanted: of (x, up_proj, up_bias) from the up projection's backward, of (h, scores, down_proj, down_bias)
-from the down projection's."""
-
-UpGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-DownGradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    scores_and_lists = 3 * 4 * pairs + 4 * (num_experts + 1) * num_chunks
+    return itemsize * (num_tokens * d_model + pairs * d_expert * widths) + scores_and_lists

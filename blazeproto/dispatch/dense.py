@@ -1,5 +1,4 @@
-"""``method="dense"``: the three steps of MoEBlaze §4.2, as the paper writes them. No atomics; for reading, not for
-speed.
+"""``method="dense"``: the three steps of MoEBlaze §4.2, free of atomics as there. For reading, not for speed.
 
     1. dense token map      map[token, expert] = slot + 1, all else 0               a thread a pair
     2. expert lengths       count each column's entries, tile by tile of tokens     a thread a (tile, expert)
@@ -13,25 +12,32 @@ speed.
         [0 3]           token 3      .   1  2  .
                         token 4      1   .  .  2
 
-The paper gives a block to each expert and stores where every entry goes (its "location map"). Here neighbouring
-threads take neighbouring experts, so that a row of the map is read as it lies in memory, and the location is the
-loop's own counter.
+It differs from the paper in five points:
+
+- Paper: an entry of the map is the token's id. Here it is slot + 1, from which the pair follows; 0 is a token's id too.
+- Paper: in step 1 a warp has some rows of the map. Here a thread has one pair.
+- Paper: in steps 2 and 3 a block has one expert, and its threads have neighbouring tokens. Here neighbouring threads have
+  neighbouring experts, so that a row of the map is read as it lies in memory.
+- Paper: a location map holds where each entry of the map goes, and a kernel of its own writes there. Here the location is the
+  counter of the loop that writes.
+- Paper: step 3 writes the tokens by expert. Here it writes the pairs by expert, and their inverse, token_index_map.
 
 Bytes: T·E of the map are written twice (cleared, marked) and read twice; then the ids and both lists.
 """
 
 # As in tiled.py, types come from the values.
 # mypy: disable-error-code="no-untyped-def"
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import cuda, int32, int64
 
-from blazeproto.dispatch.launch import Buffers, Kernel, clear, part
 from blazeproto.dispatch.tiled import SCAN_EXPERTS, scan_chunks
-from blazeproto.dispatch.warp import inclusive_scan
+from blazeproto.runtime.arrays import ITEM_BYTES
+from blazeproto.runtime.memory import clear, part
+from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.warp import inclusive_scan
 
 MAX_TILES = 4096
 TILE_TOKENS = 256  # at least
@@ -84,7 +90,7 @@ def expert_offsets(threads: int) -> Any:
         own = int32(0)
         for e in range(first, last):
             own = int32(own + totals[e])
-        row = int32(inclusive_scan(scratch, thread, int32(threads), own) - own)
+        row = int32(inclusive_scan(scratch, thread, threads, 1, own)[0] - own)
         for e in range(first, last):
             expert_token_offsets[e] = row
             row = int32(row + totals[e])
@@ -95,7 +101,7 @@ def expert_offsets(threads: int) -> Any:
 
 
 def route_indices(threads: int, top_k: int) -> Any:
-    """Step 3. Both lists; rows that no pair took are marked at the end."""
+    """Step 3. Both lists. The rows that no pair takes lie at the end and get -1."""
 
     def route_indices(
         token_map,
@@ -132,96 +138,62 @@ def route_indices(threads: int, top_k: int) -> Any:
 # --- The host's side -------------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
-    tile_tokens: int
-    num_tiles: int
-    slot_type: str  # of the map's entries
-
-    def table_ints(self, num_experts: int) -> int:
-        """The table and the totals."""
-        return (self.num_tiles + 1) * num_experts
-
-
-@lru_cache(maxsize=1024)
-def plan(num_tokens: int, top_k: int) -> Plan:
+def plan(num_tokens: int, top_k: int) -> tuple[int, int, str]:
+    """Tokens of a tile, the number of tiles, and the type of the map's entries."""
     tile = max(TILE_TOKENS, -(-num_tokens // MAX_TILES))
-    return Plan(tile, max(1, -(-num_tokens // tile)), "uint8" if top_k <= 255 else "uint16")
+    return tile, max(1, -(-num_tokens // tile)), "uint8" if top_k <= 255 else "uint16"
 
 
 def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
-    chosen = plan(num_tokens, top_k)
-    item = 1 if chosen.slot_type == "uint8" else 2
-    return 4 * chosen.table_ints(num_experts) + num_tokens * num_experts * item
+    """The table, the totals and the map."""
+    _, tiles, slot_type = plan(num_tokens, top_k)
+    return 4 * (tiles + 1) * num_experts + num_tokens * num_experts * ITEM_BYTES[slot_type]
 
 
-class Kernels(NamedTuple):
-    token_map: Kernel
-    lengths: Kernel
-    scan: Kernel
-    offsets: Kernel
-    route: Kernel
+def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Kernel, ...]:
+    """The five, in the order of their launches. ids: their dtype, "int32" or "int64". Compiled when first launched."""
+    return _kernels(top_k, ids, plan(num_tokens, top_k)[2])
 
 
 @lru_cache(maxsize=256)
-def kernels(top_k: int, ids: str, slots: str) -> Kernels:
-    """The five kernels for one K and id type ("int32" or "int64"); compiled when first launched."""
-    copy_ids, threads = ids == "int64", THREADS
-    return Kernels(
-        Kernel(
-            dense_token_map,
-            f"{ids}* {slots}* int32* int32* int64 int64",
-            threads=threads,
-            top_k=top_k,
-            copy_ids=copy_ids,
-        ),
-        Kernel(expert_lengths, f"{slots}* int32* int64 int64 int64 int64", threads=threads),
+def _kernels(top_k: int, ids: str, slots: str) -> tuple[Kernel, ...]:
+    marked, routed = f"{ids}* {slots}* int32* int32* int64 int64", f"{slots}* int32* int32* int32* int32*"
+    return (
+        Kernel(dense_token_map, marked, threads=THREADS, top_k=top_k, copy_ids=ids == "int64"),
+        Kernel(expert_lengths, f"{slots}* int32* int64 int64 int64 int64", threads=THREADS),
         Kernel(scan_chunks, "int32* int32* int64 int64", threads=SCAN_THREADS, rows=SCAN_ROWS),
-        Kernel(expert_offsets, "int32* int32* int64", threads=threads),
-        Kernel(
-            route_indices,
-            f"{slots}* int32* int32* int32* int32* int64 int64 int64 int64",
-            threads=threads,
-            top_k=top_k,
-        ),
+        Kernel(expert_offsets, "int32* int32* int64", threads=THREADS),
+        Kernel(route_indices, f"{routed} int64 int64 int64 int64", threads=THREADS, top_k=top_k),
     )
 
 
-def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: str, device: int, stream: int) -> None:
-    """Launch the steps. ids: their dtype.  stream: a raw cudaStream_t."""
-    chosen = plan(num_tokens, top_k)
-    made = kernels(top_k, ids, chosen.slot_type)
-    where = (device, stream)
-    size, cells = chosen.num_tiles * num_experts, num_tokens * num_experts
-    table, totals = part(buffers.workspace, 0, size, "int32"), part(buffers.workspace, 4 * size, num_experts, "int32")
-    token_map = part(buffers.workspace, 4 * chosen.table_ints(num_experts), cells, chosen.slot_type)
-    columns = (num_tokens, num_experts, chosen.tile_tokens, chosen.num_tiles)
+def run(
+    ids: Any,
+    lists: Sequence[Any],
+    workspace: Any,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    device: int,
+    stream: int,
+) -> None:
+    """Launch the kernels; see build.py."""
+    pair_indices, offsets, index_map, *copy = lists
+    made = kernels(num_tokens, top_k, num_experts, "int64" if copy else "int32")
+    token_map_kernel, lengths, scan, sum_lengths, route = made
+    tile_tokens, tiles, slot_type = plan(num_tokens, top_k)
+    pairs, size, cells = num_tokens * top_k, tiles * num_experts, num_tokens * num_experts
+    table, totals = part(workspace, 0, size, "int32"), part(workspace, 4 * size, num_experts, "int32")
+    token_map = part(workspace, 4 * (size + num_experts), cells, slot_type)
+    columns = (num_tokens, num_experts, tile_tokens, tiles)
+    blocks = -(-size // THREADS)
 
-    clear(token_map, cells * (1 if chosen.slot_type == "uint8" else 2), stream)
-    pairs, threads = num_tokens * top_k, made.route.threads
+    clear(token_map, cells * ITEM_BYTES[slot_type], stream)
     if pairs:
-        made.token_map.launch(
-            *where,
-            -(-pairs // threads),
-            0,
-            buffers.ids,
-            token_map,
-            buffers.token_index_map,
-            buffers.ids_copy,
-            pairs,
-            num_experts,
-        )
-    made.lengths.launch(*where, -(-size // threads), 0, token_map, table, *columns)
+        marked = (ids, token_map, index_map, copy[0] if copy else ids, pairs, num_experts)
+        token_map_kernel.launch(device, stream, -(-pairs // THREADS), 0, *marked)
+    lengths.launch(device, stream, blocks, 0, token_map, table, *columns)
     scan_blocks = -(-num_experts // SCAN_EXPERTS)
-    made.scan.launch(*where, scan_blocks, 8 * made.scan.threads, table, totals, chosen.num_tiles, num_experts)
-    made.offsets.launch(*where, 1, 8 * threads, totals, buffers.expert_token_offsets, num_experts)
-    made.route.launch(
-        *where,
-        -(-size // threads),
-        0,
-        token_map,
-        table,
-        buffers.expert_token_offsets,
-        buffers.expert_pair_indices,
-        buffers.token_index_map,
-        *columns,
-    )
+    scan.launch(device, stream, scan_blocks, 8 * scan.threads, table, totals, tiles, num_experts)
+    sum_lengths.launch(device, stream, 1, 8 * THREADS, totals, offsets, num_experts)
+    route.launch(device, stream, blocks, 0, token_map, table, offsets, pair_indices, index_map, *columns)

@@ -5,23 +5,23 @@
 
 # As in tiled.py: int32() and uint32() keep arithmetic narrow, and an unsigned index spares a check.
 # mypy: disable-error-code="no-untyped-def"
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint16, uint32, uint64
 
-from blazeproto.dispatch.warp import block_scan, device
+from blazeproto.runtime.warp import block_scan, device
 
 TABLE_ROWS = 16  # that a thread of place_pairs has under way, where it sums the table
 
 
 class Layout(NamedTuple):
     """Where things begin in a block's shared memory, in ints. A row is one of expert_pair_indices; a place is one of
-    the chunk's staged pairs, which lie in the order of the experts."""
+    the chunk's staged pairs, which lie in the order of the experts.
+
+    At 0 lies ``before``: (words, columns) the place of a word's first bit, in 16 bits; at first the scratch of a scan.
+    """
 
     columns: int  # E + 1, or up to three more: two neighbours' words can be read at once
-    before: int  # (words, columns) the place of a word's first bit, in 16 bits; at first the scratch of a scan
     maps: int  # two of (words, columns) words of bits
     to_row: int  # (columns,) row - place
     staged: int  # (chunk_pairs,) expert << 16 | pair within the chunk
@@ -32,7 +32,7 @@ def layout(threads: int, tile_tokens: int, num_experts: int) -> Layout:
     size = tile_tokens // 32 * columns
     maps = max(size // 2, 2 * threads)
     to_row = maps + 2 * size
-    return Layout(columns, 0, maps, to_row, to_row + columns)
+    return Layout(columns, maps, to_row, to_row + columns)
 
 
 def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, scanned: bool) -> Any:
@@ -56,7 +56,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, sc
     per_thread = -(-tile_pairs // threads)
     share = -(-num_experts // threads)
     # Column E takes the pairs without an expert, so that no step has to ask for them.
-    columns, _, maps, first_row, first_staged = layout(threads, tile_tokens, num_experts)
+    columns, maps, first_row, first_staged = layout(threads, tile_tokens, num_experts)
     size = words * columns
     both_maps = 2 * maps + size  # one map's place from the other's: this less it
 
@@ -106,7 +106,7 @@ def place_pairs(threads: int, tile_tokens: int, top_k: int, num_experts: int, sc
         num_pairs,
         chunk_pairs,
     ):
-        thread = int32(cuda.threadIdx.x & (threads - 1))  # of itself no news, but the compiler learns the range
+        thread = int32(cuda.threadIdx.x & (threads - 1))  # the mask changes nothing, but tells the compiler the range
         chunk = int64(cuda.blockIdx.x)
         bits = cuda.shared.array(0, uint32)
         two_bits = cuda.shared.array(0, uint64)  # the same memory, as all of these

@@ -9,24 +9,49 @@ It allocates inside CuPy and may wait for the device: a baseline to measure, and
 refuses.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from typing import Any
 
+from blazeproto.runtime.arrays import DeviceArray
+from blazeproto.runtime.memory import as_cupy
 
-def build(
-    topk_experts: Any, num_experts: int, expert_pair_indices: Any, expert_token_offsets: Any, token_index_map: Any
+
+def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """None: CuPy has memory of its own."""
+    return 0
+
+
+def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[()]:
+    """None of ours."""
+    return ()
+
+
+def run(
+    ids: Any,
+    lists: Sequence[Any],
+    workspace: Any,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    device: int,
+    stream: int,
 ) -> None:
-    """Fill the three outputs from flat ids (P,); all are CuPy arrays on the current device and stream."""
+    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``."""
     import cupy
 
-    num_pairs = topk_experts.size
-    valid = (topk_experts >= 0) & (topk_experts < num_experts)
+    def array(address: int, size: int, dtype: str = "int32") -> Any:
+        return as_cupy(DeviceArray(address, (size,), dtype, (1,), device, None))
+
+    num_pairs = num_tokens * top_k
+    experts = array(ids, num_pairs, "int64" if len(lists) == 4 else "int32")
+    valid = (experts >= 0) & (experts < num_experts)
     narrow = "uint16" if num_experts < 2**16 else "uint32"  # a radix sort's passes go with the key's width
-    keys = cupy.where(valid, topk_experts, num_experts).astype(narrow)  # pairs without an expert come last
+    keys = cupy.where(valid, experts, num_experts).astype(narrow)  # pairs without an expert come last
     order = cupy.argsort(keys, kind="stable")
     keys = keys[order]
-    expert_token_offsets[...] = cupy.searchsorted(keys, cupy.arange(num_experts + 1, dtype=narrow))
     has_row = keys < num_experts
-    expert_pair_indices[...] = cupy.where(has_row, order, -1)
-    token_index_map[order] = cupy.where(has_row, cupy.arange(num_pairs), -1)
+    array(lists[0], num_pairs)[...] = cupy.where(has_row, order, -1)
+    array(lists[1], num_experts + 1)[...] = cupy.searchsorted(keys, cupy.arange(num_experts + 1, dtype=narrow))
+    array(lists[2], num_pairs)[order] = cupy.where(has_row, cupy.arange(num_pairs), -1)
+    for copy in lists[3:]:
+        array(copy, num_pairs)[...] = cupy.where(valid, experts, -1)

@@ -1,12 +1,14 @@
-"""What a dispatch is: the index lists of MoEBlaze §4.1, from which the products find their rows."""
-
-from __future__ import annotations
+"""What a dispatch is: the index lists of MoEBlaze §4.1, from which the products find their rows, and their addresses."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+SHOWN_EXPERTS = 16  # whose load a repr lists; of more it tells the least, the mean and the most
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dispatch:
     """Who goes where. A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
 
@@ -23,18 +25,34 @@ class Dispatch:
 
     With a number of experts that varies from token to token, top_k is None, token_offsets (T+1,) says where each
     token's pairs begin and pair_tokens (P,) names each pair's token; with a fixed K both are None and nothing pays for
-    them.
+    them. The arrays are of whatever kind the ids were: torch, CuPy, NumPy for the twins.
     """
 
     expert_pair_indices: Any
     expert_token_offsets: Any
     token_index_map: Any
-    token_expert_indices: Any
+    token_expert_indices: Any  # None where nothing but the products will read the dispatch
     num_experts: int
     top_k: int | None
     num_tokens: int
     token_offsets: Any = None
     pair_tokens: Any = None
+
+    @property
+    def num_rows(self) -> int:
+        """R, places for rows."""
+        return int(self.expert_pair_indices.shape[0])
+
+    @property
+    def num_pairs(self) -> int:
+        """P."""
+        return int(self.token_index_map.shape[0])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Those that the products read, by name; None for those that a fixed K needs not."""
+        names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "pair_tokens", "token_offsets")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def expert_token_indices(self) -> Any:
@@ -45,5 +63,58 @@ class Dispatch:
         return self.pair_tokens[self.expert_pair_indices * used] * used - (1 - used)
 
     def __repr__(self) -> str:
+        """With the load, rows of each expert; it waits for the device."""
         per_token = "varying" if self.top_k is None else f"top_k={self.top_k}"
-        return f"Dispatch(num_tokens={self.num_tokens}, num_experts={self.num_experts}, {per_token})"
+        offsets = self.expert_token_offsets.tolist()
+        load = [end - begin for begin, end in pairwise(offsets)]
+        shown = " ".join(map(str, load))
+        if len(load) > SHOWN_EXPERTS:
+            shown = f"{min(load)} to {max(load)}, mean {sum(load) / len(load):.1f}"
+        return f"Dispatch(num_tokens={self.num_tokens}, num_experts={self.num_experts}, {per_token}, load: {shown})"
+
+
+class Addresses(NamedTuple):
+    """Where the arrays of a dispatch lie, how much there is, and where to run: all that a launch needs, unchecked."""
+
+    pair_to_token: tuple[int, int, int]  # gather.cuh: PairToToken: expert_pair_indices, pair_tokens or 0, a division
+    expert_token_offsets: int
+    token_index_map: int
+    token_offsets: int  # 0 for none
+    top_k: int  # 0 if it varies
+    num_rows: int
+    num_pairs: int
+    num_experts: int
+    device: int  # CUDA ordinal
+    stream: int  # raw cudaStream_t
+    where: tuple[int, int, int]  # (num_rows, num_experts, device): a product keeps its plans by it
+    owner: Dispatch  # keeps the arrays alive
+
+
+def addresses(dispatch: Dispatch, device: int, stream: int) -> Addresses:
+    """dispatch: of torch tensors or DeviceArrays, contiguous and 16-byte aligned, which is not checked here."""
+    tokens_at = 0 if dispatch.pair_tokens is None else dispatch.pair_tokens.data_ptr()
+    multiplier, shift = division(dispatch.top_k) if dispatch.top_k else (0, 0)
+    num_rows, num_experts = dispatch.expert_pair_indices.shape[0], dispatch.num_experts
+    return Addresses(
+        (dispatch.expert_pair_indices.data_ptr(), tokens_at, multiplier | shift << 32),
+        dispatch.expert_token_offsets.data_ptr(),
+        dispatch.token_index_map.data_ptr(),
+        0 if dispatch.token_offsets is None else dispatch.token_offsets.data_ptr(),
+        dispatch.top_k or 0,
+        num_rows,
+        dispatch.token_index_map.shape[0],
+        num_experts,
+        device,
+        stream,
+        (num_rows, num_experts, device),
+        dispatch,
+    )
+
+
+@cache
+def division(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) with n // divisor == n * multiplier >> shift for 0 <= n < 2**31 and a 32-bit multiplier."""
+    log2 = divisor.bit_length() - 1
+    if divisor == 1 << log2:
+        return 1 << 31, 31 + log2
+    return (1 << 32 + log2) // divisor + 1, 32 + log2

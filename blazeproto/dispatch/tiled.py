@@ -27,15 +27,16 @@ bytes a pair), plus the table: 4·E bytes a chunk, chunks being large enough tha
 # Numba infers types from values: int32() and uint32() keep arithmetic narrow (int32 + int32 is int64 otherwise), and an
 # unsigned index spares the check for a negative one. Annotations would mean nothing here.
 # mypy: disable-error-code="no-untyped-def"
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32, uint64
 
-from blazeproto.dispatch.launch import Buffers, Kernel, part
 from blazeproto.dispatch.place import layout, place_pairs
+from blazeproto.runtime.memory import part
+from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.warp import inclusive_scan
 
 SCAN_EXPERTS = 8  # experts of one block of scan_chunks: 32 bytes of a table row
 TABLE_SHARE = 0.05  # of the bytes of the two index lists
@@ -116,22 +117,9 @@ def scan_chunks(threads: int, rows: int) -> Any:
                     counts[i] = table[(first + i) * num_experts + expert]
                 own = int32(own + counts[i])
 
-            # The same scan as warp.inclusive_scan, in strides of 8 threads.
-            running = own
-            read = int32(0)
-            sums[thread] = running
-            cuda.syncthreads()
-            distance = int32(SCAN_EXPERTS)
-            while distance < threads:
-                if thread >= distance:
-                    running = int32(running + sums[read + thread - distance])
-                read = int32(threads - read)
-                sums[read + thread] = running
-                cuda.syncthreads()
-                distance = int32(distance * 2)
-
+            running, sums_at = inclusive_scan(sums, thread, threads, SCAN_EXPERTS, own)
             before = int32(earlier + running - own)
-            earlier = int32(earlier + sums[read + threads - SCAN_EXPERTS + thread % SCAN_EXPERTS])
+            earlier = int32(earlier + sums[sums_at + threads - SCAN_EXPERTS + thread % SCAN_EXPERTS])
             for i in range(rows):
                 if first + i < num_chunks and expert < num_experts:
                     table[(first + i) * num_experts + expert] = before
@@ -175,17 +163,9 @@ class Plan(NamedTuple):
     tile_tokens: int
     chunk_tokens: int  # a whole number of tiles
     num_chunks: int
+    scanned: bool  # whether scan_chunks runs before place_pairs
     place_shared_bytes: int  # of a block of place_pairs
     place_blocks: int  # of them on a multiprocessor, which bounds the registers
-
-    @property
-    def scanned(self) -> bool:
-        """Whether scan_chunks runs before place_pairs."""
-        return self.num_chunks > self.sizes.few_chunks
-
-    def workspace_ints(self, num_experts: int) -> int:
-        """The table and the totals."""
-        return (self.num_chunks + 1) * num_experts
 
 
 SHARED_LIMIT = 227 * 1024  # bytes a Hopper block may have
@@ -194,11 +174,6 @@ SHARED_TOTAL, SHARED_RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, a
 REGISTERS = 65536  # of a multiprocessor
 
 
-def _place_shared_bytes(threads: int, tile_tokens: int, chunk_tokens: int, top_k: int, num_experts: int) -> int:
-    return 4 * (layout(threads, tile_tokens, num_experts).staged + chunk_tokens * top_k)
-
-
-@lru_cache(maxsize=1024)
 def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     """Tiles of 2048 to 4095 pairs, chunks of whole tiles and about 8192 pairs.
 
@@ -208,7 +183,11 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     (8·K bytes a token). On an H200 place_pairs took 33 us with four blocks of 256 threads on a multiprocessor and 41 with
     two of 512 (E = 128, K = 8); 62 where only two of 256 fit (512, 10). ValueError if nothing fits a block's shared memory.
     """
-    sizes = SIZES
+    return _plan(num_tokens, top_k, num_experts, SIZES)
+
+
+@lru_cache(maxsize=1024)
+def _plan(num_tokens: int, top_k: int, num_experts: int, sizes: Sizes) -> Plan:
     tile = sizes.max_tile
     while tile > sizes.min_tile and (tile * top_k > sizes.tile_pairs or num_tokens < 264 * tile):
         tile //= 2
@@ -217,7 +196,7 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
     least = 4 * num_experts / (TABLE_SHARE * 8 * top_k)
     tiles = min(-(-num_tokens // (tile * sizes.num_chunks)), sizes.chunk_pairs // (tile * top_k))
     chunk = tile * max(1, tiles, -(-int(least) // tile))
-    shared = _place_shared_bytes(sizes.place_threads, tile, chunk, top_k, num_experts)
+    shared = 4 * (layout(sizes.place_threads, tile, num_experts).staged + chunk * top_k)
     if shared > SHARED_LIMIT or chunk * top_k > MAX_CHUNK_PAIRS:
         raise ValueError(
             f"num_experts={num_experts}, top_k={top_k}: method='tiled' needs {shared} bytes of shared memory, "
@@ -230,25 +209,30 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
         SHARED_TOTAL // (shared + SHARED_RESERVED),
         REGISTERS // (registers * sizes.place_threads),
     )
-    return Plan(sizes, tile, chunk, max(1, -(-num_tokens // chunk)), shared, max(1, blocks))
+    chunks = max(1, -(-num_tokens // chunk))
+    return Plan(sizes, tile, chunk, chunks, chunks > sizes.few_chunks, shared, max(1, blocks))
 
 
-class Kernels(NamedTuple):
-    count_pairs: Kernel
-    scan: Kernel | None  # None where place_pairs sums the table
-    place: Kernel
+def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """The table and the totals."""
+    return 4 * (plan(num_tokens, top_k, num_experts).num_chunks + 1) * num_experts
 
 
-def kernels(plan: Plan, top_k: int, num_experts: int, ids: str) -> Kernels:
-    """The kernels for one plan, K, E and id type ("int32" or "int64"); compiled when first launched."""
-    return _kernels(plan.sizes, plan.tile_tokens, plan.place_blocks, plan.scanned, top_k, num_experts, ids)
+def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Kernel, ...]:
+    """count_pairs, scan_chunks where place_pairs does not sum the table itself, and place_pairs.
+
+    ids: their dtype, "int32" or "int64". Compiled when first launched.
+    """
+    chosen = plan(num_tokens, top_k, num_experts)
+    return _kernels(chosen.sizes, chosen.tile_tokens, chosen.place_blocks, chosen.scanned, top_k, num_experts, ids)
 
 
 @lru_cache(maxsize=256)
 def _kernels(
     sizes: Sizes, tile_tokens: int, place_blocks: int, scanned: bool, top_k: int, num_experts: int, ids: str
-) -> Kernels:
-    return Kernels(
+) -> tuple[Kernel, ...]:
+    scan = Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
+    return (
         Kernel(
             count_pairs,
             f"{ids}* int32* int32* int64 int64 int64",
@@ -257,9 +241,7 @@ def _kernels(
             per_thread=sizes.count_per_thread,
             copy_ids=ids == "int64",
         ),
-        Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
-        if scanned
-        else None,
+        *([scan] if scanned else []),
         Kernel(
             place_pairs,
             "int32* int32* int32* int32* int32* int32* int64 int64",
@@ -273,38 +255,27 @@ def _kernels(
     )
 
 
-def run(buffers: Buffers, num_tokens: int, top_k: int, num_experts: int, ids: str, device: int, stream: int) -> None:
-    """Launch the kernels. ids: their dtype.  stream: a raw cudaStream_t."""
+def run(
+    ids: Any,
+    lists: Sequence[Any],
+    workspace: Any,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    device: int,
+    stream: int,
+) -> None:
+    """Launch the kernels; see build.py."""
+    pair_indices, offsets, index_map, *copy = lists
     chosen = plan(num_tokens, top_k, num_experts)
-    made = kernels(chosen, top_k, num_experts, ids)
-    where = (device, stream)
-    size = chosen.num_chunks * num_experts
-    table, totals = part(buffers.workspace, 0, size, "int32"), part(buffers.workspace, 4 * size, num_experts, "int32")
-    pairs, chunk_pairs = num_tokens * top_k, chosen.chunk_tokens * top_k
-    made.count_pairs.launch(
-        *where,
-        chosen.num_chunks,
-        4 * (num_experts + 1),
-        buffers.ids,
-        table,
-        buffers.ids_copy,
-        pairs,
-        num_experts,
-        chunk_pairs,
-    )
-    if made.scan:
+    count, *scan, place = kernels(num_tokens, top_k, num_experts, "int64" if copy else "int32")
+    chunks, pairs, chunk_pairs = chosen.num_chunks, num_tokens * top_k, chosen.chunk_tokens * top_k
+    size, narrow_ids = chunks * num_experts, copy[0] if copy else ids
+    table, totals = part(workspace, 0, size, "int32"), part(workspace, 4 * size, num_experts, "int32")
+    counted = (ids, table, narrow_ids, pairs, num_experts, chunk_pairs)
+    count.launch(device, stream, chunks, 4 * (num_experts + 1), *counted)
+    for kernel in scan:
         blocks = -(-num_experts // SCAN_EXPERTS)
-        made.scan.launch(*where, blocks, 8 * chosen.sizes.scan_threads, table, totals, chosen.num_chunks, num_experts)
-    made.place.launch(
-        *where,
-        chosen.num_chunks,
-        chosen.place_shared_bytes,
-        buffers.ids_copy,
-        table,
-        totals,
-        buffers.expert_pair_indices,
-        buffers.token_index_map,
-        buffers.expert_token_offsets,
-        pairs,
-        chunk_pairs,
-    )
+        kernel.launch(device, stream, blocks, 8 * kernel.threads, table, totals, chunks, num_experts)
+    placed = (narrow_ids, table, totals, pair_indices, index_map, offsets, pairs, chunk_pairs)
+    place.launch(device, stream, chunks, chosen.place_shared_bytes, *placed)

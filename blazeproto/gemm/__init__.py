@@ -1,31 +1,34 @@
 """The grouped matrix products: CUDA C++ in ``gemm/cuda``, compiled by NVRTC, hosted by CuPy modules. No torch in here.
 
->>> from blazeproto import gemm
->>> gemm.kernel_for("up_forward", gemm.TileConfig())      # a kernel to look into: .source .ptx .sass .registers .spills
->>> h, act = gemm.up_forward(x, up_proj, rows)            # any DLPack or CUDA arrays; `blazeproto.gemm.reference` is the twin
+Shapes: T tokens, d model width, n expert width, E experts, R rows in expert order, P pairs; G is 2 for a gated activation (h is
+[gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32; anything `blazeproto.runtime.arrays.view`
+takes. Every product takes a `blazeproto.dispatch.Dispatch` as it is made, runs on the caller's current stream, returns its
+outputs, and allocates those that are not handed in. Its specification, for a CPU, is the function of the same name in
+`blazeproto.gemm.reference`. TypeError or ValueError names the argument, before anything is launched: d and n are multiples of 8
+(TMA moves 16 bytes), pointers 16-byte aligned, E at most 512, and all arrays on the current GPU.
+
+>>> from blazeproto import dispatch, gemm
+>>> gemm.kernel_for("up_forward")                                # to look into: .source .ptx .sass .registers .spills
+>>> h, act = gemm.up_forward(x, up_proj, dispatch.build_dispatch(topk_experts, num_experts))
 """
 
+from blazeproto.gemm.combine import combine
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.config import TileConfig, all_kernels, candidates, kernel_for
-from blazeproto.gemm.layer_kernels import prepare
-from blazeproto.gemm.products import (
-    down_backward_act,
-    down_backward_weight,
-    down_forward,
-    down_forward_fused,
-    grouped_mm,
-    score_partials,
-    up_backward_act,
-    up_backward_weight,
-    up_forward,
-    weight_workspace,
-)
-from blazeproto.gemm.rowops import bias_score_grad, combine, expert_row_sum
-from blazeproto.gemm.rows import Rows
+from blazeproto.gemm.down_backward import down_backward_act, score_partials
+from blazeproto.gemm.linear import down_forward, down_forward_fused, grouped_mm, up_backward_act
+from blazeproto.gemm.product import Product, Sizes
+from blazeproto.gemm.reduce import bias_score_grad, expert_row_sum
+from blazeproto.gemm.registry import PRODUCTS, all_kernels, candidates, kernel_for, prepare
+from blazeproto.gemm.tiles import TILES, TileConfig
+from blazeproto.gemm.up import up_forward
+from blazeproto.gemm.weight import down_backward_weight, up_backward_weight, weight_workspace
 
 __all__ = [
+    "PRODUCTS",
+    "TILES",
     "Kernel",
-    "Rows",
+    "Product",
+    "Sizes",
     "TileConfig",
     "all_kernels",
     "bias_score_grad",

@@ -6,13 +6,11 @@ Kernel(combine: 40 registers, 0 B spilled, 0 B shared; combine.cu TOP_K=8 HAS_SC
 >>> print(kernel.sass)
 
 NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
-everything here but :meth:`Kernel.function` works on any machine. Cubins are kept in ``$BLAZEPROTO_CACHE`` (default
-``~/.cache/blazeproto``) under a hash of the source with its headers, the options and the compiler's version.
+everything here but :meth:`Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
+hash of the source with its headers, the options and the compiler's version.
 
 A malformed ``wgmma`` can crash the compiler and the process with it: :func:`compile_in_subprocess` survives that.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -29,11 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
+from blazeproto.runtime import cache, driver
+from blazeproto.runtime.arrays import current_device
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
 # --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's report.
@@ -46,34 +46,6 @@ OPTIONS = (
     "--no-cache",
 )
 CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
-
-
-# --- The cache -------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """``$BLAZEPROTO_CACHE``, or ``blazeproto`` in the user's cache folder."""
-    chosen = os.environ.get("BLAZEPROTO_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "blazeproto"
-
-
-def _read_cache(key: str) -> Binary | None:
-    try:
-        return Binary.from_bytes((cache_folder() / f"{key}.zip").read_bytes())
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):  # absent or damaged: compile again
-        return None
-
-
-def _write_cache(key: str, binary: Binary) -> None:
-    """Write beside, then rename: another process sees the whole entry or none. A folder we may not write to is no error."""
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=cache_folder(), suffix=".partial")
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary.to_bytes())
-        os.replace(name, cache_folder() / f"{key}.zip")
-    except OSError:
-        pass
 
 
 # --- The kernel ------------------------------------------------------------------------------------------------------
@@ -97,7 +69,6 @@ class Kernel:
     start_registers: int | None = None
     options: tuple[str, ...] = ()
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
-    _handles: dict[int, int] = field(default_factory=dict, init=False)
 
     @property
     def path(self) -> Path:
@@ -126,19 +97,19 @@ class Kernel:
         """From the cache, or else compiled in this process (and cached)."""
         return self._obtain(nvrtc.compile)
 
-    def compile(self) -> Kernel:
+    def compile(self) -> Self:
         """Now rather than at first use."""
         _ = self.binary
         return self
 
     def _obtain(self, compiler: Callable[[str, Sequence[str]], Binary]) -> Binary:
-        binary = _read_cache(self.key)
+        binary = _cached(f"{self.key}.zip")
         if binary is None:
             includes = [f"-I{folder}" for folder in (CUDA_SOURCES, *nvrtc.include_folders())]
             binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
                 binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
-            _write_cache(self.key, binary)
+            cache.write(f"{self.key}.zip", binary.to_bytes())
         if "C7510" in binary.log or "serialized" in binary.log:
             warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)
         return binary
@@ -187,39 +158,18 @@ class Kernel:
         """Shared memory of a block: declared in the source plus asked for at the launch."""
         return sum(self._usage(r"(\d+) bytes smem")) + self.dynamic_smem
 
-    def function(self) -> Any:
-        """The ``cupy.cuda.Function`` on the current device: call it with ``(grid, block, args, shared_mem, stream)``.
-
-        ``stream`` is any object whose ``.ptr`` is a cudaStream_t.
+    def function(self, device: int | None = None) -> Any:
+        """The ``cupy.cuda.Function`` on a device, by default the current one: call it with ``(grid, block, args, shared_mem,
+        stream)``. ``stream`` is any object whose ``.ptr`` is a cudaStream_t.
         """
-        import cupy
-
-        device = cupy.cuda.runtime.getDevice()
-        function = self._functions.get(device)
-        if function is None:
-            module = cupy.cuda.Module()
-            module.load(self.cubin)
-            function = module.get_function(self.entry)
-            if self.dynamic_smem:
-                limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                cupy.cuda.driver.funcSetAttribute(function.ptr, limit, self.dynamic_smem)
-            self._functions[device] = function
-        return function
+        device = current_device() if device is None else device
+        if device not in self._functions:
+            self._functions[device] = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
+        return self._functions[device]
 
     def handle(self, device: int) -> int:
         """The CUfunction on a device, as an address; loaded the first time."""
-        handle = self._handles.get(device)
-        if handle is None:
-            from cupy.cuda import runtime
-
-            before = runtime.getDevice()
-            runtime.setDevice(device)  # and so makes its context current in this thread
-            try:
-                handle = self._handles[device] = int(self.function().ptr)
-            finally:
-                if before != device:
-                    runtime.setDevice(before)
-        return handle
+        return (self._functions.get(device) or self.function(device)).ptr
 
     def __repr__(self) -> str:
         made_from = " ".join([self.file, *(macro[2:] for macro in self.macros)])
@@ -227,6 +177,14 @@ class Kernel:
             return f"Kernel({self.entry}: not compiled; {made_from})"
         usage = f"{self.registers} registers, {self.spills} B spilled, {self.smem_bytes} B shared"
         return f"Kernel({self.entry}: {usage}; {made_from})"
+
+
+def _cached(name: str) -> Binary | None:
+    """A file of the cache; None where it is absent or damaged, so that the kernel is compiled again."""
+    try:
+        return Binary.from_bytes(cache.read(name) or b"")
+    except (ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+        return None
 
 
 def _expand(path: Path, seen: set[Path]) -> str:

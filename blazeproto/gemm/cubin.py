@@ -13,8 +13,6 @@ start with 168, and the two numbers that a launch goes by are written over. They
 All code before ``setmaxnreg`` must do with the fewer registers, which a test sees to.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 
@@ -29,28 +27,24 @@ def start_with(cubin: bytes, registers: int, threads: int) -> bytes:
 
     CompileError where the file isn't made as expected.
     """
+    found = sorted(record for record in _attributes(cubin) if record[:2] in ((MAX_THREADS, 12), (REGCOUNT, 8)))
+    if [attribute for attribute, _, _ in found] != [MAX_THREADS, REGCOUNT]:
+        raise CompileError(f"cubin: expected one EIATTR_REGCOUNT and one EIATTR_MAX_THREADS, got {found}")
+    (_, _, threads_at), (_, _, registers_at) = found
     out = bytearray(cubin)
-    written = []
-    for attribute, at, size in _attributes(cubin):
-        if attribute == REGCOUNT and size == 8:
-            struct.pack_into("<I", out, at + 4, registers)
-            written.append(attribute)
-        elif attribute == MAX_THREADS and size == 12:
-            struct.pack_into("<3I", out, at, threads, 1, 1)
-            written.append(attribute)
-    if sorted(written) != [MAX_THREADS, REGCOUNT]:
-        raise CompileError(f"cubin: expected one EIATTR_REGCOUNT and one EIATTR_MAX_THREADS, got {written}")
+    struct.pack_into("<3I", out, threads_at, threads, 1, 1)
+    struct.pack_into("<I", out, registers_at + 4, registers)
     return bytes(out)
 
 
 def start_of(cubin: bytes) -> tuple[int, int]:
     """(registers, threads) that a launch of the only kernel goes by."""
-    found = {attribute: struct.unpack_from(f"<{size // 4}I", cubin, at) for attribute, at, size in _attributes(cubin)}
+    found = {attribute: struct.unpack_from(f"<{size // 4}I", cubin, at) for attribute, size, at in _attributes(cubin)}
     return found[REGCOUNT][1], found[MAX_THREADS][0]
 
 
 def _attributes(cubin: bytes) -> Iterator[tuple[int, int, int]]:
-    """(attribute, offset and size of its payload) of every record with a payload in the .nv.info sections."""
+    """(attribute, size and offset of its payload) of every record with a payload in the .nv.info sections."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)  # ELF64's header: where sections are listed,
     entry, count, names = struct.unpack_from("<3H", cubin, 0x3A)  # bytes an entry, how many, and which holds the names
     sections = [struct.unpack_from("<II8x8xQQ", cubin, table + index * entry) for index in range(count)]
@@ -64,5 +58,5 @@ def _attributes(cubin: bytes) -> Iterator[tuple[int, int, int]]:
             form, attribute, length = struct.unpack_from("<BBH", cubin, at)
             at += 4
             if form == _WITH_SIZE:
-                yield attribute, at, length
+                yield attribute, length, at
                 at += length

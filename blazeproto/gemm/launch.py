@@ -1,32 +1,26 @@
 """A launch as the driver wants it: tensor maps, addresses and numbers in one block of bytes, passed to the kernel by value.
 
-The C++ side is a struct (``RowsParams``, ``WeightParams``): tensor maps first, then 8-byte words, then 4-byte ints. A
-:class:`Plan` is that struct for one shape; a launch packs it into a buffer of its thread with every address new, so that
+The C++ side is a struct, which :class:`Params` describes: tensor maps first, then 8-byte words, then 4-byte ints. A
+:class:`Plan` is that struct for one shape. A launch packs it into a buffer of its thread with every address new, so that
 none outlives the launch: weights may lie elsewhere by the next call. Encoding a tensor map takes 2 µs, having the driver
-change its address 0.4; writing it (`Plan.writes_addresses`) costs next to nothing.
+change its address 0.4.
 """
-
-from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from math import prod
 from struct import Struct, pack_into
 from typing import Any, NamedTuple
 
-from blazeproto import driver
-from blazeproto.driver import arguments
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import OPERAND_BYTES
+from blazeproto.runtime import driver
+from blazeproto.runtime.driver import arguments
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
-_ADDRESS_BITS = 0x7FFF_FFFF_FFF0  # those that a map's address may have
-
-
-SLAB = 64  # rows and columns of an epilogue store (epilogue.cuh)
-SHAPES = 1024  # whose plans are kept, of each product
 
 
 @cache
@@ -54,20 +48,9 @@ class Box(NamedTuple):
     box: tuple[int, ...]
 
 
-def box_2d(columns: int, rows: int, box: tuple[int, int]) -> Box:
-    """Of a row-major (rows, columns) matrix."""
-    return Box((columns, rows), (2 * columns,), box)
-
-
-def box_3d(shape: tuple[int, int, int], box: tuple[int, int, int]) -> Box:
-    """Of a dense tensor; ``shape`` innermost first."""
-    return Box(shape, (2 * shape[0], 2 * shape[0] * shape[1]), box)
-
-
-def box_4d(shape: tuple[int, int, int, int], box: tuple[int, int, int, int]) -> Box:
-    """Of a dense tensor; ``shape`` innermost first."""
-    x, y, z, _ = shape
-    return Box(shape, (2 * x, 2 * x * y, 2 * x * y * z), box)
+def dense_box(shape: tuple[int, ...], box: tuple[int, ...]) -> Box:
+    """Of a tensor without gaps; ``shape`` innermost first: (columns, rows) of a row-major (rows, columns) matrix."""
+    return Box(shape, tuple(OPERAND_BYTES * prod(shape[:dim]) for dim in range(1, len(shape))), box)
 
 
 # --- Tensor maps -----------------------------------------------------------------------------------------------------
@@ -96,81 +79,81 @@ def _tensor_map_call(function: Any, *arguments: int) -> None:
 # --- Launches --------------------------------------------------------------------------------------------------------
 
 
+class Params(NamedTuple):
+    """A kernel's argument, a C++ struct: the names of its tensor maps, 8-byte words and ints, in the order of the file.
+
+    A test compiles a kernel that compares the two, so that they cannot drift apart (tests/gemm/test_compile.py).
+    """
+
+    struct: str
+    header: str
+    maps: tuple[str, ...]
+    words: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+    @property
+    def words_offset(self) -> int:
+        return MAP_BYTES * len(self.maps)
+
+    @property
+    def numbers_offset(self) -> int:
+        return self.words_offset + 8 * len(self.words)
+
+    @property
+    def size(self) -> int:
+        """Bytes: a multiple of a tensor map's alignment."""
+        return -(-(self.numbers_offset + 4 * len(self.numbers)) // 64) * 64
+
+
 class Plan:
     """A kernel with one struct as its argument, for one shape on one device: all but the addresses.
 
-    boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  num_words: how many 8-byte words follow.
-    numbers: the ints after them.
-
-    fields: the struct as ``layout`` has it, made by the first launch, which knows addresses. A used map is two of them, its
-    first 8 bytes and the rest.
-    writes_addresses: whether launches write a map's address as its first 8 bytes. NVIDIA doesn't say what is where in a map,
-    so the first launch compares such maps with what the driver makes; should they differ, the driver sets every address.
+    boxes: of the struct's tensor maps; None for one that the kernel doesn't use.  numbers: the struct's ints.
     """
 
     def __init__(
         self,
         kernel: Kernel,
+        params: Params,
         boxes: Sequence[Box | None],
-        num_words: int,
         numbers: Sequence[int],
         *,
         grid: int,
         device: int,
     ) -> None:
-        self.numbers, self.grid, self.block = tuple(numbers), (grid, 1), kernel.threads
-        self.function, self.shared_bytes = kernel.handle(device), kernel.dynamic_smem
-        self.maps = {MAP_BYTES * index: box for index, box in enumerate(boxes) if box is not None}  # by offset
-        words_offset = MAP_BYTES * len(boxes)
-        self.numbers_offset = words_offset + 8 * num_words
-        size = -(-(self.numbers_offset + 4 * len(numbers)) // 64) * 64  # the struct's: a multiple of its alignment
-        between = [f"{end - begin - 8}s" for begin, end in pairwise([-8, *self.maps, words_offset])]
-        self.layout = Struct("Q".join(between) + f"{num_words}Q{size - self.numbers_offset}s")
-        self.addresses = slice(1, 1 + 2 * len(self.maps), 2)  # among the fields
-        self.words = slice(self.addresses.stop, self.addresses.stop + num_words)
-        self.fields: list[Any] = []
-        self.writes_addresses = False
+        assert len(boxes) == len(params.maps) and len(numbers) == len(params.numbers)
+        self.boxes = {MAP_BYTES * index: box for index, box in enumerate(boxes) if box is not None}  # by offset
+        self.words, self.words_offset = Struct(f"{len(params.words)}Q"), params.words_offset
+        self.template = bytearray(
+            params.size
+        )  # the struct, without addresses; its maps are encoded by the first launch
+        pack_into(f"{len(numbers)}i", self.template, params.numbers_offset, *numbers)
+        self.launch = (kernel.handle(device), (grid, 1), kernel.threads, kernel.dynamic_smem)
+        self.encoded = False
 
-    def launch(self, stream: int, map_addresses: Sequence[int], words: Sequence[int]) -> None:
-        """map_addresses: of the tensor maps that are used, in order."""
-        if not self.fields:
-            self._encode(map_addresses)
-        self._fill(map_addresses, words, self.writes_addresses)
-        driver.launch(self.function, self.grid, self.block, self.shared_bytes, stream)
+    def fill(self, map_addresses: Sequence[int], words: Sequence[int]) -> tuple[int, tuple[int, int], int, int]:
+        """Write the struct into this thread's buffer; the arguments of `driver.launch`, but for the stream.
 
-    def _fill(self, map_addresses: Sequence[int], words: Sequence[int], write_addresses: bool) -> None:
-        """This thread's buffer with the struct."""
-        fields = self.fields.copy()
-        fields[self.words] = words
-        if write_addresses:
-            fields[self.addresses] = map_addresses
-        self.layout.pack_into(arguments.bytes, 0, *fields)
-        if not write_addresses:
-            for offset, address in zip(self.maps, map_addresses, strict=True):
-                _tensor_map_call(_tensor_maps()[1], arguments.address + offset, address)
+        map_addresses: of the tensor maps that are used, in order.
+        """
+        buffer, size = arguments.bytes, len(self.template)
+        buffer[:size] = self.template
+        encode, replace = _tensor_maps()
+        for (offset, box), address in zip(self.boxes.items(), map_addresses, strict=True):
+            if self.encoded:
+                _tensor_map_call(replace, arguments.address + offset, address)
+            else:
+                _tensor_map_call(encode, arguments.address + offset, *_description(box, address))
+        self.words.pack_into(buffer, self.words_offset, *words)
+        if not self.encoded:
+            self.template[: self.words_offset] = buffer[: self.words_offset]
+            self.encoded = True
+        return self.launch
 
-    def _encode(self, map_addresses: Sequence[int]) -> None:
-        buffer, size = arguments.bytes, self.layout.size
-        buffer[:size] = bytes(size)
-        for (offset, box), array in zip(self.maps.items(), map_addresses, strict=True):
-            rank = len(box.shape)
-            shape, strides = (ctypes.c_uint64 * rank)(*box.shape), (ctypes.c_uint64 * rank)(*box.strides)
-            sizes, steps = (ctypes.c_uint32 * rank)(*box.box), (ctypes.c_uint32 * rank)(*[1] * rank)
-            lists = (ctypes.addressof(values) for values in (shape, strides, sizes, steps))
-            options = (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0)  # no interleave; out of bounds reads as zeros
-            _tensor_map_call(_tensor_maps()[0], arguments.address + offset, _BFLOAT16, rank, array, *lists, *options)
-        pack_into(f"{len(self.numbers)}i", buffer, self.numbers_offset, *self.numbers)
-        self.fields = list(self.layout.unpack(buffer[:size]))
-        flipped = [address ^ _ADDRESS_BITS for address in map_addresses]
-        self.writes_addresses = self._writes_as_the_driver(map_addresses) and self._writes_as_the_driver(flipped)
 
-    def _writes_as_the_driver(self, map_addresses: Sequence[int]) -> bool:
-        """Whether maps with these addresses are the driver's if the addresses are written."""
-        made = []
-        for write in (True, False):
-            try:
-                self._fill(map_addresses, self.fields[self.words], write)
-            except RuntimeError:  # the driver refuses an address where nothing lies
-                return False
-            made.append(bytes(arguments.bytes[: self.layout.size]))
-        return made[0] == made[1]
+def _description(box: Box, address: int) -> tuple[Any, ...]:
+    """The arguments of cuTensorMapEncodeTiled: no interleave, and what is out of bounds reads as zeros."""
+    rank = len(box.shape)
+    longs, ints = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    lists = (longs(*box.shape), longs(*box.strides), ints(*box.box), ints(*[1] * rank))
+    return _BFLOAT16, rank, address, *lists, 0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0

@@ -4,8 +4,6 @@ Imports nothing of this package, so that ``python nvrtc.py`` is a compiler proce
 ``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`` in compile.py is its caller).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -16,7 +14,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 # The headers our kernels may include, the CUDA ones directly or not; each is looked for once, in this order.
 HEADERS = ("cuda_bf16.h", "nv/target", "cuda/std/cstdint")
@@ -42,7 +40,7 @@ class Binary(NamedTuple):
         return file.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Binary:
+    def from_bytes(cls, data: bytes) -> Self:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             cubin, ptx, log = (archive.read(name) for name in ("kernel.cubin", "kernel.ptx", "log.txt"))
         return cls(cubin, ptx.decode(), log.decode())
@@ -115,15 +113,13 @@ def include_folders() -> tuple[str, ...]:
     folders = [home / part for home in _cuda_homes() for part in inside]
     if spec := importlib.util.find_spec("cupy"):  # brings a copy of <nv/target> and <cuda/std/…>: better than none
         folders.append(Path(spec.origin or "").parent / "_core/include/cupy/_cccl/libcudacxx")
-    found: list[str] = []
+    found: list[Path] = []
     for header in HEADERS:
-        if any((Path(folder) / header).is_file() for folder in found):
-            continue
-        folder = next((folder for folder in folders if (folder / header).is_file()), None)
+        folder = next((folder for folder in found + folders if (folder / header).is_file()), None)
         if folder is None:
             raise CompileError(f"no <{header}>: install blazeproto[cu12] or blazeproto[cu13], or set CUDA_HOME")
-        found.append(str(folder))
-    return tuple(found)
+        found.append(folder)
+    return tuple(dict.fromkeys(map(str, found)))
 
 
 def find_tool(name: str) -> str:
@@ -136,14 +132,9 @@ def find_tool(name: str) -> str:
     return found
 
 
-def _main() -> None:
-    """The compiler process: ``[file, options]`` as JSON on stdin, a Binary's bytes on stdout, an error as exit code 1."""
+# The compiler process: ``[file, options]`` as JSON on stdin, a Binary's bytes on stdout, an error as exit code 1.
+if __name__ == "__main__":
     try:
-        binary = compile(*json.load(sys.stdin))
+        sys.stdout.buffer.write(compile(*json.load(sys.stdin)).to_bytes())
     except CompileError as error:
         sys.exit(str(error))
-    sys.stdout.buffer.write(binary.to_bytes())
-
-
-if __name__ == "__main__":
-    _main()

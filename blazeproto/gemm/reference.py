@@ -2,43 +2,37 @@
 
 Same names and signatures as the kernels, on any floating dtype (float64 makes an oracle, float32 a fair opponent); no rounding
 between steps. Shapes: T tokens, E experts, d model width, n expert width, R rows, P pairs; G is 2 for a gated activation
-(its h is [gate, up]), else 1. Rows of no pair (from ``offsets[E]`` on) come out as NaN, for nothing may ever read them.
+(its h is [gate, up]), else 1. Rows of no pair (from ``expert_token_offsets[E]`` on) come out as NaN: nothing may read them.
 
-``rows`` is a `blazeproto.gemm.Rows`: ``pair_indices (R,)`` the pair in each row, ``offsets (E+1,)`` where each expert's rows
-begin, ``token_index_map (P,)`` the row of each pair or -1, and how a pair finds its token: ``top_k``, or ``pair_tokens (P,)``.
+``dispatch`` is a `blazeproto.dispatch.Dispatch` of NumPy arrays. ``config`` and ``stream`` change nothing here.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
-GATED = ("swiglu", "geglu")
+from blazeproto.activations import activate, activate_backward, activation_named
+from blazeproto.dispatch.structures import Dispatch
 
-_erf = np.vectorize(math.erf, otypes=[float])
+Array = NDArray[Any]
 
 
 # --- Who is in which row ---------------------------------------------------------------------------------------------
 
 
-def experts(rows: Any) -> Iterator[tuple[int, slice]]:
-    """Each expert with its rows."""
-    for expert, (begin, end) in enumerate(zip(rows.offsets[:-1], rows.offsets[1:], strict=True)):
-        yield expert, slice(int(begin), int(end))
+def experts(dispatch: Dispatch) -> Iterator[tuple[int, slice, Array, Array]]:
+    """Each expert with its rows, and the pair and the token of each of these."""
+    for expert, rows in enumerate(pairwise(dispatch.expert_token_offsets.tolist())):
+        pairs = dispatch.expert_pair_indices[slice(*rows)]
+        yield expert, slice(*rows), pairs, tokens_of(pairs, dispatch)
 
 
-def row_tokens(rows: Any) -> Array:
-    """(R,) the token in each row; meaningless from ``offsets[E]`` on."""
-    return rows.pair_indices // rows.top_k if rows.top_k else rows.pair_tokens[rows.pair_indices]
-
-
-def num_tokens(rows: Any) -> int:
-    return len(rows.token_index_map) // rows.top_k if rows.top_k else len(rows.token_offsets) - 1
+def tokens_of(pairs: Array, dispatch: Dispatch) -> Array:
+    """The token of each of ``pairs``."""
+    return pairs // dispatch.top_k if dispatch.top_k else dispatch.pair_tokens[pairs]
 
 
 def _slice(columns: range | None) -> slice:
@@ -49,117 +43,105 @@ def _unwritten(out: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
     return np.full(shape, np.nan, dtype) if out is None else out
 
 
-# --- Activations -----------------------------------------------------------------------------------------------------
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
-def _normal_cdf(x: Array) -> Array:
-    return (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype)
-
-
-def _normal_density(x: Array) -> Array:
-    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
-# name: (f, f'), of the gate where there is one
-POINTWISE = {
-    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0).astype(x.dtype)),
-    "silu": (lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x)))),
-    "gelu": (lambda x: x * _normal_cdf(x), lambda x: _normal_cdf(x) + x * _normal_density(x)),
-}
-POINTWISE |= {"swiglu": POINTWISE["silu"], "geglu": POINTWISE["gelu"]}
-
-
-def activate(h: Array, activation: str) -> Array:
-    """h (…, G·n) → act (…, n): f(gate)·up where there is a gate, else f(h)."""
-    f, _ = POINTWISE[activation]
-    if activation not in GATED:
-        return f(h)
-    gate, up = np.split(h, 2, axis=-1)
-    return f(gate) * up
-
-
-def activate_backward(h: Array, d_act: Array, activation: str) -> Array:
-    """dH (…, G·n) from h and the gradient of act (…, n)."""
-    f, slope = POINTWISE[activation]
-    if activation not in GATED:
-        return d_act * slope(h)
-    gate, up = np.split(h, 2, axis=-1)
-    return np.concatenate([d_act * up * slope(gate), d_act * f(gate)], axis=-1)
-
-
 # --- Forward ---------------------------------------------------------------------------------------------------------
 
 
 def up_forward(
     x: Array,
     up_proj: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     activation: str = "swiglu",
     bias: Array | None = None,
     h: Array | None = None,
     act: Array | None = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> tuple[Array, Array]:
     """x (T, d), up_proj (E, G·n, d), bias (E, G·n) → h (R, G·n), act (R, n).  h_r = x_t W_upᵀ + b, act = SiLU(gate)·up."""
-    num_rows, width = len(rows.pair_indices), up_proj.shape[1]
+    num_rows, width = dispatch.num_rows, up_proj.shape[1]
     h = _unwritten(h, (num_rows, width), x.dtype)
-    act = _unwritten(act, (num_rows, width // 2 if activation in GATED else width), x.dtype)
-    tokens = row_tokens(rows)
-    for e, r in experts(rows):
-        h[r] = x[tokens[r]] @ up_proj[e].T + (0 if bias is None else bias[e])
+    act = _unwritten(act, (num_rows, width // activation_named(activation).halves), x.dtype)
+    for e, r, _, tokens in experts(dispatch):
+        h[r] = x[tokens] @ up_proj[e].T + (0 if bias is None else bias[e])
         act[r] = activate(h[r], activation)
     return h, act
+
+
+def grouped_mm(
+    a: Array,
+    weights: Array,
+    dispatch: Dispatch,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Array | None = None,
+    columns: range | None = None,
+    out: Array | None = None,
+    config: Any = None,
+    stream: Any = None,
+) -> Array:
+    """out_r = a_r W[e]ᵀ + b, a (R, reduction), or (T, reduction) with ``gather``; weights (E, columns, reduction), or with
+    ``transposed`` (E, reduction, columns); bias (E, columns) → out (R, columns), or only these of its columns."""
+    weights = weights if transposed else weights.swapaxes(1, 2)
+    some = _slice(columns)
+    out = _unwritten(out, (dispatch.num_rows, weights[0, :, some].shape[1]), a.dtype)
+    for e, r, _, tokens in experts(dispatch):
+        out[r] = a[tokens if gather else r] @ weights[e, :, some] + (0 if bias is None else bias[e, some])
+    return out
 
 
 def down_forward(
     act: Array,
     down_proj: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     bias: Array | None = None,
     columns: range | None = None,
     y: Array | None = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> Array:
     """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d), or only these of its columns.  y_r = act_r W_downᵀ + b."""
-    some = _slice(columns)
-    y = _unwritten(y, (len(act), down_proj[0, some].shape[0]), act.dtype)
-    for e, r in experts(rows):
-        y[r] = act[r] @ down_proj[e, some].T + (0 if bias is None else bias[e, some])
-    return y
+    return grouped_mm(act, down_proj, dispatch, bias=bias, columns=columns, out=y)
 
 
 def down_forward_fused(
-    act: Array, down_proj: Array, scores: Array, rows: Any, *, bias: Array | None = None, out_f32: Array
+    act: Array,
+    down_proj: Array,
+    scores: Array,
+    dispatch: Dispatch,
+    *,
+    bias: Array | None = None,
+    out_f32: Array,
+    config: Any = None,
+    stream: Any = None,
 ) -> Array:
     """`down_forward` and `combine` in one: adds into out_f32 (T, d), which the caller has zeroed."""
-    y = down_forward(act, down_proj, rows, bias=bias)
-    out_f32 += combine(y, rows, scores=scores)
+    y = down_forward(act, down_proj, dispatch, bias=bias)
+    out_f32 += combine(y, dispatch, scores=scores)
     return out_f32
 
 
 def combine(
     y: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     scores: Array | None = None,
     columns: range | None = None,
     out: Array | None = None,
+    stream: Any = None,
 ) -> Array:
     """y (R, d), scores (P,) → out (T, d): a token's rows, weighted and summed in slot order; pairs without a row are left out.
 
     With scores it makes the output from Y; without, dX from the rows' dX̃. columns: those of a wider ``out`` that y is summed to.
     """
-    out = _unwritten(out, (num_tokens(rows), y.shape[1]), y.dtype)
+    out = _unwritten(out, (dispatch.num_tokens, y.shape[1]), y.dtype)
     out[:, _slice(columns)] = 0
-    pairs = np.flatnonzero(rows.token_index_map >= 0)
-    tokens = pairs // rows.top_k if rows.top_k else rows.pair_tokens[pairs]
+    pairs = np.flatnonzero(dispatch.token_index_map >= 0)
     weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
-    # In the order of the pairs.
-    np.add.at(out[:, _slice(columns)], tokens, weights * y[rows.token_index_map[pairs]])
+    weighted = weights * y[dispatch.token_index_map[pairs]]
+    np.add.at(out[:, _slice(columns)], tokens_of(pairs, dispatch), weighted)  # in the order of the pairs
     return out
 
 
@@ -171,13 +153,15 @@ def down_backward_act(
     down_proj: Array,
     h: Array,
     scores: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
-    activation: str,
+    activation: str = "swiglu",
     dh: Array | None = None,
     a_scaled: Array | None = None,
     d_scores: Array | None = None,
     workspace: Any = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> tuple[Array, Array, Array]:
     """d_out (T, d), down_proj (E, d, n), h (R, G·n), scores (P,) → dh (R, G·n), a_scaled (R, n), d_scores (P,).
 
@@ -186,66 +170,73 @@ def down_backward_act(
     """
     dh = _unwritten(dh, h.shape, h.dtype)
     a_scaled = _unwritten(a_scaled, (len(h), down_proj.shape[2]), h.dtype)
-    d_scores = _unwritten(d_scores, (len(rows.token_index_map),), scores.dtype)
+    d_scores = _unwritten(d_scores, (len(dispatch.token_index_map),), scores.dtype)
     d_scores[...] = 0
-    tokens = row_tokens(rows)
-    for e, r in experts(rows):
-        pairs = rows.pair_indices[r]
+    for e, r, pairs, tokens in experts(dispatch):
         score = scores.reshape(-1)[pairs, None]
-        d_act = d_out[tokens[r]] @ down_proj[e]
+        d_act = d_out[tokens] @ down_proj[e]
         act = activate(h[r], activation)
         d_scores.reshape(-1)[pairs] = (d_act * act).sum(axis=1)
         a_scaled[r] = score * act
-        dh[r] = activate_backward(h[r], score * d_act, activation)
+        dh[r] = np.concatenate(activate_backward(h[r], score * d_act, activation), axis=-1)
     return dh, a_scaled, d_scores
 
 
 def down_backward_weight(
     d_out: Array,
     a_scaled: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     dw: Array | None = None,
     gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
-    return _weight_gradient(d_out[row_tokens(rows)] if gather else d_out, a_scaled, rows, dw, accumulate)
+    d_out = d_out[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else d_out
+    return _weight_gradient(d_out, a_scaled, dispatch, dw, accumulate)
 
 
 def up_backward_act(
-    dh: Array, up_proj: Array, rows: Any, *, columns: range | None = None, dx_rows: Array | None = None
+    dh: Array,
+    up_proj: Array,
+    dispatch: Dispatch,
+    *,
+    columns: range | None = None,
+    dx_rows: Array | None = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> Array:
     """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d), or only these of its columns.  dX̃_r = dH_r W_up; `combine` sums a
     token's rows to dX."""
-    some = _slice(columns)
-    dx_rows = _unwritten(dx_rows, (len(dh), up_proj[0, :, some].shape[1]), dh.dtype)
-    for e, r in experts(rows):
-        dx_rows[r] = dh[r] @ up_proj[e, :, some]
-    return dx_rows
+    return grouped_mm(dh, up_proj, dispatch, transposed=True, columns=columns, out=dx_rows)
 
 
 def up_backward_weight(
     dh: Array,
     x: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     dw: Array | None = None,
     gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
+    config: Any = None,
+    stream: Any = None,
 ) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
-    return _weight_gradient(dh, x[row_tokens(rows)] if gather else x, rows, dw, accumulate)
+    x = x[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else x
+    return _weight_gradient(dh, x, dispatch, dw, accumulate)
 
 
-def _weight_gradient(left: Array, right: Array, rows: Any, dw: Array | None, accumulate: bool) -> Array:
+def _weight_gradient(left: Array, right: Array, dispatch: Dispatch, dw: Array | None, accumulate: bool) -> Array:
     """Σ left_rᵀ right_r over each expert's rows."""
-    shape = (len(rows.offsets) - 1, left.shape[1], right.shape[1])
+    shape = (dispatch.num_experts, left.shape[1], right.shape[1])
     if dw is None:
         dw = np.zeros(shape, left.dtype)
-    for e, r in experts(rows):
+    for e, r, _, _ in experts(dispatch):
         product = left[r].T @ right[r]
         dw[e] = dw[e] + product if accumulate else product
     return dw
@@ -254,39 +245,33 @@ def _weight_gradient(left: Array, right: Array, rows: Any, dw: Array | None, acc
 # --- Small sums beside the products ----------------------------------------------------------------------------------
 
 
-def reduce_scores_grad(partial: Array, token_index_map: Array, d_scores: Array | None = None) -> Array:
-    """partial (J, R), one line a column tile of `down_backward_act` → d_scores (P,), 0 for a pair without a row."""
-    d_scores = _unwritten(d_scores, token_index_map.shape, partial.dtype)
-    d_scores.reshape(-1)[...] = np.where(token_index_map >= 0, partial.sum(axis=0)[token_index_map], 0)
-    return d_scores
-
-
 def expert_row_sum(
     values: Array,
-    rows: Any,
+    dispatch: Dispatch,
     *,
     gather: bool = False,
     scores: Array | None = None,
     out: Array | None = None,
     accumulate: bool = False,
     workspace: Any = None,
+    stream: Any = None,
 ) -> Array:
     """A bias's gradient, out (E, m): the sum over an expert's rows r of values[r], values (R, m).
 
     gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].
     """
-    out = np.zeros((len(rows.offsets) - 1, values.shape[1]), values.dtype) if out is None else out
-    tokens = row_tokens(rows)
-    for e, r in experts(rows):
-        weights = 1 if scores is None else scores.reshape(-1)[rows.pair_indices[r], None]
-        total = (weights * values[tokens[r] if gather else r]).sum(axis=0)
+    out = np.zeros((dispatch.num_experts, values.shape[1]), values.dtype) if out is None else out
+    for e, r, pairs, tokens in experts(dispatch):
+        weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
+        total = (weights * values[tokens if gather else r]).sum(axis=0)
         out[e] = out[e] + total if accumulate else total
     return out
 
 
-def bias_score_grad(d_out: Array, down_bias: Array, rows: Any, *, d_scores: Array) -> Array:
+def bias_score_grad(
+    d_out: Array, down_bias: Array, dispatch: Dispatch, *, d_scores: Array, stream: Any = None
+) -> Array:
     """Adds a down bias's share ⟨dO_t, b_e⟩ to d_scores (P,), in place. d_out (T, d), down_bias (E, d)."""
-    tokens = row_tokens(rows)
-    for e, r in experts(rows):
-        d_scores.reshape(-1)[rows.pair_indices[r]] += d_out[tokens[r]] @ down_bias[e]
+    for e, _, pairs, tokens in experts(dispatch):
+        d_scores.reshape(-1)[pairs] += d_out[tokens] @ down_bias[e]
     return d_scores

@@ -1,127 +1,81 @@
-"""Who is in which row: the index arrays of a dispatch as the kernels of this package read them."""
+"""The argument of the products by rows (cuda/tiles.cuh: RowsParams), which up.py, linear.py and down_backward.py share."""
 
-from __future__ import annotations
+from typing import Any
 
-from functools import cache
-from typing import Any, NamedTuple
+from blazeproto.dispatch.structures import Addresses
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
+from blazeproto.gemm.tiles import BK, BM, OPERAND_BYTES, SLAB, TileConfig
 
-from blazeproto.arrays import DeviceArray, current_device, current_stream, expect
-
-
-class Rows(NamedTuple):
-    """Who is in which row: the index arrays of `blazeproto.dispatch.Dispatch` that the products read (all int32).
-
-    pair_indices (R,): the pair in each row.  offsets (E + 1,): where each expert's rows begin.
-    token_index_map (P,): the row of each pair, -1 if it has none.  top_k: experts per token (pair // top_k is the token);
-    None when they vary, and then pair_tokens (P,) and token_offsets (T + 1,) say who is whose.
-    """
-
-    pair_indices: Any
-    offsets: Any
-    token_index_map: Any
-    top_k: int | None
-    pair_tokens: Any = None
-    token_offsets: Any = None
-
-    def views(self) -> Rows:
-        """The same with every array as a checked DeviceArray; done once a layer, it is free afterwards."""
-        if type(self) is RowViews:
-            return self
-        return RowViews(
-            expect("rows.pair_indices", self.pair_indices, "int32"),
-            expect("rows.offsets", self.offsets, "int32"),
-            expect("rows.token_index_map", self.token_index_map, "int32"),
-            self.top_k,
-            None if self.pair_tokens is None else expect("rows.pair_tokens", self.pair_tokens, "int32"),
-            None if self.token_offsets is None else expect("rows.token_offsets", self.token_offsets, "int32"),
-        )
-
-    @property
-    def num_experts(self) -> int:
-        return int(self.offsets.shape[0]) - 1
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.pair_indices.shape[0])
-
-    @property
-    def num_pairs(self) -> int:
-        return int(self.token_index_map.shape[0])
-
-    @property
-    def num_tokens(self) -> int:
-        if self.top_k:
-            return self.num_pairs // self.top_k
-        return int(self.token_offsets.shape[0]) - 1
+ROWS_PARAMS = Params(
+    "RowsParams",
+    "tiles.cuh",
+    maps=("a", "b", "h", "out0", "out1"),
+    words=(
+        "source",
+        "pairs.pair_indices",
+        "pairs.pair_tokens",
+        "pairs.multiplier",
+        "offsets",
+        "out0_rows",
+        "out1_rows",
+        "bias",
+        "scores",
+        "reduction_out",
+    ),
+    numbers=("rows", "experts", "reduction", "columns", "bias_stride"),
+)
 
 
-class RowViews(Rows):
-    """Rows that have been looked at: `Rows.views` made them."""
+def rows_plan(
+    kernel: Kernel,
+    config: TileConfig,
+    where: tuple[int, int, int],
+    *,
+    gather: bool,
+    reduction: int,
+    columns: int,
+    tile_columns: int,
+    weights: Box,
+    h: Box | None = None,
+    out0: Box | None = None,
+    out1: Box | None = None,
+    bias_stride: int = 0,
+) -> Plan:
+    """where: (rows, experts, device), as `Addresses` has it."""
+    num_rows, num_experts, device = where
+    a = None if gather else dense_box((reduction, num_rows), (BK, BM))
+    blocks_at_most = num_rows // BM + min(num_experts, num_rows)
+    grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
+    numbers = (num_rows, num_experts, reduction, columns, bias_stride)
+    return Plan(kernel, ROWS_PARAMS, (a, weights, h, out0, out1), numbers, grid=grid, device=device)
 
 
-class RowAddresses(NamedTuple):
-    """Rows, unchecked, as launches want them: where the arrays lie, how much there is, and where to run."""
-
-    pair_to_token: tuple[int, int, int]  # gather.cuh: PairToToken, as three 8-byte words
-    pair_indices: int
-    offsets: int
-    token_index_map: int
-    pair_tokens: int  # 0 for none
-    token_offsets: int
-    top_k: int  # 0 if it varies
-    num_rows: int
-    num_experts: int
-    num_pairs: int
-    device: int  # CUDA ordinal
-    where: tuple[int, int, int]  # (num_rows, num_experts, device): plans of launches are kept by it, so it is made once
-    stream: int  # raw cudaStream_t
-    owners: object  # keeps the arrays alive
+def words(
+    at: Addresses,
+    *,
+    source: int = 0,
+    out0: int = 0,
+    out1: int = 0,
+    bias: Any = None,
+    first_column: int = 0,
+    scores: int = 0,
+    sums: int = 0,
+) -> tuple[int, ...]:
+    """The struct's addresses. first_column: of the bias, where the output is some columns only."""
+    bias_at = 0 if bias is None else bias.data_ptr() + OPERAND_BYTES * first_column
+    return (source, *at.pair_to_token, at.expert_token_offsets, out0, out1, bias_at, scores, sums)
 
 
-def addresses(rows: Any, device: int, stream: int) -> RowAddresses:
-    """rows: the fields of Rows, torch tensors or DeviceArrays, contiguous and 16-byte aligned, which is not checked here."""
-    pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets = rows
-    pairs_at = pair_indices.data_ptr()
-    tokens_at = 0 if pair_tokens is None else pair_tokens.data_ptr()
-    multiplier, shift = division(top_k) if top_k else (0, 0)
-    num_rows, num_experts = pair_indices.shape[0], offsets.shape[0] - 1
-    return RowAddresses(
-        (pairs_at, tokens_at, multiplier | shift << 32),
-        pairs_at,
-        offsets.data_ptr(),
-        token_index_map.data_ptr(),
-        tokens_at,
-        0 if token_offsets is None else token_offsets.data_ptr(),
-        top_k or 0,
-        num_rows,
-        num_experts,
-        token_index_map.shape[0],
-        device,
-        (num_rows, num_experts, device),
-        stream,
-        rows,
-    )
+def h_box(n: int, halves: int, num_rows: int, box: tuple[int, int, int]) -> Box:
+    """Of H, (R, G n), seen as (half, row, column): a box may hold gate and up of the same rows one after the other."""
+    return Box((n, num_rows, halves), (OPERAND_BYTES * n * halves, OPERAND_BYTES * n), box)
 
 
-def on_current_gpu(rows: Rows, stream: int | None, **arrays: DeviceArray | None) -> RowAddresses:
-    """:func:`addresses` for a launch on the current GPU and ``stream``, by default the current one of the first of ``arrays``.
-
-    ValueError if one of ``arrays``, or of the rows' own, lies on another GPU.
-    """
-    device = current_device()
-    index_arrays = {f"rows.{name}": array for name, array in zip(rows._fields, rows, strict=True)}
-    for name, array in {**arrays, **index_arrays}.items():
-        if isinstance(array, DeviceArray) and array.device != device:
-            raise ValueError(
-                f"{name}: expected an array on the current GPU, cuda:{device}, got one on cuda:{array.device}"
-            )
-    return addresses(rows, device, current_stream(next(iter(arrays.values()))) if stream is None else stream)
-
-
-@cache
-def division(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift) with n // divisor == n * multiplier >> shift for 0 <= n < 2**31 and a 32-bit multiplier."""
-    log2 = divisor.bit_length() - 1
-    if divisor == 1 << log2:
-        return 1 << 31, 31 + log2
-    return (1 << 32 + log2) // divisor + 1, 32 + log2
+def weight_box(shape: tuple[int, int, int], columns: int, config: TileConfig, transposed: bool) -> Box:
+    """columns: of the output, so many of the weights' that begin where the map's address is."""
+    experts, outer, inner = shape
+    matrix, expert = OPERAND_BYTES * inner, OPERAND_BYTES * inner * outer  # strides
+    if transposed:
+        return Box((columns, outer, experts), (matrix, expert), (SLAB, BK, 1))
+    return Box((inner, columns, 1, experts), (matrix, expert, expert), (BK, config.tile_n, 1, 1))

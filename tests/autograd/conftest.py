@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from blazeproto.activations import activation_named
 from blazeproto.autograd import moe_mlp
-from blazeproto.reference import is_gated
 from blazeproto.reference import moe_mlp as reference_mlp
 
 
@@ -99,7 +99,7 @@ def _make_case(
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
         return (torch.randn(*shape) * fan_in**-0.5).to(device, dtype).requires_grad_()
 
-    up_width = d_expert * (1 + is_gated(activation))
+    up_width = d_expert * activation_named(activation).halves
     experts = _distinct_experts(num_tokens, num_experts, top_k, idle)
     if sentinels and num_tokens:
         experts[torch.rand(experts.shape) < 0.2] = num_experts + 3

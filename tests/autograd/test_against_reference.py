@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, moe_mlp, torch_products
-from blazeproto.reference import ACTIVATIONS
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
 
 POLICIES = [policy.value for policy in SavePolicy]
 
@@ -82,7 +82,7 @@ def test_with_and_without_instructions_for_the_dtype(make_case, monkeypatch, dty
         asked.append(of)
         return multiplies or of == torch.float32
 
-    monkeypatch.setattr(torch_products, "_multiplies", answer)
+    monkeypatch.setattr(torch_backend, "_multiplies", answer)
     case = make_case(64, 32, 48, 6, 2, dtype=dtype, bias=True)
     assert_close(case.run(), case.reference(), tolerance)
     assert dtype in asked and (torch.float32 in asked) != multiplies
@@ -154,10 +154,10 @@ def test_ids_of_either_width_and_a_dispatch_built_before(make_case, index_dtype)
 
     from blazeproto.dispatch import Dispatch
 
-    pair_indices, offsets, token_index_map = torch.ops.blazeproto.dispatch(case.topk_experts, 5, "torch")
+    pair_indices, offsets, token_index_map = torch.ops.blazeproto.dispatch(case.topk_experts, 5, 0, "torch")
     made = Dispatch(
         expert_pair_indices=pair_indices,
-        expert_token_offsets=offsets,
+        expert_token_offsets=offsets[0],
         token_index_map=token_index_map,
         token_expert_indices=case.topk_experts.reshape(-1),
         num_experts=5,

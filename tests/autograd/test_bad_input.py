@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blazeproto.autograd import checks, library, moe_mlp
+from blazeproto.autograd import checks, moe_mlp, node
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def call(make_case, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("something was launched")
 
-    monkeypatch.setattr(library, "build_dispatch", refuse)
+    monkeypatch.setattr(node, "dispatch_backend", refuse)
 
     def call(**replaced):
         arguments = {
@@ -126,7 +126,6 @@ def test_bad_input(call, what):
 
 
 def test_what_passed_before_hides_nothing(call):
-    """Checks remember what passed."""
     good = pytest.raises(AssertionError, match="something was launched")
     for replaced, error, message in BAD.values():
         for _ in range(2):

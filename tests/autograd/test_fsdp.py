@@ -27,7 +27,7 @@ class FixedRouting(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, EXPERTS * D_MODEL).view(EXPERTS, D_MODEL))
 
     def forward(self, x):
-        from blazeproto.router import Routing
+        from blazeproto.router.router import Routing
 
         experts = (torch.arange(x.shape[0])[:, None] + torch.arange(TOP_K)) % EXPERTS
         if self.rank == 0:

@@ -9,64 +9,83 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from functools import partial
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blazeproto import dispatch, gemm
-from blazeproto.autograd import SavePolicy, chunked, experts, hopper_products, library, mlp
-from blazeproto.dispatch import build
-from blazeproto.gemm import reference, unchecked
-from blazeproto.reference import ACTIVATIONS
-
-PRODUCTS = (
-    "up_forward",
-    "down_forward",
-    "down_forward_fused",
-    "down_backward_act",
-    "down_backward_weight",
-    "up_backward_act",
-    "up_backward_weight",
-    "combine",
-    "expert_row_sum",
-    "bias_score_grad",
-)
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators, private
+from blazeproto.dispatch import Dispatch, build
+from blazeproto.dispatch import reference as dispatch_twin
+from blazeproto.gemm import down_backward, linear, reduce, reference, up, weight
 
 
 def as_numpy(value):
-    if isinstance(value, gemm.Rows):
-        return gemm.Rows(*(as_numpy(field) for field in value))
+    if isinstance(value, Dispatch):
+        return replace(value, **{name: as_numpy(t) for name, t in value.arrays.items()})
     return value.detach().numpy() if isinstance(value, Tensor) else value
 
 
-def run_twin(name, signature, *args, **kwargs):
-    signature.bind(*args, **kwargs)  # the kernel's own signature takes these arguments
-    arguments = {key: as_numpy(value) for key, value in kwargs.items() if key != "f32"}  # a twin sees the dtype
-    getattr(reference, name)(*map(as_numpy, args), **arguments)  # writes into the outputs, which share memory
+def weight_gradient(name, rows, ordered, dispatch, *, f32, **options):
+    if name == weight.DOWN:
+        return reference.down_backward_weight(rows, ordered, dispatch, **options)
+    return reference.up_backward_weight(ordered, rows, dispatch, **options)
+
+
+def expert_row_sum(values, dispatch, *, f32, **options):
+    return reference.expert_row_sum(values, dispatch, **options)
+
+
+LAUNCHES = (  # module, launch, twin
+    (up, "launch", reference.up_forward),
+    (linear, "launch", reference.grouped_mm),
+    (linear, "launch_fused", reference.down_forward_fused),
+    (down_backward, "launch", reference.down_backward_act),
+    (weight, "launch", weight_gradient),
+    (hopper_backend, "launch_combine", reference.combine),
+    (reduce, "launch_expert_row_sum", expert_row_sum),
+    (reduce, "launch_bias_score_grad", reference.bias_score_grad),
+)
 
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    for name in PRODUCTS:
-        signature = inspect.signature(getattr(unchecked, name))
-        monkeypatch.setattr(unchecked, name, partial(run_twin, name, signature))
-    monkeypatch.setattr(unchecked, "weight_workspace", lambda product, rows, shape: 24)
-    monkeypatch.setattr(hopper_products, "rows_for", lambda rows: gemm.Rows(*rows))
-    for module in (experts, chunked):
-        monkeypatch.setattr(module, "products_for", lambda *_: hopper_products)
-    real = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor,
-        "new_empty",
-        lambda self, *size, **options: poison(real(self, *size, **options)),
-    )
+    """The launches are the twins, which see the dispatch instead of addresses; torch fills new memory with NaN."""
+
+    def run(launch, twin, *args, **kwargs):
+        inspect.signature(launch).bind(*args, **kwargs)  # the launch itself takes these arguments
+        twin(*map(as_numpy, args), **{key: as_numpy(value) for key, value in kwargs.items()})  # outputs share memory
+
+    for module, name, twin in LAUNCHES:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _real=real, _twin=twin, **k: run(_real, _twin, *a, **k))
+    monkeypatch.setattr(weight, "workspace_elements", lambda product, where, shape: 24)
+    monkeypatch.setattr(Dispatch, "where", (0, 0, 0), raising=False)
+    monkeypatch.setattr(hopper_backend, "rows_of", lambda rows: rows)
+    monkeypatch.setattr(node, "backend_on", lambda *_: hopper_backend)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-def poison(tensor: Tensor) -> Tensor:
-    return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**31))
+@pytest.fixture
+def watch(monkeypatch):
+    """``watch(module, name, function)``: call ``function`` with the arguments of each launch, before it."""
+
+    def watch(module, name, look):
+        real = getattr(module, name)
+
+        def launch(*args, **kwargs):
+            look(*args, **kwargs)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, launch)
+
+    return watch
 
 
 CASES = [(activation, "minimal", "sentinels") for activation in ACTIVATIONS]
@@ -89,7 +108,7 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_bytes):
+def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, watch, workspace_bytes):
     """Cut as by the rows at hand and the up projection's size; a slice is gone before the next one is there."""
     case, slices, asked, parts = make_case(40, bias=True, sentinels=True), (range(8), range(8, 16)), set(), []
 
@@ -97,17 +116,12 @@ def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_by
         asked.add((num_rows <= case.topk_experts.numel(), width, gradient_bytes))
         return slices
 
-    real_new_empty = torch.Tensor.new_empty
+    def look(*args, out, **kwargs):
+        assert out.shape[1] == 8 and not any(part() is not None for part in parts)
+        parts.append(weakref.ref(out))
 
-    def new_empty(self, *size, **options):
-        made = real_new_empty(self, *size, **options)
-        if len(size) == 2 and size[1] == 8:
-            assert not any(part() is not None for part in parts)
-            parts.append(weakref.ref(made))
-        return made
-
-    monkeypatch.setattr(hopper_products, "column_slices", column_slices)
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(hopper_backend, "column_slices", column_slices)
+    watch(linear, "launch", look)
     for got, reference_of_it in zip(case.run(workspace_bytes=workspace_bytes), case.reference(), strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
     assert asked == {(True, 16, case.gate_up_proj.nbytes)} and len(parts) >= 4
@@ -116,52 +130,43 @@ def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, workspace_by
 @pytest.mark.parametrize("save", SavePolicy)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24), (264, 264)])
-def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(
-    make_case, monkeypatch, save, workspace_bytes, widths
-):
-    """And where nobody keeps act: chunks copy what they save of it."""
+def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, watch, save, workspace_bytes, widths):
+    """And where nobody keeps act."""
     case, over = make_case(40, *widths), []
-    real = unchecked.down_forward
 
-    def down_forward(*args, **kwargs):
-        over.append(kwargs["y"].data_ptr() == args[0].data_ptr())
-        return real(*args, **kwargs)
+    def look(a, *args, out, transposed=False, **kwargs):
+        if not transposed:
+            over.append(out.data_ptr() == a.data_ptr())
 
-    monkeypatch.setattr(unchecked, "down_forward", down_forward)
+    watch(linear, "launch", look)
     results = case.run(save=save, workspace_bytes=workspace_bytes and workspace_bytes * widths[1] // 16)
     for got, reference_of_it in zip(results, case.reference(), strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
-    assert set(over) == {widths == (16, 16) and (save != "paper" or workspace_bytes is not None)}
+    assert set(over) == {widths == (16, 16) and save != "paper"}
     assert (len(over) == 1) == (workspace_bytes is None)
 
 
-@pytest.mark.parametrize("save", SavePolicy)
-def test_a_chunks_act_is_gone_before_the_next_ones(make_case, monkeypatch, save):
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_a_chunks_act_is_gone_before_the_next_ones(make_case, watch, save):
     case, acts = make_case(40), []
-    real = unchecked.up_forward
 
-    def up_forward(*args, **kwargs):
-        assert not any(act() is not None for act in acts)
-        acts.append(weakref.ref(kwargs["act"]))
-        return real(*args, **kwargs)
+    def look(*args, act, **kwargs):
+        assert not any(kept() is not None for kept in acts)
+        acts.append(weakref.ref(act))
 
-    monkeypatch.setattr(unchecked, "up_forward", up_forward)
+    watch(up, "launch", look)
     case.forward(save=save, workspace_bytes=20_000)
     assert len(acts) > 1
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-@pytest.mark.parametrize("watched", [None, "kept graph", "hooks", "profiler"])
-def test_h_is_written_over_only_where_nobody_can_tell(make_case, monkeypatch, save, workspace_bytes, watched):
+@pytest.mark.parametrize("watched", [None, "kept graph", "hooks", "profiler", "names missing"])
+def test_h_is_written_over_only_where_nobody_can_tell(make_case, monkeypatch, watch, save, workspace_bytes, watched):
     case, over = make_case(40), []
-    real = unchecked.down_backward_act
-
-    def down_backward_act(*args, **kwargs):
-        over.append(kwargs["dh"].data_ptr() == args[2].data_ptr())
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(unchecked, "down_backward_act", down_backward_act)
+    watch(down_backward, "launch", lambda d_out, w, h, *args, dh, **kwargs: over.append(dh.data_ptr() == h.data_ptr()))
+    if watched == "names missing":  # those of torch's private ones that would tell
+        monkeypatch.setattr(private, "AVAILABLE", False)
     with contextlib.ExitStack() as watching:
         if watched == "hooks":
             watching.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
@@ -184,11 +189,11 @@ def test_a_backward_that_failed_halfway_is_not_run_again(make_case, monkeypatch,
     case = make_case(40)
     out = case.forward(workspace_bytes=workspace_bytes)
 
-    def up_backward_act(*args, **kwargs):
+    def launch(*args, **kwargs):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(unchecked, "up_backward_act", up_backward_act)
+        patched.setattr(linear, "launch", launch)
         with pytest.raises(MemoryError):
             torch.autograd.grad(out, case.parameters, case.d_out)
     with pytest.raises(RuntimeError, match="second time"):
@@ -204,21 +209,24 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
         assert ids.is_contiguous() and stream == 7
         calls.append((tuple(ids.shape), len(out)))
         signature.bind(ids, num_experts, out, stream)
-        twin = dispatch.reference.build_dispatch(ids.numpy(), num_experts)
+        twin = dispatch_twin.build_dispatch(ids.numpy(), num_experts)
         names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
         for tensor, name in zip(out, names, strict=False):
-            tensor.copy_(torch.from_numpy(getattr(twin, name)))
+            tensor.copy_(torch.from_numpy(np.asarray(getattr(twin, name))))
 
     signature = inspect.signature(build.build_dispatch_unchecked)
     for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
-        expected = torch.ops.blazeproto.dispatch(ids, 5, "torch")
-        with monkeypatch.context() as patched:
-            patched.setattr(hopper_products, "build_dispatch_unchecked", build_dispatch_unchecked)
-            patched.setattr(hopper_products, "current_stream", lambda array: 7)
-            patched.setattr(library, "has_dispatch_kernels", lambda *_: True)
-            got = torch.ops.blazeproto.dispatch(ids, 5, "hopper")
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert calls == [((37, 3), 3), ((37, 3), 4), ((varying.topk_experts.shape[0], 1), 3)]
+        for chunk_tokens in (0, 16) if ids.dim() == 2 else (0,):
+            expected = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "torch")
+            with monkeypatch.context() as patched:
+                patched.setattr(hopper_backend, "build_dispatch_unchecked", build_dispatch_unchecked)
+                patched.setattr(hopper_backend, "current_stream", lambda array: 7)
+                patched.setattr(node, "dispatch_backend", lambda *_: hopper_backend)
+                got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper")
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    chunks = [(16, 3), (16, 3), (5, 3)]
+    of_pairs = (varying.topk_experts.shape[0], 1)
+    assert calls == [(s, n) for n in (3, 4) for s in ((37, 3), *chunks)] + [(of_pairs, 3)]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +240,7 @@ def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
 )
 def test_dispatch_refuses_what_its_kernels_would_misread(ids, num_experts):
     with pytest.raises(ValueError, match="topk_experts: expected int32 or int64"):
-        hopper_products.build_dispatch(ids, num_experts, (ids, ids, ids))
+        hopper_backend.build_dispatch(ids, num_experts, (ids, ids, ids))
 
 
 @pytest.mark.parametrize(("gpu", "entered"), [(0, []), (1, ["cuda:1"])])
@@ -249,10 +257,9 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, ente
     monkeypatch.setattr(torch.cuda, "device", device)
     with FakeTensorMode():
         x = torch.empty(3, device=f"cuda:{gpu}")
-    assert library.caller(x) is library._call  # a fake tensor is a mode's
-    monkeypatch.setattr(library, "_unheard", lambda tensors: True)
-    assert library.caller(x) is (library._call if entered else library._call_directly)
-    guarded = library._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
+    assert not private.nobody_listens((x,))  # a fake tensor is a mode's
+    assert operators.on_another_gpu(x) == bool(entered)
+    guarded = operators._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
     assert guarded([True], x, None) == ([True], x, None, entered)
 
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, saved_bytes, torch_products
+from blazeproto.autograd import SavePolicy, saved_bytes, torch_backend
 
 POLICIES = [policy.value for policy in SavePolicy]
 
@@ -76,13 +76,13 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
         return kept
 
     alive_then = []
-    real = torch_products.up_backward
+    real = torch_backend.up_backward
 
     def up_backward(*args, **kwargs):
         alive_then.extend(reference() is not None for reference in references)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch_products, "up_backward", up_backward)
+    monkeypatch.setattr(torch_backend, "up_backward", up_backward)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         out = case.forward(save=save)
     out.backward(case.d_out, retain_graph=keep)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from blazeproto.autograd import SavePolicy, checkpoint_contexts
 from blazeproto.autograd.policy import Options
 from blazeproto.layer import MoE
-from blazeproto.router import Router
+from blazeproto.router.router import Router
 
 POLICIES = [policy.value for policy in SavePolicy]
 ops = torch.ops.blazeproto
@@ -20,16 +20,17 @@ def options(save="minimal", activation="swiglu"):
     return Options(activation, save, "gather", "torch", "weight").encode()
 
 
-def tail_of(case, save="minimal"):
-    index_arrays = ops.dispatch(case.topk_experts, 5, "torch")
+def tail_of(case, save="minimal", chunk_tokens=0):
+    index_arrays = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
     top_k = 0 if case.varying else 3
     varying = (case.varying.get("pair_tokens"), case.varying.get("token_offsets"))
-    return (*index_arrays, top_k, *varying, options(save))
+    return (*index_arrays, top_k, *varying, chunk_tokens, options(save))
 
 
 def test_opcheck_dispatch(make_case):
     case = make_case(sentinels=True)
-    torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, "torch"))
+    for chunk_tokens in (0, 16):
+        torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, chunk_tokens, "torch"))
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -53,14 +54,16 @@ def test_opcheck_experts(make_case, save, varying):
 
 
 @pytest.mark.parametrize("save", POLICIES)
-def test_opcheck_chunked(make_case, save):
+def test_opcheck_chunks(make_case, save):
     case = make_case(bias=True)
+    tail = tail_of(case, save, chunk_tokens=16)
     parameters = (case.x, case.gate_up_proj, case.up_bias, case.down_proj, case.down_bias, case.scores)
-    torch.library.opcheck(ops.moe_chunked.default, (*parameters, case.topk_experts, 16, options(save)))
+    torch.library.opcheck(ops.moe_experts.default, (*parameters, *tail))
     parameters = tuple(p.detach() for p in parameters)
-    _, *saved = ops.moe_chunked(*parameters, case.topk_experts, 16, options(save))
-    arguments = ([True] * 6, case.d_out, *parameters, *saved, 16, options(save))
-    torch.library.opcheck(ops.moe_chunked_backward.default, arguments)
+    _, h, act = ops.moe_experts(*parameters, *tail)
+    kept = {"minimal": (h, None), "paper": (h, act), "recompute": (None, None)}[save]
+    for needs in ([True] * 6, [True, False, False, True, False, False]):
+        torch.library.opcheck(ops.moe_backward.default, (needs, case.d_out, *parameters, *kept, *tail))
 
 
 @pytest.mark.parametrize("save", POLICIES)

@@ -1,71 +1,81 @@
-"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. Nothing is
-compiled or launched here."""
+"""What `gemm.prepare` compiles is what a layer launches: all of it, and nothing that no number of tokens would launch. And how
+deep a launch lies. Nothing is compiled or launched here."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from blazeproto import driver, gemm
-from blazeproto.autograd import backends, checks, hopper_products, moe_mlp
-from blazeproto.gemm import compile as gemm_compile
-from blazeproto.gemm import config, launch, rowops, unchecked, weights
+import blazeproto
+from blazeproto import gemm
+from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.autograd import hopper_backend, moe_mlp, node, torch_backend
+from blazeproto.gemm import launch, registry, weight
+from blazeproto.gemm.combine import in_slices
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.nvrtc import Binary
+from blazeproto.layer import MoE
+from blazeproto.runtime import driver
 
-CACHES = (
-    config.kernel_for,
-    config.weight_sum_kernel,
-    rowops._combine_kernel,
-    rowops.reduce_kernel,
-    rowops._combine_plan,
-    unchecked._up_plan,
-    unchecked._linear_plan,
-    unchecked._down_backward_plan,
-    weights.weight_plan,
-    weights._shares,
-    backends.products_on,
-)
 T, D, N, E, K = 40, 64, 32, 6, 3
+PACKAGE = Path(blazeproto.__file__).parent
+MOST_FRAMES = 7
+HANDLES: list[Kernel] = []  # a kernel's handle is its place here; what one test has planned, the next one finds
+
+
+class Launches:
+    """Stands in for the driver."""
+
+    CUDADriverError = RuntimeError
+
+    def __init__(self) -> None:
+        self.prepared: list[Kernel] = []
+        self.loaded: list[Kernel] = []
+        self.launched: set[int] = set()
+        self.frames: list[list[str]] = []
+
+    def handle(self, kernel: Kernel, device: int) -> int:
+        assert kernel in self.prepared, f"{kernel!r} was not prepared"
+        self.loaded.append(kernel)
+        HANDLES.append(kernel)
+        return len(HANDLES) - 1
+
+    def launchKernel(self, function: int, *_: object) -> None:
+        self.launched.add(id(HANDLES[function]))
+        frame, mine = sys._getframe(1), []
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                mine.append(frame.f_code.co_name)
+            frame = frame.f_back
+        self.frames.append(mine[::-1])
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The kernels whose handles have been asked for; kernels compile to nothing, and the Hopper backend runs on the CPU."""
-    handles = []
+def launches(monkeypatch):
+    """Kernels compile to nothing, and the Hopper backend runs on the CPU, whose tensors are of device -1."""
+    made = Launches()
 
-    def compile_to_nothing(kernel):
-        kernel.__dict__.setdefault("binary", Binary(b"", "", ""))
-        return kernel
+    def compile_many(kernels, jobs=None):
+        made.prepared.extend(kernels)
+        return made.prepared
 
-    def handle(self, device):
-        assert "binary" in self.__dict__, f"{self!r} was not prepared"
-        handles.append(self)
-        return 1
-
-    monkeypatch.setattr(gemm_compile, "compile_in_subprocess", compile_to_nothing)
-    monkeypatch.setattr(Kernel, "handle", handle)
-    monkeypatch.setattr(Kernel, "registers", 32)
-    monkeypatch.setattr(driver, "launch", lambda *_: None)
+    monkeypatch.setattr(registry, "compile_many", compile_many)
+    monkeypatch.setattr(Kernel, "handle", lambda kernel, device: made.handle(kernel, device))
+    monkeypatch.setattr(driver, "_driver", lambda: made)
     monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
-    for module in (launch, weights):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
-    monkeypatch.setattr(weights, "WORKSPACE_PART", 1e6)  # so that these few rows may be shared, and pieces be summed
-    monkeypatch.setattr(backends, "missing_for_hopper", lambda *_: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    forget()
-    yield handles
-    forget()
-
-
-def forget():
-    checks._passed.clear()
-    for cached in CACHES:
-        cached.cache_clear()
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(weight, "num_sms", lambda device: 132)
+    monkeypatch.setattr(weight, "WORKSPACE_PART", 1e6)  # so that these few rows may be cut, and partials be summed
+    monkeypatch.setattr(node, "backend_on", lambda *_: hopper_backend)
+    monkeypatch.setattr(node, "dispatch_backend", lambda *_: torch_backend)
+    monkeypatch.setattr(hopper_backend, "current_stream", lambda array: 0)
+    return made
 
 
 def run(activation="swiglu", up_bias=False, down_bias=False, combine="gather", f32=False, varying=False, d=D):
-    width = N * (1 + config.is_gated(activation))
+    width = N * activation_named(activation).halves
 
     def random(*shape):
         return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
@@ -84,10 +94,10 @@ def run(activation="swiglu", up_bias=False, down_bias=False, combine="gather", f
         "up_bias": random(E, width) if up_bias else None,
         "down_bias": random(E, d) if down_bias else None,
     }
-    moe_mlp(**parameters, topk_experts=experts, num_experts=E, backend="hopper", **options).sum().backward()
+    moe_mlp(**parameters, topk_experts=experts, num_experts=E, **options).sum().backward()
 
 
-CASES = [(activation, False, False, "gather", False, False) for activation in config.ACTIVATIONS]
+CASES = [(activation, False, False, "gather", False, False) for activation in ACTIVATIONS]
 CASES += [
     ("swiglu", True, True, "gather", True, False),
     ("swiglu", True, False, "gather", False, True),
@@ -97,7 +107,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("activation", "up_bias", "down_bias", "combine", "f32", "varying"), CASES)
-def test_a_prepared_layer_compiles_nothing(launched, activation, up_bias, down_bias, combine, f32, varying):
+def test_a_prepared_layer_compiles_nothing(launches, activation, up_bias, down_bias, combine, f32, varying):
     prepared = gemm.prepare(
         D,
         N,
@@ -109,21 +119,32 @@ def test_a_prepared_layer_compiles_nothing(launched, activation, up_bias, down_b
         fused=combine == "fused",
         f32_weight_grads=f32,
     )
-    assert not launched
+    assert not launches.launched
     run(activation, up_bias, down_bias, combine, f32, varying)
-    assert {id(kernel) for kernel in launched} == {id(kernel) for kernel in prepared}
+    assert launches.launched == {id(kernel) for kernel in prepared}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_layer_prepared_for_slices_of_columns(launched, monkeypatch, count):
-    monkeypatch.setattr(hopper_products, "column_slices", lambda num_rows, d, size: rowops._in_slices(d, count))
+def test_a_layer_prepared_for_slices_of_columns(launches, monkeypatch, count):
+    monkeypatch.setattr(hopper_backend, "column_slices", lambda num_rows, d, size: in_slices(d, count))
     prepared = gemm.prepare(2312, N, E, K)
     run(d=2312)
-    assert {id(kernel) for kernel in launched} <= {id(kernel) for kernel in prepared}
+    assert launches.launched <= {id(kernel) for kernel in prepared}
 
 
-def test_loads_where_it_is_told_to(launched):
-    assert gemm.prepare(D, N, E, K, device=1) == launched
+def test_loads_where_it_is_told_to(launches):
+    assert gemm.prepare(D, N, E, K, device=1) == launches.loaded
+
+
+def test_a_launch_is_at_most_seven_frames_deep(launches):
+    """Of this package, from MoE.forward to the driver's launch: the experts' forward, eager."""
+    layer = MoE(D, N, E, K, dtype=torch.bfloat16, bias=True)
+    gemm.prepare(D, N, E, K, up_bias=True, down_bias=True)
+    layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))
+    assert launches.frames
+    for frames in launches.frames:
+        assert frames[0] == "forward" and frames[-1] == "launch"
+        assert len(frames) <= MOST_FRAMES, frames
 
 
 @pytest.mark.parametrize(
@@ -132,10 +153,10 @@ def test_loads_where_it_is_told_to(launched):
         ((60, N, E, K), "d_model: expected a positive multiple of 8, got 60"),
         ((D, 0, E, K), "d_expert: expected a positive multiple of 8, got 0"),
         ((D, N, 513, K), "num_experts: expected 1 to 512, got 513"),
-        ((D, N, E, 7), "top_k: expected 1 to num_experts=6, or None if it varies, got 7"),
+        ((D, N, E, 0), "top_k: expected at least 1, or None if it varies, got 0"),
     ],
 )
-def test_refuses_what_the_products_do_not_take(launched, arguments, message):
+def test_refuses_what_the_products_do_not_take(launches, arguments, message):
     with pytest.raises(ValueError, match=message):
         gemm.prepare(*arguments)
     with pytest.raises(ValueError, match="activation: expected one of 'swiglu'"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, chunked, torch_products
+from blazeproto.autograd import SavePolicy, torch_backend
+from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.dispatch import Dispatch
 
 POLICIES = [policy.value for policy in SavePolicy]
 
@@ -35,7 +37,7 @@ def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_products_in_float32_leave_their_sums_unrounded(make_case, monkeypatch, workspace_bytes):
     """Where a CPU has no products of bf16: for float32 gradients, and for the sums over chunks."""
-    monkeypatch.setattr(torch_products, "_multiplies", lambda device, dtype: dtype == torch.float32)
+    monkeypatch.setattr(torch_backend, "_multiplies", lambda device, dtype: dtype == torch.float32)
     case = make_case(256, 32, 48, 6, 3, dtype=torch.bfloat16)
     for weight in (case.gate_up_proj, case.down_proj):
         weight.grad_dtype = torch.float32
@@ -60,13 +62,13 @@ def test_transient_rows_are_bounded(make_case, save, monkeypatch):
     case = make_case(200, 16, 24, 5, 2, dtype=torch.float32)
     seen = []
     for name in ("up_forward", "recompute_h", "down_forward", "down_backward", "up_backward"):
-        real = getattr(torch_products, name)
+        real = getattr(torch_backend, name)
 
         def counted(*args, _real=real, **kwargs):
-            seen.extend(arg.pair_indices.shape[0] for arg in args if hasattr(arg, "pair_indices"))
+            seen.extend(arg.num_rows for arg in args if isinstance(arg, Dispatch))
             return _real(*args, **kwargs)
 
-        monkeypatch.setattr(torch_products, name, counted)
+        monkeypatch.setattr(torch_backend, name, counted)
     bytes_per_row = 4 * max(48 + 24, 24 + 16, 48 + 16)  # H and act, act and Y, dH and dX~
     case.run(save=save, workspace_bytes=bytes_per_row * 2 * 40)
     assert max(seen) <= 2 * 40 and len(seen) >= 4 * 5
@@ -79,14 +81,19 @@ def test_inference_keeps_no_h(make_case):
         torch.testing.assert_close(case.forward(workspace_bytes=20_000), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_chunk_length():
-    assert chunked.chunk_length(1000, 10, 100_000) == 1000
-    assert chunked.chunk_length(1000, 10, 9_990) == 504  # two even chunks, in multiples of 8
-    assert chunked.chunk_length(1000, 10, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
-    assert chunked.chunk_length(1000, 10, 50) == 5
-    assert chunked.chunk_length(0, 10, 50) == 0
+def test_chunk_tokens():
+    """A token takes 2 bytes each of H (2 n) and dX~ (d) for each of its experts: 10 here."""
+
+    def chunk(num_tokens, workspace_bytes):
+        return chunk_tokens_for(workspace_bytes, num_tokens, 1, 3, 1, "swiglu", 2)
+
+    assert chunk(1000, None) == WHOLE and chunk(1000, 100_000) == WHOLE and chunk(1000, 10_000) == WHOLE
+    assert chunk(1000, 9_990) == 504  # two even chunks, in multiples of 8
+    assert chunk(1000, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
+    assert chunk(1000, 50) == 5
+    assert chunk(0, 50) == WHOLE
     with pytest.raises(ValueError, match=r"workspace_bytes: expected at least 10, .* got 9"):
-        chunked.chunk_length(1000, 10, 9)
+        chunk(1000, 9)
 
 
 def test_no_tokens(make_case):

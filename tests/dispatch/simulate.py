@@ -1,6 +1,6 @@
 """The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|topk|strict
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|strict
 
 A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
 thread for each CUDA thread, so blocks are cut to 32 of them.
@@ -48,9 +48,8 @@ MANY_CHUNKS = {
 
 
 def set_sizes(**changes: int) -> None:
-    """Of method="tiled", whose plans are remembered."""
+    """Of method="tiled"."""
     tiled.SIZES = tiled.SIZES._replace(**changes)
-    tiled.plan.cache_clear()
 
 
 def check_method(method: str) -> Iterator[str]:
@@ -119,7 +118,7 @@ def check_strictly() -> Iterator[str]:
     # What a GPU gets, but few threads for the scan: the simulator starts a Python thread for each.
     set_sizes(**tiled.Sizes(scan_threads=32, few_chunks=0)._asdict())
     for kind, num_experts, top_k in DEFAULT_CASES:
-        large = tiled.plan.__wrapped__(2**20, top_k, num_experts)
+        large = tiled.plan(2**20, top_k, num_experts)
         num_tokens = large.chunk_tokens + large.tile_tokens + 77  # a whole chunk, then less
         chosen = large._replace(num_chunks=-(-num_tokens // large.chunk_tokens))
         ids = make_routing(kind, num_tokens, num_experts, top_k)
@@ -145,14 +144,7 @@ def main(what: str) -> None:
         few_chunks=0,
     )
     dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
-    if what == "topk":
-        from simulate_topk import check_topk
-
-        lines = list(check_topk())
-    elif what == "strict":
-        lines = list(check_strictly())
-    else:
-        lines = list(check_method(what))
+    lines = list(check_strictly() if what == "strict" else check_method(what))
     if what == "tiled":  # again, with blocks that sum the table themselves
         assert tiled.plan(75, 2, 8).scanned
         set_sizes(few_chunks=8)

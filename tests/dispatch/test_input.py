@@ -1,16 +1,13 @@
-"""What is refused before anything is launched, and what importing needs. None of it needs a GPU."""
+"""What is refused before anything is launched. None of it needs a GPU."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from blazeproto import arrays
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
+from blazeproto.runtime import arrays
 
 
 def on_device(shape, dtype="int32", strides=None, device=0):
@@ -26,9 +23,9 @@ def on_device(shape, dtype="int32", strides=None, device=0):
         (on_device((4, 2)), 0, {}, ValueError, "num_experts: expected at least 1, got 0"),
         (on_device((4, 2)), 2.5, {}, TypeError, "num_experts: expected an int, got float"),
         (on_device((4, 2)), 8, {"method": "hash"}, ValueError, "method: expected one of .*, got 'hash'"),
-        (on_device((8,)), 8, {}, ValueError, r"topk_experts: expected 2 dimension.*got shape \(8,\)"),
+        (on_device((8,)), 8, {}, ValueError, r"topk_experts: expected shape \(any, any\), got \(8,\)"),
         (on_device((8, 0)), 8, {}, ValueError, r"topk_experts: expected .*K >= 1, got \(8, 0\)"),
-        (on_device((4, 2), "float32"), 8, {}, TypeError, "topk_experts: expected int32 or int64, got float32"),
+        (on_device((4, 2), "float32"), 8, {}, TypeError, "topk_experts: expected dtype int32 or int64, got float32"),
         (on_device((4, 2), strides=(1, 4)), 8, {}, ValueError, "topk_experts: expected a contiguous array"),
         (on_device((2**28, 8)), 8, {}, ValueError, r"topk_experts: expected at most 2147418112 pairs"),
         (torch.zeros(4, 2, dtype=torch.int32), 8, {}, ValueError, "topk_experts: expected an array on a CUDA device"),
@@ -44,24 +41,11 @@ def test_bad_ids(ids, num_experts, options, error, message):
 
 def test_bad_varying():
     experts, tokens, offsets = on_device((9,)), on_device((9,)), on_device((5,))
-    with pytest.raises(ValueError, match="pair_experts: expected 1 dimension"):
+    with pytest.raises(ValueError, match=r"pair_experts: expected shape \(any\), got \(9, 1\)"):
         build_dispatch_varying(on_device((9, 1)), tokens, offsets, 4)
-    with pytest.raises(ValueError, match=r"pair_tokens: expected int32 \(9,\), got int32 \(8,\)"):
+    with pytest.raises(ValueError, match=r"pair_tokens: expected shape \(9\), got \(8,\)"):
         build_dispatch_varying(experts, on_device((8,)), offsets, 4)
-    with pytest.raises(ValueError, match="token_offsets: expected int32"):
+    with pytest.raises(TypeError, match="token_offsets: expected dtype int32, got int64"):
         build_dispatch_varying(experts, tokens, on_device((5,), "int64"), 4)
-
-
-PROBE = """
-import sys
-for name in ("numba", "cupy", "torch", "cuda"):
-    sys.modules[name] = None  # importing it now raises
-import blazeproto.dispatch
-import blazeproto.dispatch.reference
-"""
-
-
-def test_importing_needs_no_cuda_package():
-    probe = PROBE.replace('"torch", ', "")  # blazeproto itself imports torch
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match=r"token_offsets: expected \(T \+ 1,\), got \(0,\)"):
+        build_dispatch_varying(experts, tokens, on_device((0,)), 4)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tiled", "dense", "topk", "strict"])
+@pytest.mark.parametrize("what", ["tiled", "dense", "strict"])
 def test_simulated(what):
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
@@ -45,9 +45,9 @@ def compiled(kernel) -> str:
 def test_tiled_compiles(num_tokens, num_experts, top_k, dtype):
     from blazeproto.dispatch import tiled
 
-    count, scan, place = tiled.kernels(tiled.plan(num_tokens, top_k, num_experts), top_k, num_experts, dtype)
-    assert (scan is None) == (num_tokens == 2**10), "of few chunks the table is not scanned"
-    for kernel in filter(None, (count, scan, place)):
+    kernels = tiled.kernels(num_tokens, top_k, num_experts, dtype)
+    assert len(kernels) == (3 if num_tokens == 2**20 else 2), "of few chunks the table is not scanned"
+    for kernel in kernels:
         ptx = compiled(kernel)
         assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
 
@@ -55,19 +55,8 @@ def test_tiled_compiles(num_tokens, num_experts, top_k, dtype):
 def test_dense_compiles():
     from blazeproto.dispatch import dense
 
-    for kernel in dense.kernels(4, "int32", "uint8"):
+    for kernel in dense.kernels(1000, 4, 8, "int32"):
         assert "atom." not in compiled(kernel), f"{kernel!r} has an atomic"
-
-
-def test_a_damaged_cache_entry_is_compiled_again(tmp_path):
-    from blazeproto.dispatch import dense
-
-    kernel = dense.kernels(4, "int32", "uint8").offsets
-    _, whole = kernel.cubin((9, 0))
-    for path in tmp_path.iterdir():
-        path.write_bytes(path.read_bytes()[:-100])
-    entry, again = kernel.cubin((9, 0))
-    assert entry.encode() in again and abs(len(again) - len(whole)) < 100  # Numba counts its functions in their names
 
 
 def test_the_plan_keeps_the_table_small_and_the_tiles_in_shared_memory():

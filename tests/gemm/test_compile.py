@@ -12,8 +12,14 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.gemm import config, nvrtc, rowops
-from blazeproto.gemm.compile import CompileError, Kernel, cache_folder, compile_in_subprocess, compile_many
+from blazeproto import gemm
+from blazeproto.gemm import nvrtc
+from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
+from blazeproto.gemm.launch import MAP_BYTES, Params
+from blazeproto.gemm.rows import ROWS_PARAMS
+from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, TileConfig
+from blazeproto.gemm.weight import WEIGHT_PARAMS
+from blazeproto.runtime import cache
 
 SOURCE = """
 #include "ptx.cuh"
@@ -101,7 +107,7 @@ def test_the_key_covers_headers(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b""])
 def test_a_damaged_cache_entry_is_compiled_again(source: str, damage: Callable[[bytes], bytes]) -> None:
     cubin = Kernel(source, "first", {"N": 64}).cubin
-    (entry,) = cache_folder().iterdir()
+    (entry,) = cache.folder().iterdir()
     entry.write_bytes(damage(entry.read_bytes()))
     assert Kernel(source, "first", {"N": 64}).cubin == cubin
     assert len(entry.read_bytes()) > 1000  # mended
@@ -124,12 +130,12 @@ def test_a_crash_of_the_compiler_is_an_error(source: str, tmp_path: Path, monkey
 def test_many_compile_in_parallel(source: str) -> None:
     kernels = compile_many([Kernel(source, "first", {"N": n}) for n in (32, 64, 32)], jobs=2)
     assert [kernel.smem_bytes for kernel in kernels] == [128, 256, 128]
-    assert len(list(cache_folder().iterdir())) == 2
+    assert len(list(cache.folder().iterdir())) == 2
 
 
 # --- Every kernel of the package ---------------------------------------------------------------------------------------
 
-KERNELS = list({(k.file, k.entry, k.macros): k for k in (*config.all_kernels(), *rowops.all_kernels())}.values())
+KERNELS = list(gemm.all_kernels())
 
 
 @pytest.fixture(scope="module")
@@ -147,4 +153,82 @@ def test_no_spills_and_no_serialised_wgmma(kernel: Kernel, compiled: Callable[[K
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiled(kernel).spills == 0, kernel.log
-    assert kernel.smem_bytes <= config.SMEM_BYTES
+    assert kernel.smem_bytes <= SMEM_LIMIT
+
+
+def layout_check(params: Params) -> str:
+    """A kernel ``layout`` that compiles only if the struct lies in memory as described: where a field lies elsewhere, a call
+    of a function without a body survives the optimiser. (NVRTC has no offsetof.)"""
+    offsets = {name: MAP_BYTES * i for i, name in enumerate(params.maps)}
+    offsets |= {name: params.words_offset + 8 * i for i, name in enumerate(params.words)}
+    offsets |= {name: params.numbers_offset + 4 * i for i, name in enumerate(params.numbers)}
+    fields = [
+        f"if (reinterpret_cast<uint64_t>(&reinterpret_cast<{params.struct}*>(0)->{name}) != {at}) lies_elsewhere();"
+        for name, at in offsets.items()
+    ]
+    lines = [
+        f'#include "{params.header}"',
+        f"static_assert(sizeof({params.struct}) == {params.size});",
+        'extern "C" __device__ void lies_elsewhere();',
+        f'extern "C" __global__ void layout() {{ {" ".join(fields)} }}',
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("params", "product"), [(ROWS_PARAMS, "up_forward"), (WEIGHT_PARAMS, "up_backward_weight")])
+def test_structs_lie_in_memory_as_launches_pack_them(params, product, tmp_path) -> None:
+    """A kernel made of the description, compiled with a product's macros; and one of a wrong description, which must not."""
+    path, like, check = tmp_path / "layout.cu", gemm.kernel_for(product), layout_check(params)
+    path.write_text(check)
+    compile_in_subprocess(Kernel(str(path), "layout", like.defines))
+    path.write_text(check.replace(f"!= {params.words_offset})", f"!= {params.words_offset + 8})"))
+    with pytest.raises(CompileError, match="lies_elsewhere"):
+        compile_in_subprocess(Kernel(str(path), "layout", like.defines))
+
+
+# --- What can be asked for ---------------------------------------------------------------------------------------------
+
+
+def test_a_changed_entry_of_the_table_holds_from_the_next_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gemm.kernel_for("up_forward")
+    monkeypatch.setitem(TILES, "up_forward", TileConfig(deferred=False))
+    assert "-DDEFERRED=0" in gemm.kernel_for("up_forward").macros and "-DDEFERRED=1" in before.macros
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: gemm.kernel_for("up_forwrd"), ValueError, "product: .*got 'up_forwrd'; did you mean 'up_forward'"),
+        (
+            lambda: gemm.kernel_for("up_forward", activation="SwiGLU"),
+            ValueError,
+            "activation: .*got 'SwiGLU'; did you mean 'swiglu'",
+        ),
+        (lambda: gemm.kernel_for("up_forward", f32=True), TypeError, "f32"),
+        (lambda: gemm.kernel_for("up_forward", TileConfig(cluster=2)), ValueError, "config: expected cluster=1"),
+        (
+            lambda: gemm.kernel_for("down_backward_act", TileConfig(tile_n=128, deferred=False)),
+            ValueError,
+            "config: expected tile_n=256 and deferred=False",
+        ),
+        (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 128, 256, got 100"),
+        (lambda: TileConfig(stages=3), ValueError, "stages: expected one of 2, 4, got 3"),
+        (lambda: TileConfig(deferred=1), ValueError, "deferred: expected one of False, True, got 1"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+TILED = [
+    (product, TileConfig(tile_n, stages, deferred))
+    for product in ("up_forward", "down_forward", "up_backward_weight")
+    for tile_n, stages, deferred in ((128, 4, True), (128, 2, False), (256, 2, True))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("product", "config"), TILED)
+def test_every_tile_on_offer_compiles(product: str, config: TileConfig) -> None:
+    assert compile_in_subprocess(gemm.kernel_for(product, config)).smem_bytes <= SMEM_LIMIT

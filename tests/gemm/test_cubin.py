@@ -6,14 +6,15 @@ import re
 
 import pytest
 
-from blazeproto.gemm import config, cubin, nvrtc
+from blazeproto import gemm
+from blazeproto.gemm import cubin, nvrtc
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.nvrtc import CompileError
 
 REGISTERS = 65536  # of a multiprocessor
-WITH_FINISHER = [kernel for kernel in config.all_kernels() if kernel.start_registers is not None]
-UP = config.kernel_for("up_forward", config.DEFAULTS["up_forward"])
-DOWN = config.kernel_for("down_forward", config.DEFAULTS["down_forward"], gather=False)
+WITH_FINISHER = [kernel for kernel in gemm.all_kernels() if kernel.start_registers is not None]
+UP = gemm.kernel_for("up_forward")
+DOWN = gemm.kernel_for("down_forward")
 
 
 @pytest.fixture(scope="module")

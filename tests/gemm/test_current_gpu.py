@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
+import torch
 
 from blazeproto import gemm
-from blazeproto.arrays import DeviceArray
-from blazeproto.gemm import rows as rows_module
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm import product, weight
+from blazeproto.runtime.arrays import DeviceArray
 
 T, K, D, N, E = 64, 2, 128, 64, 4
 R = T * K
+PLACES = itertools.count(1 << 20, 1 << 20)  # arrays that don't overlap
 
 
 def on_gpu_0(dtype: str, *shape: int) -> DeviceArray:
     strides = [1]
     for length in shape[:0:-1]:
         strides.insert(0, strides[0] * length)
-    return DeviceArray(0x1000, shape, dtype, tuple(strides), 0, None)
+    return DeviceArray(next(PLACES), shape, dtype, tuple(strides), 0, None)
 
 
 def bf16(*shape: int) -> DeviceArray:
@@ -61,27 +65,35 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("function", ARGUMENTS)
 def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    monkeypatch.setattr(rows_module, "current_device", lambda: 0)
-    monkeypatch.setattr(gemm.unchecked, "weight_workspace", lambda *_: 0)
+    monkeypatch.setattr(product, "current_device", lambda: 0)
+    monkeypatch.setattr(weight, "weight_workspace", lambda *_: 0)
     arrays = ARGUMENTS[function]
     indices = {
-        "pair_indices": on_gpu_0("int32", R),
-        "offsets": on_gpu_0("int32", E + 1),
+        "expert_pair_indices": on_gpu_0("int32", R),
+        "expert_token_offsets": on_gpu_0("int32", E + 1),
         "token_index_map": on_gpu_0("int32", R),
         "pair_tokens": on_gpu_0("int32", R),
         "token_offsets": on_gpu_0("int32", T + 1),
     }
     for name in (*arrays, *indices):
         elsewhere = {key: array._replace(device=int(key == name)) for key, array in (arrays | indices).items()}
-        rows = gemm.Rows(**{key: elsewhere.pop(key) for key in indices}, top_k=None)
-        full_name = f"rows.{name}" if name in indices else name
+        lists = {key: elsewhere.pop(key) for key in indices}
+        dispatch = Dispatch(**lists, token_expert_indices=None, num_experts=E, top_k=None, num_tokens=T)
+        full_name = f"dispatch.{name}" if name in indices else name
         expected = f"{full_name}: expected an array on the current GPU, cuda:0, got one on cuda:1"
         with pytest.raises(ValueError, match=re.escape(expected)):
-            getattr(gemm, function)(**elsewhere, rows=rows)
+            getattr(gemm, function)(**elsewhere, dispatch=dispatch)
 
 
 def test_another_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "current_device", lambda: 1)
-    rows = gemm.Rows(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), K)
+    monkeypatch.setattr(product, "current_device", lambda: 1)
+    dispatch = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), None, E, K, T)
     with pytest.raises(ValueError, match="y: expected an array on the current GPU, cuda:1, got one on cuda:0"):
-        gemm.combine(MODEL, rows, out=TOKENS)
+        gemm.combine(MODEL, dispatch, out=TOKENS)
+
+
+def test_an_array_of_the_cpu_is_named_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "current_device", lambda: pytest.fail("asked for a GPU"))
+    dispatch = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), None, E, K, T)
+    with pytest.raises(ValueError, match="y: expected an array on a CUDA device, got a tensor on cpu"):
+        gemm.combine(torch.zeros(R, D, dtype=torch.bfloat16), dispatch)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from accuracy import Pool
-from oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
 
-from blazeproto.gemm import Rows
+from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named
+from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import reference as twin
-from blazeproto.reference import ACTIVATIONS, moe_mlp
+from blazeproto.lab.accuracy import Pool
+from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.reference import moe_mlp
 
 SHAPE = Shape(tokens=23, d=16, n=8, experts=5, top_k=3)
 CASES = {
@@ -24,12 +27,12 @@ CASES = {
 }
 
 
-def to_numpy(case: Case) -> tuple[dict[str, np.ndarray], Rows]:
-    """The case's arrays in float64, and its rows."""
+def to_numpy(case: Case) -> tuple[dict[str, np.ndarray], Dispatch]:
+    """The case's arrays in float64, and its dispatch."""
     names = ("x", "up_proj", "down_proj", "scores", "d_out", "up_bias", "down_bias")
     arrays = {name: getattr(case, name) for name in names}
-    rows = Rows(*(t.numpy() if isinstance(t, torch.Tensor) else t for t in case.rows))
-    return {name: t.double().numpy() for name, t in arrays.items() if t is not None}, rows
+    lists = {name: None if t is None else t.numpy() for name, t in case.dispatch.arrays.items()}
+    return {name: t.double().numpy() for name, t in arrays.items() if t is not None}, replace(case.dispatch, **lists)
 
 
 def run_twins(case: Case) -> dict[str, np.ndarray]:
@@ -57,7 +60,7 @@ def run_twins(case: Case) -> dict[str, np.ndarray]:
 
 def pair_experts(case: Case) -> torch.Tensor:
     """(P,) the expert of each pair, -1 where it has no row: the router's choice back from the rows."""
-    experts = torch.full((len(case.rows.token_index_map),), -1)
+    experts = torch.full((len(case.dispatch.token_index_map),), -1)
     experts[case.row_pair] = case.row_expert
     return experts
 
@@ -68,8 +71,8 @@ def test_twins_are_the_layer(options: dict) -> None:
     case = make_case(SHAPE, **options, biases=True, device="cpu")
     names = ("x", "up_proj", "down_proj", "scores", "up_bias", "down_bias")
     leaves = {name: getattr(case, name).double().requires_grad_() for name in names}
-    experts, top_k = pair_experts(case), case.rows.top_k
-    pair_tokens = case.rows.pair_tokens
+    experts, top_k = pair_experts(case), case.dispatch.top_k
+    pair_tokens = case.dispatch.pair_tokens
     out = moe_mlp(
         *(leaves[name] for name in ("x", "up_proj", "down_proj", "scores")),
         experts.view(-1, top_k) if top_k else experts,
@@ -97,16 +100,25 @@ def test_oracle_is_the_twins(activation: str) -> None:
         np.testing.assert_allclose(result[name.removesuffix("_f32")][: len(value)], value, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("activation", twin.POINTWISE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives_by_finite_differences(activation: str) -> None:
     rng = np.random.default_rng(0)
-    h, d_act = rng.normal(size=(4, 6)), rng.normal(size=(4, 3 if activation in twin.GATED else 6))
-    gradient, step = twin.activate_backward(h, d_act, activation), 1e-6
+    h, d_act = rng.normal(size=(4, 6)), rng.normal(size=(4, 6 // activation_named(activation).halves))
+    gradient, step = np.concatenate(activate_backward(h, d_act, activation), axis=-1), 1e-6
     for place in np.ndindex(h.shape):
         nudge = np.zeros_like(h)
         nudge[place] = step
-        difference = twin.activate(h + nudge, activation) - twin.activate(h - nudge, activation)
+        difference = activate(h + nudge, activation) - activate(h - nudge, activation)
         assert (difference * d_act).sum() / (2 * step) == pytest.approx(gradient[place], abs=1e-8)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_numpy_and_torch_agree(activation: str) -> None:
+    h, d_act = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 6 // activation_named(activation).halves).double()
+    np.testing.assert_allclose(activate(h.numpy(), activation), activate(h, activation), atol=1e-14)
+    by_numpy, by_torch = (activate_backward(*pair, activation) for pair in ((h.numpy(), d_act.numpy()), (h, d_act)))
+    for a, b in zip(by_numpy, by_torch, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-14)
 
 
 def test_rows_of_no_pair_are_neither_written_nor_read() -> None:
@@ -130,19 +142,10 @@ def test_combine_adds_in_slot_order() -> None:
     assert np.array_equal(twin.combine(y, rows, scores=scores), expected)
 
 
-def test_score_partials_are_summed_by_pair() -> None:
-    case = make_case(SHAPE, sentinels=0.3, device="cpu")
-    partial = np.random.default_rng(0).normal(size=(4, case.rows.num_rows))
-    _, rows = to_numpy(case)
-    d_scores = twin.reduce_scores_grad(partial, rows.token_index_map)
-    for pair, row in enumerate(rows.token_index_map):
-        assert d_scores[pair] == (partial[:, row].sum() if row >= 0 else 0)
-
-
 def test_weight_gradients_accumulate() -> None:
     case = make_case(SHAPE, device="cpu")
     a, rows = to_numpy(case)
-    dh = np.random.default_rng(0).normal(size=(case.rows.num_rows, 16))
+    dh = np.random.default_rng(0).normal(size=(case.dispatch.num_rows, 16))
     once = twin.up_backward_weight(dh, a["x"], rows)
     twice = twin.up_backward_weight(dh, a["x"], rows, dw=once.copy(), accumulate=True)
     np.testing.assert_allclose(twice, 2 * once)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Case, Shape, make_case
 
 from blazeproto import gemm
+from blazeproto.lab.oracle import Case, Shape, make_case
 
 pytestmark = pytest.mark.gpu
 
 
 def rows_like(case: Case, width: int) -> torch.Tensor:
     """Random (R, width), with NaN in rows without a pair."""
-    made = torch.randn(case.rows.num_rows, width, device="cuda").bfloat16()
+    made = torch.randn(case.dispatch.num_rows, width, device="cuda").bfloat16()
     made[len(case.row_pair) :] = torch.nan
     return made
 
@@ -27,10 +27,12 @@ def test_y_may_lie_over_act(width: int, biases: bool) -> None:
     """Where a tile has whole rows of both. At an expert's end a neighbour reads rows it writes, and makes nothing of them."""
     case = make_case(Shape(9000, width, width, 37, 3), "zipf", biases=biases, sentinels=0.1)
     act, used = rows_like(case, width), len(case.row_pair)
-    apart = gemm.down_forward(act, case.down_proj, case.rows, bias=case.down_bias, y=torch.full_like(act, torch.nan))
+    apart = gemm.down_forward(
+        act, case.down_proj, case.dispatch, bias=case.down_bias, y=torch.full_like(act, torch.nan)
+    )
     for _ in range(5):
         over = act.clone()
-        gemm.down_forward(over, case.down_proj, case.rows, bias=case.down_bias, y=over)
+        gemm.down_forward(over, case.down_proj, case.dispatch, bias=case.down_bias, y=over)
         assert torch.equal(over[:used], apart[:used]) and over[used:].isnan().all()
 
 
@@ -45,18 +47,18 @@ def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool
     act, dh, used = rows_like(case, n), rows_like(case, 2 * n), len(case.row_pair)
     products = (
         lambda columns, out: gemm.down_forward(
-            act, case.down_proj, case.rows, bias=case.down_bias, columns=columns, y=out
+            act, case.down_proj, case.dispatch, bias=case.down_bias, columns=columns, y=out
         ),
-        lambda columns, out: gemm.up_backward_act(dh, case.up_proj, case.rows, columns=columns, dx_rows=out),
+        lambda columns, out: gemm.up_backward_act(dh, case.up_proj, case.dispatch, columns=columns, dx_rows=out),
     )
     for product in products:
         whole = product(None, rows_like(case, d))
-        out = gemm.combine(whole, case.rows, scores=case.scores, out=torch.full_like(case.x, torch.nan))
+        out = gemm.combine(whole, case.dispatch, scores=case.scores, out=torch.full_like(case.x, torch.nan))
         by_slices = torch.full_like(out, torch.nan)
         for columns in slices:
             part = product(columns, rows_like(case, len(columns)))
             assert torch.equal(part[:used], whole[:used, columns.start : columns.stop])
-            gemm.combine(part, case.rows, scores=case.scores, columns=columns, out=by_slices)
+            gemm.combine(part, case.dispatch, scores=case.scores, columns=columns, out=by_slices)
             assert by_slices[:, columns.stop :].isnan().all()
         assert torch.equal(by_slices, out)
 
@@ -65,6 +67,6 @@ def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool
 def test_bad_columns_are_named(columns: range) -> None:
     case = make_case(Shape(20, 1000, 64, 3, 2))
     with pytest.raises(ValueError, match="columns: expected a range in multiples of 8 within 0 to 1000"):
-        gemm.down_forward(rows_like(case, 64), case.down_proj, case.rows, columns=columns)
+        gemm.down_forward(rows_like(case, 64), case.down_proj, case.dispatch, columns=columns)
     with pytest.raises(ValueError, match="columns: expected"):
-        gemm.combine(rows_like(case, 8), case.rows, columns=columns, out=torch.empty_like(case.x))
+        gemm.combine(rows_like(case, 8), case.dispatch, columns=columns, out=torch.empty_like(case.x))

@@ -10,26 +10,27 @@ from functools import partial
 
 import pytest
 import torch
-from accuracy import Pool, worst_mismatches
-from oracle import (
+
+from blazeproto import gemm
+from blazeproto.activations import ACTIVATIONS, activate
+from blazeproto.gemm import product as products
+from blazeproto.gemm.combine import kernel as combine_kernel
+from blazeproto.gemm.compile import compile_many
+from blazeproto.gemm.tiles import BM
+from blazeproto.lab.accuracy import Pool, worst_mismatches
+from blazeproto.lab.oracle import (
     EXACT,
     ROUTINGS,
     YARDSTICK,
     Case,
     Shape,
+    dispatch_fixed,
     evaluate,
     make_case,
-    rows_fixed,
     run_kernels,
     stray_writes,
 )
-from same_bits import wrong_in_order, wrong_in_place
-
-from blazeproto import gemm
-from blazeproto.gemm import config as tiles
-from blazeproto.gemm import rowops, unchecked
-from blazeproto.gemm.compile import compile_many
-from blazeproto.reference import ACTIVATIONS, activate
+from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 
 pytestmark = pytest.mark.gpu
 
@@ -50,11 +51,8 @@ POOLED_ELEMENTS, MOST_SEEDS = 10_000, 160
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """All kernels at once, in parallel processes, instead of one by one as the tests meet them."""
-    kernels = [*gemm.all_kernels(), *rowops.all_kernels()]
-    kernels += [rowops.combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
-    kernels += [tiles.kernel_for("down_forward", config, fused=True) for config in gemm.candidates("down_forward")]
-    for product in ("down_backward_weight", "up_backward_weight"):
-        kernels += [tiles.kernel_for(product, config, f32=True) for config in gemm.candidates(product)]
+    kernels = list(gemm.all_kernels())
+    kernels += [combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
     compile_many(kernels)
 
 
@@ -116,7 +114,7 @@ def test_wide_top_k() -> None:
     check_products(Shape(65, 128, 64, 48, 40), biases=True)
 
 
-@pytest.mark.parametrize("product", tiles.DEFAULTS)
+@pytest.mark.parametrize("product", gemm.TILES)
 def test_every_tile_configuration(product: str) -> None:
     for config in gemm.candidates(product):
         check_products(Shape(1500, 200, 328, 5, 2), "zipf", configs={product: config})
@@ -138,14 +136,14 @@ def test_weight_gradients_accumulate_in_fp32() -> None:
         ("d_down", gemm.down_backward_weight, (case.d_out, given["a_scaled"])),
         ("d_up", gemm.up_backward_weight, (given["dh"], case.x)),
     ):
-        once = function(*args, case.rows, dw=torch.full_like(given[name], torch.nan, dtype=torch.float32))
-        twice = function(*args, case.rows, dw=once.clone(), accumulate=True)
+        once = function(*args, case.dispatch, dw=torch.full_like(given[name], torch.nan, dtype=torch.float32))
+        twice = function(*args, case.dispatch, dw=once.clone(), accumulate=True)
         torch.testing.assert_close(twice, 2 * once, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("cluster", [2, 1])
 def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
-    """One expert has two fifths of all rows: its tiles are made in pieces by several CTAs, and summed in a fixed order."""
+    """One expert has two fifths of all rows: its tiles are made in partials by several CTAs, and summed in a fixed order."""
     config = gemm.TileConfig(cluster=cluster)
     case = make_case(Shape(120_000, 264, 136, 6, 2), "zipf")
     given = evaluate(YARDSTICK, case)
@@ -154,10 +152,10 @@ def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
         ("up_backward_weight", "d_up", (given["dh"], case.x)),
     ):
         dw = torch.empty_like(given[name], dtype=torch.float32)
-        elements = gemm.weight_workspace(product, dw, case.rows, config)
-        shares = elements // (2 * cluster * tiles.BM * config.tile_n)  # weight_schedule.cuh draws the workspace
+        elements = gemm.weight_workspace(product, dw, case.dispatch, config)
+        shares = elements // (2 * cluster * BM * config.tile_n)  # weight_schedule.cuh draws the workspace
         workspace = torch.empty(elements, device="cuda")
-        function = partial(getattr(gemm, product), *operands, case.rows, workspace=workspace, config=config)
+        function = partial(getattr(gemm, product), *operands, case.dispatch, workspace=workspace, config=config)
 
         once = function(dw=dw.fill_(torch.nan)).clone()
         assert (workspace[: 2 * shares].view(torch.int32) >= 0).any(), "nothing was shared"
@@ -191,7 +189,7 @@ def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(Shape(2000, 256, 384, 6, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     calm = run_kernels(case, given)
-    monkeypatch.setattr(unchecked, "DEBUG", ("INJECT_DELAYS",))
+    monkeypatch.setattr(products, "DEBUG", ("INJECT_DELAYS",))
     _same_bits(case, given, calm, times=3)
 
 
@@ -217,7 +215,7 @@ def test_graph_replays_another_routing() -> None:
 def _tensors(case: Case) -> list[torch.Tensor]:
     """What the kernels read."""
     inputs = [case.x, case.up_proj, case.down_proj, case.scores, case.d_out, case.up_bias, case.down_bias]
-    return [t for t in (*inputs, *case.rows) if isinstance(t, torch.Tensor)]
+    return [t for t in (*inputs, *case.dispatch.arrays.values()) if isinstance(t, torch.Tensor)]
 
 
 def test_past_two_to_the_31_elements() -> None:
@@ -227,10 +225,10 @@ def test_past_two_to_the_31_elements() -> None:
         pytest.skip("needs 60 GB of free GPU memory")
     case = make_case(Shape(tokens, d, n, experts, top_k), "same")
     assert tokens * top_k * 2 * n > 2**31
-    rows, num_rows, last = case.rows, tokens * top_k, slice(-4096, None)
+    dispatch, num_rows, last = case.dispatch, tokens * top_k, slice(-4096, None)
     row_options = {"dtype": torch.bfloat16, "device": "cuda"}
     h, act = torch.empty(num_rows, 2 * n, **row_options), torch.empty(num_rows, n, **row_options)
-    gemm.up_forward(case.x, case.up_proj, rows, h=h, act=act)
+    gemm.up_forward(case.x, case.up_proj, dispatch, h=h, act=act)
     dh, a_scaled, d_scores = torch.empty_like(h), torch.empty_like(act), torch.empty_like(case.scores)
     workspace = torch.empty(gemm.score_partials(n), num_rows, device="cuda")
     gemm.down_backward_act(
@@ -238,15 +236,15 @@ def test_past_two_to_the_31_elements() -> None:
         case.down_proj,
         h,
         case.scores,
-        rows,
+        dispatch,
         dh=dh,
         a_scaled=a_scaled,
         d_scores=d_scores,
         workspace=workspace,
     )
-    dx_rows = gemm.up_backward_act(dh, case.up_proj, rows, dx_rows=torch.empty(num_rows, d, **row_options))
-    d_up = gemm.up_backward_weight(dh, case.x, rows, dw=torch.empty_like(case.up_proj))
-    h_by_token = gemm.combine(h, rows, out=torch.empty(tokens, 2 * n, **row_options))
+    dx_rows = gemm.up_backward_act(dh, case.up_proj, dispatch, dx_rows=torch.empty(num_rows, d, **row_options))
+    d_up = gemm.up_backward_weight(dh, case.x, dispatch, dw=torch.empty_like(case.up_proj))
+    h_by_token = gemm.combine(h, dispatch, out=torch.empty(tokens, 2 * n, **row_options))
 
     tokens_of, pairs = case.row_token[last], case.row_pair[last]
     expert = int(case.row_expert[-1])
@@ -256,7 +254,7 @@ def test_past_two_to_the_31_elements() -> None:
     d_act64 = d_out64 @ case.down_proj[expert].double()
     dh64 = torch.autograd.grad(act64, h64, case.scores[pairs, None] * d_act64)[0]
     act64 = act64.detach()
-    of_expert = slice(int(rows.offsets[expert]), None)
+    of_expert = slice(int(dispatch.expert_token_offsets[expert]), None)
     dh_of_expert, x_of_expert = dh[of_expert].T, case.x[case.row_token[of_expert]]
     score = case.scores[pairs, None]
     expected = {
@@ -269,7 +267,7 @@ def test_past_two_to_the_31_elements() -> None:
         "d_up": (d_up[expert], dh_of_expert.double() @ x_of_expert.double(), dh_of_expert @ x_of_expert),
         "combine": (
             h_by_token[-64:],
-            h[rows.token_index_map[-64 * top_k :].long()].double().view(64, top_k, -1).sum(1),
+            h[dispatch.token_index_map[-64 * top_k :].long()].double().view(64, top_k, -1).sum(1),
         ),
     }
     pool = Pool()
@@ -285,11 +283,11 @@ def test_combine_past_two_to_the_31_elements() -> None:
         pytest.skip("needs 40 GB of free GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)
     experts = torch.randint(4, (tokens, 1), device="cuda", generator=generator)
-    rows = rows_fixed(torch.cat([experts, (experts + 1) % 4], dim=1), 4)
+    dispatch = dispatch_fixed(torch.cat([experts, (experts + 1) % 4], dim=1), 4)
     y = torch.randn(tokens * top_k, d, device="cuda", generator=generator, dtype=torch.bfloat16)
     scores = torch.rand(tokens * top_k, device="cuda", generator=generator)
-    out = gemm.combine(y, rows, scores=scores, out=torch.full_like(y[:tokens], torch.nan))
-    row = rows.token_index_map.view(tokens, top_k).long()
+    out = gemm.combine(y, dispatch, scores=scores, out=torch.full_like(y[:tokens], torch.nan))
+    row = dispatch.token_index_map.view(tokens, top_k).long()
     for part in (slice(0, 1000), slice(tokens // 2, tokens // 2 + 1000), slice(tokens - 1000, tokens)):
         weights = scores.view(tokens, top_k)[part].double()
         want = weights[:, :1] * y[row[part, 0]].double() + weights[:, 1:] * y[row[part, 1]].double()
@@ -304,10 +302,10 @@ def test_combine_widths(d: int, top_k: int) -> None:
     shape, generator = Shape(77, d, 8, 48, top_k), torch.Generator("cuda").manual_seed(d)
     for varying in (False, True):
         case = make_case(shape, sentinels=0.2, varying=varying)
-        y = torch.randn(case.rows.num_rows, d, device="cuda", generator=generator).bfloat16()
+        y = torch.randn(case.dispatch.num_rows, d, device="cuda", generator=generator).bfloat16()
         y[len(case.row_pair) :] = torch.nan
         for scores in (None, case.scores):
-            out = gemm.combine(y, case.rows, scores=scores, out=torch.full_like(case.x, torch.nan))
+            out = gemm.combine(y, case.dispatch, scores=scores, out=torch.full_like(case.x, torch.nan))
             want = EXACT.combine(y[: len(case.row_pair)], case, None if scores is None else scores.double())
             torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-5)
 
@@ -315,16 +313,16 @@ def test_combine_widths(d: int, top_k: int) -> None:
 @pytest.mark.parametrize("width", [8, 72, 256, 2880])
 def test_expert_row_sums(width: int) -> None:
     case = make_case(Shape(3000, width, 8, 9, 3), "zipf", sentinels=0.1)
-    rows, used = case.rows, len(case.row_pair)
-    values = torch.randn(rows.num_rows, width, device="cuda").bfloat16()
+    dispatch, used = case.dispatch, len(case.row_pair)
+    values = torch.randn(dispatch.num_rows, width, device="cuda").bfloat16()
     values[used:] = torch.nan
-    by_row = gemm.expert_row_sum(values, rows, out=torch.full((9, width), torch.nan, device="cuda"))
+    by_row = gemm.expert_row_sum(values, dispatch, out=torch.full((9, width), torch.nan, device="cuda"))
     want = EXACT.expert_sum(values[:used], case)
     torch.testing.assert_close(by_row.double(), want, rtol=1e-5, atol=1e-4)
-    twice = gemm.expert_row_sum(values, rows, out=by_row.clone(), accumulate=True)
+    twice = gemm.expert_row_sum(values, dispatch, out=by_row.clone(), accumulate=True)
     torch.testing.assert_close(twice, 2 * by_row)
     gathered = gemm.expert_row_sum(
-        case.d_out, rows, gather=True, scores=case.scores, out=torch.empty(9, width, device="cuda")
+        case.d_out, dispatch, gather=True, scores=case.scores, out=torch.empty(9, width, device="cuda")
     )
     want = EXACT.expert_sum(case.d_out[case.row_token], case, case.scores.double())
     torch.testing.assert_close(gathered.double(), want, rtol=1e-5, atol=1e-4)
@@ -345,4 +343,4 @@ def test_bad_input_is_named(spoil, error, message) -> None:
     case = make_case(SMALL)
     arguments = {"x": case.x, "up_proj": case.up_proj} | spoil(case)
     with pytest.raises(error, match=message):
-        gemm.up_forward(**arguments, rows=case.rows)
+        gemm.up_forward(**arguments, dispatch=case.dispatch)

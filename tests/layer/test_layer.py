@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import blazeproto.layer
 from blazeproto import MoE, Router, dispatch, gemm
-from blazeproto.reference import ACTIVATIONS, is_gated, moe_mlp
-from blazeproto.router import ROUTERS
+from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.reference import moe_mlp
+from blazeproto.router.router import ROUTERS
 
 POLICIES = ["minimal", "paper", "recompute"]
 
@@ -25,13 +26,15 @@ def test_output_is_the_oracles(activation, bias):
     routing = layer.router(x.view(-1, 16))
     expected = moe_mlp(
         x.view(-1, 16),
-        layer.gate_up_proj if is_gated(activation) else layer.up_proj,
+        layer.gate_up_proj if activation_named(activation).gated else layer.up_proj,
         layer.down_proj,
         routing.scores,
         routing.experts,
         num_experts=5,
         activation=activation,
-        up_bias=(layer.gate_up_proj_bias if is_gated(activation) else layer.up_proj_bias) if bias else None,
+        up_bias=(layer.gate_up_proj_bias if activation_named(activation).gated else layer.up_proj_bias)
+        if bias
+        else None,
         down_bias=layer.down_proj_bias,
     )
     assert out.shape == x.shape

@@ -33,11 +33,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def script() -> Iterator[ModuleType]:
+def script() -> ModuleType:
     """scripts/train_lm.py as a module."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    yield importlib.import_module("train_lm")
-    sys.path.remove(str(ROOT / "scripts"))
+    return importlib.import_module("scripts.train_lm")
 
 
 @contextmanager
@@ -70,8 +68,9 @@ def start() -> Callable[..., subprocess.Popen[str]]:
 
     def call(*options: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts" / "train_lm.py"), *map(str, options)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            [sys.executable, "-m", "scripts.train_lm", *map(str, options)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

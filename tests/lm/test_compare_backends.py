@@ -1,4 +1,4 @@
-"""scripts/compare_backends.py on curves that are made up."""
+"""scripts/lm/compare_backends.py on curves that are made up."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import math
 from pathlib import Path
 
-import compare_backends
 import pytest
+
+from scripts.lm import compare_backends
 
 
 def curve(length: int = 500) -> list[float]:

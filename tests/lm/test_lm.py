@@ -1,4 +1,4 @@
-"""blazeproto/lm.py: the model, and the text and its batches."""
+"""scripts/lm/model.py: the model, and the text and its batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blazeproto.lm import GPT, Batches, GPTConfig, SavedBytes, as_bytes, load_data
+from scripts.lm.model import GPT, Batches, GPTConfig, SavedBytes, as_bytes, load_data
 
 SMALL = GPTConfig(layers=2, d_model=32, heads=2, context=16, d_expert=16, num_experts=4, top_k=2)
 

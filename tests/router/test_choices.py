@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blazeproto import choices
-from blazeproto.choices import Capacity, ExpertChoice, Hash, TokenRounding, make_choice
-from blazeproto.routing_ops import choose_top_k
+from blazeproto.router import choices
+from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding, make_choice
+from blazeproto.router.ops import choose_top_k
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)
@@ -297,5 +297,5 @@ def test_bad_options(name: str, options: dict[str, object], error: type[Exceptio
 def test_bad_rounding_arguments() -> None:
     with pytest.raises(ValueError, match="needs sorted_scores"):
         choices.rounded_counts(torch.tensor([1]), 8, "nr_s", num_tokens=10)
-    with pytest.raises(ValueError, match="expected rule to be one of"):
+    with pytest.raises(ValueError, match="rule: expected one of"):
         choices.rounded_counts(torch.tensor([1]), 8, "nearest", num_tokens=10)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_routers", ROOT / "scripts" / "compare_routers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts.lm import compare_routers
 
 
 def write_run(runs: Path, name: str, rows: list[dict[str, float]], ended: bool = True) -> None:
@@ -27,16 +17,14 @@ def write_run(runs: Path, name: str, rows: list[dict[str, float]], ended: bool =
 
 
 def test_table_takes_the_last_validation_of_the_runs_that_ended(tmp_path: Path) -> None:
-    script = load_script()
     rows = [{"step": 0, "val_loss": 5.5, "balance": 2.0}, {"step": 1}, {"step": 9, "val_loss": 2.0, "balance": 1.5}]
     write_run(tmp_path, "top_k", rows)
     write_run(tmp_path, "hash", [{"step": 9, "val_loss": 2.125, "balance": 1.25}])
     write_run(tmp_path, "capacity", [{"step": 4, "val_loss": 5.0, "balance": 1.0}], ended=False)
-    lines = script.table(tmp_path, ["top_k", "capacity", "hash", "aux_free"]).splitlines()
+    lines = compare_routers.table(tmp_path, ["top_k", "capacity", "hash", "aux_free"]).splitlines()
     assert lines[2:] == ["| `top_k` | 2.000 | +0.000 | 1.50 | 10 |", "| `hash` | 2.125 | +0.125 | 1.25 | 10 |"]
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
-    script = load_script()
-    page = script.PAGE.read_text()
-    assert page.count(script.BEGIN) == 1 and page.count(script.END) == 1
+    page = compare_routers.PAGE.read_text()
+    assert page.count(compare_routers.BEGIN) == 1 and page.count(compare_routers.END) == 1

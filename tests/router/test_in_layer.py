@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from blazeproto import reference
 from blazeproto.autograd import checkpoint_contexts
 from blazeproto.layer import MoE
-from blazeproto.router import ROUTERS
+from blazeproto.router.router import ROUTERS
 
 
 def layer_and_input(name: str, save: str = "minimal") -> tuple[MoE, torch.Tensor, torch.Tensor | None]:

@@ -1,13 +1,15 @@
-"""README's tables come from the results files, and only from them."""
+"""The tables of README and docs/ come from the results files, and only from them."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-import plot_results
 import pytest
-import result_tables
+
+from scripts.bench import plot_results, result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -48,8 +50,47 @@ def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
 
 
 def test_filling_twice_changes_nothing(results: Path) -> None:
-    once = result_tables.fill(README, results)
+    page = f"{README}The experts are <!-- results:layer_claim --><!-- /results:layer_claim -->.\n"
+    once = result_tables.fill(page, results)
     assert result_tables.fill(once, results) == once
+
+
+def test_a_sentence_is_filled_within_its_paragraph(results: Path) -> None:
+    page = "The experts are <!-- results:layer_claim -->stale<!-- /results:layer_claim -->, measured."
+    filled = result_tables.fill(page, results)
+    # one shape: 2.0 over 1.5 ms, and 80 of 104 MiB
+    assert filled.startswith("The experts are <!-- results:layer_claim -->faster than SonicMoE's on 1 of 1 shapes")
+    assert "1.33 times in the geometric mean (1.33 to 1.33), at 0.77 of its peak memory (0.77 to 0.77)<!--" in filled
+    assert filled.endswith("-->, measured.")
+
+
+def test_the_claim_counts_the_shapes_that_are_behind() -> None:
+    record = json.loads(FIXTURE.read_text())
+    behind = json.loads(json.dumps(record["rows"][0]))
+    behind["peers"]["sonic"]["gpu_fwdbwd_ms"] = 1.0  # ours: 1.5
+    record["rows"].append(behind)
+    assert result_tables.layer_claim(record).startswith("faster than SonicMoE's on 1 of 2 shapes")
+
+
+def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
+    record = json.loads(FIXTURE.read_text())
+    assert "Not measured" in result_tables.readme_table(record)  # 8192 tokens are not among them
+    shapes = result_tables.README_SHAPES
+    assert len(shapes) == 6
+    for shape in shapes:
+        row = json.loads(json.dumps(record["rows"][0]))
+        row["cfg"] = dict(zip("TdnEK", shape, strict=True))
+        record["rows"].append(row)
+    table = result_tables.readme_table(record)
+    assert table.count("**1.50** | 2.00 | 1.33 | 0.08 | 0.77 |") == 6
+    assert "8192, 256" not in table
+
+
+def test_the_committed_results_have_the_shapes_of_readme() -> None:
+    record = result_tables.load("layer", plot_results.RESULTS)
+    assert record is not None
+    table = result_tables.readme_table(record)
+    assert all(", ".join(map(str, shape)) in table for shape in result_tables.README_SHAPES)
 
 
 def test_a_row_of_other_sources_is_marked(results: Path) -> None:
@@ -104,6 +145,9 @@ def test_the_tables_of_products_and_dispatch() -> None:
     small = {"T": 8192, "E": 128, "K": 8, "gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15}
     table = result_tables.small_dispatch_table({"small": [small], **origin})
     assert "| 8192 | 128 | 8 | 5.4 | 30.2 | 38.1 |" in table
+    table = result_tables.dispatch_table({"rows": [row | {"paper_sort_ms": 5.1, "paper_hash_ms": 2.1}], **origin})
+    assert "| MoEBlaze sorting (H100) | MoEBlaze hash (H100) |" in table
+    assert "the columns marked H100 are the paper's own times" in table
     topk = {"T": 1048576, "E": 128, "K": 8, "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
     table = result_tables.topk_table(topk | {"score": "sigmoid", "dtype": "float32", **origin})
     assert "| sigmoid | float32 | 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in table
@@ -119,10 +163,45 @@ def test_the_table_of_rounding() -> None:
     assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/routers.md"])
-def test_the_pages_are_what_the_committed_results_say(page: str) -> None:
-    path = plot_results.REPOSITORY / page
-    if not path.exists():
-        pytest.skip(f"there is no {page}")
-    text = path.read_text()
-    assert result_tables.fill(text, plot_results.RESULTS) == text, "run scripts/plot_results.py"
+def test_sentences_of_products_and_dispatch() -> None:
+    speeds = {"up_forward": 0.97, "down_backward_weight": 0.95, "up_backward_act": None}
+    rows = [{"product": name, "gathered_to_plain_speed": speed} for name, speed in speeds.items()]
+    said = result_tables.gather_cost({"rows": rows})
+    assert "at least 0.970 of the speed of contiguous rows in the products by rows" in said
+    assert said.endswith("at least 0.950 in the weight gradients")
+    series = [{"T": 1048576, "E": E, "K": 8, "tiled_ms": ms} for E, ms in ((512, 0.075), (8, 0.05))]
+    said = result_tables.experts_growth({"series": {"E": series}})
+    assert said == "A dispatch for 512 experts takes 1.50 times one for 8 (T = 1048576, K = 8)"
+
+
+def test_sentences_without_their_results_say_so() -> None:
+    for name, (_, make) in result_tables.SENTENCES.items():
+        assert make({"rows": []}) == result_tables.NOT_MEASURED, name
+
+
+def test_the_pages_are_what_the_committed_results_say() -> None:
+    pages = plot_results.marked_pages(plot_results.REPOSITORY / "README.md", plot_results.DOCS)
+    assert {"README.md", "results.md"} <= {page.name for page in pages}
+    for page in pages:
+        text = page.read_text()
+        assert result_tables.fill(text, plot_results.RESULTS) == text, "run python -m scripts.bench.plot_results"
+
+
+def test_every_table_has_a_place() -> None:
+    pages = plot_results.marked_pages(plot_results.REPOSITORY / "README.md", plot_results.DOCS)
+    text = "".join(page.read_text() for page in pages)
+    for name in result_tables.TABLES | result_tables.SENTENCES:
+        assert f"<!-- results:{name} -->" in text
+
+
+def test_check_names_a_stale_page_and_writes_nothing(results: Path) -> None:
+    (results / "README.md").write_text(README)
+    (results / "docs").mkdir()
+    command = [sys.executable, "-m", "scripts.bench.plot_results", "--check", "--results", str(results)]
+    command += ["--readme", str(results / "README.md"), "--docs", str(results / "docs")]
+    ran = subprocess.run(command, cwd=plot_results.REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "README.md" in ran.stderr
+    assert (results / "README.md").read_text() == README
+    (results / "README.md").write_text(result_tables.fill(README, results))
+    assert subprocess.run(command, cwd=plot_results.REPOSITORY, check=False).returncode == 0

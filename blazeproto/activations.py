@@ -1,0 +1,133 @@
+"""The table of activations: f and f' for NumPy and torch, the name in cuda/activation.cuh, and whether there is a gate.
+
+    gated     H = [gate, up]    act = f(gate) * up
+    ungated   H = pre           act = f(pre)
+
+A new activation is a line of `_TABLE` here and a branch of ``nonlinearity`` in gemm/cuda/activation.cuh; every product, both
+backends, the twins, the tests and the fuzzer read this table.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# --- Mathematics of either library ---------------------------------------------------------------------------------------
+
+
+def _torch_silu(x: Any) -> Any:
+    from torch.nn.functional import silu  # here: gemm's twins and kernels use this module without torch
+
+    return silu(x)
+
+
+def _torch_gelu(x: Any) -> Any:
+    from torch.nn.functional import gelu
+
+    return gelu(x)
+
+
+_erf = np.vectorize(math.erf, otypes=[float])
+_NUMPY = SimpleNamespace(
+    sigmoid=lambda x: 1 / (1 + np.exp(-x)),
+    exp=np.exp,
+    relu=lambda x: np.maximum(x, 0),
+    above_zero=lambda x: (~(x <= 0)).astype(x.dtype),
+    normal_cdf=lambda x: (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
+    silu=lambda x: x / (1 + np.exp(-x)),
+    gelu=lambda x: x * (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
+)
+_TORCH = SimpleNamespace(
+    sigmoid=lambda x: x.sigmoid(),
+    exp=lambda x: x.exp(),
+    relu=lambda x: x.relu(),
+    above_zero=lambda x: (~(x <= 0)).to(x.dtype),
+    normal_cdf=lambda x: 0.5 * (1 + (x * math.sqrt(0.5)).erf()),
+    silu=_torch_silu,
+    gelu=_torch_gelu,
+)
+
+
+def _silu_slope(m: Any, x: Any) -> Any:
+    s = m.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _gelu_slope(m: Any, x: Any) -> Any:
+    return m.normal_cdf(x) + x * m.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+# --- The table -----------------------------------------------------------------------------------------------------------
+
+
+class Activation(NamedTuple):
+    """One activation. ``f(m, x)`` and its derivative ``slope(m, x)`` take a library's mathematics and an array of it."""
+
+    name: str
+    gated: bool
+    f: Callable[[Any, Any], Any]
+    slope: Callable[[Any, Any], Any]
+
+    @property
+    def halves(self) -> int:
+        """Columns of H for each hidden unit: 2 with a gate, else 1."""
+        return 2 if self.gated else 1
+
+    @property
+    def macros(self) -> dict[str, int | str]:
+        """What chooses it in cuda/activation.cuh."""
+        return {"ACTIVATION": self.name.upper()}
+
+
+_SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
+_GELU: Any = (lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
+_RELU: Any = (lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
+
+_TABLE = {
+    entry.name: entry
+    for entry in (
+        Activation("swiglu", True, *_SILU),
+        Activation("geglu", True, *_GELU),
+        Activation("relu", False, *_RELU),
+        Activation("silu", False, *_SILU),
+        Activation("gelu", False, *_GELU),
+    )
+}
+ACTIVATIONS = tuple(_TABLE)
+
+
+def activation_named(name: str) -> Activation:
+    """The activation of this name. ValueError for another, with the nearest that there is."""
+    if isinstance(name, str) and name in _TABLE:
+        return _TABLE[name]
+    near = difflib.get_close_matches(str(name).lower(), ACTIVATIONS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {name!r}{hint}")
+
+
+# --- Forward and backward, of NumPy arrays and torch tensors ---------------------------------------------------------------
+
+
+def _read(h: Any, activation: str) -> tuple[Any, ...]:
+    """The activation, the mathematics of h's library, and gate and up; without a gate h and None."""
+    chosen, n = activation_named(activation), h.shape[-1] // 2
+    m = _NUMPY if isinstance(h, np.ndarray) else _TORCH
+    return chosen, m, *((h[..., :n], h[..., n:]) if chosen.gated else (h, None))
+
+
+def activate(h: Any, activation: str) -> Any:
+    """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * up where there is a gate, else f(h)."""
+    chosen, m, gate, up = _read(h, activation)
+    act = chosen.f(m, gate)
+    return act if up is None else act * up
+
+
+def activate_backward(h: Any, d_act: Any, activation: str) -> tuple[Any, ...]:
+    """From h (..., G n) and the gradient of act (..., n), the gradients of h's halves: (d_gate, d_up), or (d_pre,)."""
+    chosen, m, gate, up = _read(h, activation)
+    if up is None:
+        return (d_act * chosen.slope(m, gate),)
+    return d_act * up * chosen.slope(m, gate), d_act * chosen.f(m, gate)

@@ -1,0 +1,103 @@
+"""Tokens in chunks, so that transient buffers are bounded (``workspace_bytes``); a whole batch is one chunk.
+
+Each chunk has a dispatch of its own and goes the whole way, up and down, before the next begins, so that only one chunk's
+act, Y, A' and dX~ exist at a time, and dH where it has a place of its own. What the save policy keeps is kept for all tokens,
+in arrays whose slices are the chunks: pair p of a chunk counts from the chunk's first token.
+
+    tokens         | chunk 0          | chunk 1          | chunk 2      |
+    pairs, rows    | 0 ... 8 K c - 1  | 0 ...            | 0 ...        |      index lists (T K,), offsets (chunks, E+1)
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from blazeproto.activations import activation_named
+from blazeproto.dispatch.structures import Dispatch
+
+WHOLE = 0
+"""As ``chunk_tokens``: all tokens are one chunk."""
+MULTIPLE = 8  # tokens of a chunk, so that slices of index arrays stay 16-byte aligned
+
+
+class Chunk(NamedTuple):
+    """Which slices of the batch's arrays a chunk has; None for all of them."""
+
+    tokens: slice | None
+    rows: slice | None  # pairs too: a chunk has as many rows as pairs
+    dispatch: Dispatch
+
+
+def take(t: Tensor, part: slice | None) -> Tensor:
+    """The part of an array that a chunk has."""
+    return t if part is None else t[part]
+
+
+def chunks_of(
+    num_tokens: int,
+    num_experts: int,
+    expert_pair_indices: Tensor,
+    expert_token_offsets: Tensor,
+    token_index_map: Tensor,
+    top_k: int,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    chunk_tokens: int,
+) -> Iterator[Chunk]:
+    """The chunks of a batch, from the operators' index arrays. top_k: 0 if it varies, and then there is one chunk."""
+    if chunk_tokens == WHOLE:
+        lists = (expert_pair_indices, expert_token_offsets.view(-1), token_index_map, None)
+        whole = Dispatch(*lists, num_experts, top_k or None, num_tokens, token_offsets, pair_tokens)
+        yield Chunk(None, None, whole)
+        return
+    for number, begin in enumerate(range(0, num_tokens, chunk_tokens)):
+        end = min(begin + chunk_tokens, num_tokens)
+        rows = slice(begin * top_k, end * top_k)
+        lists = (expert_pair_indices[rows], expert_token_offsets[number], token_index_map[rows], None)
+        yield Chunk(slice(begin, end), rows, Dispatch(*lists, num_experts, top_k, end - begin))
+
+
+def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
+    return 1 if chunk_tokens == WHOLE else -(-num_tokens // chunk_tokens)
+
+
+def chunk_tokens_for(
+    workspace_bytes: int | None,
+    num_tokens: int,
+    top_k: int,
+    d_model: int,
+    d_expert: int,
+    activation: str,
+    itemsize: int,
+) -> int:
+    """Tokens in a chunk, spread evenly over as few chunks as fit the workspace; WHOLE where all do, or it is None.
+
+    Counts what one token needs for what lives only during a chunk, in the widest moment of forward and backward: as the
+    Hopper backend has it, and as if H were recomputed, whatever the save policy. So the chunks, and the order in which
+    weight gradients are summed, are the same for all policies, which then agree to the bit.
+
+    ValueError if not even one token fits.
+    """
+    if workspace_bytes is None or num_tokens == 0:
+        return WHOLE
+    up_width = d_expert * activation_named(activation).halves
+    moments = (
+        up_width + d_expert,  # up forward: H, act
+        d_expert + d_model,  # down forward: act, Y
+        up_width + d_expert,  # down backward: H, which dH is written over, or dH where H is saved and kept; and A'
+        up_width + d_model,  # up backward: dH, dX~
+    )
+    bytes_per_token = top_k * max(moments) * itemsize
+    fitting = workspace_bytes // bytes_per_token
+    if fitting == 0:
+        raise ValueError(
+            f"workspace_bytes: expected at least {bytes_per_token}, what one token needs, got {workspace_bytes}"
+        )
+    if fitting >= num_tokens:
+        return WHOLE
+    if fitting < MULTIPLE:
+        return fitting
+    fitting -= fitting % MULTIPLE
+    even = -(-num_tokens // -(-num_tokens // fitting))
+    return -(-even // MULTIPLE) * MULTIPLE

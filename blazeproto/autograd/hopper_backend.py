@@ -1,0 +1,235 @@
+"""The expert MLP on a Hopper GPU: the launches of ``blazeproto.gemm``, with outputs and workspaces allocated by torch.
+
+A `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. ``moe_mlp`` has checked the arguments, so the
+kernels are launched without another check. Nothing here outlives the call: no pointer, no view, so weights may move between
+forward and backward. An array that is not contiguous or not 16-byte aligned is copied.
+
+Y and dX~, the rows that a token's experts leave to be summed, are the largest arrays of a wide layer, and only `combine`
+reads them. Where they are twice as large as a weight gradient or more, some columns are made and summed at a time, in one
+place (`column_slices`):
+
+    act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
+        ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.activations import activation_named
+from blazeproto.autograd.operators import cast
+from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
+from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
+from blazeproto.gemm import down_backward as down_act
+from blazeproto.gemm import linear, reduce, up, weight
+from blazeproto.gemm.combine import column_slices
+from blazeproto.gemm.combine import launch as launch_combine
+from blazeproto.gemm.tiles import ALIGNMENT, TILES
+from blazeproto.runtime.arrays import current_stream
+
+
+def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
+    ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
+    if ids.dtype not in (torch.int32, torch.int64) or not ids.shape[1] or ids.numel() > MAX_PAIRS or num_experts < 1:
+        raise ValueError(
+            f"topk_experts: expected int32 or int64 (T, K) or (P,), K >= 1, at most {MAX_PAIRS} pairs, and at least 1 expert; "
+            f"got {ids.dtype} {tuple(topk_experts.shape)} and {num_experts}"
+        )
+    ids = ids.contiguous()
+    out: tuple[Tensor, ...] = lists
+    if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
+        out = (*out, out[0].new_empty(ids.numel()))
+    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
+
+
+def rows_of(dispatch: Dispatch) -> Addresses:
+    """Where the index arrays lie. Those of a chunk may need aligned copies."""
+    device, stream = dispatch.expert_token_offsets.get_device(), current_stream(dispatch.expert_token_offsets)
+    at = addresses(dispatch, device, stream)
+    pairs_at, tokens_at, _ = at.pair_to_token
+    if (pairs_at | tokens_at | at.expert_token_offsets | at.token_index_map | at.token_offsets) % ALIGNMENT:
+        aligned: dict[str, Any] = {name: t if t is None else _ready(t) for name, t in dispatch.arrays.items()}
+        at = addresses(replace(dispatch, **aligned), device, stream)
+    return at
+
+
+def up_forward(
+    x: Tensor,
+    up_proj: Tensor,
+    bias: Tensor | None,
+    rows: Addresses,
+    activation: str,
+    h: Tensor | None = None,
+    act: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    num_rows, up_width = rows.num_rows, up_proj.shape[1]
+    h = x.new_empty(num_rows, up_width) if h is None else h
+    act = x.new_empty(num_rows, up_width // activation_named(activation).halves) if act is None else act
+    bias = None if bias is None else _ready(cast(bias, x.dtype))
+    x, up_proj = _ready(x), _ready(up_proj)  # names keep copies alive until the launch is in the stream
+    up.launch(x, up_proj, rows, activation=activation, bias=bias, h=h, act=act)
+    return h, act
+
+
+def recompute_h(
+    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Addresses, activation: str
+) -> tuple[Tensor, Tensor | None]:
+    """act, which the kernel makes along, is dropped: `down_backward` has it in registers."""
+    return up_forward(x, up_proj, bias, rows, activation)[0], None
+
+
+def down_forward(
+    act: Tensor,
+    down_proj: Tensor,
+    bias: Tensor | None,
+    scores: Tensor,
+    rows: Addresses,
+    out: Tensor,
+    combine: str,
+    *,
+    overwrite_act: bool,
+) -> None:
+    d_model, d_expert = down_proj.shape[1:]
+    act, down_proj, scores = _ready(act), _ready(down_proj), _ready(scores)
+    bias = None if bias is None else _ready(cast(bias, act.dtype))
+    if combine == "fused":
+        sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        linear.launch_fused(act, down_proj, scores, rows, bias=bias, out_f32=sums)
+        out.copy_(sums)
+        return
+    # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
+    over_act = overwrite_act and d_model == d_expert <= TILES["down_forward"].tile_n
+    for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):  # as if gated
+        y = act if over_act else act.new_empty(rows.num_rows, len(columns))
+        linear.launch(act, down_proj, rows, bias=bias, columns=columns, out=y)
+        launch_combine(y, rows, scores=scores, columns=columns, out=out)
+        del y  # before the next one is allocated
+
+
+def down_backward(
+    needs: Sequence[bool],
+    d_out: Tensor,
+    h: Tensor,
+    act: Tensor | None,
+    scores: Tensor,
+    down_proj: Tensor,
+    bias: Tensor | None,
+    rows: Addresses,
+    activation: str,
+    weight_dtype: torch.dtype,
+    d_weight: Tensor | None = None,
+    d_bias: Tensor | None = None,
+    *,
+    overwrite_h: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    needs_h, needs_scores, needs_weight, needs_bias = needs
+    d_out, down_proj, scores = _ready(d_out), _ready(down_proj), _ready(scores)
+    dh = d_scores = None
+    if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
+        h = _ready(h)
+        num_rows, d_expert = h.shape[0], down_proj.shape[2]
+        # Over H: a tile reads its part of H before it writes the same part of dH.
+        dh = h if overwrite_h else torch.empty_like(h)
+        a_scaled = h.new_empty(num_rows, d_expert)
+        d_scores = torch.empty_like(scores)
+        down_act.launch(
+            d_out,
+            down_proj,
+            h,
+            scores,
+            rows,
+            activation=activation,
+            dh=dh,
+            a_scaled=a_scaled,
+            d_scores=d_scores,
+            workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
+        )
+        if bias is not None and needs_scores:
+            bias = _ready(cast(bias, d_out.dtype))
+            reduce.launch_bias_score_grad(d_out, bias, rows, d_scores=d_scores)
+        if needs_weight:
+            d_weight = _weight_gradient(weight.DOWN, d_out, a_scaled, down_proj, rows, weight_dtype, d_weight)
+    if needs_bias:
+        d_bias = _expert_sum(d_out, down_proj, rows, d_bias, scores)
+    return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
+
+
+def up_backward(
+    needs: Sequence[bool],
+    dh: Tensor,
+    x: Tensor,
+    up_proj: Tensor,
+    rows: Addresses,
+    weight_dtype: torch.dtype,
+    dx: Tensor | None = None,
+    d_weight: Tensor | None = None,
+    d_bias: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs_x, needs_weight, needs_bias = needs
+    dh, x, up_proj = _ready(dh), _ready(x), _ready(up_proj)
+    if needs_x:
+        dx = torch.empty_like(x) if dx is None else dx
+        for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
+            dx_rows = x.new_empty(rows.num_rows, len(columns))
+            linear.launch(dh, up_proj, rows, transposed=True, columns=columns, out=dx_rows)
+            launch_combine(dx_rows, rows, columns=columns, out=dx)
+            del dx_rows  # before the next one, or the weight gradient, is allocated
+    if needs_weight:
+        d_weight = _weight_gradient(weight.UP, x, dh, up_proj, rows, weight_dtype, d_weight)
+    if needs_bias:
+        d_bias = _expert_sum(dh, up_proj, rows, d_bias)
+    return dx, d_weight, d_bias
+
+
+def _weight_gradient(
+    product: str,
+    gathered: Tensor,
+    ordered: Tensor,
+    of: Tensor,
+    rows: Addresses,
+    dtype: torch.dtype,
+    accumulator: Tensor | None,
+) -> Tensor:
+    """Of a weight: a new tensor of ``dtype``, or added to the fp32 ``accumulator``."""
+    dw = of.new_empty(of.shape, dtype=dtype) if accumulator is None else accumulator
+    elements = weight.workspace_elements(product, rows.where, dw.shape)
+    weight.launch(
+        product,
+        gathered,
+        ordered,
+        rows,
+        dw=dw,
+        f32=dw.dtype == torch.float32,
+        accumulate=accumulator is not None,
+        workspace=dw.new_empty(elements, dtype=torch.float32) if elements else None,
+    )
+    return dw
+
+
+def _expert_sum(
+    values: Tensor, of: Tensor, rows: Addresses, accumulator: Tensor | None, scores: Tensor | None = None
+) -> Tensor:
+    """A bias gradient: (E, m) sums over each expert's rows, of S dO gathered (``scores`` given) or of rows as they are."""
+    num_experts, width = of.shape[:2]
+    out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
+    reduce.launch_expert_row_sum(
+        values,
+        rows,
+        gather=scores is not None,
+        scores=scores,
+        out=out,
+        f32=True,
+        accumulate=accumulator is not None,
+        workspace=values.new_empty(reduce.row_sum_slots(rows.num_rows, num_experts), width, dtype=torch.float32),
+    )
+    return out
+
+
+def _ready(t: Tensor) -> Tensor:
+    """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
+    if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,127 @@
+"""How this package defines a torch operator: one `define`, one kind of object, for the experts and for the router."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.private import hooks_see_saved_tensors
+
+LIBRARY = torch.library.Library("blazeproto", "DEF")
+CHOOSING: set[Any] = set()
+"""Overloads whose results say who goes where: a checkpoint policy keeps them, so that nothing is chosen twice."""
+
+Gradients = Sequence[Tensor | None]
+
+
+class Operator:
+    """A torch operator as an object: calling it goes through torch's dispatcher.
+
+    kernel: the Python function that it runs.  overload: what torch knows it as (``torch.ops.blazeproto.NAME.default``).
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., Any]) -> None:
+        self.name, self.kernel = name, kernel
+        self.overload = getattr(torch.ops.blazeproto, name).default
+        self.differentiated: Callable[..., Any] | None = None  # the kernel as an autograd node
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.overload(*arguments)
+
+    def way(self, quiet: bool, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+        """How to call the operator on these tensors. quiet: past the dispatcher, which only brings arguments from Python to
+        Python where `nobody_listens`."""
+        if not quiet:
+            return self.overload
+        wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return self.differentiated if self.differentiated and wants_gradients else self.kernel
+
+    def gradients(self, needs: Sequence[bool], *arguments: Any) -> Gradients:
+        """Of an operator ``(bool[] needs, ...) -> Tensor[]``, which leaves out what isn't needed: None in its place."""
+        made = iter(self.overload(needs, *arguments))
+        return [next(made) if need else None for need in needs]
+
+
+def define(
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    chooses: bool = False,
+    setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an operator of the function below it, its kernel for every device.
+
+    fake: shapes and dtypes alone.  chooses: see `CHOOSING`.  setup, backward: its derivative, as
+    ``torch.library.register_autograd`` takes them (``setup(ctx, inputs, output)``); ``ctx.alone`` is true where only the
+    node can hold the outputs that aren't returned to the user. An operator that neither chooses nor has a derivative
+    raises when one is asked for.
+    """
+    name = schema.split("(", 1)[0]
+
+    def decorate(kernel: Callable[..., Any]) -> Operator:
+        returns_list = schema.endswith("-> Tensor[]")
+        LIBRARY.define(schema)
+        LIBRARY.impl(name, _on_its_gpu(_without_none(kernel) if returns_list else kernel), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"blazeproto::{name}", _without_none(fake) if returns_list else fake, lib=LIBRARY)
+        operator = Operator(name, kernel)
+        if chooses:
+            CHOOSING.add(operator.overload)
+        if backward is not None and setup is not None:
+            torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup, lib=LIBRARY)
+            operator.differentiated = _node(name, kernel, setup, backward)
+        elif not chooses:
+
+            def refuse(ctx: Any, *_: Any) -> None:
+                raise RuntimeError(
+                    f"blazeproto::{name} has no derivative: a layer can be differentiated once, and a backward pass reached "
+                    "the gradients of a backward pass with create_graph=True"
+                )
+
+            torch.library.register_autograd(f"blazeproto::{name}", refuse, lib=LIBRARY)
+        return operator
+
+    return decorate
+
+
+def _node(
+    name: str, kernel: Callable[..., Any], setup: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = kernel(*arguments)
+        ctx.alone = not hooks_see_saved_tensors()
+        setup(ctx, arguments, output)
+        return output
+
+    node: Any = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    return node.apply
+
+
+def _without_none(kernel: Callable[..., Gradients]) -> Callable[..., list[Tensor]]:
+    return lambda *arguments: [made for made in kernel(*arguments) if made is not None]
+
+
+def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` with the GPU of its first tensor as the current one, which launches go to."""
+
+    def run(*arguments: Any) -> Any:
+        first = next(argument for argument in arguments if isinstance(argument, Tensor))
+        if not on_another_gpu(first):
+            return kernel(*arguments)
+        with torch.cuda.device(first.device):
+            return kernel(*arguments)
+
+    return run
+
+
+def on_another_gpu(t: Tensor | None) -> bool:
+    """Whether ``t`` lies on a GPU that is not the current one."""
+    return t is not None and t.is_cuda and t.get_device() != torch.cuda.current_device()
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which takes a microsecond to find that there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)

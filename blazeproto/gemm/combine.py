@@ -1,0 +1,145 @@
+"""The sum over a token's experts (cuda/combine.cu): MoEBlaze §2.3 and §3.1. Memory-bound."""
+
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any
+
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.product import SHAPES, Arguments, Product
+from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
+from blazeproto.runtime import driver
+from blazeproto.runtime.arrays import columns_within
+
+LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
+THREADS = 128  # of a block, or a token's lanes if they are more
+# 16-byte loads that a thread may have under way, at four registers each; half as many where it loops.
+LOADS_IN_FLIGHT = 32
+SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that much or more,
+LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
+
+
+def combine(
+    y: Any,
+    dispatch: Dispatch,
+    *,
+    scores: Any = None,
+    columns: range | None = None,
+    out: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order.
+
+    Makes the output from Y with scores, dX from dX̃ without: a plain sum. Floor: (R + T)·d·2 bytes at the memory's speed.
+
+    columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
+    """
+    given = Arguments(dispatch, stream).read("y", y, "R d").read("scores", scores, "P", "float32", optional=True)
+    if columns is None:
+        given.write("out", out, "T d")
+    else:
+        given.read("out", out, "T width")
+        if len(columns_within(columns, given.sizes["width"])) != given.sizes["d"]:
+            raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
+    launch(**given.views, at=given.located(), columns=columns)
+    return given.arrays["out"]
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def layout(d: int, top_k: int) -> tuple[int, int]:
+    """(LANES, VECTORS): how many threads share a token, and the 16-byte chunks each takes. d: columns; top_k: 0 if it varies.
+
+    Those that cover the row with the least waste, in one pass if they can; among these, the most loads under way.
+    """
+    chunks = d // CHUNK
+    together = top_k if 0 < top_k <= 16 else 8  # combine.cu: GROUP
+
+    def paid(layout: tuple[int, int]) -> int:
+        return -(-chunks // (layout[0] * layout[1])) * layout[0] * layout[1]
+
+    most = LOADS_IN_FLIGHT if together == top_k else LOADS_IN_FLIGHT // 2
+    layouts = [(lanes, v) for v in VECTORS for lanes in LANES if v == 1 or v * together <= most]
+    covering = [layout for layout in layouts if layout[0] * layout[1] >= chunks]
+    return min(covering or layouts, key=paid)
+
+
+def kernel(d: int, top_k: int, has_scores: bool) -> Kernel:
+    """For rows of d columns, top_k pairs a token (0 if they vary)."""
+    return _kernel(*layout(d, top_k), top_k, has_scores)
+
+
+@cache
+def _kernel(lanes: int, vectors: int, top_k: int, has_scores: bool) -> Kernel:
+    sizes = {"LANES": lanes, "VECTORS": vectors, "THREADS": max(lanes, THREADS)}
+    return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes})
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(num_tokens: int, d: int, top_k: int, has_scores: bool) -> tuple[Kernel, tuple[int, int], int]:
+    """The kernel, its grid and its threads."""
+    lanes, vectors = layout(d, top_k)
+    threads = max(lanes, THREADS)
+    grid = (-(-num_tokens * lanes // threads), -(-d // (CHUNK * lanes * vectors)))
+    return kernel(d, top_k, has_scores), grid, threads
+
+
+def launch(y: Any, at: Addresses, *, scores: Any = None, columns: range | None = None, out: Any) -> None:
+    """`combine` of arrays that have been checked."""
+    num_tokens, width = out.shape
+    first, count = (0, width) if columns is None else (columns.start, len(columns))
+    if not (num_tokens and count):
+        return
+    made, grid, threads = _plan(num_tokens, count, at.top_k, scores is not None)
+    inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), at.token_index_map, at.token_offsets)
+    words = (*inputs, out.data_ptr() + OPERAND_BYTES * first, num_tokens, count, width)
+    driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
+
+
+# --- Slices of columns -----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=SHAPES)
+def column_slices(num_rows: int, d: int, gradient_bytes: int) -> tuple[range, ...]:
+    """The columns of Y or dX̃, (R, d), that are made and combined at a time, one slice after the other in the same place.
+
+    gradient_bytes: about what the up projection's weight gradient takes. A backward allocates it where dX̃ has been, so that
+    much smaller slices would not lower the peak.
+    """
+    return in_slices(d, max(1, min(2 * num_rows * d // max(gradient_bytes, SLICE_BYTES), d // LEAST_SLICE)))
+
+
+def in_slices(d: int, count: int) -> tuple[range, ...]:
+    """d columns in ``count`` slices of whole tiles, as even as that allows."""
+    tile = TILES["down_forward"].tile_n
+    tiles = -(-d // tile)
+    bounds = [min(d, -(-i * tiles // count) * tile) for i in range(count + 1)]
+    return tuple(range(*ends) for ends in pairwise(bounds))
+
+
+def slice_widths(d: int) -> list[int]:
+    """Of all slices that `column_slices` may cut."""
+    counts = range(1, max(1, d // LEAST_SLICE) + 1)
+    return sorted({len(columns) for count in counts for columns in in_slices(d, count)})
+
+
+COMBINE = Product(
+    "combine",
+    combine,
+    kernels=lambda: [
+        kernel(d, top_k, has_scores)
+        for top_k in (0, 1, 2, 3, 4, 5, 8, 10, 16, 22)
+        for d in (64, 256, 768, 2880, 4096)
+        for has_scores in (False, True)
+    ],
+    for_layer=lambda layer: [
+        kernel(d, layer.top_k, has_scores)
+        for has_scores in ((False,) if layer.fused else (False, True))
+        for d in slice_widths(layer.d_model)
+    ],
+    operations=lambda s: 0.0,
+    # Y and O; scores and the rows' places
+    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.d + s.T * s.d) + 4 * 2 * s.rows,
+)

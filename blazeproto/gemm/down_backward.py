@@ -1,0 +1,136 @@
+"""Down projection, backward to the activations (cuda/down_backward.cu): MoEBlaze Algorithm 1, lines 20-28."""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm import product, reduce
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
+from blazeproto.gemm.tiles import BM, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.runtime import driver
+
+
+def down_backward_act(
+    d_out: Any,
+    down_proj: Any,
+    h: Any,
+    scores: Any,
+    dispatch: Dispatch,
+    *,
+    activation: str = "swiglu",
+    dh: Any = None,
+    a_scaled: Any = None,
+    d_scores: Any = None,
+    workspace: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> tuple[Any, Any, Any]:
+    """Through the down projection and the activation. MoEBlaze Algorithm 1, lines 20-28; SonicMoE appendix D.
+
+    d_out (T, d), down_proj (E, d, n), h (R, G n), scores (P,) or (T, K) fp32 → dh (R, G n), a_scaled (R, n) = S act, and
+    d_scores (P,) fp32, zero for pairs without a row. dh may be h itself. workspace: fp32, (score_partials(n), R).
+    """
+    given = Arguments(dispatch, stream).read("down_proj", down_proj, "E d n").read("d_out", d_out, "T d", gathered=True)
+    n = given.sizes["n"]
+    width = activation_named(activation).halves * n
+    given.read("h", h, f"R {width}").read("scores", scores, "P", "float32")
+    given.write("dh", dh, f"R {width}").write("a_scaled", a_scaled, "R n").write("d_scores", d_scores, "P", "float32")
+    given.write("workspace", workspace, f"{score_partials(n, config)} R", "float32")
+    launch(**given.views, at=given.located(), activation=activation, config=config)
+    return given.arrays["dh"], given.arrays["a_scaled"], given.arrays["d_scores"]
+
+
+def score_partials(n: int, config: TileConfig | None = None) -> int:
+    """Column tiles of the product, each of which leaves one partial dS a row."""
+    return -(-n // (config or TILES["down_backward_act"]).tile_n)
+
+
+def kernel(config: TileConfig | None = None, *, activation: str = "swiglu", debug: tuple[str, ...] = ()) -> Kernel:
+    """With these tiles, which must be 256 wide and not deferred, and this activation."""
+    config = config or TILES["down_backward_act"]
+    # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
+    if config.tile_n != 256 or config.deferred:
+        raise ValueError(f"config: expected tile_n=256 and deferred=False for down_backward_act, got {config}")
+    return tiled_kernel(
+        "down_backward.cu",
+        "down_backward",
+        config,
+        debug,
+        GATHER=1,
+        B_MN=1,
+        HALVES=1,
+        **activation_named(activation).macros,
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    activation: str,
+    config: TileConfig,
+    debug: tuple[str, ...],
+) -> Plan:
+    halves = activation_named(activation).halves
+    _, d, n = shape
+    return rows_plan(
+        kernel(config, activation=activation, debug=debug),
+        config,
+        where,
+        gather=True,
+        reduction=d,
+        columns=n,
+        tile_columns=config.tile_n,
+        weights=weight_box(shape, n, config, transposed=True),
+        h=h_box(n, halves, where[0], (SLAB, BM, halves)),
+        out0=h_box(n, halves, where[0], (SLAB, SLAB, 1)),
+        out1=dense_box((n, where[0]), (SLAB, SLAB)),
+    )
+
+
+def launch(
+    d_out: Any,
+    down_proj: Any,
+    h: Any,
+    scores: Any,
+    at: Addresses,
+    *,
+    activation: str,
+    dh: Any,
+    a_scaled: Any,
+    d_scores: Any,
+    workspace: Any,
+    config: TileConfig | None = None,
+) -> None:
+    """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it."""
+    if at.num_rows:
+        plan = _plan(at.where, down_proj.shape, activation, config or TILES["down_backward_act"], product.DEBUG)
+        dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
+        addresses = words(
+            at,
+            source=d_out.data_ptr(),
+            out0=dh_at,
+            out1=a_at,
+            scores=scores.data_ptr(),
+            sums=workspace.data_ptr(),
+        )
+        driver.launch(*plan.fill((down_proj.data_ptr(), h.data_ptr(), dh_at, a_at), addresses), at.stream)
+    reduce.launch_reduce_scores_grad(workspace, d_scores, at)
+
+
+DOWN_BACKWARD_ACT = Product(
+    "down_backward_act",
+    down_backward_act,
+    kernels=lambda: [kernel(activation=activation) for activation in ACTIVATIONS],
+    for_layer=lambda layer: [
+        kernel(activation=layer.activation, debug=product.DEBUG),
+        reduce.kernel("reduce_scores_grad", 0),
+    ],
+    operations=lambda s: 2.0 * s.rows * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.n * s.d + (2 * s.halves + 1) * s.rows * s.n),
+    kernel=kernel,
+)

@@ -1,0 +1,263 @@
+"""Rows times weights with nothing but a bias at the end (cuda/linear.cu): three of the products.
+
+down forward          Y = act W_down^T (+ bias)     MoEBlaze Algorithm 1, line 10
+up backward, rows     dX~ = dH W_up                 MoEBlaze Algorithm 1, line 30
+down forward, fused   O[token] += S Y               MoEBlaze §3.1; fp32 atomics, so not deterministic
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm import product
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.rows import rows_plan, weight_box, words
+from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.runtime import driver
+from blazeproto.runtime.arrays import columns_within
+
+
+def grouped_mm(
+    a: Any,
+    weights: Any,
+    dispatch: Dispatch,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Any = None,
+    columns: range | None = None,
+    out: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """out[r] = a[r or its token] . W[e]^T (+ bias): the row products with nothing after them but a store.
+
+    a (R, reduction), or (T, reduction) with ``gather``. weights (E, columns, reduction), or with ``transposed``
+    (E, reduction, columns), which is read as it lies. bias (E, columns) → out (R, columns).
+
+    columns: make only these of the columns, e.g. range(0, 1024): out (R, len(columns)). ``out`` may be ``a`` itself where
+    a tile has whole rows of both (reduction = columns <= ``config.tile_n``); elsewhere the two must not overlap.
+    """
+    config = config or TILES["up_backward_act" if transposed else "down_forward"]
+    given = (
+        Arguments(dispatch, stream)
+        .read("weights", weights, "E reduction width" if transposed else "E width reduction")
+        .read("a", a, "T reduction" if gather else "R reduction", gathered=gather)
+        .read("bias", bias, "E width", optional=True)
+    )
+    width, reduction = given.sizes["width"], given.sizes["reduction"]
+    columns = columns_within(columns, width)
+    source, made = given.views["a"], given.write("out", out, f"R {len(columns)}").views["out"]
+    overlap = source.ptr < made.ptr + made.nbytes and made.ptr < source.ptr + source.nbytes
+    in_place = not gather and source.ptr == made.ptr and len(columns) == width == reduction <= config.tile_n
+    if overlap and not in_place:
+        raise ValueError(
+            f"out: expected memory of its own, or that of `a` where both have at most {config.tile_n} columns, all of them; "
+            f"got an overlap of {source.shape} and {made.shape}"
+        )
+    if columns:
+        at = given.located()
+        launch(**given.views, at=at, gather=gather, transposed=transposed, columns=columns, config=config)
+    return given.arrays["out"]
+
+
+def down_forward(
+    act: Any,
+    down_proj: Any,
+    dispatch: Dispatch,
+    *,
+    bias: Any = None,
+    columns: range | None = None,
+    y: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """y = act W_down^T (+ bias). act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d). MoEBlaze Algorithm 1, line 10.
+
+    columns: as :func:`grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
+    """
+    return grouped_mm(act, down_proj, dispatch, bias=bias, columns=columns, out=y, config=config, stream=stream)
+
+
+def up_backward_act(
+    dh: Any,
+    up_proj: Any,
+    dispatch: Dispatch,
+    *,
+    columns: range | None = None,
+    dx_rows: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """dx_rows = dh W_up. dh (R, G n), up_proj (E, G n, d) → dx_rows (R, d). MoEBlaze Algorithm 1, line 30.
+
+    columns: as :func:`grouped_mm`.
+    """
+    return grouped_mm(
+        dh, up_proj, dispatch, transposed=True, columns=columns, out=dx_rows, config=config, stream=stream
+    )
+
+
+def down_forward_fused(
+    act: Any,
+    down_proj: Any,
+    scores: Any,
+    dispatch: Dispatch,
+    *,
+    bias: Any = None,
+    out_f32: Any,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """out_f32[token] += S y, the combination inside the product (MoEBlaze §3.1). Not deterministic: fp32 atomics.
+
+    act (R, n), down_proj (E, d, n), scores (P,) or (T, K) fp32, out_f32 (T, d) fp32, zeroed by the caller.
+    """
+    given = (
+        Arguments(dispatch, stream)
+        .read("down_proj", down_proj, "E d n")
+        .read("act", act, "R n")
+        .read("scores", scores, "P", "float32")
+        .read("bias", bias, "E d", optional=True)
+        .read("out_f32", out_f32, "T d", "float32")
+    )
+    launch_fused(**given.views, at=given.located(), config=config)
+    return out_f32
+
+
+def kernel(
+    config: TileConfig | None = None,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: bool = False,
+    fused: bool = False,
+    debug: tuple[str, ...] = (),
+) -> Kernel:
+    """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself."""
+    return tiled_kernel(
+        "linear.cu",
+        "linear",
+        config or TILES["up_backward_act" if transposed else "down_forward"],
+        debug,
+        finishers=int(gather),  # where all of the producer's warps gather, others must store
+        GATHER=gather,
+        B_MN=transposed,
+        HALVES=1,
+        HAS_BIAS=bias,
+        FUSED_COMBINE=fused,
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    columns: int,
+    gather: bool,
+    transposed: bool,
+    bias: bool,
+    fused: bool,
+    config: TileConfig,
+    debug: tuple[str, ...],
+) -> Plan:
+    width, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+    return rows_plan(
+        kernel(config, gather=gather, transposed=transposed, bias=bias, fused=fused, debug=debug),
+        config,
+        where,
+        gather=gather,
+        reduction=reduction,
+        columns=columns,
+        tile_columns=config.tile_n,
+        weights=weight_box(shape, columns, config, transposed),
+        out0=None if fused else dense_box((columns, where[0]), (SLAB, SLAB)),
+        bias_stride=width,
+    )
+
+
+def launch(
+    a: Any,
+    weights: Any,
+    at: Addresses,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Any = None,
+    columns: range | None = None,
+    out: Any,
+    config: TileConfig | None = None,
+) -> None:
+    """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all."""
+    if not at.num_rows:
+        return
+    config = config or TILES["up_backward_act" if transposed else "down_forward"]
+    _, outer, inner = shape = weights.shape
+    first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
+    plan = _plan(at.where, shape, count, gather, transposed, bias is not None, False, config, product.DEBUG)
+    a_at, out_at = a.data_ptr(), out.data_ptr()
+    weights_at = weights.data_ptr() + OPERAND_BYTES * first * (1 if transposed else inner)
+    maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
+    addresses = words(at, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
+    driver.launch(*plan.fill(maps, addresses), at.stream)
+
+
+def launch_fused(
+    act: Any,
+    down_proj: Any,
+    scores: Any,
+    at: Addresses,
+    *,
+    bias: Any = None,
+    out_f32: Any,
+    config: TileConfig | None = None,
+) -> None:
+    """`down_forward_fused` of arrays that have been checked."""
+    if not at.num_rows:
+        return
+    shape, config = down_proj.shape, config or TILES["down_forward"]
+    plan = _plan(at.where, shape, shape[1], False, False, bias is not None, True, config, product.DEBUG)
+    addresses = words(at, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
+    driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
+
+
+# --- The registry's entries ------------------------------------------------------------------------------------------------
+
+DOWN_FORWARD = Product(
+    "down_forward",
+    down_forward,
+    kernels=lambda: [
+        *(kernel(gather=gather, bias=bias) for bias in (False, True) for gather in (False, True)),
+        *(kernel(config) for config in CANDIDATES["down_forward"]),
+    ],
+    for_layer=lambda layer: [] if layer.fused else [kernel(bias=layer.down_bias, debug=product.DEBUG)],
+    operations=lambda s: 2.0 * s.rows * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d + s.rows * s.d),
+    kernel=kernel,
+)
+DOWN_FORWARD_FUSED = Product(
+    "down_forward_fused",
+    down_forward_fused,
+    kernels=lambda: [
+        *(kernel(bias=bias, fused=True) for bias in (False, True)),
+        *(kernel(config, fused=True) for config in CANDIDATES["down_forward"]),
+    ],
+    for_layer=lambda layer: [kernel(bias=layer.down_bias, fused=True, debug=product.DEBUG)] if layer.fused else [],
+    operations=lambda s: 2.0 * s.rows * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d) + 4 * (s.T * s.d + s.rows),
+    kernel=lambda config=None, **variant: kernel(config, fused=True, **variant),
+)
+UP_BACKWARD_ACT = Product(
+    "up_backward_act",
+    up_backward_act,
+    kernels=lambda: [
+        *(kernel(gather=gather, transposed=True) for gather in (False, True)),
+        *(kernel(config, transposed=True) for config in CANDIDATES["up_backward_act"]),
+    ],
+    for_layer=lambda layer: [kernel(transposed=True, debug=product.DEBUG)],
+    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.halves * s.E * s.n * s.d + s.rows * s.d),
+    kernel=lambda config=None, **variant: kernel(config, transposed=True, **variant),
+)

@@ -1,0 +1,141 @@
+"""The small sums beside the products (cuda/reduce.cu): gradients of scores and biases. Memory-bound, in a fixed order."""
+
+from functools import cache
+from typing import Any
+
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.product import Arguments, Product
+from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
+from blazeproto.runtime import driver
+from blazeproto.runtime.arrays import view
+
+THREADS = 256  # of a block
+LEAST_ROWS, MOST_SHARES = 64, 512  # of rows that `expert_row_sum` deals out
+
+
+def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
+    """Adds a down bias's share to d_scores (P,), in place: ⟨d_out[token], down_bias[expert]⟩. d_out (T, d), down_bias (E, d)."""
+    given = Arguments(dispatch, stream).read("d_out", d_out, "T d").read("down_bias", down_bias, "E d")
+    given.read("d_scores", d_scores, "P", "float32")
+    launch_bias_score_grad(**given.views, at=given.located())
+    return d_scores
+
+
+def expert_row_sum(
+    values: Any,
+    dispatch: Dispatch,
+    *,
+    gather: bool = False,
+    scores: Any = None,
+    out: Any = None,
+    accumulate: bool = False,
+    workspace: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """A bias's gradient: out (E, m), bf16 or fp32 = Σ over an expert's rows r of values[r], values (R, m).
+
+    gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].  accumulate: added to ``out``.
+    workspace: fp32, (`row_sum_slots(R, E)`, m).
+    """
+    if out is None and accumulate:
+        raise ValueError("out: expected an array to accumulate into, got None")
+    f32 = out is not None and view(out, "out").dtype == "float32"
+    given = (
+        Arguments(dispatch, stream)
+        .read("values", values, "T m" if gather else "R m")
+        .read("scores", scores, "P", "float32", optional=True)
+        .write("out", out, "E m", "float32" if f32 else "bfloat16")
+        .write("workspace", workspace, f"{row_sum_slots(dispatch.num_rows, dispatch.num_experts)} m", "float32")
+    )
+    launch_expert_row_sum(**given.views, at=given.located(), gather=gather, f32=f32, accumulate=accumulate)
+    return given.arrays["out"]
+
+
+@cache
+def kernel(entry: str, top_k: int) -> Kernel:
+    """entry: of reduce.cu.  top_k: 0 if it varies."""
+    return Kernel("reduce.cu", entry, {"TOP_K": top_k, "THREADS": THREADS})
+
+
+def _run(entry: str, top_k: int, grid: tuple[int, int], at: Addresses, words: tuple[int, ...]) -> None:
+    driver.launch(kernel(entry, top_k).handle(at.device), grid, THREADS, 0, at.stream, words)
+
+
+def launch_reduce_scores_grad(partial: Any, d_scores: Any, at: Addresses) -> None:
+    """partial (J, R) fp32 → d_scores (P,) = Σ_j partial[j, row of p], in order; 0 for a pair without a row."""
+    if at.num_pairs:
+        words = (partial.data_ptr(), at.token_index_map, d_scores.data_ptr(), *partial.shape, at.num_pairs)
+        _run("reduce_scores_grad", 0, (-(-at.num_pairs // THREADS), 1), at, words)
+
+
+def launch_bias_score_grad(d_out: Any, down_bias: Any, at: Addresses, *, d_scores: Any) -> None:
+    """`bias_score_grad` of arrays that have been checked."""
+    num_tokens, d = d_out.shape
+    if num_tokens:
+        indices = (at.token_index_map, at.expert_token_offsets, at.token_offsets)
+        words = (d_out.data_ptr(), down_bias.data_ptr(), *indices, d_scores.data_ptr(), num_tokens, at.num_experts, d)
+        _run("bias_score_grad", at.top_k, (-(-num_tokens // (THREADS // 32)), 1), at, words)
+
+
+def launch_expert_row_sum(
+    values: Any,
+    at: Addresses,
+    *,
+    gather: bool = False,
+    scores: Any = None,
+    out: Any,
+    f32: bool,
+    accumulate: bool = False,
+    workspace: Any,
+) -> None:
+    """`expert_row_sum` of arrays that have been checked. f32: whether ``out`` is."""
+    (num_experts, m), out_at, slots = out.shape, out.data_ptr(), workspace.data_ptr()
+    if not m:
+        return
+    shares, rows_per_share = row_shares(at.num_rows)
+    if shares:
+        weights, (pairs_at, tokens_at, _) = 0 if scores is None else scores.data_ptr(), at.pair_to_token
+        inputs = (values.data_ptr(), pairs_at, at.expert_token_offsets, tokens_at, weights)
+        words: tuple[int, ...] = (*inputs, slots, num_experts, m, rows_per_share, int(gather))
+        _run("expert_row_sum", at.top_k, (-(-m // (32 * CHUNK)), shares), at, words)
+    outs = (0, out_at) if f32 else (out_at, 0)
+    words = (slots, at.expert_token_offsets, *outs, m, rows_per_share, int(accumulate))
+    _run("expert_row_sum_finish", 0, (-(-m // THREADS), num_experts), at, words)
+
+
+def row_shares(num_rows: int) -> tuple[int, int]:
+    """(shares, rows in each) that `expert_row_sum` deals out. By the shape alone, so that sums don't depend on the GPU."""
+    rows_per_share = max(LEAST_ROWS, -(-num_rows // MOST_SHARES))
+    return -(-num_rows // rows_per_share), rows_per_share
+
+
+def row_sum_slots(num_rows: int, num_experts: int) -> int:
+    """Lines of `expert_row_sum`'s workspace: one for every (share, expert) that can meet."""
+    return row_shares(num_rows)[0] + num_experts
+
+
+def _some(*entries: str) -> list[Kernel]:
+    return [kernel(entry, top_k) for top_k in (0, 1, 8) for entry in entries]
+
+
+BIAS_SCORE_GRAD = Product(
+    "bias_score_grad",
+    bias_score_grad,
+    kernels=lambda: _some("reduce_scores_grad", "bias_score_grad"),
+    for_layer=lambda layer: [kernel("bias_score_grad", layer.top_k)] if layer.down_bias else [],
+    operations=lambda s: 0.0,
+    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.d) + 4 * 3 * s.rows,
+)
+EXPERT_ROW_SUM = Product(
+    "expert_row_sum",
+    expert_row_sum,
+    kernels=lambda: _some("expert_row_sum", "expert_row_sum_finish"),
+    for_layer=lambda layer: (
+        [kernel("expert_row_sum", layer.top_k), kernel("expert_row_sum_finish", 0)]
+        if layer.up_bias or layer.down_bias
+        else []
+    ),
+    operations=lambda s: 0.0,
+    least_bytes=lambda s: OPERAND_BYTES * (s.rows + s.E) * s.halves * s.n,  # of the up projection's bias
+)

@@ -1,0 +1,111 @@
+"""The one list of products: compile-all, `prepare`, the tuner, benchmarks and tests read it."""
+
+import difflib
+
+from blazeproto.activations import activation_named
+from blazeproto.gemm import product
+from blazeproto.gemm.combine import COMBINE
+from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
+from blazeproto.gemm.linear import DOWN_FORWARD, DOWN_FORWARD_FUSED, UP_BACKWARD_ACT
+from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
+from blazeproto.gemm.tiles import CANDIDATES, MAX_EXPERTS, TileConfig
+from blazeproto.gemm.up import UP_FORWARD
+from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
+
+PRODUCTS = {
+    entry.name: entry
+    for entry in (
+        UP_FORWARD,
+        DOWN_FORWARD,
+        DOWN_FORWARD_FUSED,
+        COMBINE,
+        DOWN_BACKWARD_ACT,
+        BIAS_SCORE_GRAD,
+        DOWN_BACKWARD_WEIGHT,
+        UP_BACKWARD_ACT,
+        UP_BACKWARD_WEIGHT,
+        EXPERT_ROW_SUM,
+    )
+}
+
+
+def kernel_for(name: str, config: TileConfig | None = None, **variant: object) -> Kernel:
+    """The kernel of a product, by default with the tiles it runs with.
+
+    variant: what the product can be compiled for: activation, bias, f32, gather, debug (further macros, see ptx.cuh).
+    ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
+    """
+    tiled = {key: entry for key, entry in PRODUCTS.items() if entry.kernel}
+    if name not in tiled:
+        near = difflib.get_close_matches(str(name), tiled, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"product: expected one of {', '.join(map(repr, tiled))}, got {name!r}{hint}")
+    make = tiled[name].kernel
+    assert make is not None
+    return make(config, **variant)
+
+
+def candidates(name: str) -> list[TileConfig]:
+    """Tile configurations worth timing for a product."""
+    return list(CANDIDATES[name])
+
+
+def all_kernels() -> list[Kernel]:
+    """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled."""
+    return list(dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.kernels()))
+
+
+def prepare(
+    d_model: int,
+    d_expert: int,
+    num_experts: int,
+    top_k: int | None,
+    *,
+    activation: str = "swiglu",
+    up_bias: bool = False,
+    down_bias: bool = False,
+    fused: bool = False,
+    f32_weight_grads: bool = False,
+    device: int | None = None,
+    jobs: int | None = None,
+) -> list[Kernel]:
+    """Compile, and load where there is a GPU, all that the forward and the backward of a layer launch from this package,
+    whatever the number of tokens: a CUDA-graph capture can do neither. A wide layer may sum its rows in slices of
+    columns, each width by a kernel of its own.
+
+    d_model, d_expert, num_experts: d, n, E.  top_k: K, None where the number of experts per token varies.
+    up_bias, down_bias: whether the projections have biases.  fused: whether `down_forward_fused` runs instead of
+    `down_forward` and `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
+    device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
+    jobs: compilers that run at a time, in processes of their own; default: one a core.
+
+    Returns the kernels. ValueError for a layer that the products don't take; CompileError if the compiler refuses.
+    """
+    activation_named(activation)
+    for name, width in (("d_model", d_model), ("d_expert", d_expert)):
+        if width < 1 or width % 8:
+            raise ValueError(f"{name}: expected a positive multiple of 8, got {width}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1, or None if it varies, got {top_k}")
+    layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads)
+    wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(layer))
+    made = compile_many(wanted, jobs)
+    device = _hopper_device() if device is None else device
+    if device is not None:
+        for kernel in made:
+            kernel.handle(device)
+    return made
+
+
+def _hopper_device() -> int | None:
+    """CuPy's current device, None where there is none that runs the kernels."""
+    try:
+        import cupy
+
+        device = int(cupy.cuda.runtime.getDevice())
+        return device if cupy.cuda.Device(device).compute_capability == "90" else None
+    except (ImportError, RuntimeError):  # no CuPy, no driver, no GPU
+        return None

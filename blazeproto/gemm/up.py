@@ -1,0 +1,128 @@
+"""Up projection, forward (cuda/up.cu). MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2."""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm import product
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.rows import h_box, rows_plan, words
+from blazeproto.gemm.tiles import BK, CANDIDATES, CHUNK, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.runtime import driver
+
+
+def up_forward(
+    x: Any,
+    up_proj: Any,
+    dispatch: Dispatch,
+    *,
+    activation: str = "swiglu",
+    bias: Any = None,
+    h: Any = None,
+    act: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> tuple[Any, Any]:
+    """h = x[token] W_up^T (+ bias), act = f(gate) up. x (T, d), up_proj (E, G n, d), bias (E, G n) → h (R, G n), act (R, n).
+
+    MoEBlaze Algorithm 1, lines 3-9. act is computed from h as stored.
+    """
+    halves = activation_named(activation).halves
+    given = (
+        Arguments(dispatch, stream)
+        .read("up_proj", up_proj, "E h d")
+        .read("x", x, "T d", gathered=True)
+        .read("bias", bias, "E h", optional=True)
+    )
+    if (width := given.sizes["h"]) % (CHUNK * halves):
+        raise ValueError(f"up_proj: expected {halves} times a multiple of {CHUNK} rows an expert, got {width}")
+    given.write("h", h, "R h").write("act", act, f"R {width // halves}")
+    launch(**given.views, at=given.located(), activation=activation, config=config)
+    return given.arrays["h"], given.arrays["act"]
+
+
+def kernel(
+    config: TileConfig | None = None, *, activation: str = "swiglu", bias: bool = False, debug: tuple[str, ...] = ()
+) -> Kernel:
+    """With these tiles, this activation, with or without a bias."""
+    wanted = activation_named(activation)
+    return tiled_kernel(
+        "up.cu",
+        "up_forward",
+        config or TILES["up_forward"],
+        debug,
+        finishers=1,
+        # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
+        finisher_registers=40 if bias else 56,
+        GATHER=1,
+        B_MN=0,
+        HALVES=wanted.halves,
+        HAS_BIAS=bias,
+        **wanted.macros,
+    )
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    activation: str,
+    bias: bool,
+    config: TileConfig,
+    debug: tuple[str, ...],
+) -> Plan:
+    halves = activation_named(activation).halves
+    experts, width, d = shape
+    n, tile_columns = width // halves, config.tile_n // halves
+    return rows_plan(
+        kernel(config, activation=activation, bias=bias, debug=debug),
+        config,
+        where,
+        gather=True,
+        reduction=d,
+        columns=n,
+        tile_columns=tile_columns,
+        weights=dense_box((d, n, halves, experts), (BK, tile_columns, halves, 1)),
+        out0=h_box(n, halves, where[0], (SLAB, SLAB, 1)),
+        out1=dense_box((n, where[0]), (SLAB, SLAB)),
+        bias_stride=width,
+    )
+
+
+def launch(
+    x: Any,
+    up_proj: Any,
+    at: Addresses,
+    *,
+    activation: str,
+    bias: Any = None,
+    h: Any,
+    act: Any,
+    config: TileConfig | None = None,
+) -> None:
+    """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays)."""
+    if not at.num_rows:
+        return
+    plan = _plan(at.where, up_proj.shape, activation, bias is not None, config or TILES["up_forward"], product.DEBUG)
+    h_at, act_at = h.data_ptr(), act.data_ptr()
+    filled = plan.fill(
+        (up_proj.data_ptr(), h_at, act_at), words(at, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias)
+    )
+    driver.launch(*filled, at.stream)
+
+
+UP_FORWARD = Product(
+    "up_forward",
+    up_forward,
+    kernels=lambda: [
+        *(kernel(activation=activation, bias=bias) for activation in ACTIVATIONS for bias in (False, True)),
+        *(kernel(config) for config in CANDIDATES["up_forward"]),
+    ],
+    for_layer=lambda layer: [kernel(activation=layer.activation, bias=layer.up_bias, debug=product.DEBUG)],
+    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.halves * s.E * s.n * s.d + (s.halves + 1) * s.rows * s.n),
+    kernel=kernel,
+)

@@ -1,0 +1,298 @@
+"""Weight gradients (cuda/weight.cu): sums over an expert's rows, which slices of stream-K may cut into partials.
+
+    dW_down[e] = Σ dO[token]^T A'     MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3
+    dW_up[e]   = Σ dH^T x[token]      MoEBlaze Algorithm 1, line 29; SonicMoE Algorithm 5
+
+weight_schedule.cuh draws the slices. Their partials lie in a workspace; how many slices there may be, and so how large it is,
+follows from shapes and device alone.
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm import product
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
+from blazeproto.gemm.product import SHAPES, Arguments, Layer, Product, tiled_kernel
+from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
+from blazeproto.runtime import driver
+from blazeproto.runtime.arrays import current_device, view
+
+DOWN, UP = "down_backward_weight", "up_backward_weight"
+WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
+LEAST_SLICES = 0.4  # of the clusters
+BUSY_ENOUGH = 0.9  # of the clusters, in the mean over the rounds that the tiles of one expert take
+SUM_BLOCKS = 8  # of weight_sum.cu for each CTA's tile
+SUM_THREADS = 2 * WARPGROUP  # of such a block: as many as weight.cu has consumers
+
+WEIGHT_PARAMS = Params(
+    "WeightParams",
+    "weight_schedule.cuh",
+    maps=("ordered", "in_order", "out"),
+    words=(
+        "gathered_rows",
+        "ordered_rows",
+        "pairs.pair_indices",
+        "pairs.pair_tokens",
+        "pairs.multiplier",
+        "offsets",
+        "out_f32",
+        "unfinished",
+        "pieces",
+    ),
+    numbers=("experts", "gathered_width", "ordered_width", "accumulate", "shares"),
+)
+
+
+def down_backward_weight(
+    d_out: Any,
+    a_scaled: Any,
+    dispatch: Dispatch,
+    *,
+    dw: Any = None,
+    gather: bool = True,
+    accumulate: bool = False,
+    workspace: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """dw[e] = sum of d_out[token]^T a_scaled. d_out (T, d), a_scaled (R, n) → dw (E, d, n), bf16, or fp32 if ``dw`` is.
+
+    Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
+
+    gather: False where d_out's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
+    workspace: fp32, `weight_workspace` elements: reductions over very many rows are cut and their partials summed, in order.
+    """
+    given = Arguments(dispatch, stream).read("d_out", d_out, "T d" if gather else "R d", gathered=gather)
+    given.read("a_scaled", a_scaled, "R n")
+    return _into(DOWN, given, ("d_out", "a_scaled"), "E d n", dw, gather, accumulate, workspace, config)
+
+
+def up_backward_weight(
+    dh: Any,
+    x: Any,
+    dispatch: Dispatch,
+    *,
+    dw: Any = None,
+    gather: bool = True,
+    accumulate: bool = False,
+    workspace: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """dw[e] = sum of dh^T x[token]. dh (R, G n), x (T, d) → dw (E, G n, d), as :func:`down_backward_weight`;
+    gather=False: x (R, d). MoEBlaze Algorithm 1, line 29.
+    """
+    given = Arguments(dispatch, stream).read("dh", dh, "R h")
+    given.read("x", x, "T d" if gather else "R d", gathered=gather)
+    return _into(UP, given, ("x", "dh"), "E h d", dw, gather, accumulate, workspace, config)
+
+
+def _into(
+    name: str,
+    given: Arguments,
+    operands: tuple[str, str],
+    shape: str,
+    dw: Any,
+    gather: bool,
+    accumulate: bool,
+    workspace: Any,
+    config: TileConfig | None,
+) -> Any:
+    """Checks what the two products have in common, and launches. operands: names, the gathered one first.  shape: of dw."""
+    f32 = dw is not None and view(dw, "dw").dtype == "float32"
+    if accumulate and not f32:
+        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
+    out = given.write("dw", dw, shape, "float32" if f32 else "bfloat16").views["dw"]
+    elements = weight_workspace(name, out, given.dispatch, config)
+    if elements or workspace is not None:
+        given.write("workspace", workspace, str(elements), "float32")
+    rows, ordered = (given.views[operand] for operand in operands)
+    options: dict[str, Any] = {"gather": gather, "f32": f32, "accumulate": accumulate, "config": config}
+    launch(name, rows, ordered, given.located(), dw=out, workspace=given.views.get("workspace"), **options)
+    return given.arrays["dw"]
+
+
+def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConfig | None = None) -> int:
+    """fp32 elements of the workspace of ``product``, a weight gradient into ``dw``: by shapes and device alone; may be 0."""
+    where = (dispatch.num_rows, dispatch.num_experts, current_device())
+    return workspace_elements(product, where, view(dw, "dw").shape, config)
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------------
+
+
+def kernel(
+    config: TileConfig | None = None,
+    *,
+    transposed: bool = False,
+    f32: bool = False,
+    gather: bool = True,
+    debug: tuple[str, ...] = (),
+) -> Kernel:
+    """transposed: of dW_up.  f32: into fp32.  gather: rows fetched by index."""
+    config = config or TILES[UP if transposed else DOWN]
+    macros = {"GATHER": gather, "TRANSPOSED": transposed, "OUT_F32": f32}
+    return tiled_kernel("weight.cu", "weight_gradient", config, debug, clusters=True, **macros)
+
+
+@cache
+def sum_kernel(tile_n: int) -> Kernel:
+    """What sums the partials that a weight gradient with tiles of that width may leave."""
+    macros = {"BM": BM, "BN": tile_n, "SLICES": SUM_BLOCKS, "THREADS": SUM_THREADS}
+    return Kernel("weight_sum.cu", "weight_sum", macros)
+
+
+# --- Slices of stream-K and their workspace --------------------------------------------------------------------------------
+
+
+def _widths(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of the gathered and of the ordered rows of a weight gradient of ``shape``."""
+    _, outer, inner = shape
+    return (inner, outer) if name == UP else (outer, inner)
+
+
+def _tiles(config: TileConfig, experts: int, d: int, width: int) -> int:
+    return experts * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
+
+
+def _partials_offset(slices: int) -> int:
+    """Bytes of the workspace before the partials: an int2 a slice, then 16-byte aligned."""
+    return -(-8 * slices // 16) * 16
+
+
+def _slice_bytes(config: TileConfig) -> int:
+    """Of the two partials that a slice may leave."""
+    return 2 * config.cluster * BM * config.tile_n * 4
+
+
+@lru_cache(maxsize=SHAPES)
+def _slices(name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig) -> int:
+    """Slices that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their partials take no
+    more than WORKSPACE_PART of the gradient and its ordered rows, for there a layer's memory may peak. None, 0, if
+    they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy."""
+    (num_rows, _, device), experts = where, shape[0]
+    d, width = _widths(name, shape)
+    clusters = persistent_grid(device, config.cluster, _tiles(config, experts, d, width)) // config.cluster
+    tiles = _tiles(config, 1, d, width)
+    if tiles >= BUSY_ENOUGH * clusters * -(-tiles // clusters):
+        return 0
+    budget = WORKSPACE_PART * OPERAND_BYTES * (experts * d * width + num_rows * width)
+    slices = min(clusters, int(budget / _slice_bytes(config))) if num_rows else 0
+    return slices if slices >= LEAST_SLICES * clusters else 0
+
+
+def workspace_elements(
+    name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig | None = None
+) -> int:
+    """`weight_workspace` by (rows, experts, device) and the gradient's shape."""
+    config = config or TILES[name]
+    slices = _slices(name, where, shape, config)
+    return (_partials_offset(slices) + slices * _slice_bytes(config)) // 4
+
+
+# --- Launch ----------------------------------------------------------------------------------------------------------------
+
+
+class WeightPlan(NamedTuple):
+    gradient: Plan
+    sum_kernel: Kernel
+    sum_grid: tuple[int, int]
+    sum_numbers: tuple[int, ...]
+    partials_offset: int  # in the workspace, bytes
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(
+    name: str,
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    gather: bool,
+    f32: bool,
+    accumulate: bool,
+    slices: int,
+    config: TileConfig,
+    debug: tuple[str, ...],
+) -> WeightPlan:
+    num_rows, _, device = where
+    experts, outer, inner = shape
+    (d, width), transposed = _widths(name, shape), name == UP
+    ordered = dense_box((width, num_rows), (SLAB, BK)) if num_rows else None
+    in_order = dense_box((d, num_rows), (SLAB, BK)) if num_rows and not gather else None
+    out = None if f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
+    gradient = Plan(
+        kernel(config, transposed=transposed, f32=f32, gather=gather, debug=debug),
+        WEIGHT_PARAMS,
+        (ordered, in_order, out),
+        (experts, d, width, int(accumulate), slices),
+        grid=persistent_grid(device, config.cluster, _tiles(config, experts, d, width)),
+        device=device,
+    )
+    sum_numbers = (slices, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
+    sum_grid = (min(num_sms(device), slices * config.cluster * SUM_BLOCKS), 1)
+    return WeightPlan(gradient, sum_kernel(config.tile_n), sum_grid, sum_numbers, _partials_offset(slices))
+
+
+def launch(
+    name: str,
+    rows: Any,
+    ordered: Any,
+    at: Addresses,
+    *,
+    dw: Any,
+    gather: bool = True,
+    f32: bool,
+    accumulate: bool = False,
+    workspace: Any = None,
+    config: TileConfig | None = None,
+) -> None:
+    """Either product (``name``) of arrays that have been checked. rows: the gathered operand, or, with gather False, in order.
+    f32: whether dw is.  workspace: None makes every tile whole."""
+    config = config or TILES[name]
+    slices = 0 if workspace is None else _slices(name, at.where, dw.shape, config)
+    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, slices, config, product.DEBUG)
+    rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
+    unfinished = workspace.data_ptr() if slices else 0
+    partials = unfinished + plan.partials_offset
+    by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
+    maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
+    inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
+    driver.launch(*plan.gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
+    if slices:
+        words = (unfinished, partials, dw_at, *plan.sum_numbers)
+        driver.launch(plan.sum_kernel.handle(at.device), plan.sum_grid, SUM_THREADS, 0, at.stream, words)
+
+
+def _kernels(name: str) -> list[Kernel]:
+    configs, transposed = dict.fromkeys((TILES[name], *CANDIDATES[name])), name == UP
+    return [
+        *(kernel(config, transposed=transposed, f32=f32) for config in configs for f32 in (False, True)),
+        *(kernel(transposed=transposed, f32=f32, gather=False) for f32 in (False, True)),
+        *(sum_kernel(config.tile_n) for config in configs),
+    ]
+
+
+def _for_layer(name: str, layer: Layer) -> list[Kernel]:
+    gradient = kernel(transposed=name == UP, f32=layer.f32_weight_grads, debug=product.DEBUG)
+    return [gradient, sum_kernel(TILES[name].tile_n)]
+
+
+DOWN_BACKWARD_WEIGHT = Product(
+    DOWN,
+    down_backward_weight,
+    kernels=lambda: _kernels(DOWN),
+    for_layer=lambda layer: _for_layer(DOWN, layer),
+    operations=lambda s: 2.0 * s.rows * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.T * s.d + s.E * s.n * s.d),
+    kernel=lambda config=None, **variant: kernel(config, transposed=False, **variant),
+)
+UP_BACKWARD_WEIGHT = Product(
+    UP,
+    up_backward_weight,
+    kernels=lambda: _kernels(UP),
+    for_layer=lambda layer: _for_layer(UP, layer),
+    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
+    least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.T * s.d + s.halves * s.E * s.n * s.d),
+    kernel=lambda config=None, **variant: kernel(config, transposed=True, **variant),
+)

@@ -1,0 +1,73 @@
+"""Other ways of calling the kernels, which must give the same results to the bit. What differs is named, in lines to report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto import gemm
+from blazeproto.gemm import TILES
+from blazeproto.lab.oracle import Case, pad_rows
+
+
+def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
+    """Weight gradients by gathering, in ``result``, that are not to the bit what rows that lie in order already give."""
+    num_rows = case.dispatch.num_rows
+    x, d_out = (pad_rows(values[case.row_token], num_rows) for values in (case.x, case.d_out))
+    used = {name: pad_rows(given[name][: len(case.row_token)], num_rows) for name in ("dh", "a_scaled")}
+    lines = []
+    for suffix in ("", "_f32"):
+        for name, product, operands in (
+            ("d_down" + suffix, gemm.down_backward_weight, (d_out, used["a_scaled"])),
+            ("d_up" + suffix, gemm.up_backward_weight, (used["dh"], x)),
+        ):
+            dw = torch.full_like(result[name], math.nan)
+            if not torch.equal(product(*operands, case.dispatch, dw=dw, gather=False), result[name]):
+                lines.append(f"{name}: not what rows in order give")
+    return lines
+
+
+def wrong_in_place(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:
+    """Outputs in ``result`` that come out otherwise over an input, or in two slices of columns."""
+    dispatch, num_rows, used = case.dispatch, case.dispatch.num_rows, len(case.row_pair)
+    act, h, dh = (pad_rows(given[name][:used], num_rows) for name in ("act", "h", "dh"))
+    d, n = case.down_proj.shape[1:]
+
+    def y(columns: range | None, out: Tensor) -> Tensor:
+        return gemm.down_forward(act, case.down_proj, dispatch, bias=case.down_bias, columns=columns, y=out)
+
+    def dx_rows(columns: range | None, out: Tensor) -> Tensor:
+        return gemm.up_backward_act(dh, case.up_proj, dispatch, columns=columns, dx_rows=out)
+
+    def in_slices(product: Callable[[range | None, Tensor], Tensor]) -> Tensor:
+        slices = [columns for columns in (range(d // 16 * 8), range(d // 16 * 8, d)) if columns]
+        return torch.cat([product(columns, act.new_empty(num_rows, len(columns))) for columns in slices], dim=1)
+
+    def in_use(output: Tensor) -> Tensor:
+        return output[:used] if output.dim() == 2 else output  # d_scores: one for each pair
+
+    others: dict[str, Any] = {"a_scaled": torch.empty_like(act), "d_scores": torch.empty_like(case.scores)}
+    gemm.down_backward_act(
+        case.d_out, case.down_proj, h, case.scores, dispatch, activation=case.activation, dh=h, **others
+    )
+    made = {
+        "y, in slices": in_slices(y),
+        "dx_rows, in slices": in_slices(dx_rows),
+        "dh, over h": h,
+        "a_scaled, with dh over h": others["a_scaled"],
+    }
+    if case.down_bias is None:  # of which d_scores has a share, added later
+        made["d_scores, with dh over h"] = others["d_scores"]
+    if d == n <= TILES["down_forward"].tile_n:
+        made["y, over act"] = y(None, act)
+    lines = [
+        f"{name}: not what it is elsewhere and whole"
+        for name, got in made.items()
+        if not torch.equal(in_use(got), in_use(result[name.partition(",")[0]]))
+    ]
+    written_over = {"dh, over h": h, "y, over act": act}
+    return lines + [f"{name}: wrote past row {used}" for name, a in written_over.items() if not a[used:].isnan().all()]

@@ -1,0 +1,37 @@
+"""Who gets which experts: logits, scores, choices, losses, the router module, and the top-k kernels.
+
+    from blazeproto.router import Router, make_router     # the module, with torch
+    from blazeproto.router import topk_route              # the kernel, without: any DLPack or CUDA array
+
+Names load when they are first used, so that the kernels stay usable where torch is not imported. `reference` holds the kernels'
+functions in NumPy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
+    from blazeproto.router.topk import topk_route, topk_route_backward
+
+_MODULE_OF = {
+    "ROUTERS": "router",
+    "Router": "router",
+    "Routing": "router",
+    "make_router": "router",
+    "routing_stats": "router",
+    "topk_route": "topk",
+    "topk_route_backward": "topk",
+}
+
+__all__ = ["ROUTERS", "Router", "Routing", "make_router", "routing_stats", "topk_route", "topk_route_backward"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'blazeproto.router' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"blazeproto.router.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,20 @@
+"""The three kinds of scores, and what sums to one: the same for `scoring`, the kernels and their twins. No torch in here.
+
+softmax_topk    softmax over all experts, then the K largest    MoEBlaze §2.1; Switch Transformer eq. 1
+topk_softmax    softmax over the K largest logits               Shazeer et al. 2017 eq. 3; Mixtral §2.1
+sigmoid         sigmoid of each logit                           DeepSeek-V3 §2.1.2, eq. 15
+"""
+
+from typing import Literal, get_args
+
+Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+SCORES: tuple[str, ...] = get_args(Score)
+
+# Added to a sum of scores before dividing by it: all K sigmoid scores of a token may underflow to zero.
+TINY = 1e-20
+
+
+def renormalizes(score: str, renormalize: bool | None) -> bool:
+    """Whether a token's scores are divided by their sum: as asked for; where nothing is asked, sigmoid scores (DeepSeek-V3
+    eq. 13). topk_softmax sums to one by itself."""
+    return score == "sigmoid" if renormalize is None else bool(renormalize)

@@ -1,0 +1,149 @@
+"""The router's choices as torch operators: torch.compile takes each as one node, and an activation-checkpointing policy can
+keep what was chosen instead of choosing again.
+
+    choose_top_k      keys (T, E) -> experts (T, K)
+    route_top_k       logits (T, E) -> scores and experts (T, K); on a Hopper GPU one fused kernel, with its backward
+    pairs_from_mask   mask (T, E) -> a flat list of pairs
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import has_dispatch_kernels
+from blazeproto.autograd.operators import define
+from blazeproto.router import topk
+from blazeproto.router.kinds import TINY
+from blazeproto.router.scoring import dense_scores, gathered_scores, selection_keys
+
+
+@define(
+    "choose_top_k(Tensor keys, SymInt top_k) -> Tensor",
+    lambda keys, top_k: keys.new_empty(keys.shape[0], top_k, dtype=torch.int32),
+    chooses=True,
+)
+def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
+    """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
+
+    keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
+    """
+    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
+    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
+    chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
+    # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
+    for slot in range(top_k):
+        expert = chosen[:, slot : slot + 1]
+        torch.argmax(left, dim=1, keepdim=True, out=expert)
+        left.scatter_(1, expert, -torch.inf)
+    return chosen.to(torch.int32)
+
+
+def _pairs_fake(mask: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    sizes = (capacity, capacity, mask.shape[0] + 1)
+    return tuple(mask.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+@define(
+    "pairs_from_mask(Tensor mask, SymInt capacity) -> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets)",
+    _pairs_fake,
+    chooses=True,
+)
+def pairs_from_mask(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The True entries of a (T, E) mask as a flat list of pairs, by token, ascending expert id inside one.
+
+    Returns pair_experts (P,), pair_tokens (P,) and token_offsets (T + 1,), int32, where P is ``capacity``: a host
+    number, so no shape depends on the mask. Pairs that the mask does not fill come last, with expert -1 and token 0;
+    the caller's capacity is an upper bound of the number of True entries (what lies beyond it is left out).
+    """
+    num_tokens, num_experts = mask.shape
+    seen = mask.flatten().cumsum(0, dtype=torch.int32)  # (T*E,) how many pairs up to and with this entry
+    wanted = torch.arange(1, capacity + 1, dtype=torch.int32, device=mask.device)
+    entry = torch.searchsorted(seen, wanted)  # (P,) the first entry that has seen p + 1 pairs
+    used = entry < num_tokens * num_experts
+    pair_experts = torch.where(used, entry % num_experts, -1).to(torch.int32)
+    pair_tokens = torch.where(used, entry // num_experts, 0).to(torch.int32)
+    token_offsets = torch.zeros(num_tokens + 1, dtype=torch.int32, device=mask.device)
+    token_offsets[1:] = mask.sum(dim=1).cumsum(0).clamp(max=capacity)
+    return pair_experts, pair_tokens, token_offsets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Top-k routing in one operator
+
+
+def _fused_kernel_takes(logits: Tensor, bias: Tensor | None, top_k: int, score: str) -> bool:
+    """Whether `topk.topk_route` can do it. Asked inside the operators, which torch.compile does not trace."""
+    return (
+        logits.dtype == torch.float32
+        and logits.is_contiguous()
+        and logits.shape[1] <= topk.MAX_EXPERTS
+        and top_k <= topk.MAX_TOP_K
+        and (bias is None or score == "sigmoid")
+        and has_dispatch_kernels("auto", logits.device)
+    )
+
+
+@define(
+    "route_top_k_backward(Tensor logits, Tensor experts, Tensor d_scores, str score, bool renormalize, float scale) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits),
+)
+def route_top_k_backward(
+    logits: Tensor, experts: Tensor, d_scores: Tensor, score: str, renormalize: bool, scale: float
+) -> Tensor:
+    """d_logits (T, E) from d_scores (T, K): the derivative of `scoring.gathered_scores`."""
+    if _fused_kernel_takes(logits, None, experts.shape[1], score):
+        options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale}
+        made: Tensor = topk.topk_route_backward(logits, experts, d_scores.contiguous(), **options)
+        return made
+    index = experts.long()
+    dense = dense_scores(logits, score)
+    chosen = dense.gather(1, index)
+    d_chosen = d_scores * scale
+    if renormalize or score == "topk_softmax":  # a softmax over a subset is the whole one, renormalised
+        total = chosen.sum(dim=1, keepdim=True) + TINY
+        d_chosen = (d_chosen - (d_chosen * chosen).sum(dim=1, keepdim=True) / total) / total
+    d_dense = torch.zeros_like(dense).scatter(1, index, d_chosen)
+    if score == "sigmoid":
+        return d_dense * dense * (1 - dense)
+    return dense * (d_dense - (d_chosen * chosen).sum(dim=1, keepdim=True))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, _, ctx.score, ctx.renormalize, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _backward(ctx: Any, d_scores: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    logits, experts = ctx.saved_tensors
+    d_logits = route_top_k_backward(logits, experts, d_scores, ctx.score, ctx.renormalize, ctx.scale)
+    return d_logits, None, None, None, None, None
+
+
+def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+
+
+@define(
+    "route_top_k(Tensor logits, Tensor? bias, SymInt top_k, str score, bool renormalize, float scale) "
+    "-> (Tensor scores, Tensor experts)",
+    _route_fake,
+    chooses=True,
+    setup=_keep,
+    backward=_backward,
+)
+def route_top_k(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Token choice: the scores (T, K) and the experts (T, K) int32 of logits (T, E), in falling order of the keys.
+
+    `scoring.selection_keys`, `choose_top_k` and `scoring.gathered_scores` in one. The scores are differentiable in the
+    logits; backward keeps the logits and the experts. The fused kernel of `blazeproto.router.topk` runs where it can.
+    """
+    if _fused_kernel_takes(logits, bias, top_k, score):
+        options: dict[str, Any] = {"score": score, "bias": bias, "renormalize": renormalize, "scale": scale}
+        return topk.topk_route(logits, top_k, **options)
+    experts = choose_top_k.kernel(selection_keys(logits, score, bias), top_k)
+    return gathered_scores(logits, experts, score=score, renormalize=renormalize, scale=scale), experts

@@ -1,0 +1,240 @@
+"""The router: a token's features in, its experts and their scores out.
+
+    router = Router(d_model, num_experts=64, top_k=4, aux_loss=0.01)                  # softmax, top-k
+    router = Router(d_model, 64, 4, score="sigmoid", bias_update_rate=1e-3)           # DeepSeek-V3
+    router = Router(d_model, 64, 4, choose="token_rounding", tile=128, rule="nr_f")   # SonicMoE
+    router = make_router("token_rounding", d_model, 64, 4)                            # by name, as scripts do
+    routing = router(x)                                                               # x (T, d)
+
+Scores are differentiable, choices are not. Nothing here waits for the device, and no shape depends on its data.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blazeproto.router import ops, scoring
+from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, make_choice
+from blazeproto.router.kinds import SCORES, renormalizes
+from blazeproto.runtime import checks
+
+
+class Routing(NamedTuple):
+    """Who goes where. A pair is one (token, expert) that runs; P is a static number of places for pairs.
+
+    With K experts a token, always: scores and experts are (T, K), in falling order of what was ranked, and
+    token_offsets and pair_tokens are None. With a number that varies: scores, experts and pair_tokens are (P,), by
+    token and by ascending expert inside one; places not used come last and hold expert -1, score 0, token 0.
+    """
+
+    scores: Tensor  # fp32 (fp64 for an fp64 router), differentiable
+    experts: Tensor  # int32
+    logits: Tensor  # (T, E), as scores; a token with a NaN or infinite logit has NaN throughout
+    load: Tensor  # (E,) int32, pairs of each expert
+    aux_losses: dict[str, Tensor]  # scalars with their coefficients in: add their sum to the loss
+    token_offsets: Tensor | None = None  # (T + 1,) int32, where each token's pairs begin
+    pair_tokens: Tensor | None = None  # (P,) int32, the token of each pair
+
+
+class Router(nn.Module):
+    """Logits by one linear map in fp32, scores, choice of experts, auxiliary losses.
+
+    Args:
+        d_model, num_experts, top_k: d, E and K, 1 <= K <= E.
+        score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `kinds` says what they are.
+        renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3) and for token
+            rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself.
+        scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
+        bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
+            ``expert_bias``.
+        aux_loss, z_loss: coefficients of `scoring.load_balancing_loss` and `scoring.z_loss`; 0 leaves one out.
+        choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords, or a choice object.
+
+    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None.
+    """
+
+    weight: nn.Parameter
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax_topk",
+        renormalize: bool | None = None,
+        scale: float = 1.0,
+        bias_update_rate: float = 0.0,
+        aux_loss: float = 0.0,
+        z_loss: float = 0.0,
+        choose: str | Choice = "top_k",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **choose_options: Any,
+    ) -> None:
+        super().__init__()
+        for name, value in (("d_model", d_model), ("num_experts", num_experts), ("top_k", top_k)):
+            checks.integer(name, value, least=1)
+        if top_k > num_experts:
+            raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
+        checks.one_of("score", score, SCORES)
+        for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
+            if not 0 <= rate < math.inf:
+                raise ValueError(f"{name}: expected a finite number, at least 0, got {rate}")
+        if isinstance(choose, str):
+            self.choice = make_choice(choose, **choose_options)
+        elif choose_options:
+            raise TypeError(f"choose: a choice object carries its own options, got {sorted(choose_options)} too")
+        else:
+            self.choice = choose
+        if isinstance(self.choice, ExpertChoice | Hash) and (aux_loss or bias_update_rate):
+            kind = type(self.choice).__name__
+            raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {kind}, where scores do not make the load")
+
+        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
+        self.score = score
+        rounds = isinstance(self.choice, TokenRounding)
+        self.renormalize = renormalizes(score, renormalize) or (renormalize is None and rounds)
+        self.scale = scale
+        self.bias_update_rate = bias_update_rate
+        self.aux_loss, self.z_loss = aux_loss, z_loss
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        with_bias = score == "sigmoid" or bias_update_rate > 0
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if with_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.d_model**-0.5  # nn.Linear's
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()  # a step of 1e-3 would vanish in bf16
+        return self
+
+    def extra_repr(self) -> str:
+        choice = "" if self.choice is None else f", choose={self.choice}"
+        return f"{self.d_model}, experts={self.num_experts}, top_k={self.top_k}, score={self.score}{choice}"
+
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Routing:
+        """x (T, d) floating point; token_ids, T integers of any shape, for hash routing alone.
+
+        In eval mode a choice with ``eval_top_k`` gives way to plain top-k.
+        """
+        self._check_input(x, token_ids)
+        logits = scoring.router_logits(x, self.weight)
+        choice = self.choice
+        if isinstance(choice, Hash):
+            assert token_ids is not None  # _check_input
+            experts = choice(token_ids.flatten(), self.num_experts, self.top_k)
+            scores = scoring.gathered_scores(logits, experts, **self._score_options)
+        elif choice is None or (choice.eval_top_k and not self.training):
+            options = self._score_options.values()
+            scores, experts = ops.route_top_k(logits, self.expert_bias, self.top_k, *options)
+        else:
+            keys = scoring.selection_keys(logits, self.score, self.expert_bias)
+            return self._varying(logits, ops.choose_top_k(keys, self.top_k), choice)
+        load = scoring.expert_load(experts, self.num_experts)
+        return Routing(scores, experts, logits, load, self._aux_losses(logits, experts))
+
+    @torch.no_grad()
+    def update_bias(self, load: Tensor) -> None:
+        """One step of the auxiliary-loss-free balancing; see `scoring.updated_bias`. Does nothing at rate 0.
+
+        Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
+        steps and ranks. It is no part of forward, which activation checkpointing runs twice.
+        """
+        if self.expert_bias is not None and self.bias_update_rate > 0:
+            self.expert_bias.copy_(scoring.updated_bias(self.expert_bias, load, self.bias_update_rate))
+
+    @property
+    def _score_options(self) -> dict[str, Any]:
+        return {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
+
+    def _varying(self, logits: Tensor, experts: Tensor, choice: TokenRounding | ExpertChoice | Capacity) -> Routing:
+        mask = choice(scoring.dense_scores(logits.detach(), self.score), experts)
+        max_pairs = choice.max_pairs(logits.shape[0], self.num_experts, self.top_k)
+        pair_experts, pair_tokens, token_offsets = ops.pairs_from_mask(mask, max_pairs)
+        scores = scoring.pair_scores(logits, pair_experts, pair_tokens, **self._score_options)
+        load = scoring.expert_load(pair_experts, self.num_experts)
+        aux_losses = self._aux_losses(logits, experts)
+        return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
+
+    def _aux_losses(self, logits: Tensor, experts: Tensor) -> dict[str, Tensor]:
+        """By the token choice ``experts`` (T, K), before any rounding or dropping."""
+        losses = {}
+        if self.aux_loss:
+            losses["load_balancing"] = self.aux_loss * scoring.load_balancing_loss(logits, experts, score=self.score)
+        if self.z_loss:
+            losses["z"] = self.z_loss * scoring.z_loss(logits)
+        return losses
+
+    def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
+        if x.dim() != 2 or x.shape[1] != self.d_model:
+            raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
+        if x.device != self.weight.device:
+            raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
+        if not isinstance(self.choice, Hash):
+            return
+        if token_ids is None:
+            raise ValueError("token_ids: expected T integers for hash routing, got None")
+        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+            raise TypeError(f"token_ids: expected an integer tensor, got {token_ids.dtype}")
+        if token_ids.numel() != x.shape[0]:
+            raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
+        if token_ids.device != x.device:
+            raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+
+
+def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
+    """Scalars on the device to log, none of them with a gradient.
+
+    ``balance``: the largest load over the mean load, 1 at best; ``entropy``: of the softmax of the logits, mean over
+    tokens, in nats; and, given the router's K, ``pairs``: pairs that run over T * K (below 1 what capacity dropped).
+    """
+    with torch.no_grad():
+        num_tokens, num_experts = routing.logits.shape
+        load = routing.load.to(torch.float32)
+        total = load.sum()
+        log_p = torch.log_softmax(routing.logits, dim=1)
+        entropy = torch.special.entr(log_p.exp()).sum() / max(num_tokens, 1)
+        stats = {"balance": load.amax() * num_experts / total.clamp(min=1), "entropy": entropy}
+        if top_k is not None:
+            stats["pairs"] = total / max(num_tokens * top_k, 1)
+        return stats
+
+
+# What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`.
+_BALANCED: dict[str, Any] = {"aux_loss": 0.01}  # Switch Transformer §2.2
+ROUTERS: dict[str, dict[str, Any]] = {
+    "top_k": {"renormalize": True, **_BALANCED},
+    "topk_softmax": {"score": "topk_softmax", **_BALANCED},
+    "aux_free": {"score": "sigmoid", "bias_update_rate": 1e-3},  # DeepSeek-V3 §4.2
+    "token_rounding": {"choose": "token_rounding", **_BALANCED},
+    "token_rounding_sr_f": {"choose": "token_rounding", "rule": "sr_f", **_BALANCED},
+    "token_rounding_nr_s": {"choose": "token_rounding", "rule": "nr_s", **_BALANCED},
+    "token_rounding_balance_f": {"choose": "token_rounding", "rule": "balance_f", **_BALANCED},
+    "token_rounding_up": {"choose": "token_rounding", "rule": "up", **_BALANCED},
+    "token_rounding_down": {"choose": "token_rounding", "rule": "down", **_BALANCED},
+    "expert_choice": {"choose": "expert_choice"},
+    "capacity": {"choose": "capacity", "renormalize": True, **_BALANCED},
+    "hash": {"choose": "hash", "score": "topk_softmax"},
+}
+
+
+def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrides: Any) -> Router:
+    """The router of this name in `ROUTERS`; keywords of `Router` in ``overrides`` win over the named ones."""
+    if name not in ROUTERS:
+        raise ValueError(f"router: expected one of {sorted(ROUTERS)}, got {name!r}")
+    return Router(d_model, num_experts, top_k, **(ROUTERS[name] | overrides))

@@ -1,0 +1,146 @@
+"""From router logits to scores, auxiliary losses and the balancing bias, in plain torch.
+
+    logits (T, E) --dense_scores--> (T, E)        every expert's score
+                  --gathered_scores--> (T, K)     those of the chosen experts
+                  --pair_scores--> (P,)           those of a flat list of pairs
+
+Everything here runs on any device, has static shapes and never waits for the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.router.kinds import TINY
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+
+
+class _WideLinear(torch.autograd.Function):
+    """x (T, d) @ weight (E, d)^T in fp32 (fp64 if either is), whatever their dtypes, outside autocast.
+
+    Saves x as it came. F.linear on a converted x would save the fp32 copy, 4 * T * d bytes that outlive the forward.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype) if need_x else None
+            d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype) if need_weight else None
+        return d_x, d_weight
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast; returns (T, E).
+
+    Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4 ("selective precision"). A token with a NaN
+    or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
+    """
+    logits: Tensor = _WideLinear.apply(x, weight)
+    finite = torch.isfinite(logits).all(dim=1, keepdim=True)
+    return torch.where(finite, logits, torch.nan)
+
+
+def dense_scores(logits: Tensor, score: str) -> Tensor:
+    """Every expert's score in [0, 1] for every token, (T, E): softmax over the experts, or sigmoid."""
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, dim=1)
+
+
+def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize: bool, scale: float) -> Tensor:
+    """The scores (T, K) of the experts (T, K) that were chosen; differentiable in the logits (T, E).
+
+    score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `blazeproto.router.kinds` says what they are. The
+    balancing bias chooses experts and never enters a score.
+    ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
+    """
+    index = experts.long()
+    if score == "topk_softmax":
+        return torch.softmax(logits.gather(1, index), dim=1) * scale
+    scores = dense_scores(logits, score).gather(1, index)
+    if renormalize:
+        scores = scores / (scores.sum(dim=1, keepdim=True) + TINY)
+    return scores * scale
+
+
+def pair_scores(
+    logits: Tensor, experts: Tensor, tokens: Tensor, *, score: str, renormalize: bool, scale: float
+) -> Tensor:
+    """The scores (P,) of a flat list of distinct pairs, as `gathered_scores`; zero for the unused ones (expert -1).
+
+    With ``renormalize`` (and with ``topk_softmax``, which is the same thing: a softmax over a subset) a token's scores
+    sum to one over the experts that it has in the list.
+    """
+    num_tokens, num_experts = logits.shape
+    used = experts >= 0
+    entry = tokens.long() * num_experts + experts.long().clamp(min=0)  # of the flat (T, E) scores
+    scores = dense_scores(logits, score)
+    if renormalize or score == "topk_softmax":
+        # One more entry takes the unused pairs. Sums over a token's row keep one order; adding up pairs would not.
+        mask = torch.zeros(num_tokens * num_experts + 1, dtype=torch.bool, device=logits.device)
+        mask = mask.scatter(0, torch.where(used, entry, num_tokens * num_experts), True)
+        kept = torch.where(mask[:-1].view_as(scores), scores, 0.0)
+        scores = scores / (kept.sum(dim=1, keepdim=True) + TINY)
+    return torch.where(used, scores.flatten().gather(0, entry), 0.0) * scale
+
+
+def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
+    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient."""
+    logits = logits.detach()
+    return logits if bias is None else dense_scores(logits, score) + bias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Balance
+
+
+def expert_load(experts: Tensor, num_experts: int) -> Tensor:
+    """How many pairs each expert has: experts of any shape, ids outside [0, E) not counted; returns (E,) int32."""
+    ids = experts.flatten().long()
+    # One more bin takes the sentinels. (torch.bincount would ask the device for the largest id.)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    load = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
+    return load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))[:num_experts]
+
+
+def load_balancing_loss(logits: Tensor, experts: Tensor, *, score: str = "softmax_topk") -> Tensor:
+    """E * sum_e f_e P_e: Switch Transformer eq. 4 without its coefficient; 1 when the load is even.
+
+    f_e is the fraction of the T*K choices in ``experts`` (T, K) that fell on expert e (eq. 5, for any K), P_e the mean
+    router probability (eq. 6). Sigmoid scores are first divided by their sum (DeepSeek-V3 §2.1.2). The gradient flows
+    through P alone. Returns a scalar; zero for T = 0.
+    """
+    num_tokens, num_experts = logits.shape
+    probabilities = dense_scores(logits, score)
+    if score == "sigmoid":
+        probabilities = probabilities / (probabilities.sum(dim=1, keepdim=True) + TINY)
+    fraction = expert_load(experts, num_experts).to(logits.dtype) / max(experts.numel(), 1)
+    return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of logsumexp(logits)²: ST-MoE eq. 5 without its coefficient. Scalar; zero for T = 0."""
+    return torch.logsumexp(logits, dim=1).square().sum() / max(logits.shape[0], 1)
+
+
+def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+    """The balancing bias after a step: up by ``rate`` where the load was below its mean, down where above.
+
+    Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
+    load (E,) of the whole batch: sum it over ranks and accumulation steps first.
+    """
+    load = load.to(torch.float32)
+    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)

@@ -1,0 +1,182 @@
+"""``topk_route``: router logits to the K best experts of each token and their scores, and the gradient back. One
+kernel each.
+
+    logits (T, E) --> scores (T, K) fp32, experts (T, K) int32, best first      kernels and pictures: topk_kernels.py
+
+Plain functions on device arrays: whoever differentiates wraps the two.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.router.kinds import SCORES, Score, renormalizes
+from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.numba_kernel import Kernel
+
+MAX_TOP_K, MAX_EXPERTS = 16, 1024
+THREADS = 256  # of a block
+MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
+MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
+
+
+def topk_route(
+    logits: Any,
+    top_k: int,
+    *,
+    score: Score = "softmax_topk",
+    bias: Any = None,
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: tuple[Any, Any] | None = None,
+    stream: int | None = None,
+) -> tuple[Any, Any]:
+    """(scores (T, K) fp32, experts (T, K) int32) of logits (T, E), fp32 or bf16, contiguous, on a CUDA device.
+
+    score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
+    bias: (E,) fp32, for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
+    renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
+    K up to 16, E up to 1024. Choices come in falling order, ties by the lower expert id. A token with a NaN or
+    infinite logit gets experts 0 … K-1 and NaN scores, and no other token notices.
+    out: (scores, experts) to fill. stream: a raw cudaStream_t; default: the caller's current one.
+
+    Compiled when first called: before a CUDA-graph capture call it once with logits of the same shape, dtype and
+    alignment (rows that begin at multiples of 16 bytes have a kernel of their own).
+
+    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    """
+    view = _check_logits(logits)
+    num_tokens, num_experts = view.shape
+    _check_options(num_experts, top_k, score)
+    if bias is not None and score != "sigmoid":
+        raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
+    with memory.on_stream(view, stream) as stream:
+        given, shape = out or (None, None), (num_tokens, top_k)
+        scores, scores_view = arrays.output("out[0] (scores)", given[0], "float32", shape, view, 4)
+        experts, experts_view = arrays.output("out[1] (experts)", given[1], "int32", shape, view, 4)
+        offsets = view  # where there is none: any address will do
+        if bias is not None:
+            offsets = arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
+        kernel = forward_kernel(
+            num_experts,
+            top_k,
+            score,
+            bias is not None,
+            renormalizes(score, renormalize),
+            float(scale),
+            view.dtype == "bfloat16",
+            _aligned(view),
+        )
+        _launch(kernel, num_tokens, stream, view, offsets, scores_view, experts_view)
+    return scores, experts
+
+
+def topk_route_backward(
+    logits: Any,
+    experts: Any,
+    d_scores: Any,
+    *,
+    score: Score = "softmax_topk",
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """d_logits (T, E), of the logits' dtype, from d_scores (T, K) fp32 and the experts (T, K) that `topk_route` chose.
+
+    The choice itself passes no gradient, and neither does ``bias``. A token with a NaN or infinite logit gets zeros.
+    """
+    view = _check_logits(logits)
+    num_tokens, num_experts = view.shape
+    chosen = arrays.expect("experts", experts, "int32", (num_tokens, None), device=view.device, alignment=4)
+    top_k = chosen.shape[1]
+    _check_options(num_experts, top_k, score)
+    incoming = arrays.expect("d_scores", d_scores, "float32", (num_tokens, top_k), device=view.device, alignment=4)
+    with memory.on_stream(view, stream) as stream:
+        d_logits, outgoing = arrays.output("out", out, view.dtype, view.shape, view, 2)
+        half = view.dtype == "bfloat16"
+        kernel = backward_kernel(num_experts, top_k, score, renormalizes(score, renormalize), float(scale), half)
+        _launch(kernel, num_tokens, stream, view, chosen, incoming, outgoing)
+    return d_logits
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _aligned(logits: arrays.DeviceArray) -> bool:
+    """Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes."""
+    return logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.ptr % 16 == 0)
+
+
+@lru_cache(maxsize=256)
+def forward_kernel(
+    num_experts: int, top_k: int, score: str, biased: bool, renormalize: bool, scale: float, half: bool, aligned: bool
+) -> Kernel:
+    """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `_aligned`."""
+    from blazeproto.router import topk_kernels
+
+    kind = "uint16*" if half else "float32*"
+    return Kernel(
+        topk_kernels.topk_route,
+        f"{kind} {'float32*' if biased else kind} float32* int32* int64",
+        threads=THREADS,
+        min_blocks=MIN_BLOCKS,
+        # that share a token: up to 32 experts each, and four choices where E has groups of eight enough
+        lanes=_power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
+        num_experts=num_experts,
+        top_k=top_k,
+        score=score,
+        biased=biased,
+        renormalize=renormalize,
+        scale=scale,
+        half=half,
+        aligned=aligned,
+    )
+
+
+@lru_cache(maxsize=256)
+def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, half: bool) -> Kernel:
+    """`topk_kernels.topk_route_backward`, likewise."""
+    from blazeproto.router import topk_kernels
+
+    kind = "uint16*" if half else "float32*"
+    return Kernel(
+        topk_kernels.topk_route_backward,
+        f"{kind} int32* float32* {kind} int64",
+        threads=THREADS,
+        min_blocks=4 if num_experts <= 256 else 2,
+        # that share a token: four experts each, and a lane for each choice and one more
+        lanes=min(32, _power_of_two(max(-(-num_experts // 4), top_k + 1))),
+        num_experts=num_experts,
+        top_k=top_k,
+        score=score,
+        renormalize=renormalize,
+        scale=scale,
+        half=half,
+    )
+
+
+def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: arrays.DeviceArray) -> None:
+    blocks = min(-(-num_tokens // (kernel.threads // kernel.constants["lanes"])), MAX_BLOCKS)
+    if num_tokens:
+        kernel.launch(views[0].device, stream, blocks, 0, *map(memory.argument, views), num_tokens)
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_logits(logits: Any) -> arrays.DeviceArray:
+    view = arrays.expect("logits", logits, ("float32", "bfloat16"), (None, None), alignment=2)
+    if not 1 <= view.shape[1] <= MAX_EXPERTS or view.shape[0] >= 2**31:
+        raise ValueError(f"logits: expected (T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
+    return view
+
+
+def _check_options(num_experts: int, top_k: int, score: str) -> None:
+    checks.one_of("score", score, SCORES)
+    most = min(MAX_TOP_K, num_experts)
+    if not 1 <= top_k <= most:
+        raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")

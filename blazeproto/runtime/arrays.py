@@ -1,0 +1,259 @@
+"""A device array as the kernels see it: pointer, shape, dtype, strides. Whose library made it is forgotten at this door.
+
+`view` takes a torch, CuPy, Numba or JAX array without copying and costs about 1 µs for a torch tensor, where a DLPack exchange
+costs 16. torch is never imported here: a tensor is known by its methods, and its stream asked of the torch that made it.
+
+Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) NumPy arrays take the place of device arrays.
+"""
+
+import ctypes
+import os
+import sys
+from functools import cache, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+@cache
+def simulated() -> bool:
+    """Whether kernels run in Numba's simulator, on NumPy arrays."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+
+
+class DeviceArray(NamedTuple):
+    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: str  # "bfloat16", "float32", "int32"…
+    strides: tuple[int, ...]
+    device: int
+    owner: object
+
+    def data_ptr(self) -> int:
+        """As a torch tensor has it."""
+        return self.ptr
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps; a dimension of one element may have any stride."""
+        wanted = _row_major_strides(self.shape)
+        if self.strides == wanted or not self.size:
+            return True
+        return all(n == 1 or got == want for n, got, want in zip(self.shape, self.strides, wanted, strict=True))
+
+    def __repr__(self) -> str:  # without the owner, whose repr may copy from the device
+        return f"DeviceArray({self.dtype}{list(self.shape)} at {self.ptr:#x} on cuda:{self.device})"
+
+
+@lru_cache(maxsize=4096)
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+_TORCH_DTYPES: dict[Any, str] = {}  # torch.bfloat16 → "bfloat16", filled as dtypes are met
+
+
+def view(array: Any, name: str = "array") -> DeviceArray:
+    """What the kernels need to know about a device array.
+
+    array: a DeviceArray (returned as it is), a torch tensor, a CuPy array, or anything with ``__cuda_array_interface__`` or
+    ``__dlpack__``. uint16 counts as bfloat16, for libraries that lack the type (CuPy without ml_dtypes, Numba).
+    name: what to call it in an error. TypeError if it is no array, ValueError if it isn't on a CUDA device.
+    """
+    kind = type(array)
+    if kind is DeviceArray:
+        return array
+    if hasattr(array, "data_ptr"):  # a torch tensor; its __cuda_array_interface__ refuses requires_grad and bfloat16
+        device = array.get_device()
+        if device < 0:
+            raise ValueError(f"{name}: expected an array on a CUDA device, got a tensor on {array.device}")
+        dtype = _TORCH_DTYPES.get(array.dtype) or _TORCH_DTYPES.setdefault(array.dtype, str(array.dtype).split(".")[-1])
+        return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.stride(), device, array)
+    if kind is BFloat16Array:
+        return view(array.bits)
+    library = kind.__module__.partition(".")[0]
+    if library == "cupy" or (library == "numpy" and simulated()):
+        address, device = (array.data.ptr, array.device.id) if library == "cupy" else (array.ctypes.data, 0)
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+        return DeviceArray(address, array.shape, dtype, strides, device, array)
+
+    import cupy
+
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        return view(cupy.asarray(array), name)  # waits for the stream that the interface names
+    if hasattr(array, "__dlpack__"):
+        kind_of_device = int(array.__dlpack_device__()[0])
+        if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
+        return view(cupy.from_dlpack(array), name)
+    raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
+
+
+def current_stream(array: Any = None) -> int:
+    """The raw cudaStream_t that the caller works on: torch's current stream for a torch tensor, else CuPy's."""
+    if type(array) is DeviceArray:
+        array = array.owner
+    if hasattr(array, "data_ptr") and "torch" in sys.modules:
+        return sys.modules["torch"].cuda.current_stream(array.get_device()).cuda_stream
+    import cupy
+
+    return cupy.cuda.get_current_stream().ptr
+
+
+def current_device() -> int:
+    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
+
+
+def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -> Any:
+    """Uninitialised memory for a caller that passes no output.
+
+    A torch tensor where ``like`` is a view of one, on its device; else a CuPy array, or a BFloat16Array, on CuPy's current
+    device. In the simulator a NumPy array, of uint16 for bfloat16.
+    """
+    if like is not None and hasattr(like.owner, "new_empty"):
+        return like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    bits = "uint16" if dtype == "bfloat16" else dtype
+    if simulated():
+        import numpy
+
+        return numpy.empty(shape, bits)
+    import cupy
+
+    made = cupy.empty(shape, bits)
+    return BFloat16Array(made) if dtype == "bfloat16" else made
+
+
+def expect(
+    name: str,
+    array: Any,
+    dtype: str | tuple[str, ...],
+    shape: tuple[int | None, ...] | None = None,
+    *,
+    device: int | None = None,
+    alignment: int = 16,
+) -> DeviceArray:
+    """A checked view.
+
+    dtype: the one that is taken, or those.  shape: with None for a dimension of any length; None: any shape.
+    device: the CUDA ordinal that it must be on; None: any.  alignment: of its address, in bytes; 16 is what the loads of most
+    kernels need. It must be contiguous.
+
+    TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
+    """
+    a = view(array, name)
+    allowed = (dtype,) if isinstance(dtype, str) else dtype
+    if a.dtype not in allowed:
+        raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {a.dtype}")
+    if shape is not None and a.shape != shape and not _fits(a.shape, shape):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name}: expected shape ({wanted}), got {a.shape}")
+    if not a.is_contiguous:
+        raise ValueError(f"{name}: expected a contiguous array, got strides {a.strides} for shape {a.shape}")
+    if a.ptr % alignment:
+        raise ValueError(f"{name}: expected a {alignment}-byte aligned pointer, got {a.ptr:#x}")
+    if device not in (None, a.device):
+        raise ValueError(f"{name}: expected an array on cuda:{device}, got one on cuda:{a.device}")
+    return a
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, shape, strict=True))
+
+
+def output(
+    name: str, array: Any, dtype: str, shape: tuple[int, ...], like: DeviceArray | None = None, alignment: int = 16
+) -> tuple[Any, DeviceArray]:
+    """The caller's array, or a new one where it gave none; and the checked view of it.
+
+    like: an input, on whose device it must be, and whose library makes a new one.
+    """
+    array = empty(shape, dtype, like) if array is None else array
+    return array, expect(name, array, dtype, shape, device=None if like is None else like.device, alignment=alignment)
+
+
+def columns_within(columns: range | None, width: int) -> range:
+    """``columns`` of a matrix that is ``width`` wide, None for all of them. TypeError if they are no range, ValueError if the
+    matrix hasn't got them or they don't begin and end at 16 bytes of bf16."""
+    if columns is None:
+        return range(width)
+    if not isinstance(columns, range):
+        raise TypeError(f"columns: expected a range or None, got {type(columns).__name__}")
+    if columns.step != 1 or not 0 <= columns.start <= columns.stop <= width or columns.start % 8 or columns.stop % 8:
+        raise ValueError(f"columns: expected a range in multiples of 8 within 0 to {width}, got {columns}")
+    return columns
+
+
+class BFloat16Array:
+    """A bfloat16 array for a library without bfloat16: the bit patterns as uint16, exported by DLPack as what they mean.
+
+    >>> torch.from_dlpack(BFloat16Array(bits)).dtype
+    torch.bfloat16
+    """
+
+    dtype = "bfloat16"
+
+    def __init__(self, bits: Any) -> None:
+        self.bits = bits
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+    def float(self) -> Any:
+        """The values as float32: bfloat16 is float32's upper half."""
+        return (self.bits.astype("uint32") << 16).view("float32")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.bits.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.bits.__dlpack__(**options)
+        _relabel_as_bfloat16(capsule)
+        return capsule
+
+    def __repr__(self) -> str:
+        return f"BFloat16Array({self.float()!r})"
+
+
+def _relabel_as_bfloat16(capsule: Any) -> None:
+    """Change the type code in a DLPack capsule from kDLUInt (1) to kDLBfloat (4).
+
+    A DLTensor is {void* data; int32 device[2]; int32 ndim; uint8 code, bits; uint16 lanes; …}: the code is its byte 20. A
+    versioned capsule puts {uint32 version[2]; void* context; void (*deleter); uint64 flags} before it.
+    """
+    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    name = get_name(capsule)
+    header = 32 if name == b"dltensor_versioned" else 0
+    code = ctypes.c_uint8.from_address(get_pointer(capsule, name) + header + 20)
+    if code.value not in (1, 4):
+        raise TypeError(f"expected a uint16 array to relabel as bfloat16, got DLPack type code {code.value}")
+    code.value = 4

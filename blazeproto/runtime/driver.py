@@ -1,0 +1,95 @@
+"""Launching a loaded kernel by addresses, whoever compiled it: Numba, NVRTC.
+
+CuPy's driver module takes raw addresses and adds 0.2 µs to what the driver takes; a `cupy.cuda.Function` looks at every argument
+and takes 6.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from struct import Struct
+from typing import Any
+
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+class Arguments(threading.local):
+    """A thread's buffer for a kernel's arguments, which the driver has read when a launch returns."""
+
+    BYTES = 1024
+
+    def __init__(self) -> None:
+        memory = (ctypes.c_char * (self.BYTES + 64))()
+        start = -ctypes.addressof(memory) % 64  # tensor maps are 64-byte aligned
+        self.bytes = memoryview(memory).cast("B")[start : start + self.BYTES]
+        self.address = ctypes.addressof(memory) + start
+        words = range(self.address, self.address + self.BYTES, 8)
+        self._pointers = (ctypes.c_uint64 * len(words))(*words)
+        # Of a struct at the start of the buffer the first is read, of a row of words each.
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+arguments = Arguments()
+
+
+@cache
+def _driver() -> Any:
+    import cupy
+
+    return cupy.cuda.driver
+
+
+def make_context() -> None:
+    """For a thread that has made no CUDA call yet, such as the autograd engine's."""
+    import cupy
+
+    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+
+
+def load(code: bytes, entry: str, device: int, shared_bytes: int | None = None) -> Any:
+    """A kernel of a cubin on a device (a CUDA ordinal): a ``cupy.cuda.Function``, whose ``ptr`` is the CUfunction, and which
+    keeps the code loaded.
+
+    shared_bytes: of dynamic shared memory that launches may ask for; None: all that a block may have.
+    """
+    from cupy.cuda import Device, Module, driver, runtime
+
+    if shared_bytes is None:
+        shared_bytes = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+    with Device(device):
+        module = Module()
+        module.load(code)
+        function = module.get_function(entry)
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+    return function
+
+
+@lru_cache(maxsize=32)
+def _words(count: int) -> Struct:
+    return Struct(f"{count}q")
+
+
+def launch(
+    function: int,
+    grid: tuple[int, int],
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    words: Sequence[int] | None = None,
+) -> None:
+    """cuLaunchKernel. function: a CUfunction.  stream: a cudaStream_t.
+
+    words: the arguments of a kernel that takes 8-byte words, addresses and int64 numbers. None: the arguments lie in this
+    thread's ``arguments`` already.
+    """
+    if words is not None:
+        _words(len(words)).pack_into(arguments.bytes, 0, *words)
+    driver, pointers = _driver(), arguments.pointers
+    try:
+        driver.launchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)
+    except driver.CUDADriverError as error:
+        if error.status != INVALID_CONTEXT:
+            raise
+        make_context()
+        driver.launchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, pointers, 0)

@@ -1,0 +1,161 @@
+"""A Numba kernel compiled once and launched by raw pointers.
+
+    Python function --numba.cuda.compile--> PTX --cuda.core.Linker--> cubin --CuPy Module--> CUfunction
+    --cuLaunchKernel-->
+
+Numba's own launch wraps every array and costs 50 µs; what it compiled can be launched for 3. Kernels take raw pointers
+(``types.CPointer``) and 64-bit integers only, so an argument block is a row of 8-byte words. Everything up to the cubin needs
+neither a GPU nor a driver, so any machine can check that a kernel compiles. Cubins are kept in the compile cache.
+
+Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same object runs the same function on NumPy arrays.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Callable
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from blazeproto.runtime import cache as compile_cache
+from blazeproto.runtime import driver
+from blazeproto.runtime.arrays import simulated
+
+CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds changes
+PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
+
+
+class Kernel:
+    """One kernel: ``make(threads, **constants)`` returns the Python function, with the constants as compile-time
+    values.
+
+    make: a module-level function; nothing is called before the kernel is compiled.
+    parameters: one word a parameter: ``int32*``, ``float32*``…  for a pointer, ``int64`` for a number.
+    threads: of a block.  min_blocks: resident on a multiprocessor, which bounds the registers.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], parameters: str, *, threads: int, min_blocks: int = 1, **constants: Any
+    ) -> None:
+        self.make, self.parameters, self.constants = make, parameters.split(), constants
+        self.threads, self.min_blocks = threads, min_blocks
+        self.name = make.__name__
+        self._functions: dict[int, Any] = {}  # by CUDA ordinal
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}: {', '.join(f'{key}={value}' for key, value in self.constants.items())})"
+
+    # --- Compiling ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def function(self) -> Any:
+        """The Python function itself."""
+        return self.make(self.threads, **self.constants)
+
+    def ptx(self, capability: tuple[int, int] = (9, 0)) -> str:
+        """PTX for a compute capability."""
+        from numba import cuda, types
+
+        kinds = [(getattr(types, word.rstrip("*")), word.endswith("*")) for word in self.parameters]
+        signature = types.void(*(types.CPointer(kind) if pointer else kind for kind, pointer in kinds))
+        code, _ = cuda.compile(
+            self.function,
+            signature,
+            device=False,
+            abi="numba",
+            cc=capability,
+            output="ptx",
+            launch_bounds=(self.threads, self.min_blocks),
+        )
+        return code.decode() if isinstance(code, bytes) else code
+
+    def cubin(self, capability: tuple[int, int] = (9, 0)) -> tuple[str, bytes]:
+        """Entry name and machine code, from the cache or compiled now (about 0.5 s)."""
+        name = f"{self.key(capability)}.numba.cubin"
+        kept = (compile_cache.read(name) or b"").split(b"\n", 2)
+        if len(kept) == 3 and hashlib.sha256(kept[2]).hexdigest().encode() == kept[0]:  # else absent or damaged
+            return kept[1].decode(), kept[2]
+        try:
+            from cuda.core import Linker, LinkerOptions, ObjectCode
+        except ImportError:  # before 1.0
+            from cuda.core.experimental import Linker, LinkerOptions, ObjectCode
+
+        ptx = self.ptx(capability)
+        found = re.search(r"\.entry\s+([\w$]+)", ptx)
+        assert found, f"{self!r}: no entry point in the PTX"
+        options = LinkerOptions(arch="sm_{}{}".format(*capability))
+        code = bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
+        compile_cache.write(name, b"\n".join([hashlib.sha256(code).hexdigest().encode(), found[1].encode(), code]))
+        return found[1], code
+
+    def key(self, capability: tuple[int, int] = (9, 0)) -> str:
+        """A hash of all that decides the machine code: sources, constants, compilers."""
+        parts = [CACHE_FORMAT, self.name, self.parameters, self.threads, self.min_blocks, self.constants, capability]
+        parts += [metadata.version(compiler) for compiler in ("numba", "numba-cuda")]
+        parts += [file.read_bytes() for file in source_files(Path(self.make.__code__.co_filename).resolve())]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def load(self, device: int) -> Any:
+        """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time."""
+        if device not in self._functions:
+            from cupy.cuda import Device
+
+            capability = Device(device).compute_capability
+            entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
+            self._functions[device] = driver.load(code, entry, device)
+        return self._functions[device]
+
+    # --- Launching ---------------------------------------------------------------------------------------------------
+
+    def launch(self, device: int, stream: int, blocks: int, shared_bytes: int, *arguments: Any) -> None:
+        """Launch on ``device`` and a raw cudaStream_t. Pointers and numbers are both Python ints; no synchronisation.
+
+        In the simulator the pointers are NumPy arrays, and device and stream don't matter.
+        """
+        if simulated():
+            from numba import cuda
+
+            cuda.jit(self.function)[blocks, self.threads, 0, shared_bytes](*arguments)
+        else:
+            function = self._functions.get(device) or self.load(device)
+            driver.launch(function.ptr, (blocks, 1), self.threads, shared_bytes, stream, arguments)
+
+
+# --- The sources of a kernel -----------------------------------------------------------------------------------------
+
+
+@cache
+def source_files(file: Path) -> list[Path]:
+    """A Python file and all files of this package that it imports, directly or through others; sorted.
+
+    They are found by the import statements, wherever these stand in a file. Nothing is imported to find them.
+    """
+    files, unread = {file}, [file]
+    while unread:
+        new = _imported_files(unread.pop()) - files
+        files |= new
+        unread += new
+    return sorted(files)
+
+
+@cache
+def _imported_files(file: Path) -> set[Path]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        level, module = getattr(node, "level", 0), getattr(node, "module", None)
+        root = file.parents[level - 1] if level else PACKAGE.parent
+        for alias in node.names:
+            path = root.joinpath(*f"{module or ''}.{alias.name}".strip(".").split("."))
+            # A module, a package, or a name in one of the two.
+            places = (
+                path.with_suffix(".py"),
+                path / "__init__.py",
+                path.parent.with_suffix(".py"),
+                path.parent / "__init__.py",
+            )
+            found.update([place for place in places if place.is_relative_to(PACKAGE) and place.is_file()][:1])
+    return found

@@ -1,0 +1,1 @@
+"""Benchmarks: the layer, its products, the dispatch and the router, and the page of their results."""

@@ -1,0 +1,196 @@
+"""What the benchmarks share: the 23 layer shapes, routings, and the record of where a number came from.
+
+Floors and bytes are those of `blazeproto.cost`, of a shape's ``sizes``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import math
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blazeproto.gemm import Sizes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "results" / "h200"
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer: T tokens, d model width, n expert width, E experts, K experts per token."""
+
+    T: int
+    d: int
+    n: int
+    E: int
+    K: int
+
+    @property
+    def rows(self) -> int:
+        return self.T * self.K
+
+    @property
+    def name(self) -> str:
+        return f"T{self.T}_d{self.d}_n{self.n}_E{self.E}_K{self.K}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of its products, with a gate."""
+        return Sizes(self.T, self.d, self.n, self.E, self.K)
+
+    def dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+# Tables 9a of the SonicMoE paper, 1 and 2 of the MoEBlaze paper (n = 4d in Table 1; n = d = 256 in Table 2).
+TABLES: dict[str, tuple[LayerShape, ...]] = {
+    "sonicmoe-9a": tuple(
+        LayerShape(T, d, n, E, K)
+        for T, d, n, E, K in (
+            (40960, 768, 256, 128, 8),
+            (40960, 768, 512, 64, 4),
+            (40960, 768, 1024, 32, 2),
+            (24576, 1536, 256, 128, 8),
+            (24576, 1536, 512, 64, 4),
+            (24576, 1536, 1024, 32, 2),
+            (32768, 4096, 256, 256, 16),
+            (32768, 4096, 512, 128, 8),
+            (32768, 4096, 1024, 64, 4),
+            (32768, 4096, 512, 256, 16),
+            (32768, 4096, 1024, 128, 8),
+            (32768, 4096, 2048, 64, 4),
+        )
+    ),
+    "moeblaze-1": tuple(
+        LayerShape(T, d, 4 * d, E, K)
+        for T, d, E, K in (
+            (65536, 512, 4, 1),
+            (65536, 1024, 8, 2),
+            (65536, 1024, 16, 4),
+            (32768, 512, 16, 4),
+            (16384, 1024, 16, 4),
+            (8192, 2048, 8, 4),
+        )
+    ),
+    "moeblaze-2": tuple(LayerShape(T, 256, 256, 128, 4) for T in (8192, 32768, 131072, 524288, 2097152)),
+}
+SHAPES: tuple[LayerShape, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
+QUICK_SHAPES: tuple[LayerShape, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
+
+
+def table_of(shape: LayerShape) -> str:
+    """The table a shape comes from, or "" for one of the user's own."""
+    return next((table for table, shapes in TABLES.items() if shape in shapes), "")
+
+
+# ---------------------------------------------------------------------------------------------------------- routings
+
+
+def route(shape: LayerShape, kind: str, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+    """Expert ids (T, K) int32, distinct in a row.
+
+    "uniform": every K of the E experts equally likely. "zipf": popularity of the r-th expert ~ r^-1.2, drawn without
+    replacement (Gumbel top-k). "half_on_one": half of the tokens use expert 0, the others never do.
+    """
+    T, E, K = shape.T, shape.E, shape.K
+    experts = torch.empty(T, K, dtype=torch.int32, device=device)
+    for start in range(0, T, 1 << 17):  # bounds the (tokens, E) scratch
+        tokens = min(1 << 17, T - start)
+        keys = torch.rand(tokens, E, device=device, generator=generator)
+        if kind == "zipf":
+            rank = torch.arange(1, E + 1, device=device, dtype=torch.float32)
+            keys = -1.2 * rank.log() - (-keys.clamp_min(1e-12).log()).log()
+        elif kind == "half_on_one":
+            first = torch.arange(start, start + tokens, device=device) % 2 == 0
+            keys[:, 0] = torch.where(first, 2.0, -1.0 if K < E else 0.5)
+        elif kind != "uniform":
+            raise ValueError(f"kind: expected 'uniform', 'zipf' or 'half_on_one', got {kind!r}")
+        experts[start : start + tokens] = keys.topk(K, dim=1).indices
+    return experts
+
+
+# -------------------------------------------------------------------------------------------------------- provenance
+
+
+def source_hash() -> str:
+    """sha256 over the package's sources in sorted order: which code a result belongs to."""
+    digest = hashlib.sha256()
+    package = REPOSITORY / "blazeproto"
+    for path in sorted(package.rglob("*")):
+        if path.suffix in {".py", ".cu", ".cuh"} and path.is_file():
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def installed_versions() -> list[str]:
+    names = (
+        "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings",
+        "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "scattermoe", "megablocks",
+    )  # fmt: skip
+    versions = []
+    for name in names:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def gpu_name() -> str:
+    """Name and driver of the first GPU, as the peers' results spell it."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        line = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    name, _, driver = line.partition(", ")
+    return f"{name}, driver {driver}"
+
+
+def provenance() -> dict[str, Any]:
+    """Date, GPU, versions and the hash of the sources measured."""
+    return {
+        "gpu": gpu_name(),
+        "measured": now(),
+        "versions": installed_versions(),
+        "sources_sha256": source_hash(),
+    }
+
+
+def now() -> str:
+    """As results files have it."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole or not at all: a run cut short leaves the last complete file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Geometric mean of positive numbers; NaN of none."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def format_table(header: list[str], rows: list[list[str]]) -> str:
+    """Fixed-width text, numbers to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.{digits}f}"

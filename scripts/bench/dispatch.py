@@ -1,0 +1,284 @@
+"""Routing at memory speed: the dispatch builders and the fused top-k, against sorting, torch and the bytes.
+
+    python -m scripts.bench.dispatch                     # results/h200/dispatch.json, results/h200/topk.json
+    python -m scripts.bench.dispatch --quick --out /tmp  # three models, no series
+
+Rows are Table 3 of the MoEBlaze paper at T = 2^20, with Qwen3-Next and Kimi K2 added; the paper's two columns (H100)
+stand beside. GPU time is a CUDA graph of calls over several sets of inputs and outputs (more than the L2 cache holds),
+replayed in turn with the others' graphs, each queued before the GPU begins; medians of 15. CuPy's sort can't be
+captured: it is timed by events around eager calls, at sizes where the GPU is the slower side. Host time is that of a
+call, calls in a row, none of which waits for the GPU, with preallocated outputs and without (allocating).
+
+Floors, at 4.24 TB/s: dispatch reads 4·T·K bytes and writes 8·T·K; top-k reads T·E logits and writes 8·T·K; its
+backward reads T·E logits and 8·T·K, and writes T·E.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blazeproto import cost, dispatch
+from blazeproto.dispatch import build_dispatch, workspace_bytes
+from blazeproto.router import topk_route, topk_route_backward
+from scripts.bench.common import RESULTS, format_table, number, provenance, write_json
+from scripts.bench.timing import elapsed_ms, host_ms
+from scripts.command import argument_parser
+
+T = 2**20
+# name, E, K, the paper's sorting and hash columns in ms (Table 3, 1 M tokens, H100)
+MODELS = [
+    ("Qwen3", 128, 8, 5.1, 2.1),
+    ("DeepSeek-V3", 256, 8, 6.8, 3.0),
+    ("DBRX", 16, 4, 1.7, 0.9),
+    ("Mixtral 8x22B", 8, 2, 1.9, 1.4),
+    ("gpt-oss-120b", 128, 4, 3.6, 1.9),
+    ("Granite", 40, 8, 3.8, 1.6),
+    ("Qwen3-Next", 512, 10, None, None),
+    ("Kimi K2", 384, 8, None, None),
+]
+# T, E, K, dtype, options; the first is the one that README states
+TOPK = [
+    (T, 128, 8, torch.float32, {"score": "softmax_topk"}),
+    (T, 128, 8, torch.float32, {"score": "topk_softmax"}),
+    (T, 256, 8, torch.float32, {"score": "sigmoid"}),
+    (T, 128, 8, torch.bfloat16, {"score": "softmax_topk"}),
+    (T, 8, 2, torch.float32, {"score": "topk_softmax"}),
+    (T, 512, 10, torch.float32, {"score": "softmax_topk"}),
+]
+ROUNDS = 15
+SETS = 3
+Call = Callable[[], object]
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """All calls, one after the other, as a graph; each has run before."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), rounds: int = ROUNDS) -> dict[str, float]:
+    """Median GPU milliseconds of one call, by name; a program is its calls on each set of inputs."""
+    runs: dict[str, tuple[Call, int]] = {}
+    for name, calls in programs.items():
+        if name in eager:
+
+            def each(calls: Sequence[Call] = calls) -> None:
+                for call in calls:
+                    call()
+
+            each()
+            runs[name] = (each, len(calls))
+        else:
+            repeated = list(calls) * 4
+            runs[name] = (graph_of(repeated).replay, len(repeated))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 2):
+        for name, (run, calls_in_run) in runs.items():
+            samples[name].append(elapsed_ms(run, 1, queued=name not in eager) / calls_in_run)
+    return {name: statistics.median(times[2:]) for name, times in samples.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- dispatch
+
+
+def random_experts(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    step = max(1, 2**28 // num_experts)
+    parts = [
+        torch.rand(min(step, num_tokens - first), num_experts, device="cuda").topk(top_k).indices.int()
+        for first in range(0, num_tokens, step)
+    ]
+    return torch.cat(parts)
+
+
+def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+    """The same three lists by torch.sort, as a peer would write it."""
+    flat = experts.flatten()
+    keys, pairs = torch.sort(flat, stable=True)
+    offsets = torch.searchsorted(keys, torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype))
+    index_map = torch.empty_like(pairs)
+    index_map[pairs] = torch.arange(len(flat), device=flat.device)
+    return pairs.int(), offsets.int(), index_map.int()
+
+
+def outputs(num_pairs: int, num_experts: int) -> dict[str, torch.Tensor]:
+    sizes = {"expert_pair_indices": num_pairs, "expert_token_offsets": num_experts + 1, "token_index_map": num_pairs}
+    return {name: torch.empty(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+
+
+def prepared(experts: torch.Tensor, num_experts: int, method: str) -> Call:
+    """A call with its own outputs and workspace."""
+    num_tokens, top_k = experts.shape
+    out = outputs(experts.numel(), num_experts)
+    bytes_needed = workspace_bytes(num_tokens, top_k, num_experts, method)  # type: ignore[arg-type]
+    workspace = torch.empty(max(bytes_needed, 4), dtype=torch.uint8, device="cuda")
+    options: dict[str, Any] = {"method": method, "out": out, "workspace": workspace}
+    return lambda: build_dispatch(experts, num_experts, **options)
+
+
+def check(experts: torch.Tensor, num_experts: int, methods: Sequence[str]) -> None:
+    """A benchmark of a wrong kernel is worth nothing."""
+    right = by_torch_sort(experts, num_experts)
+    for method in methods:
+        got = build_dispatch(experts, num_experts, method=method)  # type: ignore[arg-type]
+        lists = (got.expert_pair_indices, got.expert_token_offsets, got.token_index_map)
+        if not all(torch.equal(mine, theirs) for mine, theirs in zip(lists, right, strict=True)):
+            raise RuntimeError(f"method={method!r} differs from torch.sort at E={num_experts}, {tuple(experts.shape)}")
+
+
+def dispatch_row(
+    num_tokens: int, num_experts: int, top_k: int, methods: Sequence[str], rounds: int = ROUNDS
+) -> dict[str, Any]:
+    sets = max(2, min(SETS, 2**27 // (12 * num_tokens * top_k)))  # 384 MB of lists at most, but always two sets
+    experts = [random_experts(num_tokens, num_experts, top_k) for _ in range(sets)]
+    ours = [method for method in methods if method != "torch_sort"]
+    check(experts[0], num_experts, ours)
+    programs: dict[str, Sequence[Call]] = {name: [prepared(ids, num_experts, name) for ids in experts] for name in ours}
+    if "torch_sort" in methods:
+        programs["torch_sort"] = [partial(by_torch_sort, ids, num_experts) for ids in experts]
+    times = gpu_ms(programs, eager=["sort"], rounds=rounds)
+    row: dict[str, Any] = {"T": num_tokens, "E": num_experts, "K": top_k}
+    row |= {f"{name}_ms": times[name] for name in methods}
+    row["floor_ms"] = cost.floor_ms(0.0, cost.dispatch_bytes(num_tokens * top_k))
+    row["tiled_over_floor"] = row["tiled_ms"] / row["floor_ms"]
+    row["tiled_workspace_share"] = workspace_bytes(num_tokens, top_k, num_experts) / (8 * num_tokens * top_k)
+    return row
+
+
+def table3(models: Sequence[tuple[str, int, int, float | None, float | None]]) -> list[dict[str, Any]]:
+    rows = []
+    for name, num_experts, top_k, paper_sort, paper_hash in models:
+        row = dispatch_row(T, num_experts, top_k, ("tiled", "dense", "sort", "torch_sort"))
+        rows.append({"name": name, **row, "paper_sort_ms": paper_sort, "paper_hash_ms": paper_hash})
+        torch.cuda.empty_cache()
+    return rows
+
+
+def small_batches(sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """GPU and host time where a call is short."""
+    rows = []
+    for num_tokens in sizes:
+        experts = random_experts(num_tokens, 128, 8)
+        call = prepared(experts, 128, "tiled")
+        call()
+        row: dict[str, Any] = {"T": num_tokens, "E": 128, "K": 8}
+        row["gpu_us"] = 1e3 * gpu_ms({"tiled": [call]})["tiled"]
+        row["host_us"] = 1e3 * host_ms(call)
+        row["host_us_allocating"] = 1e3 * host_ms(partial(build_dispatch, experts, 128))
+        rows.append(row)
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- top-k
+
+
+def by_torch_topk(logits: torch.Tensor, top_k: int, score: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if score == "topk_softmax":
+        values, experts = logits.topk(top_k)
+        return values.float().softmax(1), experts.int()
+    dense = logits.float().softmax(1) if score == "softmax_topk" else logits.float().sigmoid()
+    values, experts = dense.topk(top_k)
+    return values / values.sum(1, keepdim=True) if score == "sigmoid" else values, experts.int()
+
+
+def topk_row(
+    num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, options: dict[str, Any]
+) -> dict[str, Any]:
+    logits = [torch.randn(num_tokens, num_experts, device="cuda").to(dtype) for _ in range(2)]
+    out = [
+        (
+            torch.empty(num_tokens, top_k, device="cuda"),
+            torch.empty(num_tokens, top_k, dtype=torch.int32, device="cuda"),
+        )
+        for _ in logits
+    ]
+    d_logits = torch.empty_like(logits[0])
+    scores, experts = topk_route(logits[0], top_k, **options)
+    right, _ = by_torch_topk(logits[0], top_k, options["score"])
+    torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-6)
+    forward = [partial(topk_route, x, top_k, out=o, **options) for x, o in zip(logits, out, strict=True)]
+    backward = [partial(topk_route_backward, x, experts, scores, out=d_logits, **options) for x in logits]
+    plain = [partial(by_torch_topk, x, top_k, options["score"]) for x in logits]
+    times = gpu_ms({"fused": forward, "backward": backward, "torch": plain}, rounds=9)
+    sizes = (num_tokens, num_experts, top_k, logits[0].element_size())
+    return {
+        "T": num_tokens,
+        "E": num_experts,
+        "K": top_k,
+        "dtype": str(dtype).removeprefix("torch."),
+        **options,
+        "fused_ms": times["fused"],
+        "torch_ms": times["torch"],
+        "floor_ms": cost.floor_ms(0.0, cost.topk_bytes(*sizes)),
+        "backward_ms": times["backward"],
+        "backward_floor_ms": cost.floor_ms(0.0, cost.topk_backward_bytes(*sizes)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
+    cells = [
+        [number(row[f]) if isinstance(row[f], float) else str("–" if row[f] is None else row[f]) for f in fields]
+        for row in rows
+    ]
+    print(f"\n{title}\n{format_table(list(fields), cells)}", flush=True)
+
+
+def main() -> None:
+    parser = argument_parser("scripts.bench.dispatch", __doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of dispatch.json and topk.json")
+    parser.add_argument("--quick", action="store_true", help="three models, two top-k shapes, no series")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device, there is none")
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    print(f"blazeproto.dispatch from {Path(dispatch.__file__).parent}")
+
+    rows = table3(MODELS[:3] if options.quick else MODELS)
+    times = ["tiled_ms", "dense_ms", "sort_ms", "torch_sort_ms", "paper_sort_ms", "paper_hash_ms", "floor_ms"]
+    show("dispatch, GPU ms", rows, ["name", "E", "K", *times, "tiled_over_floor", "tiled_workspace_share"])
+
+    small = small_batches([1, 1024, 8192, 65536])
+    show("small batches", small, list(small[0]))
+
+    series = {}
+    if not options.quick:
+        methods = ("tiled", "dense", "torch_sort")
+        series["T"] = [dispatch_row(2**power, 128, 8, methods, rounds=7) for power in range(12, 23, 2)]
+        series["E"] = [dispatch_row(T, experts, 8, methods, rounds=7) for experts in (8, 16, 32, 64, 128, 256, 512)]
+        for variable, points in series.items():
+            show(f"over {variable}", points, ["T", "E", "K", "tiled_ms", "dense_ms", "torch_sort_ms", "floor_ms"])
+    record = {"benchmark": "dispatch", **provenance(), "protocol": " ".join((__doc__ or "").split("\n\n")[2].split())}
+    write_json(options.out / "dispatch.json", {**record, "rows": rows, "small": small, "series": series})
+
+    chosen = [topk_row(*row) for row in (TOPK[:2] if options.quick else TOPK)]
+    for row in chosen:
+        row["fused_over_floor"], row["torch_over_fused"] = (
+            row["fused_ms"] / row["floor_ms"],
+            row["torch_ms"] / row["fused_ms"],
+        )
+    show("top-k, GPU ms", chosen, [name for name in chosen[0] if name not in ("T",)])
+    write_json(options.out / "topk.json", {**record, "benchmark": "topk", **chosen[0], "rows": chosen})
+    print(f"\n{time.perf_counter() - begin:.0f} s; wrote {options.out / 'dispatch.json'} and topk.json")
+
+
+if __name__ == "__main__":
+    main()

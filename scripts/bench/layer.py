@@ -1,0 +1,398 @@
+"""One MoE layer against its peers: time, saved and peak bytes, on the shapes of both papers.
+
+    python -m scripts.bench.layer                       # all 23 shapes -> results/h200/layer.json
+    python -m scripts.bench.layer --quick               # four shapes, fewer rounds
+    python -m scripts.bench.layer --configs 13-18,23 --peers blazeproto,sonic
+    python -m scripts.bench.layer --resume --time-budget 540   # goes on where the last run of the same sources stopped
+
+One SwiGLU layer in bf16, random data and routing. Top-k is excluded; the dispatch metadata is included. All programs
+run in one process on the same inputs, in turn (A B A B); figures are medians of 20 rounds (--rounds) after warm-up (8 beyond 60
+ms). Eager times are CUDA events; GPU times replay a CUDA graph of the program whose results were checked, or sum its
+kernels where it can't be captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blazeproto import cost
+from scripts.bench import peers
+from scripts.bench.common import (
+    MIB,
+    QUICK_SHAPES,
+    RESULTS,
+    SHAPES,
+    TABLES,
+    LayerShape,
+    format_table,
+    geometric_mean,
+    number,
+    provenance,
+    table_of,
+    write_json,
+)  # fmt: skip
+from scripts.bench.extras import EXTRAS, run_extra
+from scripts.bench.result_tables import HOST_FIGURES
+from scripts.bench.timing import (
+    Rotation,
+    gpu_ms,
+    host_ms,
+    interleaved_ms,
+    peak_bytes,
+    relative_difference,
+    tensors_in,
+)
+from scripts.bench.timing import saved_bytes as measured_saved_bytes
+from scripts.command import argument_parser
+
+OURS, MAIN_PEER = "blazeproto", "sonic"
+ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit in the 50 MB L2
+MAX_SETS = 3
+
+PROTOCOL = (
+    "one SwiGLU MoE layer, bf16, random data and uniform routing; top-k excluded, dispatch metadata included; programs "
+    "interleaved in one process; median of {rounds} rounds (8 beyond 60 ms) after >=5 warm-ups; eager: CUDA events "
+    "(one_thread: the backward in the calling thread); host: what the host spends in a call, of a few in a row (kernels: "
+    "in allocating and launching alone, without autograd); gpu: "
+    "CUDA-graph replay, queued before the GPU begins, or the sum of kernel durations where "
+    "gpu_method says so; bwd = (fwd+bwd) - fwd; saved_MiB by saved_tensors_hooks without weights, x counted where saved; "
+    "peaks over what was allocated before the call"
+)
+FLOOR = (
+    f"sum over the eight kernels of max(operations/{cost.PEAK_OPERATIONS / 1e12:.0f} TFLOP/s, "
+    f"least bytes/{cost.PEAK_BYTES / 1e12:.2f} TB/s)"
+)
+
+
+def input_sets(shape: LayerShape) -> int:
+    bytes_a_set = 2 * (2 * shape.T * shape.d + 3 * shape.E * shape.n * shape.d)
+    return max(1, min(MAX_SETS, -(-ROTATE_BELOW // bytes_a_set)))
+
+
+def build_programs(
+    shape: LayerShape, names: list[str], routing: str = "uniform"
+) -> tuple[dict[str, list[peers.Program]], dict[str, str]]:
+    """Programs by name, one for each set of inputs, each run once; and why a peer is absent."""
+    inputs = [peers.make_inputs(shape, routing, seed) for seed in range(input_sets(shape))]
+    programs: dict[str, list[peers.Program]] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            programs[name] = [peers.build(name, shape, one) for one in inputs]
+            for program in programs[name]:
+                program.forward_backward()
+            torch.cuda.synchronize()
+        except Exception as error:
+            programs.pop(name, None)
+            absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"  {name} is absent: {absent[name]}", flush=True)
+            if name == OURS:
+                raise
+        first = time.perf_counter() - begin
+        if first > 5:
+            print(f"  {name}: {first:.0f} s to compile and tune", flush=True)
+    return programs, absent
+
+
+def check_agreement(programs: dict[str, list[peers.Program]]) -> dict[str, float]:
+    """Largest relative difference of output and input gradient between ours and each peer that computes the same layer."""
+    ours = tensors_in(programs[OURS][0].forward_backward())[:2]
+    worst = {}
+    for name, (program, *_) in programs.items():
+        if name != OURS and program.computes_layer:
+            theirs = tensors_in(program.forward_backward())[:2]
+            worst[name] = max(relative_difference(a, b) for a, b in zip(ours, theirs, strict=True))
+    return worst
+
+
+def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
+    """One row of the results: a shape, its floors, and every program's figures."""
+    programs, absent = build_programs(shape, names)
+    forward = {name: Rotation([p.forward for p in each]) for name, each in programs.items()}
+    both = {name: Rotation([p.forward_backward for p in each]) for name, each in programs.items()}
+
+    peak_forward = {name: peak_bytes(call) for name, call in forward.items()}
+    peak_both = {name: peak_bytes(call) for name, call in both.items()}
+    saved = {name: measured_saved_bytes(each[0].forward, each[0].weights) for name, each in programs.items()}
+    gradients = {
+        name: sum(t.nbytes for t in tensors_in(each[0].forward_backward())[1:]) for name, each in programs.items()
+    }
+    agreement = check_agreement(programs)
+
+    eager_forward = interleaved_ms(forward, rounds)
+    eager_both = interleaved_ms(both, rounds)
+    metadata = interleaved_ms({k: p[0].metadata for k, p in programs.items() if p[0].metadata is not None}, rounds)
+    host = {name: host_ms(call, rounds) for name, call in both.items()}
+    # By default the engine runs a backward in a thread of its own; below a millisecond its waking up is most of what is timed.
+    with torch.autograd.set_multithreading_enabled(False):
+        one_thread = interleaved_ms(both, rounds)
+    compared = [name for name in (OURS, MAIN_PEER, "bmm_ub") if name in programs]
+    gpu_forward = gpu_ms(forward, compared, rounds)
+    gpu_both = gpu_ms(both, compared, rounds)
+
+    floor_forward, floor_backward = cost.layer_floor_ms(shape.sizes)
+    row: dict[str, Any] = {
+        "cfg": shape.dict(),
+        "table": table_of(shape),
+        "floor_fwd_ms": round(floor_forward, 4),
+        "floor_bwd_ms": round(floor_backward, 4),
+        "peers": {},
+    }
+    for name in programs:
+        row["peers"][name] = {
+            "fwd_ms": round(eager_forward[name], 4),
+            "bwd_ms": round(eager_both[name] - eager_forward[name], 4),
+            "saved_MiB": round(saved[name] / MIB, 1),
+            "peak_fwd_MiB": round(peak_forward[name] / MIB, 1),
+            "peak_fwdbwd_MiB": round(peak_both[name] / MIB, 1),
+            "grad_MiB": round(gradients[name] / MIB, 1),
+            "metadata_ms": round(metadata[name], 4) if name in metadata else None,
+            "fwdbwd_one_thread_ms": round(one_thread[name], 4),
+            "gpu_fwd_ms": round(gpu_forward.ms[name], 4),
+            "gpu_fwdbwd_ms": round(gpu_both.ms[name], 4),
+            "gpu_method": f"{gpu_forward.method[name]}/{gpu_both.method[name]}",
+            "host_fwdbwd_ms": round(host[name], 4),
+        }
+    if refused := gpu_forward.refused | gpu_both.refused:
+        row["not_captured"] = refused
+    if absent:
+        row["absent"] = absent
+    row["difference_from_ours"] = {name: round(value, 5) for name, value in agreement.items()}
+    ours = row["peers"][OURS]
+    ours["saved_bytes"] = saved[OURS]
+    ours["saved_bytes_by_design"] = cost.saved_bytes(shape.sizes)
+    program = programs[OURS][0]
+    without_dispatch = program.without_dispatch
+    if without_dispatch is not None:
+
+        def on_a_dispatch_made_beforehand() -> object:
+            return torch.autograd.grad(without_dispatch(), program.leaves, program.grad_output)
+
+        ours["host_fwdbwd_without_dispatch_ms"] = round(host_ms(on_a_dispatch_made_beforehand, rounds), 4)
+        with torch.autograd.set_multithreading_enabled(False):
+            ours["host_fwdbwd_single_thread_ms"] = round(host_ms(on_a_dispatch_made_beforehand, rounds), 4)
+    if program.kernels is not None:
+        same = zip(tensors_in(program.kernels()), tensors_in(program.forward_backward()), strict=True)
+        assert all(torch.equal(a, b) for a, b in same), "kernels: expected what the layer computes, to the bit"
+        ours["host_fwdbwd_kernels_ms"] = round(host_ms(program.kernels, rounds), 4)
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def ratio(row: dict[str, Any], peer: str, field: str) -> float | None:
+    """How many times ours the peer's figure is; above 1 we are ahead. `gpu_bwd_ms`: the difference of the two GPU times."""
+
+    def value(name: str) -> float:
+        figures = row["peers"][name]
+        if field == "gpu_bwd_ms":
+            return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
+        if field == "fwdbwd_ms":
+            return float(figures["fwd_ms"] + figures["bwd_ms"])
+        return float(figures[field])
+
+    return value(peer) / value(OURS) if {peer, OURS} <= row["peers"].keys() else None
+
+
+def summary(row: dict[str, Any]) -> str:
+    """One line on a row, printed as soon as it is measured."""
+    ours, sonic = row["peers"][OURS], row["peers"].get(MAIN_PEER, {})
+    forward, both = (number(ratio(row, MAIN_PEER, field), 2) for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms"))
+    return (
+        f"{LayerShape(**row['cfg']).name}: ours {ours['gpu_fwd_ms']:.3f}, {ours['gpu_fwdbwd_ms']:.3f} ms; "
+        f"{MAIN_PEER} x {forward}, {both} ({ours['gpu_method']}, {sonic.get('gpu_method', 'absent')}); "
+        f"eager {ours['fwd_ms'] + ours['bwd_ms']:.3f}, in one thread {ours['fwdbwd_one_thread_ms']:.3f}; "
+        f"differs {row['difference_from_ours']}{' ' + str(row['not_captured']) if 'not_captured' in row else ''}"
+    )
+
+
+def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
+    """Ours, the peers, the floor, and ratios to SonicMoE; the geometric means last."""
+    others = [name for name in names if name != OURS and any(name in row["peers"] for row in rows)]
+    header = ["T", "d", "n", "E", "K", "floor f", "ours f", *(f"{n} f" for n in others)]
+    header += ["floor fb", "ours fb", *(f"{n} fb" for n in others)]
+    header += [
+        "f/floor",
+        "fb/floor",
+        "x f",
+        "x b",
+        "x fb",
+        "x f eager",
+        "x fb eager",
+        "x fb 1 thread",
+        "saved",
+        "peak",
+        "x peak",
+        "host",
+        "gpu by",
+    ]
+    lines = []
+    for row in rows:
+        figures, floor_forward = row["peers"], row["floor_fwd_ms"]
+        floor_both, ours = floor_forward + row["floor_bwd_ms"], figures[OURS]
+        line = [str(row["cfg"][key]) for key in "TdnEK"]
+        for field, floor in (("gpu_fwd_ms", floor_forward), ("gpu_fwdbwd_ms", floor_both)):
+            line += [number(floor), number(ours[field]), *(number(figures.get(n, {}).get(field)) for n in others)]
+        line += [number(ours["gpu_fwd_ms"] / floor_forward, 2), number(ours["gpu_fwdbwd_ms"] / floor_both, 2)]
+        fields = ("gpu_fwd_ms", "gpu_bwd_ms", "gpu_fwdbwd_ms", "fwd_ms", "fwdbwd_ms", "fwdbwd_one_thread_ms")
+        line += [number(ratio(row, MAIN_PEER, field), 2) for field in fields]
+        peak = ratio(row, MAIN_PEER, "peak_fwdbwd_MiB")
+        line += [
+            number(ours["saved_MiB"], 0),
+            number(ours["peak_fwdbwd_MiB"], 0),
+            number(1 / peak if peak else None, 2),
+        ]
+        line += [number(ours["host_fwdbwd_ms"]), ours["gpu_method"]]
+        lines.append(line)
+    print(format_table(header, lines))
+    print(f"ms; x: {MAIN_PEER}'s time over ours (x peak: our peak over its), GPU times unless eager; saved, peak: MiB")
+    for name in others:
+        for label, chosen in [*((t, [r for r in rows if r["table"] == t]) for t in TABLES), ("all", rows)]:
+            means = []
+            for field in ("gpu_fwd_ms", "gpu_bwd_ms", "gpu_fwdbwd_ms"):
+                values = [value for r in chosen if (value := ratio(r, name, field)) is not None and value > 0]
+                means.append(f"{field[4:-3]} {geometric_mean(values):.3f} (least {min(values, default=0):.3f})")
+            if any(name in r["peers"] for r in chosen):
+                print(f"geometric mean of {name}'s GPU time over ours, {label}: {', '.join(means)}")
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def parse_shapes(text: str) -> list[LayerShape]:
+    """ "1-3,23": numbers from 1 in the order of the results file; or a table's name."""
+    chosen: list[LayerShape] = []
+    for part in text.split(","):
+        if part in TABLES:
+            chosen += TABLES[part]
+        else:
+            first, _, last = part.partition("-")
+            chosen += SHAPES[int(first) - 1 : int(last or first)]
+    return chosen
+
+
+def resumed(record: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """``record``, just begun, with the rows and extras of an earlier file; those of other sources are marked."""
+    if earlier["sources_sha256"] == record["sources_sha256"]:
+        return earlier
+    where = {key: earlier[key] for key in ("measured", "sources_sha256")}
+    extras = {name: earlier[name] for name in EXTRAS if name in earlier}
+    marks = {name: earlier.get("extras_of_other_sources", {}).get(name, where) for name in extras}
+    rows = [{"other_sources": where} | row for row in earlier["rows"]]
+    return record | extras | {"rows": rows, "extras_of_other_sources": marks}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argument_parser("scripts.bench.layer", __doc__)
+    parser.add_argument(
+        "--configs", type=parse_shapes, default=None, help="numbers such as 1-3,23, or a table: " + ", ".join(TABLES)
+    )
+    parser.add_argument("--peers", default=",".join(peers.DEFAULT_PEERS), help="of " + ", ".join(peers.PEERS))
+    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument(
+        "--quick", action="store_true", help="four shapes, 7 rounds, no extras; the results file is left alone"
+    )
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument(
+        "--extras", default=None, help=f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
+    )
+    parser.add_argument(
+        "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep rows of the results file; those of other sources, marked, until they are measured again",
+    )
+    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/layer.json)")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (7 if options.quick else 20)
+    options.peers = [OURS] if options.only_ours else options.peers.split(",")
+    if OURS not in options.peers:
+        options.peers.insert(0, OURS)
+    full = options.configs is None and not options.quick
+    options.extras = (list(EXTRAS) if full else []) if options.extras is None else options.extras.split(",")
+    options.extras = [name for name in options.extras if name != "none"]
+    options.configs = (
+        options.configs if options.configs is not None else list(QUICK_SHAPES if options.quick else SHAPES)
+    )
+    if options.out is None:
+        options.out = RESULTS / ("layer-quick.json" if options.quick else "layer.json")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    begin = time.monotonic()
+    torch.cuda.init()
+    record = provenance() | {"protocol": PROTOCOL.format(rounds=options.rounds), "floor": FLOOR, "rows": []}
+    if options.resume and options.out.exists():
+        record = resumed(record, json.loads(options.out.read_text()))
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+
+    order = {shape: index for index, shape in enumerate(SHAPES)}
+    skipped = []
+    for shape in options.configs:
+        if any(
+            row["cfg"] == shape.dict() and set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
+            for row in record["rows"]
+            if "other_sources" not in row
+        ):
+            continue
+        if time.monotonic() - begin > options.time_budget:
+            skipped.append(shape.name)
+            continue
+        started = time.monotonic()
+        row = measure(shape, options.peers, options.rounds)
+        record["rows"] = [r for r in record["rows"] if r["cfg"] != row["cfg"]] + [row]
+        record["rows"].sort(key=lambda r: order.get(LayerShape(**r["cfg"]), len(order)))
+        write_json(options.out, record)
+        print(f"{summary(row)}; {time.monotonic() - started:.0f} s", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    for name in options.extras:
+        if options.resume and name in record and name not in record.get("extras_of_other_sources", {}):
+            continue
+        if time.monotonic() - begin > options.time_budget:
+            skipped.append(name)
+            continue
+        record[name] = run_extra(name, options.rounds)
+        record.get("extras_of_other_sources", {}).pop(name, None)
+        write_json(options.out, record)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    if record["rows"]:
+        print_table(record["rows"], options.peers)
+        for field, how in HOST_FIGURES.items():
+            host = [row["peers"][OURS].get(field) for row in record["rows"]]
+            if all(host):
+                print(
+                    f"host time of a forward + backward on a dispatch made beforehand, {how}: "
+                    f"median {statistics.median(host):.3f} ms"
+                )
+        exact = sum(
+            r["peers"][OURS]["saved_bytes"] == r["peers"][OURS]["saved_bytes_by_design"] for r in record["rows"]
+        )
+        print(f"saved bytes as designed, to the byte: {exact} of {len(record['rows'])} shapes")
+    for name in EXTRAS:
+        if name in record:
+            print(name, json.dumps(record[name]))
+    print(
+        f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

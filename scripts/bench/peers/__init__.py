@@ -1,0 +1,90 @@
+"""Other programs that compute one MoE layer, called through their own public interfaces on the same inputs.
+
+Each module here has `build(shape, inputs) -> Program`. Weights are put into the layout a peer wants beforehand, top-k
+is excluded, and the dispatch metadata a peer makes from the chosen expert ids is included. A peer that can't be
+imported, or fails to build, is absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from scripts.bench.common import LayerShape, route
+
+# name in results -> module here
+PEERS = {
+    "blazeproto": "ours",
+    "sonic": "sonic",
+    "bmm_ub": "bmm_bound",
+    "torch_grouped": "torch_grouped",
+    "scattermoe": "scattermoe",
+    "mb_sparse": "megablocks",
+}
+DEFAULT_PEERS = ("blazeproto", "sonic", "bmm_ub", "torch_grouped")
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What every program starts from. x, the weights and the scores are leaves that require gradients."""
+
+    x: torch.Tensor  # (T, d) bf16
+    gate_up_proj: torch.Tensor  # (E, 2n, d) bf16, gate rows then up rows
+    down_proj: torch.Tensor  # (E, d, n) bf16
+    scores: torch.Tensor  # (T, K) fp32, a softmax over the K chosen
+    experts: torch.Tensor  # (T, K) int32, distinct in a row
+    grad_output: torch.Tensor  # (T, d) bf16
+
+
+@dataclass(frozen=True)
+class Program:
+    """A layer's forward, and what its backward differentiates."""
+
+    name: str
+    forward: Callable[[], torch.Tensor]
+    leaves: tuple[torch.Tensor, ...]  # the input first
+    grad_output: torch.Tensor
+    weights: tuple[torch.Tensor, ...]  # not counted among the saved bytes
+    computes_layer: bool = True  # False for a bound that leaves work out
+    metadata: Callable[[], object] | None = None  # the dispatch alone
+    without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
+    kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
+    notes: list[str] = field(default_factory=list)
+
+    def forward_backward(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """(output, gradients of the leaves)."""
+        out = self.forward()
+        return out, torch.autograd.grad(out, self.leaves, self.grad_output)
+
+
+def make_inputs(shape: LayerShape, routing: str = "uniform", seed: int = 0, device: str = "cuda") -> LayerInputs:
+    """Random inputs at unit scale, weights at 1/sqrt(fan-in): never zeros, on which a matrix unit runs faster."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        out = torch.empty(size, dtype=torch.bfloat16, device=device)
+        for part in out.split(max(1, (1 << 28) // max(1, out[0].numel()))):  # no second copy of a large tensor
+            part.normal_(0.0, scale, generator=generator)
+        return out
+
+    scores = torch.randn(shape.T, shape.K, device=device, generator=generator).softmax(dim=1)
+    inputs = LayerInputs(
+        x=normal(shape.T, shape.d),
+        gate_up_proj=normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5),
+        down_proj=normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5),
+        scores=scores,
+        experts=route(shape, routing, device, generator),
+        grad_output=normal(shape.T, shape.d),
+    )
+    for leaf in (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores):
+        leaf.requires_grad_()
+    return inputs
+
+
+def build(name: str, shape: LayerShape, inputs: LayerInputs) -> Program:
+    """The program of one peer. Whatever the peer raises comes through: the caller decides whether it is needed."""
+    program: Program = importlib.import_module(f"scripts.bench.peers.{PEERS[name]}").build(shape, inputs)
+    return program

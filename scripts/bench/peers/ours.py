@@ -1,0 +1,72 @@
+"""blazeproto's own expert MLP on the Hopper backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from blazeproto.dispatch import Dispatch, build_dispatch
+from scripts.bench.common import LayerShape
+from scripts.bench.peers import LayerInputs, Program
+
+
+def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
+    """`options` go to moe_mlp (save, combine, workspace_bytes)."""
+    from blazeproto.autograd import moe_mlp
+    from blazeproto.autograd.chunks import WHOLE
+
+    def forward(**extra: Any) -> torch.Tensor:
+        return moe_mlp(
+            inputs.x,
+            inputs.gate_up_proj,
+            inputs.down_proj,
+            inputs.scores,
+            None if "dispatch" in extra else inputs.experts,
+            num_experts=shape.E,
+            backend="hopper",
+            **options,
+            **extra,
+        )
+
+    def metadata() -> tuple[torch.Tensor, ...]:
+        made: tuple[torch.Tensor, ...] = torch.ops.blazeproto.dispatch.default(inputs.experts, shape.E, WHOLE, "hopper")
+        return made
+
+    without_dispatch = kernels = None
+    if not options.get("workspace_bytes"):
+        dispatch = build_dispatch(inputs.experts, shape.E)
+        without_dispatch = partial(forward, dispatch=dispatch)
+        kernels = None if options else partial(launch_kernels, inputs, dispatch)
+
+    return Program(
+        name="blazeproto",
+        forward=forward,
+        leaves=(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
+        grad_output=inputs.grad_output,
+        weights=(inputs.gate_up_proj, inputs.down_proj),
+        metadata=metadata,
+        without_dispatch=without_dispatch,
+        kernels=kernels,
+    )
+
+
+def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...]:
+    """The kernels of a forward and a backward, launched as the operators of `moe_mlp` do, their outputs allocated."""
+    from blazeproto.autograd import hopper_backend as backend
+
+    x, d_out, scores = inputs.x.detach(), inputs.grad_output, inputs.scores.detach()
+    up_proj, down_proj = inputs.gate_up_proj.detach(), inputs.down_proj.detach()
+    rows, no_bias = backend.rows_of(dispatch), None
+    h, act = backend.up_forward(x, up_proj, no_bias, rows, "swiglu")
+    out = torch.empty_like(x)
+    backend.down_forward(act, down_proj, no_bias, scores, rows, out, "gather", overwrite_act=True)
+    del act
+    needs, dtype = (True, True, True, False), x.dtype  # of (h, scores, down_proj, down_bias)
+    saved = (h, None, scores, down_proj, no_bias)
+    of_down = backend.down_backward(needs, d_out, *saved, rows, "swiglu", dtype, overwrite_h=True)
+    dh, d_scores, d_down, _ = of_down
+    assert dh is not None
+    dx, d_up, _ = backend.up_backward((True, True, False), dh, x, up_proj, rows, dtype)
+    return out, dx, d_up, d_down, d_scores

@@ -1,0 +1,153 @@
+"""Fill the tables and measured sentences of README.md and docs/*.md, and draw docs/*.png, from results/.
+
+python -m scripts.bench.plot_results             # every page that has markers; docs/speed.png, memory.png, dispatch.png
+python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, and names, if a page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.result_tables import LABELS, MARKED, OURS, Record, fill, layer_peers, load, rows_measured_on
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "results" / "h200"
+DOCS = REPOSITORY / "docs"
+
+COLORS = {
+    OURS: "#d1495b",
+    "sonic": "#00798c",
+    "bmm_ub": "#8d96a3",
+    "torch_grouped": "#edae49",
+    "scattermoe": "#66a182",
+    "mb_sparse": "#2e4057",
+}
+
+
+def short_name(row: Record) -> str:
+    T, d, n, E, K = (row["cfg"][key] for key in "TdnEK")
+    tokens = f"{T >> 20}M" if T >= 1 << 20 else f"{T >> 10}k"
+    return f"{tokens}{' †' if 'other_sources' in row else ''}\nd{d}\nn{n}\nE{E}\nK{K}"
+
+
+def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Callable[[Record, str], float | None]) -> None:
+    """Grouped bars: a group for each row, a bar for each name that has a value."""
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        heights = [value(row, name) for row in rows]
+        places = [place - 0.4 + (index + 0.5) * width for place, height in enumerate(heights) if height is not None]
+        axis.bar(places, [h for h in heights if h is not None], width, label=LABELS[name], color=COLORS[name])
+    axis.set_xticks(range(len(rows)), [short_name(row) for row in rows], fontsize=7)
+    axis.set_xlim(-0.6, len(rows) - 0.4)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot_speed(record: Record, path: Path) -> None:
+    """Share of the floor's speed that each program reaches (1 = the floor): forward, and forward + backward."""
+    import matplotlib.pyplot as plt
+
+    names = [OURS, *layer_peers(record)]
+    figure, axes = plt.subplots(2, 1, figsize=(16, 8), constrained_layout=True)
+    for axis, field, title in ((axes[0], "gpu_fwd_ms", "forward"), (axes[1], "gpu_fwdbwd_ms", "forward + backward")):
+
+        def share(row: Record, name: str, field: str = field) -> float | None:
+            floor = row["floor_fwd_ms"] + (row["floor_bwd_ms"] if field == "gpu_fwdbwd_ms" else 0.0)
+            return floor / row["peers"][name][field] if name in row["peers"] else None
+
+        bars(axis, record["rows"], names, share)
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set_ylabel("floor time / measured time")
+        axis.set_title(f"The experts of one MoE layer, {title}: share of the hardware floor's speed (higher is faster)")
+    axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
+    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_memory(record: Record, path: Path) -> None:
+    """Saved and peak bytes over ours."""
+    import matplotlib.pyplot as plt
+
+    names = [OURS, *layer_peers(record)]
+    figure, axes = plt.subplots(2, 1, figsize=(16, 8), constrained_layout=True)
+    titles = {"saved_MiB": "saved for backward", "peak_fwdbwd_MiB": "peak over forward + backward, gradients included"}
+    for axis, (field, title) in zip(axes, titles.items(), strict=True):
+
+        def over_ours(row: Record, name: str, field: str = field) -> float | None:
+            return row["peers"][name][field] / row["peers"][OURS][field] if name in row["peers"] else None
+
+        bars(axis, record["rows"], names, over_ours)
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set_ylabel("bytes / ours")
+        axis.set_title(f"The experts of one MoE layer, {title}: times ours (lower is less memory)")
+    axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
+    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_dispatch(record: Record, path: Path) -> bool:
+    """Dispatch time over T and over E, if the record has such series: {"series": {"T": [rows], "E": [rows]}}."""
+    series = record.get("series")
+    if not series:
+        return False
+    import matplotlib.pyplot as plt
+
+    methods = {
+        "tiled_ms": "tiled",
+        "dense_ms": "dense",
+        "sort_ms": "CuPy sort",
+        "torch_sort_ms": "torch.sort",
+        "floor_ms": "floor",
+    }
+    figure, axes = plt.subplots(1, len(series), figsize=(6 * len(series), 4), constrained_layout=True, squeeze=False)
+    for axis, (variable, rows) in zip(axes[0], series.items(), strict=True):
+        for field, label in methods.items():
+            points = [(row[variable], row[field]) for row in rows if row.get(field) is not None]
+            if points:
+                style = "k:" if field == "floor_ms" else "o-"
+                axis.plot(*zip(*points, strict=True), style, label=label, markersize=3)
+        fixed = ", ".join(f"{key} = {rows[0][key]}" for key in "TEK" if key != variable and key in rows[0])
+        axis.set(xlabel=variable, ylabel="GPU ms", title=f"dispatch, {fixed}", xscale="log", yscale="log")
+        axis.legend(frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def marked_pages(readme: Path, docs: Path) -> list[Path]:
+    """README and the pages of docs/ that have markers."""
+    return [page for page in (readme, *sorted(docs.glob("*.md"))) if page.exists() and MARKED.search(page.read_text())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=REPOSITORY / "README.md")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
+    options = parser.parse_args()
+    filled = {page: fill(page.read_text(), options.results) for page in marked_pages(options.readme, options.docs)}
+    stale = [page for page, text in filled.items() if page.read_text() != text]
+    if options.check:
+        sys.exit(f"out of date: {', '.join(map(str, stale))}" if stale else 0)
+    for page in stale:
+        page.write_text(filled[page])
+    options.docs.mkdir(parents=True, exist_ok=True)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    if (layer := load("layer", options.results)) is not None:
+        plot_speed(layer, options.docs / "speed.png")
+        plot_memory(layer, options.docs / "memory.png")
+    if (dispatch := load("dispatch", options.results)) is not None:
+        plot_dispatch(dispatch, options.docs / "dispatch.png")
+
+
+if __name__ == "__main__":
+    main()

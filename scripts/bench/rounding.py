@@ -1,0 +1,200 @@
+"""What token rounding gains over plain top-k on the Hopper backend, in the configurations of SonicMoE's Figure 7.
+
+    python -m scripts.bench.rounding                       # all configurations -> results/h200/rounding.json
+    python -m scripts.bench.rounding --quick               # the smallest and the largest E of each subfigure
+    python -m scripts.bench.rounding --subfigures top-right
+
+SonicMoE (§6.3.2, configurations in appendix F) keeps T, d, n and K, hence the operations, and raises E. The paper gives
+the ends of each range; in between stand powers of two:
+
+    subfigure       T      d      n   K           E
+    top-left    16384   1536    256   8   64 … 512        16384·K/E tokens an expert on average:
+    top-right   16384   1536   1024   2   16 … 128        2048 down to 256 in each subfigure
+    bottom-left 16384   4096    512   8   64 … 512
+    bottom-right 16384  4096   1024   4   32 … 256
+
+Every expert's last tile of 128 rows is half empty on average; token rounding (NR-f, tile 128, as the paper measures it)
+makes the counts multiples of 128. Both routings start from the same logits, and both layers from the same weights. As
+in the paper the router is not timed, and neither is the dispatch. Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d
+of backward over the time, R being each routing's own rows: T·K of top-k, a little more or less after rounding. GPU time
+by CUDA-graph replay, the two in turn (A B A B), medians of 20 rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blazeproto import cost
+from blazeproto.autograd import moe_mlp
+from blazeproto.dispatch import build_dispatch, build_dispatch_varying
+from blazeproto.router.choices import TokenRounding
+from blazeproto.router.ops import choose_top_k, pairs_from_mask
+from blazeproto.router.router import Routing
+from blazeproto.router.scoring import dense_scores, expert_load, gathered_scores, pair_scores
+from scripts.bench import peers
+from scripts.bench.common import RESULTS, LayerShape, format_table, geometric_mean, number, provenance, write_json
+from scripts.bench.timing import gpu_ms
+from scripts.command import argument_parser
+
+TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
+SCORES: dict[str, Any] = {"score": "softmax_topk", "renormalize": True, "scale": 1.0}
+
+
+def _doubling(T: int, d: int, n: int, K: int, first: int, last: int) -> tuple[LayerShape, ...]:
+    experts = [first << step for step in range((last // first).bit_length())]
+    return tuple(LayerShape(T, d, n, E, K) for E in experts)
+
+
+SUBFIGURES: dict[str, tuple[LayerShape, ...]] = {
+    "top-left": _doubling(16384, 1536, 256, 8, 64, 512),
+    "top-right": _doubling(16384, 1536, 1024, 2, 16, 128),
+    "bottom-left": _doubling(16384, 4096, 512, 8, 64, 512),
+    "bottom-right": _doubling(16384, 4096, 1024, 4, 32, 256),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- routings
+
+
+def routings(logits: torch.Tensor, top_k: int, tile: int = TILE) -> dict[str, Routing]:
+    """Plain top-k, and the same rounded to tiles (SonicMoE Algorithm 4, NR-f), of logits (T, E)."""
+    num_tokens, num_experts = logits.shape
+    experts = choose_top_k(logits, top_k)
+    plain = Routing(
+        gathered_scores(logits, experts, **SCORES), experts, logits, expert_load(experts, num_experts), aux_losses={}
+    )
+    rounding = TokenRounding(tile=tile, rule="nr_f")
+    mask = rounding(dense_scores(logits, "softmax_topk"), experts)
+    pairs, tokens, offsets = pairs_from_mask(mask, rounding.max_pairs(num_tokens, num_experts, top_k))
+    scores = pair_scores(logits, pairs, tokens, **SCORES)
+    rounded = Routing(scores, pairs, logits, expert_load(pairs, num_experts), {}, offsets, tokens)
+    return {"top_k": plain, "rounded": rounded}
+
+
+def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
+    """Rows of the tiles that cover load (E,) rows of each expert."""
+    return int(((load + tile - 1) // tile * tile).sum())
+
+
+def layer(shape: LayerShape, inputs: peers.LayerInputs, routing: Routing) -> tuple[Callable[..., Any], ...]:
+    """(forward, forward and backward) of one layer on a routing, its dispatch made beforehand."""
+    scores = routing.scores.detach().requires_grad_()
+    if routing.pair_tokens is None:
+        dispatch = build_dispatch(routing.experts, shape.E)
+    else:
+        varying = (routing.experts, routing.pair_tokens, routing.token_offsets)
+        dispatch = build_dispatch_varying(*varying, shape.E)
+    weights = (inputs.gate_up_proj, inputs.down_proj)
+
+    def forward() -> torch.Tensor:
+        return moe_mlp(inputs.x, *weights, scores, num_experts=shape.E, backend="hopper", dispatch=dispatch)
+
+    def forward_backward() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        out = forward()
+        return out, torch.autograd.grad(out, (inputs.x, *weights, scores), inputs.grad_output)
+
+    return forward, forward_backward
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+
+
+def model_tflops(shape: LayerShape, rows: int, forward_ms: float, both_ms: float) -> dict[str, float]:
+    """Model TFLOP/s of forward, backward and both: operations on ``rows`` real rows, tiles' empty ones not counted."""
+    forward, backward = cost.layer_operations(shape.sizes._replace(T=rows, K=1))
+    parts = {
+        "fwd": (forward, forward_ms),
+        "bwd": (backward, both_ms - forward_ms),
+        "fwdbwd": (forward + backward, both_ms),
+    }
+    return {f"{name}_tflops": round(1e-9 * operations / ms, 1) for name, (operations, ms) in parts.items()}
+
+
+def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
+    """One row of the results: both routings of one configuration."""
+    inputs = peers.make_inputs(shape)
+    generator = torch.Generator("cuda").manual_seed(1)
+    routed = routings(torch.randn(shape.T, shape.E, device="cuda", generator=generator), shape.K)
+    calls = {name: layer(shape, inputs, routing) for name, routing in routed.items()}
+    forward = gpu_ms({name: call for name, (call, _) in calls.items()}, list(calls), rounds)
+    both = gpu_ms({name: call for name, (_, call) in calls.items()}, list(calls), rounds)
+    row: dict[str, Any] = {"subfigure": subfigure, "cfg": shape.dict()}
+    for name, routing in routed.items():
+        rows = int(routing.load.sum())
+        row[name] = {
+            "rows": rows,
+            "padded_rows": padded_rows(routing.load),
+            "gpu_fwd_ms": round(forward.ms[name], 4),
+            "gpu_fwdbwd_ms": round(both.ms[name], 4),
+            "gpu_method": f"{forward.method[name]}/{both.method[name]}",
+            **model_tflops(shape, rows, forward.ms[name], both.ms[name]),
+        }
+    for part in ("fwd", "bwd", "fwdbwd"):
+        row[f"{part}_gain"] = round(row["rounded"][f"{part}_tflops"] / row["top_k"][f"{part}_tflops"], 4)
+    return row
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    header = ["T", "d", "n", "E", "K", "rows", "rounded", "empty %", "fwd top-k", "rounded", "bwd top-k", "rounded"]
+    lines = []
+    for row in rows:
+        plain, rounded = row["top_k"], row["rounded"]
+        line = [*(str(row["cfg"][key]) for key in "TdnEK"), str(plain["rows"]), str(rounded["rows"])]
+        line.append(number(100 * (plain["padded_rows"] / plain["rows"] - 1), 1))
+        for part in ("fwd", "bwd"):
+            line += [number(figures[f"{part}_tflops"], 0) for figures in (plain, rounded)]
+        lines.append(line + [number(row[f"{part}_gain"]) for part in ("fwd", "bwd", "fwdbwd")])
+    print(format_table([*header, "x fwd", "x bwd", "x both"], lines))
+    print("model TFLOP/s; empty: rows of tiles that hold no pair under top-k, over the pairs; x: rounded over top-k")
+    for part in ("fwd", "bwd", "fwdbwd"):
+        print(f"geometric mean of the gain, {part}: {geometric_mean([row[f'{part}_gain'] for row in rows]):.3f}")
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argument_parser("scripts.bench.rounding", __doc__)
+    parser.add_argument("--subfigures", default=",".join(SUBFIGURES), help="some of " + ", ".join(SUBFIGURES))
+    parser.add_argument("--quick", action="store_true", help="least and most experts of each, 7 rounds")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/rounding.json)")
+    options = parser.parse_args(words)
+    options.subfigures = options.subfigures.split(",")
+    if unknown := set(options.subfigures) - SUBFIGURES.keys():
+        parser.error(f"--subfigures: expected some of {', '.join(SUBFIGURES)}, got {', '.join(sorted(unknown))}")
+    options.rounds = options.rounds or (7 if options.quick else 20)
+    if options.out is None:
+        options.out = RESULTS / ("rounding-quick.json" if options.quick else "rounding.json")
+    shapes = {name: SUBFIGURES[name][:: 3 if options.quick else 1] for name in options.subfigures}
+    options.configs = [(name, shape) for name, group in shapes.items() for shape in group]
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    begin = time.monotonic()
+    torch.cuda.init()
+    protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    record = provenance() | {"benchmark": "rounding", "protocol": protocol, "tile": TILE, "rule": "nr_f", "rows": []}
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    for subfigure, shape in options.configs:
+        row = measure(subfigure, shape, options.rounds)
+        record["rows"].append(row)
+        write_json(options.out, record)
+        print(f"{shape.name}: x {row['fwd_gain']} forward, {row['fwdbwd_gain']} forward + backward", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print_table(record["rows"])
+    print(f"{time.monotonic() - begin:.0f} s; wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()

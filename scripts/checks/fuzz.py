@@ -1,0 +1,186 @@
+"""Random layers on the GPU, every product and the whole forward and backward, against the float64 oracle of blazeproto.lab.
+
+    python -m scripts.checks.fuzz --runs 1000 --seconds 120
+    python -m scripts.checks.fuzz --seed 4711 --runs 1                      # one that failed, again
+    python -m scripts.checks.fuzz --debug INJECT_DELAYS --debug SPIN_LIMIT=200000000
+
+Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row. A failure prints its seed and the
+places that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from blazeproto import gemm
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.gemm import product, reduce
+from blazeproto.gemm.combine import kernel as combine_kernel
+from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.lab.accuracy import Pool, worst_mismatches
+from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, Shape, evaluate, make_case, run_kernels, stray_writes
+from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
+from scripts.command import argument_parser
+
+HANG_SECONDS = 60
+MOST_FAILURES = 5
+# A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
+# held to the true ones.
+SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0}
+
+
+# --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
+
+
+def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
+    """The layer of a seed, and the options of `make_case`."""
+    rng = random.Random(seed)
+    tokens = rng.choice([0, 1, *(rng.randint(2, 64),) * 3, *(rng.randint(65, 700),) * 4, rng.randint(701, 4000)])
+    experts = rng.choice(
+        [1, 2, rng.randint(3, 16), rng.randint(3, 16), rng.randint(17, 64), rng.choice([96, 128, 512])]
+    )
+    top_k = rng.choice([k for k in (1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 16, 20) if k <= experts])
+    d, n = (8 * rng.choice([rng.randint(1, 12), rng.randint(8, 48), 8, 16, 32, 64]) for _ in range(2))
+    options = {
+        "routing": rng.choice(ROUTINGS),
+        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu"]),
+        "biases": rng.random() < 0.3,
+        "sentinels": rng.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
+        "varying": rng.random() < 0.2,
+        "unit_weights": rng.random() < 0.3,
+    }
+    if rng.random() < 0.15:
+        n = d  # then Y may lie over act
+    return Shape(tokens, d, n, experts, top_k), options
+
+
+def kernels_of_products(seeds: range) -> list[Kernel]:
+    """Every kernel that the runs need, so that all cores compile them together before the first run."""
+    kernels = [*gemm.all_kernels()]
+    for seed in seeds:
+        shape, options = draw_products(seed)
+        top_k = 0 if options["varying"] else shape.top_k
+        kernels += [combine_kernel(shape.d, top_k, has_scores) for has_scores in (False, True)]
+        kernels += [reduce.kernel(entry, top_k) for entry in ("bias_score_grad", "expert_row_sum")]
+    return kernels
+
+
+def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
+    """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
+    shape, options = draw_products(seed)
+    case = make_case(shape, **options, seed=seed)
+    chained = evaluate(YARDSTICK, case)
+    lines: list[str] = []
+    # Each product by itself, on the yardstick's operands; then forward and backward as a whole.
+    for name, given in (("products", chained), ("chain", None)):
+        result, exact = run_kernels(case, given), evaluate(EXACT, case, given)
+        pool = Pool()
+        pool.add_all(result, chained, exact)
+        inputs = result if given is None else given
+        again = [*wrong_in_order(case, inputs, result), *wrong_in_place(case, inputs, result)]
+        lines += [f"{name}: {line}" for line in [*stray_writes(case, result), *again]]
+        for failure in pool.failures(SINGLE_RUN_SLACK[name]):
+            output = failure.partition(":")[0]
+            want = exact[output]
+            lines += [f"{name}: {failure}", *worst_mismatches(result[output][: len(want)], want)]
+        totals[name].merge(pool)
+    return lines
+
+
+# --- All parts -------------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What is fuzzed together. A seed says all about a run.
+
+    draw: what a run does, to be printed.  kernels: those that runs need.  check: one run, as `check_products`.
+    pools: names in ``totals``.
+    """
+
+    draw: Callable[[int], Any]
+    kernels: Callable[[range], list[Kernel]]
+    check: Callable[[int, dict[str, Pool]], list[str]]
+    pools: tuple[str, ...]
+
+
+PARTS = {"products": Part(draw_products, kernels_of_products, check_products, ("products", "chain"))}
+
+
+def watchdog(drawn: str) -> threading.Timer:
+    """Ends the process when a run hangs: a kernel that never returns can't be interrupted otherwise."""
+
+    def give_up() -> None:
+        print(f"{drawn}: no end after {HANG_SECONDS} s", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(HANG_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def run(name: str, seeds: range, seconds: float) -> int:
+    """The runs of a part; how many failed, and bounds that all of them together break."""
+    part, totals = PARTS[name], {pool: Pool() for pool in PARTS[name].pools}
+    start = time.perf_counter()
+    kernels = compile_many(part.kernels(seeds))
+    print(f"{len({k.key for k in kernels})} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+
+    done, failures, start = 0, 0, time.perf_counter()
+    for seed in seeds:
+        if time.perf_counter() - start > seconds or failures >= MOST_FAILURES:
+            break
+        drawn = f"{name}, seed {seed}: {' '.join(map(str, part.draw(seed)))}"
+        timer = watchdog(drawn)
+        try:
+            lines = part.check(seed, totals)
+        except Exception:
+            print(drawn, flush=True)
+            raise
+        finally:
+            timer.cancel()
+        failures += bool(lines)
+        done += 1
+        if lines:
+            print("\n".join([drawn, *lines]), flush=True)
+        if done % 100 == 0:
+            print(f"{done} runs, {failures} failures, {time.perf_counter() - start:.1f} s", flush=True)
+
+    together = [f"all runs, {pool}: {line}" for pool, total in totals.items() for line in total.failures()]
+    print("\n".join([*together, f"{name}: {done} runs in {time.perf_counter() - start:.1f} s: {failures} failed"]))
+    return failures + len(together)
+
+
+def main() -> int:
+    parser = argument_parser("scripts.checks.fuzz", __doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    parser.add_argument("--runs", type=int, default=1000, help="of each part")
+    parser.add_argument("--seconds", type=float, default=600.0, help="stop a part after this time, compiling excluded")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument(
+        "--debug", action="append", default=[], metavar="MACRO", help="compile the products with -DMACRO"
+    )
+    args = parser.parse_args()
+    names = args.parts.split(",")
+    if unknown := set(names) - PARTS.keys():
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("needs a CUDA device of compute capability 9.0")
+        return 2
+
+    if args.debug:
+        product.DEBUG = tuple(args.debug)
+    seeds = range(args.seed, args.seed + args.runs)
+    return 1 if sum(run(name, seeds, args.seconds) for name in names) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The one entry point on a Hopper GPU: tests, benchmarks, training, sanitizers and fuzzing, each in a process with a
+time limit.
+
+    python -m scripts.checks.gpu_check --steps tests,layer,products --minutes 9 --out /tmp/out
+    python -m scripts.checks.gpu_check --full --steps layer        # the benchmarks' long forms, which write the committed results
+
+A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver,
+versions, a hash of the package's sources, and for each step its command, outcome, seconds and last lines. With --out,
+results and the log go there too.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import REPOSITORY, RESULTS, now, provenance, write_json
+from scripts.command import argument_parser
+
+LAST_LINES = 40  # of a step's output that are printed and kept in check.json
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, its long form, and how many minutes each may take."""
+
+    command: str
+    minutes: float
+    full: str = ""
+    full_minutes: float = 0.0
+    environment: tuple[tuple[str, str], ...] = ()
+    last_lines: int = LAST_LINES
+
+
+# Allocations one by one, so that a checker sees the bounds of each tensor.
+_SANITIZER = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+
+
+def _sanitizer(tool: str, options: str = "") -> Step:
+    return Step(
+        f"compute-sanitizer --tool {tool} {options} --error-exitcode 99 python -m scripts.checks.sanitize_target",
+        minutes=2.5,
+        environment=_SANITIZER,
+        last_lines=25,
+    )
+
+
+# A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
+_TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec("pytest_timeout") else ""
+_PARALLEL = " -n 6" if importlib.util.find_spec("xdist") else ""  # most of a test is compiling and its oracle
+_PYTEST = f"python -m pytest -q --no-header --tb=short -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
+
+STEPS = {
+    "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 5, f"{_PYTEST} -m gpu", 9),
+    "layer": Step(
+        "python -m scripts.bench.layer --quick",
+        3,
+        "python -m scripts.bench.layer --resume --time-budget 255",
+        4.6,
+        last_lines=60,
+    ),
+    "products": Step(
+        "python -m scripts.bench.products --quick",
+        2,
+        "python -m scripts.bench.products --time-budget 45",
+        1.2,
+        last_lines=60,
+    ),
+    "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5, last_lines=60),
+    "dispatch": Step("python -m scripts.bench.dispatch", 4),
+    "rounding": Step(
+        "python -m scripts.bench.rounding --quick", 2, "python -m scripts.bench.rounding", 4, last_lines=60
+    ),
+    "train": Step("python -m scripts.train_lm", 8),
+    "curves": Step("python -m scripts.lm.compare_backends --train", 4),
+    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 80", 2),
+    "memcheck": _sanitizer("memcheck"),
+    "synccheck": _sanitizer("synccheck"),
+    "racecheck": _sanitizer("racecheck"),
+    "initcheck": _sanitizer("initcheck"),
+}
+GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
+DEFAULT_STEPS = "tests,layer,products,dispatch,fuzz"
+
+
+def sanitizer_path() -> str:
+    """compute-sanitizer, which a CUDA toolkit need not put on the PATH."""
+    places = glob.glob("/usr/local/cuda*/bin/compute-sanitizer") + glob.glob(
+        "/opt/nvidia/**/compute-sanitizer", recursive=True
+    )
+    return shutil.which("compute-sanitizer") or next(iter(sorted(places)), "compute-sanitizer")
+
+
+def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]:
+    """Run a step in a process group of its own, for no longer than its limit or what is left."""
+    step = STEPS[name]
+    command = step.full if full and step.full else step.command
+    limit = 60 * (step.full_minutes if full and step.full else step.minutes)
+    limit = min(limit, seconds_left)
+    print(f"--- {name}: {command} (at most {limit:.0f} s)", flush=True)
+    words = shlex.split(command)
+    programs = {"python": sys.executable, "compute-sanitizer": sanitizer_path()}
+    words = [programs.get(word, word) for word in words]
+    begin = time.monotonic()
+    environment = os.environ | dict(step.environment) | {"PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("ab") as sink:
+        sink.write(f"\n--- {name}: {command}\n".encode())
+        sink.flush()
+        start = sink.tell()
+        try:
+            process = subprocess.Popen(
+                words, cwd=REPOSITORY, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            return {"command": command, "outcome": f"not started: {error}", "seconds": 0.0, "last_lines": []}
+        try:
+            code = process.wait(timeout=limit)
+            outcome = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            outcome = f"killed after {limit:.0f} s"
+    with log.open("rb") as source:
+        source.seek(start)
+        lines = source.read().decode(errors="replace").splitlines()
+    last = [line[:1000] for line in lines[-step.last_lines :]]
+    print("\n".join(last), flush=True)
+    record: dict[str, Any] = {
+        "command": command,
+        "outcome": outcome,
+        "seconds": round(time.monotonic() - begin, 1),
+        "last_lines": last,
+    }
+    for line in lines:
+        if found := re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", line):
+            record["findings"] = int(found[1] or found[2])
+        if re.search(r"\d+ (passed|failed|skipped).* in [\d.]+s", line):
+            record["tests"] = line.strip("= ")
+    print(f"--- {name}: {outcome}, {record['seconds']} s", flush=True)
+    return record
+
+
+def main() -> None:
+    parser = argument_parser("scripts.checks.gpu_check", __doc__)
+    parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
+    parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
+    parser.add_argument("--fail-fast", action="store_true", help="stop after the first step that fails")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep other steps that check.json has of the same sources"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
+    parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
+    options = parser.parse_args()
+    names = [step for name in options.steps.split(",") for step in GROUPS.get(name, (name,))]
+    if unknown := set(names) - STEPS.keys():
+        parser.error(f"--steps: expected some of {', '.join([*STEPS, *GROUPS])}, got {', '.join(sorted(unknown))}")
+
+    end = time.monotonic() + 60 * options.minutes
+    record = provenance() | {"steps": {}}
+    if options.resume and (RESULTS / "check.json").exists():
+        earlier = json.loads((RESULTS / "check.json").read_text())
+        if earlier["sources_sha256"] == record["sources_sha256"]:
+            record["steps"] = earlier["steps"]
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    log = (options.out or RESULTS) / "check.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    for name in names:
+        left = end - time.monotonic()
+        if left < 10:
+            record["steps"].setdefault(name, {"outcome": "skipped: no time left"})
+        else:
+            record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
+        write_json(RESULTS / "check.json", record)
+        if options.out:  # after every step: the machine may go at any time
+            shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
+        if options.fail_fast and record["steps"][name]["outcome"] != "ok":
+            break
+    for name, step in record["steps"].items():
+        notes = [str(step[key]) for key in ("tests", "findings") if key in step]
+        print(f"{name:10s} {step['outcome']:24s} {step.get('seconds', 0):7.1f} s  {' '.join(notes)}")
+    sys.exit(any(step["outcome"] != "ok" for step in record["steps"].values()))
+
+
+if __name__ == "__main__":
+    main()

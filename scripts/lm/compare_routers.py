@@ -1,0 +1,84 @@
+"""Train the CPU preset with every router and write the table of final validation losses.
+
+    python -m scripts.lm.compare_routers                     # the table, from the runs that exist
+    python -m scripts.lm.compare_routers --train             # first make the runs that are missing, one after the other
+    python -m scripts.lm.compare_routers --train top_k hash  # only these
+
+Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from blazeproto.router import ROUTERS
+from scripts.command import argument_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "routers.md"
+BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
+
+
+def run_folder(runs: Path, name: str) -> Path:
+    return runs / f"router-{name}"
+
+
+def read_run(folder: Path) -> dict[str, float] | None:
+    """The last validation loss and balance of a run, and its steps; None of one that has not ended."""
+    if not (folder / "summary.json").exists():  # which a run writes last
+        return None
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "val_loss" in row][-1]
+    return {"val_loss": last["val_loss"], "balance": last["balance"], "steps": last["step"] + 1}
+
+
+def table(runs: Path, names: list[str]) -> str:
+    lines = [
+        "| router | validation loss, nats/byte | against `top_k` | largest load / mean, last step | steps |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    found = {name: run for name in names if (run := read_run(run_folder(runs, name)))}
+    base = found.get("top_k")
+    for name, run in found.items():
+        difference = f"{run['val_loss'] - base['val_loss']:+.3f}" if base else ""
+        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['balance']:.2f} | {run['steps']} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argument_parser("scripts.lm.compare_routers", __doc__)
+    parser.add_argument("names", nargs="*", help="routers to train (all)")
+    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of the runs")
+    parser.add_argument("--steps", type=int, help="of each run (the preset's)")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.names) - set(ROUTERS)):
+        parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
+
+    for name in args.names or ROUTERS:
+        if not args.train or read_run(run_folder(args.runs, name)):
+            continue
+        command = [sys.executable, "-m", "scripts.train_lm", "--device", "cpu"]
+        command += ["--out", str(args.runs), "--name", f"router-{name}"]
+        if run_folder(args.runs, name).exists():
+            command += ["--resume"]  # an interrupted one
+        else:
+            command += ["--preset", "cpu", "--router", name]
+            command += ["--steps", str(args.steps)] if args.steps else []
+        print("$", " ".join(command), flush=True)
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            return code
+
+    text = table(args.runs, list(ROUTERS))
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Top-k routing: the twin against torch and finite differences, the kernels compiled, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from blazeproto.router import reference, topk_route, topk_route_backward
+from blazeproto.runtime import arrays
+from blazeproto.runtime.numba_kernel import Kernel
+
+OPTIONS = [
+    {"score": "softmax_topk"},
+    {"score": "softmax_topk", "renormalize": True, "scale": 2.5},
+    {"score": "topk_softmax"},
+    {"score": "sigmoid"},
+    {"score": "sigmoid", "renormalize": False, "scale": 0.5},
+]
+
+
+def by_torch(logits: torch.Tensor, experts: torch.Tensor, score: str, renormalize=None, scale=1.0) -> torch.Tensor:
+    chosen = logits.gather(1, experts.long())
+    if score == "topk_softmax":
+        scores = chosen.softmax(1)
+    elif score == "sigmoid":
+        scores = chosen.sigmoid()
+    else:
+        scores = logits.softmax(1).gather(1, experts.long())
+    if renormalize or (renormalize is None and score == "sigmoid"):
+        scores = scores / scores.sum(1, keepdim=True)
+    return scores * scale
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_twin_as_torch(options):
+    logits = torch.randn(20, 13, dtype=torch.float64, requires_grad=True)
+    scores, experts = reference.topk_route(logits.detach().numpy(), 4, **options)
+    assert (experts == logits.topk(4).indices.numpy()).all()
+    right = by_torch(logits, torch.from_numpy(experts), **options)
+    np.testing.assert_allclose(scores, right.detach().numpy(), rtol=1e-12)
+    gradient = torch.randn_like(right)
+    right.backward(gradient)
+    got = reference.topk_route_backward(logits.detach().numpy(), experts, gradient.numpy(), **options)
+    np.testing.assert_allclose(got, logits.grad.numpy(), rtol=1e-10, atol=1e-14)
+
+
+def test_the_bias_chooses_and_doesnt_score():
+    logits, bias = np.zeros((1, 3)), np.array([0.0, 0.5, 0.25])
+    scores, experts = reference.topk_route(logits, 2, score="sigmoid", bias=bias)
+    assert experts.tolist() == [[1, 2]] and scores.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_broken_token_is_alone(bad):
+    logits = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    clean, _ = reference.topk_route(logits, 2)
+    logits[1, 5] = bad
+    scores, experts = reference.topk_route(logits, 2)
+    assert np.isnan(scores[1]).all() and experts[1].tolist() == [0, 1]
+    assert (scores[[0, 2]] == clean[[0, 2]]).all()
+    assert (reference.topk_route_backward(logits, experts, np.ones((3, 2), np.float32))[1] == 0).all()
+
+
+def test_ties_go_to_the_lower_id():
+    assert reference.topk_route(np.array([[1.0, 2.0, 2.0, -0.0, 0.0, 1.0]]), 5)[1].tolist() == [[1, 2, 0, 5, 3]]
+
+
+@pytest.mark.slow
+def test_compiles(tmp_path, monkeypatch):
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    pytest.importorskip("cuda.core", reason="needs cuda.core")
+    from blazeproto.router import topk
+
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    for num_experts, top_k, score, biased, half, aligned in [
+        (8, 2, "softmax_topk", False, False, True),
+        (128, 8, "softmax_topk", False, False, True),
+        (512, 10, "sigmoid", True, False, True),
+        (1000, 9, "softmax_topk", False, False, False),
+        (1024, 16, "sigmoid", True, True, True),
+    ]:
+        forward = topk.forward_kernel(num_experts, top_k, score, biased, score == "sigmoid", 1.0, half, aligned)
+        ptx = check_kernel(forward)
+        assert ("ld.global.v4" in ptx) == aligned
+    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True)]:
+        check_kernel(topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half))
+
+
+def check_kernel(kernel: Kernel) -> str:
+    assert kernel.cubin((9, 0))[1][:4] == b"\x7fELF"
+    ptx = kernel.ptx((9, 0))
+    assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"
+    return ptx
+
+
+def test_sorting_networks(monkeypatch):
+    """By the 0-1 principle a network that sorts zeros and ones sorts everything (Knuth 3, 5.3.4)."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    from blazeproto.router import best
+
+    monkeypatch.setattr(best, "order", best.order.py_func)  # the kernels' own code, as plain Python
+    for bits in itertools.product([0, 1], repeat=best.GROUP):
+        keys = list(bits)
+        best.sort_group.py_func(keys)
+        assert keys == sorted(bits, reverse=True)
+    for size, used in [(1, 1), (2, 2), (4, 4), (8, 6), (8, 8), (16, 11), (16, 16)]:
+        swallow = best.swallow_of(size, used).py_func
+        for count in {min(size, best.GROUP), size}:  # of a sorted group, of another list
+            for ones, others in itertools.product(range(used + 1), range(count + 1)):
+                kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
+                everything = sorted(kept + keys, reverse=True)
+                lost = swallow(kept, keys, count)
+                assert kept == everything[:used] + [0] * (size - used)
+                assert lost == everything[size]
+
+
+def on_device(*shape, dtype="float32"):
+    strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    return arrays.DeviceArray(256, shape, dtype, strides, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "options", "error", "message"),
+    [
+        (on_device(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
+        (on_device(4, 64), 17, {}, ValueError, "top_k: expected 1 to 16 for E=64, got 17"),
+        (on_device(4, 8), 0, {}, ValueError, "top_k: expected 1 to 8"),
+        (on_device(4, 1025), 2, {}, ValueError, r"logits: expected \(T, E\) with .* 1 <= E <= 1024, got \(4, 1025\)"),
+        (on_device(8), 2, {}, ValueError, r"logits: expected shape \(any, any\), got \(8,\)"),
+        (on_device(4, 8, dtype="float64"), 2, {}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),
+        (on_device(4, 8), 2, {"score": "cosine"}, ValueError, "score: expected one of .*, got 'cosine'"),
+        (on_device(4, 8), 2, {"bias": on_device(8)}, ValueError, "bias: expected None with score='softmax_topk'"),
+        (torch.zeros(4, 8), 2, {}, ValueError, "logits: expected an array on a CUDA device"),
+    ],
+)
+def test_bad_input(logits, top_k, options, error, message):
+    with pytest.raises(error, match=message):
+        topk_route(logits, top_k, **options)
+
+
+def test_bad_backward_input():
+    logits, experts = on_device(4, 8), on_device(4, 2, dtype="int32")
+    with pytest.raises(TypeError, match="experts: expected dtype int32, got int64"):
+        topk_route_backward(logits, on_device(4, 2, dtype="int64"), on_device(4, 2))
+    with pytest.raises(ValueError, match=r"d_scores: expected shape \(4, 2\), got \(4, 3\)"):
+        topk_route_backward(logits, experts, on_device(4, 3))
+    with pytest.raises(ValueError, match="d_scores: expected an array on cuda:0, got one on cuda:1"):
+        topk_route_backward(logits, experts, on_device(4, 2)._replace(device=1))
+
+
+@pytest.mark.slow
+def test_simulated():
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(Path(__file__).with_name("simulate_topk.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,126 @@
+"""Device arrays as views. A stand-in with a tensor's methods plays the CUDA tensor where there is no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from blazeproto.runtime import arrays
+
+
+class CudaTensor:
+    """A CPU tensor that says it lies on cuda:0: what `view` asks of a torch tensor, and nothing else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tensor.shape
+        self.data_ptr, self.stride = tensor.data_ptr, tensor.stride
+
+    def get_device(self) -> int:
+        return 0
+
+
+def test_view_of_a_tensor() -> None:
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
+    owner = CudaTensor(tensor)
+    a = arrays.view(owner)
+    assert a == (tensor.data_ptr(), (3, 4), "bfloat16", (4, 1), 0, owner)
+    assert a.size == 12 and a.nbytes == 24
+    assert arrays.view(a) is a
+    assert "bfloat16[3, 4]" in repr(a) and "cuda:0" in repr(a)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "contiguous"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).T, False),
+        (torch.zeros(1, 4)[:, ::2], False),
+        (torch.zeros(4, 3).as_strided((1, 3), (99, 1)), True),  # a dimension of one element
+        (torch.zeros(2, 3).expand(4, 2, 3), False),
+        (torch.zeros(0, 3), True),
+        (torch.zeros(()), True),
+    ],
+)
+def test_contiguity(tensor: torch.Tensor, contiguous: bool) -> None:
+    assert arrays.view(CudaTensor(tensor)).is_contiguous == contiguous
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        (torch.zeros(2), ValueError, "x: expected an array on a CUDA device, got a tensor on cpu"),
+        (np.zeros(2), ValueError, "x: expected an array on a CUDA device, got DLPack device type 1"),
+        ([1, 2], TypeError, "x: expected a device array .*, got list"),
+    ],
+    ids=["a CPU tensor", "a NumPy array", "a list"],
+)
+def test_what_is_no_device_array(array: object, error: type[Exception], message: str) -> None:
+    if not isinstance(array, torch.Tensor):
+        pytest.importorskip("cupy")
+    with pytest.raises(error, match=message):
+        arrays.view(array, "x")
+
+
+def test_expect_names_argument_expectation_and_what_came() -> None:
+    x = CudaTensor(torch.zeros(3, 4))
+    assert arrays.expect("x", x, "float32", (3, None)).shape == (3, 4)
+    with pytest.raises(TypeError, match="x: expected dtype bfloat16, got float32"):
+        arrays.expect("x", x, "bfloat16")
+    with pytest.raises(ValueError, match=r"x: expected shape \(any, 5\), got \(3, 4\)"):
+        arrays.expect("x", x, "float32", (None, 5))
+    with pytest.raises(ValueError, match=r"x: expected shape \(12\), got \(3, 4\)"):
+        arrays.expect("x", x, "float32", (12,))
+    with pytest.raises(ValueError, match="x: expected a contiguous array"):
+        arrays.expect("x", CudaTensor(torch.zeros(4, 3).T), "float32", (3, 4))
+    with pytest.raises(ValueError, match="x: expected a 16-byte aligned pointer"):
+        arrays.expect("x", CudaTensor(torch.zeros(9)[1:]), "float32")
+
+
+@pytest.mark.parametrize("max_version", [None, (1, 0)], ids=["old capsule", "versioned capsule"])
+def test_bfloat16_crosses_dlpack(max_version: tuple[int, int] | None) -> None:
+    """From a library without the type; NumPy plays CuPy here."""
+    values = np.array([[1.0, -2.5], [3.0, 2.0**-120]], np.float32)
+    array = arrays.BFloat16Array((values.view(np.uint32) >> 16).astype(np.uint16))
+
+    class Exporter:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return array.__dlpack_device__()
+
+        def __dlpack__(self, **_: object) -> object:
+            return array.__dlpack__(max_version=max_version)
+
+    tensor = torch.from_dlpack(Exporter())
+    assert tensor.dtype == torch.bfloat16 and tensor.float().tolist() == values.tolist()
+    assert array.shape == (2, 2) and array.float().tolist() == values.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
+def test_other_libraries(dtype: str) -> None:
+    """The same pointer by torch, CuPy, Numba and DLPack."""
+    cupy = pytest.importorskip("cupy")
+    tensor = torch.arange(24, device="cuda").view(2, 3, 4).to(getattr(torch, dtype))
+    a = arrays.view(tensor)
+    assert arrays.view(tensor.clone().requires_grad_(dtype != "int32")).dtype == dtype
+    bits = cupy.from_dlpack(tensor.view(torch.int16 if dtype == "bfloat16" else getattr(torch, dtype)))
+    foreign = bits.view("uint16") if dtype == "bfloat16" else bits
+    others = [foreign]
+    if dtype != "bfloat16":
+        cuda = pytest.importorskip("numba.cuda")
+        others.append(cuda.as_cuda_array(tensor))
+    for other in others:
+        b = arrays.view(other)
+        assert b[:5] == a[:5]
+
+
+@pytest.mark.gpu
+def test_empty_and_streams() -> None:
+    pytest.importorskip("cupy")
+    made = arrays.empty((5, 8), "bfloat16")
+    assert torch.from_dlpack(made).dtype == torch.bfloat16
+    assert arrays.view(made).dtype == "bfloat16" and arrays.view(made).nbytes == 80
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(3, device="cuda")
+        assert arrays.current_stream(tensor) == arrays.current_stream(arrays.view(tensor)) == stream.cuda_stream

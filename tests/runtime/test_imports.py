@@ -1,0 +1,63 @@
+"""The kernel rooms leave torch alone: each module of them, imported in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import blazeproto
+
+PACKAGE = Path(blazeproto.__file__).parent
+TOPK = ("kinds", "topk", "topk_kernels", "best", "reference")
+MODULES = [
+    *(
+        f"blazeproto.{room}.{path.stem}"
+        for room in ("runtime", "dispatch")
+        for path in (PACKAGE / room).glob("[!_]*.py")
+    ),
+    *(f"blazeproto.router.{name}" for name in TOPK),
+]
+NEED_NUMBA = {"warp", "tiled", "place", "dense", "best", "topk_kernels"}
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from blazeproto.router import topk_route, topk_route_backward",
+        "from blazeproto.dispatch import build_dispatch",
+        "from blazeproto import build_dispatch",
+    ],
+)
+def test_a_name_leaves_torch_out(code: str) -> None:
+    run(f"import sys\n{code}\nassert 'torch' not in sys.modules")
+
+
+def test_every_module_leaves_torch_out() -> None:
+    """And what needs neither Numba nor CuPy to be imported imports neither."""
+    plain = sorted(name for name in MODULES if name.split(".")[-1] not in NEED_NUMBA)
+    run(
+        f"""
+import importlib, sys
+for module in {plain}:
+    importlib.import_module(module)
+    for heavy in ("torch", "numba", "cupy", "cuda.core"):
+        assert heavy not in sys.modules, (module, heavy)
+"""
+    )
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    run(
+        f"""
+import importlib, sys
+for module in {sorted(MODULES)}:
+    importlib.import_module(module)
+    assert "torch" not in sys.modules, module
+"""
+    )

@@ -1,0 +1,68 @@
+"""Numba kernels: what decides a cubin's name in the cache, and a cache that is damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import blazeproto
+
+pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+
+PACKAGE = Path(blazeproto.__file__).parent
+
+KEYS = """
+from blazeproto.dispatch import dense, tiled
+from blazeproto.router import topk
+kernels = [*tiled.kernels(2**20, 8, 128, "int32"), *dense.kernels(1000, 8, 128, "int32")]
+kernels += [topk.backward_kernel(128, 8, "sigmoid", True, 1.0, False)]
+for kernel in kernels:
+    print(kernel.name, kernel.key())
+"""
+
+
+def keys_in(folder: Path) -> dict[str, str]:
+    """Every kernel's key, as a process says that imports the package in this folder."""
+    command, environment = [sys.executable, "-c", KEYS], {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_a_changed_helper_is_another_key(tmp_path: Path) -> None:
+    """Also one that nobody has listed anywhere: a new file, imported by a helper."""
+    package = tmp_path / "blazeproto"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "router" / "helper.py").write_text("SIZE = 8\n")
+    with (package / "router" / "best.py").open("a") as file:
+        file.write("from . import helper\n")
+    keys = keys_in(tmp_path)
+
+    def changed_by(*files: str) -> set[str]:
+        nonlocal keys
+        for name in files:
+            with (package / name).open("a") as file:
+                file.write("# changed\n")
+        before, keys = keys, keys_in(tmp_path)
+        return {name for name, key in keys.items() if before[name] != key}
+
+    assert changed_by("router/helper.py", "router/choices.py", "gemm/launch.py") == {"topk_route_backward"}
+    assert changed_by("dispatch/place.py") == set(keys) - {"topk_route_backward"}
+    assert changed_by("runtime/warp.py") == set(keys)
+
+
+def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core", reason="needs cuda.core")
+    from blazeproto.dispatch import dense
+
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    kernel = next(kernel for kernel in dense.kernels(1000, 4, 8, "int32") if kernel.name == "expert_offsets")
+    _, whole = kernel.cubin((9, 0))
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    entry, again = kernel.cubin((9, 0))
+    assert entry.encode() in again and abs(len(again) - len(whole)) < 100  # Numba counts its functions in their names

@@ -1,0 +1,85 @@
+"""The GPU checks, as far as a machine without one can follow them: what they would run, and that it is called rightly."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+
+import blazeproto.autograd
+from blazeproto import gemm
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.autograd import moe_mlp, torch_backend
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.oracle import dispatch_fixed, make_case
+from scripts.bench import common, peers, rounding
+from scripts.bench.peers import ours
+from scripts.checks import fuzz, sanitize_target
+
+
+def test_a_seed_says_all_about_a_run() -> None:
+    drawn = [fuzz.draw_products(seed) for seed in range(200)]
+    assert drawn == [fuzz.draw_products(seed) for seed in range(200)]
+    assert {options["activation"] for _, options in drawn} == set(ACTIVATIONS)
+    assert {options["varying"] for _, options in drawn} == {True, False}
+    for shape, options in drawn:
+        assert 1 <= shape.top_k <= shape.experts <= 512
+        assert shape.d % 8 == shape.n % 8 == 0
+        if shape.tokens <= 64:
+            assert make_case(shape, **options, device="cpu").dispatch.num_tokens == shape.tokens
+
+
+def test_the_fuzzer_compiles_what_its_runs_launch() -> None:
+    kernels = fuzz.kernels_of_products(range(20))
+    assert all(isinstance(kernel, Kernel) for kernel in kernels)
+    assert {kernel.file for kernel in kernels} >= {kernel.file for kernel in gemm.all_kernels()}
+    for part in fuzz.PARTS.values():
+        assert part.pools and part.draw(0) == part.draw(0)
+
+
+def test_the_sanitizers_target_has_every_activation() -> None:
+    parts = (sanitize_target.layers(), sanitize_target.dispatches(), sanitize_target.choices())
+    names = [name for name, _ in chain(*parts)]
+    assert len(set(names)) == len(names)
+    for activation in ACTIVATIONS:
+        assert f"{sanitize_target.SHAPES[0]} {activation} bias" in names
+
+
+def test_the_layer_s_kernels_are_launched_as_moe_mlp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with the torch backend in the Hopper backend's place: both have one protocol."""
+    monkeypatch.setattr(blazeproto.autograd, "hopper_backend", torch_backend, raising=False)
+    shape = common.LayerShape(40, 16, 8, 4, 2)
+    inputs = peers.make_inputs(shape, device="cpu")
+    dispatch = dispatch_fixed(inputs.experts, shape.E)
+    leaves = (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores)
+    out = moe_mlp(*leaves, dispatch=dispatch, num_experts=shape.E)
+    expected = (out, *torch.autograd.grad(out, leaves, inputs.grad_output))
+    made = ours.launch_kernels(inputs, dispatch)
+    for got, want in zip(made, expected, strict=True):
+        assert isinstance(got, torch.Tensor)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_rounding_runs_on_dispatches_made_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varying(experts: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, num_experts: int) -> Dispatch:
+        lists = list(dispatch_fixed(experts[:, None], num_experts).arrays.values())[:3]
+        return Dispatch(*lists, experts, num_experts, None, len(offsets) - 1, offsets, tokens)
+
+    calls = []
+
+    def experts_of(*arguments: object, dispatch: Dispatch, backend: str, **options: object) -> torch.Tensor:
+        calls.append((dispatch.top_k, backend))
+        return moe_mlp(*arguments, dispatch=dispatch, backend="torch", **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rounding, "build_dispatch", dispatch_fixed)
+    monkeypatch.setattr(rounding, "build_dispatch_varying", varying)
+    monkeypatch.setattr(rounding, "moe_mlp", experts_of)
+    shape = common.LayerShape(64, 16, 8, 4, 2)
+    inputs = peers.make_inputs(shape, device="cpu")
+    for routing in rounding.routings(torch.randn(shape.T, shape.E), shape.K, tile=8).values():
+        _, forward_backward = rounding.layer(shape, inputs, routing)
+        out, gradients = forward_backward()
+        assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
+    assert calls == [(2, "hopper"), (None, "hopper")]

@@ -1,0 +1,67 @@
+"""`python -m scripts.bench.products --tune`, with a clock and a product that need no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from blazeproto import gemm
+from scripts.bench import products
+from scripts.bench.common import SHAPES
+from scripts.bench.timing import GpuTimes
+
+TUNED = [name for name in products.VERSIONS if name != "combine"]
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_each_candidate_has_a_description_of_its_own(name: str) -> None:
+    configs = gemm.candidates(name)
+    assert len({products.describe(config) for config in configs}) == len(configs) > 0
+
+
+def test_a_description_tells_all_fields_apart() -> None:
+    config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2)
+    assert products.describe(config) == "n256 s4 c2 deferred"
+    changes: list[dict[str, Any]] = [{"tile_n": 128}, {"stages": 2}, {"deferred": False}, {"cluster": 1}]
+    assert {next(iter(change)) for change in changes} == {field.name for field in dataclasses.fields(config)}
+    for change in changes:
+        assert products.describe(dataclasses.replace(config, **change)) != products.describe(config)
+
+
+def test_tune_times_every_candidate_and_notes_the_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "down_backward_weight"
+    configs = gemm.candidates(name)
+    launched: list[gemm.TileConfig | None] = []
+
+    def layer(arrays: Any, config: gemm.TileConfig | None) -> products.Call:
+        if config == configs[1]:
+            raise RuntimeError("too much shared memory")
+        return lambda: launched.append(config)
+
+    def gpu_ms(calls: Mapping[str, products.Call], must_agree: Sequence[str], rounds: int) -> GpuTimes:
+        return GpuTimes({label: 9.0 - place for place, label in enumerate(calls)}, {}, {})
+
+    monkeypatch.setitem(products.VERSIONS, name, dataclasses.replace(products.VERSIONS[name], layer=layer))
+    monkeypatch.setattr(products, "Arrays", lambda shape: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(products, "gpu_ms", gpu_ms)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    out = tmp_path / "tune.json"
+    words = ["products", "--tune", "--products", f"{name},combine", "--configs", "1", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    products.main()
+
+    assert launched == [config for config in configs if config != configs[1]]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["product"] == name and row["cfg"] == SHAPES[0].dict()
+    assert list(row["ms"]) == [products.describe(config) for config in reversed(launched) if config is not None]
+    assert row["failed"] == {products.describe(configs[1]): "RuntimeError: too much shared memory"}
+    assert f"{name} " in capsys.readouterr().out

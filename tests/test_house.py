@@ -1,0 +1,114 @@
+"""The house's rules, as tests: imports go one way, files stay short, there is one index record and one kernel body."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import blazeproto
+
+PACKAGE = Path(blazeproto.__file__).parent
+MODULES = {
+    "blazeproto." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
+}
+LEVELS = (  # nobody imports from a line below its own
+    {"activations", "runtime"},
+    {"dispatch"},
+    {"gemm"},
+    {"autograd", "reference"},
+    {"router"},
+    {"layer"},
+    {"cost"},
+    {"lab"},
+)
+
+
+def imports_of(name: str) -> set[str]:
+    """Modules of the package that one imports at its top level, those for types alone left out."""
+    wanted: list[str] = []
+    for node in ast.parse(MODULES[name].read_text()).body:
+        if isinstance(node, ast.Import):
+            wanted += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            wanted += [module if module in MODULES else node.module for module in modules]
+    found = {module if module in MODULES else f"{module}.__init__" for module in wanted}
+    return (found & MODULES.keys()) - {name, "blazeproto.__init__"}
+
+
+IMPORTS = {name: imports_of(name) for name in MODULES if name != "blazeproto.__init__"}
+
+
+def test_no_circle_of_imports() -> None:
+    done: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in IMPORTS[name]:
+                walk(other, (*way, name))
+            done.add(name)
+
+    for name in IMPORTS:
+        walk(name, ())
+
+
+def test_imports_point_one_way() -> None:
+    level = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
+    for name, others in IMPORTS.items():
+        room = name.split(".")[1]
+        for other in others:
+            assert level[other.split(".")[1]] <= level[room], f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] in ("dispatch", "gemm", "runtime")])
+def test_rooms_without_torch_import_none(name: str) -> None:
+    tree = ast.walk(ast.parse(MODULES[name].read_text()))
+    modules = [a.name for node in tree if isinstance(node, ast.Import) for a in node.names]
+    tree = ast.walk(ast.parse(MODULES[name].read_text()))
+    modules += [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)]
+    assert not [module for module in modules if module.split(".")[0] == "torch"]
+
+
+def test_what_dir_shows_is_what_there_is() -> None:
+    names = dir(blazeproto)
+    assert {"MoE", "moe_mlp", "Dispatch", "gemm", "dispatch", "router", "lab"} <= set(names)
+    assert not [name for name in names if name.startswith("_")]
+    for name in names:
+        assert getattr(blazeproto, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'gem'"):
+        _ = blazeproto.gem
+
+
+def test_rooms_load_when_they_are_named() -> None:
+    probe = (
+        "import sys, blazeproto\n"
+        "rooms = [m for m in sys.modules if m.startswith('blazeproto.')]\n"
+        "assert not rooms and 'torch' not in sys.modules, rooms\n"
+        "blazeproto.gemm.TileConfig, blazeproto.dispatch.Dispatch, blazeproto.router.topk_route\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cu", ".cuh")], ids=lambda p: p.name
+)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_one_index_record() -> None:
+    """No other class has the lists of a dispatch as its fields, but `Addresses`, which has where they lie."""
+    holders = [
+        f"{name}.{node.name}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(f, ast.AnnAssign) and getattr(f.target, "id", "") == "token_index_map" for f in node.body)
+    ]
+    assert sorted(holders) == ["blazeproto.dispatch.structures.Addresses", "blazeproto.dispatch.structures.Dispatch"]
