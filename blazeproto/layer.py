@@ -37,7 +37,7 @@ class MoE(nn.Module):
 
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K <= E.
-        activation: "swiglu", "geglu"; without a gate "relu", "silu", "gelu".
+        activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
         bias: whether the experts' projections have biases.

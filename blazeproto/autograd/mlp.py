@@ -61,7 +61,7 @@ def moe_mlp(
             outside [0, E) means "not here": the pair adds nothing and its gradients are zero. Not needed with
             ``dispatch``.
         num_experts: E.
-        activation: "swiglu", "geglu"; without a gate "relu", "silu", "gelu".
+        activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         up_bias, down_bias: (E, 2n) or (E, n), and (E, d).
         save: what is kept for backward, see :class:`SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
             overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
