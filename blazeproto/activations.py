@@ -85,6 +85,7 @@ class Activation(NamedTuple):
 _SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
 _GELU: Any = (lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
 _RELU: Any = (lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
+_RELU2: Any = (lambda m, x: m.relu(x) * m.relu(x), lambda m, x: 2 * m.relu(x))  # squared ReLU: Nemotron-H, So et al. 2021
 
 _TABLE = {
     entry.name: entry
@@ -92,6 +93,7 @@ _TABLE = {
         Activation("swiglu", True, *_SILU),
         Activation("geglu", True, *_GELU),
         Activation("relu", False, *_RELU),
+        Activation("relu2", False, *_RELU2),
         Activation("silu", False, *_SILU),
         Activation("gelu", False, *_GELU),
     )

@@ -1,11 +1,11 @@
 // The expert's nonlinearity, element by element in fp32, and its derivative. ACTIVATION is fixed when a kernel is compiled.
 //
 //   gated    H = [gate, up]   act = f(gate) * up    f = SiLU (SwiGLU) or GELU (GeGLU)
-//   ungated  H = pre          act = f(pre)          f = ReLU, SiLU or GELU (erf form)
+//   ungated  H = pre          act = f(pre)          f = ReLU, squared ReLU, SiLU or GELU (erf form)
 #pragma once
 #include "ptx.cuh"
 
-enum Activation { SWIGLU, GEGLU, RELU, SILU, GELU };
+enum Activation { SWIGLU, GEGLU, RELU, RELU2, SILU, GELU };
 
 constexpr bool is_gated(int activation) { return activation == SWIGLU || activation == GEGLU; }
 
@@ -20,6 +20,9 @@ DEVICE ValueAndSlope nonlinearity(float x) {
         const float half = 0.5f * x, t = tanh_approx(half), sigmoid = 0.5f * t + 0.5f;
         const float value = half * t + half;
         return {value, sigmoid + value - value * sigmoid};
+    } else if constexpr (ACTIVATION_KIND == RELU2) {
+        const float positive = x <= 0.0f ? 0.0f : x;  // NaN stays NaN
+        return {positive * positive, 2.0f * positive};
     } else if constexpr (ACTIVATION_KIND == RELU) {
         return {fmaxf(x, 0.0f), x > 0.0f ? 1.0f : 0.0f};
     } else {
