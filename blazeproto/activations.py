@@ -1,14 +1,16 @@
 """The table of activations: f and f' for NumPy and torch, the name in cuda/activation.cuh, and whether there is a gate.
 
-    gated     H = [gate, up]    act = f(gate) * up
+    gated     H = [gate, up]    act = f(gate) * g(up), g(up) = up but for clamped_swiglu
     ungated   H = pre           act = f(pre)
 
 A new activation is a line of `_TABLE` here and a branch of ``nonlinearity`` in gemm/cuda/activation.cuh; every product, both
-backends, the twins, the tests and the fuzzer read this table.
+backends, the twins, the tests and the fuzzer read this table. An activation is asked for by its name, one with parameters by
+what its function here returns: ``activation=clamped_swiglu(limit=7.0, alpha=1.702)``.
 """
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,6 +36,8 @@ _erf = np.vectorize(math.erf, otypes=[float])
 _NUMPY = SimpleNamespace(
     sigmoid=lambda x: 1 / (1 + np.exp(-x)),
     exp=np.exp,
+    clip=np.clip,
+    within=lambda x, low, high: (~((x < low) | (x > high))).astype(x.dtype),
     relu=lambda x: np.maximum(x, 0),
     above_zero=lambda x: (~(x <= 0)).astype(x.dtype),
     normal_cdf=lambda x: (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
@@ -43,6 +47,8 @@ _NUMPY = SimpleNamespace(
 _TORCH = SimpleNamespace(
     sigmoid=lambda x: x.sigmoid(),
     exp=lambda x: x.exp(),
+    clip=lambda x, low, high: x.clamp(low, high),
+    within=lambda x, low, high: (~((x < low) | (x > high))).to(x.dtype),
     relu=lambda x: x.relu(),
     above_zero=lambda x: (~(x <= 0)).to(x.dtype),
     normal_cdf=lambda x: 0.5 * (1 + (x * math.sqrt(0.5)).erf()),
@@ -64,12 +70,16 @@ def _gelu_slope(m: Any, x: Any) -> Any:
 
 
 class Activation(NamedTuple):
-    """One activation. ``f(m, x)`` and its derivative ``slope(m, x)`` take a library's mathematics and an array of it."""
+    """One activation. f, g and their derivatives take a library's mathematics and an array of it: ``f(m, x)``."""
 
     name: str
     gated: bool
     f: Callable[[Any, Any], Any]
     slope: Callable[[Any, Any], Any]
+    g: Callable[[Any, Any], Any] = lambda m, up: up
+    g_slope: Callable[[Any, Any], Any] | None = None  # None: 1
+    kind: str = ""  # its name in cuda/activation.cuh, where that isn't its own
+    parameters: tuple[tuple[str, float], ...] = ()
 
     @property
     def halves(self) -> int:
@@ -79,7 +89,8 @@ class Activation(NamedTuple):
     @property
     def macros(self) -> dict[str, int | str]:
         """What chooses it in cuda/activation.cuh."""
-        return {"ACTIVATION": self.name.upper()}
+        values = {f"ACTIVATION_{name.upper()}": f"{value!r}f" for name, value in self.parameters}
+        return {"ACTIVATION": self.kind or self.name.upper(), **values}
 
 
 _SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
@@ -98,13 +109,46 @@ _TABLE = {
         Activation("gelu", False, *_GELU),
     )
 }
-ACTIVATIONS = tuple(_TABLE)
+
+
+def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
+    """The name of gpt-oss's SwiGLU with these parameters: c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), c = min(gate, limit).
+
+    ValueError unless limit is a finite number above 0 and alpha a finite number.
+    """
+    limit, alpha = float(limit), float(alpha)
+    if not (0 < limit < math.inf and math.isfinite(alpha)):
+        raise ValueError(f"clamped_swiglu: expected a finite limit above 0 and a finite alpha, got {limit} and {alpha}")
+
+    def slope(m: Any, x: Any) -> Any:
+        c = m.clip(x, -math.inf, limit)
+        s = m.sigmoid(alpha * c)
+        return s * (1 + alpha * c * (1 - s)) * m.within(x, -math.inf, limit)
+
+    name = f"clamped_swiglu(limit={limit!r},alpha={alpha!r})"
+    _TABLE[name] = Activation(
+        name,
+        True,
+        lambda m, x: m.clip(x, -math.inf, limit) * m.sigmoid(alpha * m.clip(x, -math.inf, limit)),
+        slope,
+        lambda m, up: m.clip(up, -limit, limit) + 1,
+        lambda m, up: m.within(up, -limit, limit),
+        "CLAMPED_SWIGLU",
+        (("limit", limit), ("alpha", alpha)),
+    )
+    return name
+
+
+_TABLE["clamped_swiglu"] = _TABLE[clamped_swiglu()]  # gpt-oss's parameters
+ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", *(name for name, entry in _TABLE.items() if not entry.gated))
 
 
 def activation_named(name: str) -> Activation:
     """The activation of this name. ValueError for another, with the nearest that there is."""
     if isinstance(name, str) and name in _TABLE:
         return _TABLE[name]
+    if isinstance(name, str) and (found := re.fullmatch(r"clamped_swiglu\(limit=(.+),\s*alpha=(.+)\)", name)):
+        return _TABLE[clamped_swiglu(float(found[1]), float(found[2]))]
     near = difflib.get_close_matches(str(name).lower(), ACTIVATIONS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {name!r}{hint}")
@@ -124,7 +168,7 @@ def activate(h: Any, activation: str) -> Any:
     """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * up where there is a gate, else f(h)."""
     chosen, m, gate, up = _read(h, activation)
     act = chosen.f(m, gate)
-    return act if up is None else act * up
+    return act if up is None else act * chosen.g(m, up)
 
 
 def activate_backward(h: Any, d_act: Any, activation: str) -> tuple[Any, ...]:
@@ -132,4 +176,5 @@ def activate_backward(h: Any, d_act: Any, activation: str) -> tuple[Any, ...]:
     chosen, m, gate, up = _read(h, activation)
     if up is None:
         return (d_act * chosen.slope(m, gate),)
-    return d_act * up * chosen.slope(m, gate), d_act * chosen.f(m, gate)
+    d_gate, d_up = d_act * chosen.g(m, up) * chosen.slope(m, gate), d_act * chosen.f(m, gate)
+    return d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up)

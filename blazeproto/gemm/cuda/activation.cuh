@@ -1,13 +1,19 @@
 // The expert's nonlinearity, element by element in fp32, and its derivative. ACTIVATION is fixed when a kernel is compiled.
 //
-//   gated    H = [gate, up]   act = f(gate) * up    f = SiLU (SwiGLU) or GELU (GeGLU)
+//   gated    H = [gate, up]   act = f(gate) * g(up)   f = SiLU (SwiGLU) or GELU (GeGLU), and g(up) = up
+//            clamped SwiGLU   c = min(gate, LIMIT), f = c sigmoid(ALPHA c), g = clamp(up, -LIMIT, LIMIT) + 1   (gpt-oss)
 //   ungated  H = pre          act = f(pre)          f = ReLU, squared ReLU, SiLU or GELU (erf form)
 #pragma once
 #include "ptx.cuh"
 
-enum Activation { SWIGLU, GEGLU, RELU, RELU2, SILU, GELU };
+#ifndef ACTIVATION_LIMIT  // parameters, of those that have them
+#define ACTIVATION_LIMIT 0.0f
+#define ACTIVATION_ALPHA 1.0f
+#endif
 
-constexpr bool is_gated(int activation) { return activation == SWIGLU || activation == GEGLU; }
+enum Activation { SWIGLU, GEGLU, CLAMPED_SWIGLU, RELU, RELU2, SILU, GELU };
+
+constexpr bool is_gated(int activation) { return activation <= CLAMPED_SWIGLU; }
 
 struct ValueAndSlope {
     float value, slope;
@@ -23,8 +29,13 @@ DEVICE ValueAndSlope nonlinearity(float x) {
     } else if constexpr (ACTIVATION_KIND == RELU2) {
         const float positive = x <= 0.0f ? 0.0f : x;  // NaN stays NaN
         return {positive * positive, 2.0f * positive};
+    } else if constexpr (ACTIVATION_KIND == CLAMPED_SWIGLU) {
+        const bool clamped = x > ACTIVATION_LIMIT;
+        const float c = clamped ? ACTIVATION_LIMIT : x, half = 0.5f * ACTIVATION_ALPHA * c;
+        const float sigmoid = 0.5f * tanh_approx(half) + 0.5f, value = c * sigmoid;
+        return {value, clamped ? 0.0f : sigmoid + ACTIVATION_ALPHA * value * (1.0f - sigmoid)};
     } else if constexpr (ACTIVATION_KIND == RELU) {
-        return {fmaxf(x, 0.0f), x > 0.0f ? 1.0f : 0.0f};
+        return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};  // NaN stays NaN
     } else {
         // Normal distribution: Abramowitz and Stegun 26.2.17, absolute error below 8e-8; one exponential serves value and slope.
         constexpr float INV_SQRT_2PI = 0.3989422804014327f, HALF_LOG2E = 0.7213475204444817f;
@@ -35,5 +46,16 @@ DEVICE ValueAndSlope nonlinearity(float x) {
             (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
         const float cdf = x > 0.0f ? 1.0f - upper : upper;
         return {x * cdf, cdf + x * density};
+    }
+}
+
+// What the gated half is multiplied with, g(up), and its derivative.
+template <int ACTIVATION_KIND>
+DEVICE ValueAndSlope linear_half(float up) {
+    if constexpr (ACTIVATION_KIND == CLAMPED_SWIGLU) {
+        const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
+        return {(above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up) + 1.0f, above || below ? 0.0f : 1.0f};
+    } else {
+        return {up, 1.0f};
     }
 }

@@ -1,7 +1,7 @@
 // Down projection, backward to the activations. MoEBlaze Algorithm 1, lines 20-28; SonicMoE Algorithm 3 and appendix D.
 //
 //   dA'[r] = dO[token(r)] . W_down[e]            dO (T, d) gathered, W_down (E, d, n) MN-major; stays in registers
-//   act    = f(gate) * up, recomputed from H     H (R, 2n) or (R, n)
+//   act    = f(gate) * g(up), recomputed from H     H (R, 2n) or (R, n)
 //   dS[p]  = <dA'[r], act>                       partial sums over this tile's columns, added in order by a later kernel
 //   dH[r]  = S[p] dA'[r] times act's derivative  dH like H
 //   A'[r]  = S[p] act                            the weight gradient's operand (R, n)
@@ -126,10 +126,11 @@ struct DownBackwardEpilogue : PlainEpilogue {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const auto [value, slope] = nonlinearity<ACTIVATION>(j ? bf16_high(gates[i]) : bf16_low(gates[i]));
-                const float up = GATED ? (j ? bf16_high(ups[i]) : bf16_low(ups[i])) : 1.0f;
+                const auto [up, up_slope] =
+                    GATED ? linear_half<ACTIVATION>(j ? bf16_high(ups[i]) : bf16_low(ups[i])) : ValueAndSlope{1.0f, 0.0f};
                 const float d_a = d_acts[2 * i + j], act = value * up, d_a_scaled = score[h] * d_a;
                 d_gate[j] = d_a_scaled * up * slope;
-                d_up[j] = d_a_scaled * value;
+                d_up[j] = d_a_scaled * value * up_slope;
                 a[j] = score[h] * act;
                 d_score[h] += d_a * act;
             }

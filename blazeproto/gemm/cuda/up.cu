@@ -1,7 +1,7 @@
 // Up projection, forward. MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2, "up-proj A kernel".
 //
 //   H[r]   = x[token(r)] . W_up[e]^T (+ bias)      x (T, d) gathered, W_up (E, 2n, d) or (E, n, d), H (R, 2n) or (R, n)
-//   act[r] = f(gate) * up                          act (R, n), from H as rounded to bf16: backward recomputes the same act
+//   act[r] = f(gate) * g(up)                       act (R, n), from H as rounded to bf16: backward recomputes the same act
 //            or f(H[r]) without a gate             f by ACTIVATION (activation.cuh): SiLU, GELU, ReLU
 //
 //   x rows  --gather-->  A (BM x 64)  \
@@ -83,7 +83,7 @@ struct UpEpilogue : PlainEpilogue {
 // ---- finisher ------------------------------------------------------------------------------------------------------------
 DEVICE uint32_t activate(uint32_t gate, uint32_t up) {
     float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
-    if (HALVES == 2) low *= bf16_low(up), high *= bf16_high(up);
+    if (HALVES == 2) low *= linear_half<ACTIVATION>(bf16_low(up)).value, high *= linear_half<ACTIVATION>(bf16_high(up)).value;
     return pack_bf16(low, high);
 }
 
