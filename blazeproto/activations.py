@@ -96,7 +96,10 @@ class Activation(NamedTuple):
 _SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
 _GELU: Any = (lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
 _RELU: Any = (lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
-_RELU2: Any = (lambda m, x: m.relu(x) * m.relu(x), lambda m, x: 2 * m.relu(x))  # squared ReLU: Nemotron-H, So et al. 2021
+_RELU2: Any = (
+    lambda m, x: m.relu(x) * m.relu(x),
+    lambda m, x: 2 * m.relu(x),
+)  # squared ReLU: Nemotron-H, So et al. 2021
 
 _TABLE = {
     entry.name: entry
@@ -112,7 +115,8 @@ _TABLE = {
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
-    """The name of gpt-oss's SwiGLU with these parameters: c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), c = min(gate, limit).
+    """The name of gpt-oss's SwiGLU with these parameters: act = c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where
+    c = min(gate, limit).
 
     ValueError unless limit is a finite number above 0 and alpha a finite number.
     """
@@ -126,7 +130,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
         return s * (1 + alpha * c * (1 - s)) * m.within(x, -math.inf, limit)
 
     name = f"clamped_swiglu(limit={limit!r},alpha={alpha!r})"
-    _TABLE[name] = Activation(
+    made = Activation(
         name,
         True,
         lambda m, x: m.clip(x, -math.inf, limit) * m.sigmoid(alpha * m.clip(x, -math.inf, limit)),
@@ -136,7 +140,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
         "CLAMPED_SWIGLU",
         (("limit", limit), ("alpha", alpha)),
     )
-    return name
+    return _TABLE.setdefault(name, made).name
 
 
 _TABLE["clamped_swiglu"] = _TABLE[clamped_swiglu()]  # gpt-oss's parameters

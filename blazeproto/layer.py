@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
-from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.policy import check_options
 from blazeproto.router.router import make_router
 from blazeproto.runtime.checks import integer
@@ -217,6 +217,7 @@ class MoE(nn.Module):
 
     def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
         """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""
+        itemsize = self.down_proj.element_size() if itemsize is None else itemsize
         return saved_bytes(
             self.save,
             num_tokens=num_tokens,
@@ -225,7 +226,8 @@ class MoE(nn.Module):
             num_experts=self.num_experts,
             top_k=self.top_k,
             activation=self.activation,
-            itemsize=self.down_proj.element_size() if itemsize is None else itemsize,
+            itemsize=itemsize,
+            num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
         )
 
     def extra_repr(self) -> str:

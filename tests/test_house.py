@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +114,24 @@ def test_one_index_record() -> None:
         and any(isinstance(f, ast.AnnAssign) and getattr(f.target, "id", "") == "token_index_map" for f in node.body)
     ]
     assert sorted(holders) == ["blazeproto.dispatch.structures.Addresses", "blazeproto.dispatch.structures.Dispatch"]
+
+
+WITHOUT_A_TWIN = {  # sizes, kernels and compiling: nothing that takes arrays
+    "gemm": {"all_kernels", "candidates", "kernel_for", "prepare", "score_partials", "weight_workspace"},
+    "dispatch": {"prepare_dispatch", "workspace_bytes"},
+    "router": {"make_router", "routing_stats"},  # these are torch's
+}
+
+
+@pytest.mark.parametrize("room", WITHOUT_A_TWIN)
+def test_public_functions_have_twins_of_the_same_signature(room: str) -> None:
+    """Names, order, kinds and defaults of the parameters; a twin's arrays are NumPy's."""
+    module, twins = (
+        importlib.import_module(f"blazeproto.{room}"),
+        importlib.import_module(f"blazeproto.{room}.reference"),
+    )
+    functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+    assert functions.keys() > WITHOUT_A_TWIN[room]
+    for name in functions.keys() - WITHOUT_A_TWIN[room]:
+        ours, twin = (inspect.signature(f).parameters.values() for f in (functions[name], getattr(twins, name)))
+        assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in twin], name

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from blazeproto.activations import ACTIVATIONS
+from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
 
 POLICIES = [policy.value for policy in SavePolicy]
@@ -19,7 +19,7 @@ def assert_close(got, expected, tolerance):
         assert error <= tolerance, f"output {index} of shape {tuple(b.shape)} is off by {error:.2e}"
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ["fixed", "sentinels", "varying"])
@@ -30,7 +30,7 @@ def test_agrees_with_the_oracle(make_case, activation, save, bias, routing):
     assert_close(case.run(save=save), case.reference(), 1e-13)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
 @pytest.mark.parametrize("save", POLICIES)
 def test_gradcheck(make_case, activation, save):
     case = make_case(5, 4, 3, 4, 2, activation=activation, bias=True, sentinels=save == "paper")

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from blazeproto.activations import ACTIVATIONS
+from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, moe_mlp, saved_bytes
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def assert_same_bits(results, others):
 # ---- right answers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ["fixed", "sentinels", "varying"])
 def test_agrees_with_the_oracle(gpu_case, poisoned, activation, bias, routing):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blazeproto.activations import ACTIVATIONS
+from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators, private
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
@@ -88,7 +88,7 @@ def watch(monkeypatch):
     return watch
 
 
-CASES = [(activation, "minimal", "sentinels") for activation in ACTIVATIONS]
+CASES = [(activation, "minimal", "sentinels") for activation in (*ACTIVATIONS, clamped_swiglu(0.5, 1.3))]
 CASES += [("swiglu", save.value, routing) for save in SavePolicy for routing in ("fixed", "varying")]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named
+from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import reference as twin
 from blazeproto.lab.accuracy import Pool
@@ -119,6 +120,38 @@ def test_numpy_and_torch_agree(activation: str) -> None:
     by_numpy, by_torch = (activate_backward(*pair, activation) for pair in ((h.numpy(), d_act.numpy()), (h, d_act)))
     for a, b in zip(by_numpy, by_torch, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays_nan(activation: str) -> None:
+    h = np.zeros((3, 4))
+    h[1] = np.nan
+    for array in (h, torch.from_numpy(h)):
+        assert np.isnan(np.asarray(activate(array, activation))).any(axis=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.702])
+def test_clamped_swiglu_is_gpt_oss_s(limit: float, alpha: float) -> None:
+    """As its model file has it: gate.clamp(max=limit), up.clamp(-limit, limit), (up + 1) * gate * sigmoid(alpha * gate)."""
+    name, h = clamped_swiglu(limit, alpha), (3 * torch.randn(50, 16, dtype=torch.float64)).requires_grad_()
+    gate, up = h[:, :8].clamp(max=limit), h[:, 8:].clamp(-limit, limit)
+    expected, d_act = (up + 1) * gate * torch.sigmoid(alpha * gate), torch.randn(50, 8, dtype=torch.float64)
+    torch.testing.assert_close(activate(h, name), expected)
+    d_h = torch.cat(activate_backward(h.detach(), d_act, name), dim=-1)
+    torch.testing.assert_close(d_h, torch.autograd.grad(expected, h, d_act)[0])
+
+
+def test_activations_by_name() -> None:
+    assert activation_named("clamped_swiglu") is activation_named(clamped_swiglu(7.0, 1.702))
+    assert activation_named("clamped_swiglu(limit=7, alpha=1.702)") is activation_named("clamped_swiglu")
+    assert activation_named(clamped_swiglu(2)).macros["ACTIVATION_LIMIT"] == "2.0f"
+    for wrong in ("SwiGLU", "clamped_swiglu(limit=7)", None, ["swiglu"]):
+        with pytest.raises(ValueError, match="activation: expected one of 'swiglu', "):
+            activation_named(wrong)  # type: ignore[arg-type]
+    for limit, alpha in ((0, 1), (-1, 1), (math.inf, 1), (1, math.nan)):
+        with pytest.raises(ValueError, match="clamped_swiglu: expected a finite limit above 0 and a finite alpha"):
+            clamped_swiglu(limit, alpha)
 
 
 def test_rows_of_no_pair_are_neither_written_nor_read() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blazeproto import gemm
-from blazeproto.activations import ACTIVATIONS, activate
+from blazeproto.activations import ACTIVATIONS, activate, clamped_swiglu
 from blazeproto.gemm import product as products
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import compile_many
@@ -95,7 +95,7 @@ def test_unit_weights(routing: str) -> None:
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
 def test_activations(activation: str, biases: bool) -> None:
     check_products(SMALL, activation=activation, biases=biases)
 
@@ -344,3 +344,24 @@ def test_bad_input_is_named(spoil, error, message) -> None:
     arguments = {"x": case.x, "up_proj": case.up_proj} | spoil(case)
     with pytest.raises(error, match=message):
         gemm.up_forward(**arguments, dispatch=case.dispatch)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, clamped_swiglu(0.5, 1.3)])
+def test_nan_in_a_row_shows_in_what_is_made_of_it(activation: str) -> None:
+    """And in no other row: an activation that compares must not lose it."""
+    case = make_case(SMALL, activation=activation)
+    case.x[5] = torch.nan
+    h, act = gemm.up_forward(
+        case.x,
+        case.up_proj,
+        case.dispatch,
+        activation=activation,
+        h=torch.zeros(case.dispatch.num_rows, case.up_proj.shape[1], device="cuda", dtype=torch.bfloat16),
+        act=torch.zeros(case.dispatch.num_rows, case.down_proj.shape[2], device="cuda", dtype=torch.bfloat16),
+    )
+    of_token = case.row_token == 5
+    dh, a_scaled, d_scores = (torch.zeros_like(t) for t in (h, act, case.scores))
+    outputs = {"dh": dh, "a_scaled": a_scaled, "d_scores": d_scores}
+    gemm.down_backward_act(case.d_out, case.down_proj, h, case.scores, case.dispatch, activation=activation, **outputs)
+    for name, made in {"act": act, "a_scaled": a_scaled, "d_scores": d_scores[case.row_pair][:, None]}.items():
+        assert made[of_token].isnan().all() and made[~of_token].isfinite().all(), name

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import blazeproto.layer
 from blazeproto import MoE, Router, dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.autograd import moe_mlp as expert_mlp
 from blazeproto.reference import moe_mlp
 from blazeproto.router.router import ROUTERS
 
@@ -160,6 +161,27 @@ def test_float32_weight_gradients():
     layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, weight_grad_dtype=torch.float32)
     layer(torch.randn(9, 16, dtype=torch.bfloat16))[0].sum().backward()
     assert layer.gate_up_proj.grad.dtype == layer.down_proj.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+def test_saved_bytes_counts_the_dispatch_of_every_chunk(save):
+    """What autograd is given to save by the experts, weights apart, with a bound on transient buffers."""
+    layer = MoE(32, 24, 6, 3, save=save, workspace_bytes=40_000)
+    x, kept = torch.randn(300, 32, requires_grad=True), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    scores, experts = torch.rand(300, 3).requires_grad_(), torch.rand(300, 6).topk(3).indices.int()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        expert_mlp(
+            x, layer.gate_up_proj, layer.down_proj, scores, experts, num_experts=6, save=save, workspace_bytes=40_000
+        )
+    weights = {weight.untyped_storage().data_ptr() for weight in (layer.gate_up_proj, layer.down_proj)}
+    saved = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    assert layer.saved_bytes(300) == saved
+    assert layer.saved_bytes(300) > MoE(32, 24, 6, 3, save=save).saved_bytes(300)
 
 
 def test_saved_bytes():
