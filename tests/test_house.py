@@ -116,6 +116,12 @@ def test_one_index_record() -> None:
     assert sorted(holders) == ["blazeproto.dispatch.structures.Addresses", "blazeproto.dispatch.structures.Dispatch"]
 
 
+def test_one_kernel_body() -> None:
+    """The mainloop is called in one place."""
+    calls = [path.name for path in (PACKAGE / "gemm/cuda").iterdir() if "multiply<" in path.read_text()]
+    assert len(calls) == 1, calls
+
+
 WITHOUT_A_TWIN = {  # sizes, kernels and compiling: nothing that takes arrays
     "gemm": {"all_kernels", "candidates", "kernel_for", "prepare", "score_partials", "weight_workspace"},
     "dispatch": {"prepare_dispatch", "workspace_bytes"},

@@ -62,7 +62,7 @@ def kernel(config: TileConfig | None = None, *, activation: str = "swiglu", debu
         debug,
         GATHER=1,
         B_MN=1,
-        HALVES=1,
+        GATE_UP="HALVES",
         **activation_named(activation).macros,
     )
 

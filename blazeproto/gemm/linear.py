@@ -142,10 +142,9 @@ def kernel(
         "linear",
         config or TILES["up_backward_act" if transposed else "down_forward"],
         debug,
-        finishers=int(gather),  # where all of the producer's warps gather, others must store
+        epilogue_warpgroups=int(gather),  # where all of the producer's warps gather, others must store
         GATHER=gather,
         B_MN=transposed,
-        HALVES=1,
         HAS_BIAS=bias,
         FUSED_COMBINE=fused,
     )

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Self
 
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import CHUNK, GATHERED_ELEMENTS, MAX_EXPERTS, SMEM_LIMIT, WARPGROUP, TileConfig
+from blazeproto.gemm.tiles import (
+    CHUNK,
+    DEVICE_CONSTANTS,
+    GATHERED_ELEMENTS,
+    MAX_EXPERTS,
+    SMEM_LIMIT,
+    WARPGROUP,
+    TileConfig,
+)
 from blazeproto.runtime.arrays import DeviceArray, current_device, current_stream, empty, expect
 
 SHAPES = 1024  # whose plans are kept, of each product
@@ -76,14 +84,14 @@ def tiled_kernel(
     debug: tuple[str, ...],
     *,
     clusters: bool = False,
-    finishers: int = 0,
-    finisher_registers: int = 40,
+    epilogue_warpgroups: int = 0,
+    epilogue_registers: int = 40,
     **macros: int | str,
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
 
     clusters: whether it may run in clusters, which only weight gradients do; ValueError for a config that does elsewhere.
-    finishers: 1 for a fourth warpgroup that does the epilogue.
+    epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     """
     if config.cluster != 1 and not clusters:
         raise ValueError(f"config: expected cluster=1 for {entry}, got {config}")
@@ -92,11 +100,12 @@ def tiled_kernel(
         "CLUSTER": config.cluster,
         "STAGES": config.stages,
         "DEFERRED": config.deferred,
-        "FINISHERS": finishers,
-        "FINISHER_REGISTERS": finisher_registers,
+        "EPILOGUE_WARPGROUPS": epilogue_warpgroups,
+        "EPILOGUE_REGISTERS": epilogue_registers,
         **macros,
+        **DEVICE_CONSTANTS,
     }
-    threads, start_registers = (4 * WARPGROUP, 128) if finishers else (3 * WARPGROUP, None)
+    threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, tuple(f"-D{macro}" for macro in debug))
 
 

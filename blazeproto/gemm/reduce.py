@@ -11,7 +11,7 @@ from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import view
 
 THREADS = 256  # of a block
-LEAST_ROWS, MOST_SHARES = 64, 512  # of rows that `expert_row_sum` deals out
+LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
@@ -93,26 +93,26 @@ def launch_expert_row_sum(
     (num_experts, m), out_at, slots = out.shape, out.data_ptr(), workspace.data_ptr()
     if not m:
         return
-    shares, rows_per_share = row_shares(at.num_rows)
-    if shares:
+    splits, rows_per_split = row_splits(at.num_rows)
+    if splits:
         weights, (pairs_at, tokens_at, _) = 0 if scores is None else scores.data_ptr(), at.pair_to_token
         inputs = (values.data_ptr(), pairs_at, at.expert_token_offsets, tokens_at, weights)
-        words: tuple[int, ...] = (*inputs, slots, num_experts, m, rows_per_share, int(gather))
-        _run("expert_row_sum", at.top_k, (-(-m // (32 * CHUNK)), shares), at, words)
+        words: tuple[int, ...] = (*inputs, slots, num_experts, m, rows_per_split, int(gather))
+        _run("expert_row_sum", at.top_k, (-(-m // (32 * CHUNK)), splits), at, words)
     outs = (0, out_at) if f32 else (out_at, 0)
-    words = (slots, at.expert_token_offsets, *outs, m, rows_per_share, int(accumulate))
+    words = (slots, at.expert_token_offsets, *outs, m, rows_per_split, int(accumulate))
     _run("expert_row_sum_finish", 0, (-(-m // THREADS), num_experts), at, words)
 
 
-def row_shares(num_rows: int) -> tuple[int, int]:
-    """(shares, rows in each) that `expert_row_sum` deals out. By the shape alone, so that sums don't depend on the GPU."""
-    rows_per_share = max(LEAST_ROWS, -(-num_rows // MOST_SHARES))
-    return -(-num_rows // rows_per_share), rows_per_share
+def row_splits(num_rows: int) -> tuple[int, int]:
+    """(splits, rows in each) that `expert_row_sum` deals out. By the shape alone, so that sums don't depend on the GPU."""
+    rows_per_split = max(LEAST_ROWS, -(-num_rows // MOST_SPLITS))
+    return -(-num_rows // rows_per_split), rows_per_split
 
 
 def row_sum_slots(num_rows: int, num_experts: int) -> int:
-    """Lines of `expert_row_sum`'s workspace: one for every (share, expert) that can meet."""
-    return row_shares(num_rows)[0] + num_experts
+    """Lines of `expert_row_sum`'s workspace: one for every (split, expert) that can meet."""
+    return row_splits(num_rows)[0] + num_experts
 
 
 def _some(*entries: str) -> list[Kernel]:

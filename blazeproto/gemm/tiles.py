@@ -14,6 +14,15 @@ MAX_EXPERTS = 512  # whose row counts fit beside the stages
 GATHERED_ELEMENTS = 2**35  # of a matrix whose rows are gathered, fewer than: gather.cuh counts chunks in 32 bits
 BM, BK = 128, 64  # rows of a tile, reduction steps of a stage
 SLAB = 64  # rows and columns that an epilogue stores at once
+# Stated here alone: the device code has them as macros.
+DEVICE_CONSTANTS = {
+    "SMEM_LIMIT": SMEM_LIMIT,
+    "MAX_EXPERTS": MAX_EXPERTS,
+    "BM": BM,
+    "BK": BK,
+    "WARPGROUP": WARPGROUP,
+    "SLAB": SLAB,
+}
 WIDTHS, DEPTHS, CLUSTERS = (128, 256), (2, 4), (1, 2)  # what the device code is written for
 
 

@@ -54,12 +54,12 @@ def kernel(
         "up_forward",
         config or TILES["up_forward"],
         debug,
-        finishers=1,
+        epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
-        finisher_registers=40 if bias else 56,
+        epilogue_registers=40 if bias else 56,
         GATHER=1,
         B_MN=0,
-        HALVES=wanted.halves,
+        GATE_UP="HALVES",
         HAS_BIAS=bias,
         **wanted.macros,
     )

@@ -1,9 +1,9 @@
-"""Weight gradients (cuda/weight.cu): sums over an expert's rows, which slices of stream-K may cut into partials.
+"""Weight gradients (cuda/weight.cu): sums over an expert's rows, which stream-K work units may cut into partials.
 
     dW_down[e] = Σ dO[token]^T A'     MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3
     dW_up[e]   = Σ dH^T x[token]      MoEBlaze Algorithm 1, line 29; SonicMoE Algorithm 5
 
-weight_schedule.cuh draws the slices. Their partials lie in a workspace; how many slices there may be, and so how large it is,
+weight_schedule.cuh draws the units. Their partials lie in a workspace; how many units there may be, and so how large it is,
 follows from shapes and device alone.
 """
 
@@ -21,7 +21,7 @@ from blazeproto.runtime.arrays import current_device, view
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
-LEAST_SLICES = 0.4  # of the clusters
+LEAST_UNITS = 0.4  # of the clusters
 BUSY_ENOUGH = 0.9  # of the clusters, in the mean over the rounds that the tiles of one expert take
 SUM_BLOCKS = 8  # of weight_sum.cu for each CTA's tile
 SUM_THREADS = 2 * WARPGROUP  # of such a block: as many as weight.cu has consumers
@@ -39,9 +39,9 @@ WEIGHT_PARAMS = Params(
         "offsets",
         "out_f32",
         "unfinished",
-        "pieces",
+        "partials",
     ),
-    numbers=("experts", "gathered_width", "ordered_width", "accumulate", "shares"),
+    numbers=("experts", "gathered_width", "ordered_width", "accumulate", "units"),
 )
 
 
@@ -140,11 +140,11 @@ def kernel(
 @cache
 def sum_kernel(tile_n: int) -> Kernel:
     """What sums the partials that a weight gradient with tiles of that width may leave."""
-    macros = {"BM": BM, "BN": tile_n, "SLICES": SUM_BLOCKS, "THREADS": SUM_THREADS}
+    macros = {"BM": BM, "BN": tile_n, "SLICES": SUM_BLOCKS, "THREADS": SUM_THREADS, "WARPGROUP": WARPGROUP}
     return Kernel("weight_sum.cu", "weight_sum", macros)
 
 
-# --- Slices of stream-K and their workspace --------------------------------------------------------------------------------
+# --- Work units of stream-K and their workspace --------------------------------------------------------------------------------
 
 
 def _widths(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -157,18 +157,18 @@ def _tiles(config: TileConfig, experts: int, d: int, width: int) -> int:
     return experts * -(-d // (BM * config.cluster)) * -(-width // config.tile_n)
 
 
-def _partials_offset(slices: int) -> int:
-    """Bytes of the workspace before the partials: an int2 a slice, then 16-byte aligned."""
-    return -(-8 * slices // 16) * 16
+def _partials_offset(units: int) -> int:
+    """Bytes of the workspace before the partials: an int2 a unit, then 16-byte aligned."""
+    return -(-8 * units // 16) * 16
 
 
-def _slice_bytes(config: TileConfig) -> int:
-    """Of the two partials that a slice may leave."""
+def _unit_bytes(config: TileConfig) -> int:
+    """Of the two partials that a unit may leave."""
     return 2 * config.cluster * BM * config.tile_n * 4
 
 
 @lru_cache(maxsize=SHAPES)
-def _slices(name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig) -> int:
+def _units(name: str, where: tuple[int, int, int], shape: tuple[int, ...], config: TileConfig) -> int:
     """Slices that a weight gradient may be cut into (weight_schedule.cuh): one a cluster of CTAs, if their partials take no
     more than WORKSPACE_PART of the gradient and its ordered rows, for there a layer's memory may peak. None, 0, if
     they would be too few to gain anything, or if the whole tiles of one expert keep the clusters busy."""
@@ -179,8 +179,8 @@ def _slices(name: str, where: tuple[int, int, int], shape: tuple[int, ...], conf
     if tiles >= BUSY_ENOUGH * clusters * -(-tiles // clusters):
         return 0
     budget = WORKSPACE_PART * OPERAND_BYTES * (experts * d * width + num_rows * width)
-    slices = min(clusters, int(budget / _slice_bytes(config))) if num_rows else 0
-    return slices if slices >= LEAST_SLICES * clusters else 0
+    units = min(clusters, int(budget / _unit_bytes(config))) if num_rows else 0
+    return units if units >= LEAST_UNITS * clusters else 0
 
 
 def workspace_elements(
@@ -188,8 +188,8 @@ def workspace_elements(
 ) -> int:
     """`weight_workspace` by (rows, experts, device) and the gradient's shape."""
     config = config or TILES[name]
-    slices = _slices(name, where, shape, config)
-    return (_partials_offset(slices) + slices * _slice_bytes(config)) // 4
+    units = _units(name, where, shape, config)
+    return (_partials_offset(units) + units * _unit_bytes(config)) // 4
 
 
 # --- Launch ----------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def _plan(
     gather: bool,
     f32: bool,
     accumulate: bool,
-    slices: int,
+    units: int,
     config: TileConfig,
     debug: tuple[str, ...],
 ) -> WeightPlan:
@@ -225,13 +225,13 @@ def _plan(
         kernel(config, transposed=transposed, f32=f32, gather=gather, debug=debug),
         WEIGHT_PARAMS,
         (ordered, in_order, out),
-        (experts, d, width, int(accumulate), slices),
+        (experts, d, width, int(accumulate), units),
         grid=persistent_grid(device, config.cluster, _tiles(config, experts, d, width)),
         device=device,
     )
-    sum_numbers = (slices, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
-    sum_grid = (min(num_sms(device), slices * config.cluster * SUM_BLOCKS), 1)
-    return WeightPlan(gradient, sum_kernel(config.tile_n), sum_grid, sum_numbers, _partials_offset(slices))
+    sum_numbers = (units, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
+    sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
+    return WeightPlan(gradient, sum_kernel(config.tile_n), sum_grid, sum_numbers, _partials_offset(units))
 
 
 def launch(
@@ -250,16 +250,16 @@ def launch(
     """Either product (``name``) of arrays that have been checked. rows: the gathered operand, or, with gather False, in order.
     f32: whether dw is.  workspace: None makes every tile whole."""
     config = config or TILES[name]
-    slices = 0 if workspace is None else _slices(name, at.where, dw.shape, config)
-    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, slices, config, product.DEBUG)
+    units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
+    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, units, config, product.DEBUG)
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
-    unfinished = workspace.data_ptr() if slices else 0
+    unfinished = workspace.data_ptr() if units else 0
     partials = unfinished + plan.partials_offset
     by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
     maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
     driver.launch(*plan.gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
-    if slices:
+    if units:
         words = (unfinished, partials, dw_at, *plan.sum_numbers)
         driver.launch(plan.sum_kernel.handle(at.device), plan.sum_grid, SUM_THREADS, 0, at.stream, words)
 

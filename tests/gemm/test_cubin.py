@@ -1,4 +1,4 @@
-"""The kernels with a finisher say that their threads start with 128 registers, and do with them until they get more."""
+"""Kernels with an epilogue warpgroup say that their threads start with 128 registers, and do with them until they get more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.nvrtc import CompileError
 
 REGISTERS = 65536  # of a multiprocessor
-WITH_FINISHER = [kernel for kernel in gemm.all_kernels() if kernel.start_registers is not None]
+WITH_EPILOGUE_WARPGROUP = [kernel for kernel in gemm.all_kernels() if kernel.start_registers is not None]
 UP = gemm.kernel_for("up_forward")
 DOWN = gemm.kernel_for("down_forward")
 
@@ -24,7 +24,7 @@ def plain() -> bytes:
 
 
 def test_only_blocks_of_512_threads_are_told_otherwise() -> None:
-    assert {kernel.threads for kernel in WITH_FINISHER} == {512}
+    assert {kernel.threads for kernel in WITH_EPILOGUE_WARPGROUP} == {512}
     assert (UP.threads, UP.start_registers) == (512, 128)
     assert (DOWN.threads, DOWN.start_registers) == (384, None)
 
@@ -50,7 +50,9 @@ def test_what_is_no_cubin_of_one_kernel_raises(plain: bytes) -> None:
         cubin.start_with(without, 128, 512)
 
 
-@pytest.mark.parametrize("kernel", WITH_FINISHER, ids=lambda kernel: " ".join(kernel.macros).replace("-D", ""))
+@pytest.mark.parametrize(
+    "kernel", WITH_EPILOGUE_WARPGROUP, ids=lambda kernel: " ".join(kernel.macros).replace("-D", "")
+)
 def test_no_more_registers_are_used_before_there_are_more(kernel: Kernel) -> None:
     """The code in front of the first USETMAXREG is what all warps run."""
     try:

@@ -132,13 +132,11 @@ def test_the_workspace_of_a_weight_gradient(monkeypatch, product) -> None:
     for num_rows in (0, 1, 10_000, 100_000, 1_000_000, 30_000_000):
         elements = weight.workspace_elements(product, (num_rows, shape[0], NO_GPU), shape)
         touched = 2 * (128 * 256 * width + num_rows * width)  # bytes, bf16
-        of_a_share = 2 * 2 * 128 * 256  # elements: two partials of each of two CTAs
-        shares = elements // of_a_share
-        assert elements == 0 or elements - shares * of_a_share == -(-2 * shares // 4) * 4  # and an int2 each, aligned
-        assert 4 * shares * of_a_share <= touched / 5
-        assert shares == min(66, touched // 5 // (4 * of_a_share)) or (
-            shares == 0 and touched / 5 < 27 * 4 * of_a_share
-        )
+        of_a_unit = 2 * 2 * 128 * 256  # elements: two partials of each of two CTAs
+        units = elements // of_a_unit
+        assert elements == 0 or elements - units * of_a_unit == -(-2 * units // 4) * 4  # and an int2 each, aligned
+        assert 4 * units * of_a_unit <= touched / 5
+        assert units == min(66, touched // 5 // (4 * of_a_unit)) or (units == 0 and touched / 5 < 27 * 4 * of_a_unit)
 
 
 @pytest.mark.parametrize(("d", "n", "shared"), [(1024, 4096, False), (1024, 2048, True), (4096, 512, True)])

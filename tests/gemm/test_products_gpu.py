@@ -153,12 +153,12 @@ def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
     ):
         dw = torch.empty_like(given[name], dtype=torch.float32)
         elements = gemm.weight_workspace(product, dw, case.dispatch, config)
-        shares = elements // (2 * cluster * BM * config.tile_n)  # weight_schedule.cuh draws the workspace
+        units = elements // (2 * cluster * BM * config.tile_n)  # weight_schedule.cuh draws the workspace
         workspace = torch.empty(elements, device="cuda")
         function = partial(getattr(gemm, product), *operands, case.dispatch, workspace=workspace, config=config)
 
         once = function(dw=dw.fill_(torch.nan)).clone()
-        assert (workspace[: 2 * shares].view(torch.int32) >= 0).any(), "nothing was shared"
+        assert (workspace[: 2 * units].view(torch.int32) >= 0).any(), "nothing was shared"
         assert torch.equal(function(dw=dw.fill_(torch.nan)), once)
         torch.testing.assert_close(function(dw=dw, accumulate=True), 2 * once, rtol=1e-6, atol=1e-6)
 

@@ -1,25 +1,33 @@
 // combine: out[t, :] = sum over the pairs p of token t, in slot order, of scores[p] * y[row of p, :]
 //
-//   y       (R, d)  bf16   one row a pair, in expert order
+//   y       (R, d)  bf16   a row for each pair, in expert order
 //   scores  (P,)    fp32   HAS_SCORES 1: Y to O.  HAS_SCORES 0 sums the rows as they are: dX~ to dX
 //   out     (T, d)  bf16   fp32 sums, rounded once; out_stride elements from one token to the next, so that it may be
 //                          some columns of a wider matrix
 //
-// The last line of the paper's Algorithm 1 forward, and of its backward. Memory-bound: its floor is (R + T) * d * 2 bytes at the
-// memory's speed. A token belongs to LANES threads, a thread to VECTORS chunks of 8 columns, LANES chunks apart, and a thread asks
-// for all its chunks of all K rows before it adds any. There are as many threads as chunks: blocks come and go, and
-// the next ones' loads cover for those that end.
+// The sum over experts: MoEBlaze sections 2.3 and 3.1 ("Output Aggregation") forward, 3.2 ("Token Gradient Accumulation")
+// backward; SonicMoE's expert aggregation. The paper's Algorithm 1 leaves it out.
+//
+//   y rows of token t   | ... chunk c ... |  \
+//   (K of them)         | ... chunk c ... |   +-- times scores, sum, round --> out   | ... chunk c ... |
+//                       | ... chunk c ... |  /
+//
+// LANES threads compute a token's columns. A thread has VECTORS chunks, which lie LANES chunks apart.
+//
+// A thread loads its chunks of all K rows before it adds any. There are as many threads as chunks of the output: while one
+// block ends, others on its multiprocessor have loads under way.
 //
 // A pair without a row (-1: its expert lives elsewhere) adds nothing.
 //
+// Floor: 2 (R + T) d bytes / 4.24 TB/s.
+//
 // -D: TOP_K       pairs of a token: p = t * TOP_K + slot. 0: they vary, token t has pairs token_offsets[t] to [t + 1]
 //     HAS_SCORES  0 or 1
-//     LANES       threads that share a token, a power of two, at most THREADS
+//     LANES       threads that have a token, a power of two, at most THREADS
 //     VECTORS     16-byte chunks of a row that a thread takes
 //     THREADS     threads in a block
 #include "ptx.cuh"
 
-constexpr int CHUNK = 8;  // bf16 columns in 16 bytes
 constexpr int GROUP = 0 < TOP_K && TOP_K <= 16 ? TOP_K : 8;  // pairs whose rows are in flight together
 constexpr bool ONE_GROUP = GROUP == TOP_K;
 constexpr int TOKENS = THREADS / LANES;  // of a block
@@ -27,8 +35,8 @@ constexpr int BLOCKS_PER_SM = 512 / THREADS;  // room for 128 registers: with fe
 
 static_assert(THREADS % LANES == 0 && (LANES & (LANES - 1)) == 0, "a token's threads are a power of two, within a block");
 
-// 16 bytes of a row, or zeros. volatile: keeps all loads ahead of the sums. (L1::no_allocate, for a row that is read once, was
-// measured to cost 4 to 10 %.)
+// A chunk of a row, or zeros. volatile, so that the compiler keeps all loads before the sums. (L1::no_allocate, which would
+// suit a row that is read once, was measured to cost 4 to 10 %.)
 DEVICE uint4 load_chunk(const bf16* address, bool wanted) {
     uint4 v;
     asm volatile(
@@ -81,7 +89,7 @@ combine(const bf16* y, const float* scores, const int* token_index_map, const in
                 const int64_t column = first_column + v * LANES * CHUNK;
                 y_chunk[k][v] = load_chunk(y + row[k] * d + column, row[k] >= 0 && column < d);
             }
-            if (row[k] < 0) weight[k] = 0;  // whatever the score: 0 * NaN is NaN
+            if (row[k] < 0) weight[k] = 0;  // its score may be NaN, and 0 * NaN is NaN
         }
 #pragma unroll
         for (int k = 0; k < GROUP; ++k) {

@@ -10,51 +10,59 @@
 //                            wgmma -> acc = dA'
 //   W_down  --TMA-----> B  /
 //
-// H comes through the same ring, behind the tile's last A and B, and what is made of it leaves from where it came: a stage of
-// 48 KB holds 64 hidden units of the tile's 128 rows three times over. So nothing but the ring needs shared memory, and
-// while H is worked on, the next tile's A and B are on their way.
+// H comes through the same ring, in stages behind the tile's last A and B. A stage of 48 KB has room for 64 hidden units of
+// the tile's 128 rows three times, so a consumer overwrites gate and up with dgate and dup, writes A' beside them, and all
+// three are stored from the stage. So the epilogue needs no shared memory beside the ring, and while it works on H the next
+// tile's A and B are loaded.
 //
 //   ring    | A, B | A, B | ... | A, B |  gate | up | .   |  gate | up | .   |  ...  | A, B of the next tile
 //                                            ldmatrix, derivative, stmatrix in place
 //                                      | dgate | dup | A' |  --TMA--> dH, A'
 //
-// dH may lie over H: a tile loads the part that is its own before it stores it, and makes nothing of what it loads past its expert.
+// dH may be the same memory as H: a tile loads its own rows of H before it stores their dH, and of the rows that it loads
+// past its expert's end it uses nothing.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
+#include "epilogue.cuh"
+#include "layout.cuh"
 #include "varlen_m.cuh"
 
 static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
+static_assert(B_MN, "W_down (E, n, d) is not built yet, only (E, d, n)");
+
 constexpr bool GATED = is_gated(ACTIVATION);
 
-struct DownBackwardEpilogue : PlainEpilogue {
+using Scheduler = TileScheduler<BN>;
+
+struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
     static constexpr int SMEM_BYTES = 0, PARTS = 0;
-    static constexpr int H_COLUMNS = 64;  // hidden units in a stage
+    static constexpr int H_COLUMNS = SLAB;                // hidden units in a stage
     static constexpr int PLANE_BYTES = BM * SWIZZLE_ROW;  // gate, up or A' of a stage
     static constexpr int H_BYTES = (GATED ? 2 : 1) * PLANE_BYTES;
     static_assert(3 * PLANE_BYTES <= STAGE_BYTES, "gate, up and A' of a tile's rows in one stage");
     static constexpr bool LOOKS_AHEAD = true;
     const RowsParams& p;
-    uint32_t unreleased = 0;     // the empty barrier of a stage that is still being stored, or 0
+    uint32_t unreleased = 0;     // the empty barrier of the stage that is still being stored, or 0
     float score[2], d_score[2];  // S and dS of this thread's rows
-    Tile tile;
+    RowTile tile;
 
     DEVICE explicit DownBackwardEpilogue(const RowsParams& params) : p(params) {}
 
-    // Stages of H behind those of A and B.
-    DEVICE static int ring_stages(const RowsParams& p, const Tile& of) {
+    // The stages of H, behind a tile's stages of A and B.
+    DEVICE static int ring_stages(const RowsParams& p, const RowTile& of) {
         return (min(BN, p.columns - of.column) + H_COLUMNS - 1) / H_COLUMNS;
     }
 
     // By one thread of the producer.
-    DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const Tile& of, int index) {
+    DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const RowTile& of, int index) {
         mbarrier_arrive_expect_tx(ring.full_barrier(), H_BYTES);
         tma_load_3d(ring.a(), &p.h, ring.full_barrier(), of.column + index * H_COLUMNS, of.row, 0);
     }
 
-    // With the tile's first stage under way: the last stage of the tile before is stored by now, and the scores, whose
-    // numbers have to be loaded first, are here before they are needed.
-    DEVICE void look_ahead(const Tile& of) {
+    // Runs with the tile's first stage. By then the last stage of the tile before is stored, and its release costs no wait;
+    // and the scores, which take two loads one after the other, arrive before they are needed.
+    DEVICE void look_ahead(const RowTile& of) {
         release_stored();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -63,13 +71,13 @@ struct DownBackwardEpilogue : PlainEpilogue {
         }
     }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& of, Ring& ring) {
+    DEVICE void hold(const float (&acc)[BN / 2], const RowTile& of, Ring& ring) {
         tile = of;
         d_score[0] = d_score[1] = 0.0f;
 #pragma unroll
         for (int index = 0; index < BN / H_COLUMNS; ++index) {
             const int column = tile.column + index * H_COLUMNS;
-            if (column < p.columns) {  // the same for the whole CTA
+            if (column < p.columns) {  // the whole CTA decides alike
                 ring.wait_until_full();
                 work_on_stage(acc + index * (H_COLUMNS / 2), ring, column);
                 ring.advance();
@@ -84,7 +92,7 @@ struct DownBackwardEpilogue : PlainEpilogue {
         for (int block = 0; block < H_COLUMNS / 16; ++block)
             differentiate(d_acts + block * 8, slab_address(gates, block), slab_address(scaled, block));
         fence_proxy_async();
-        release_stored();  // the stage before: by now it has been read out
+        release_stored();  // the stage before this one: TMA has read it by now
         warpgroup_sync();
         if (tile.row + STRIP <= tile.row_end) {
             if (warpgroup_thread() == 0) {
@@ -105,11 +113,12 @@ struct DownBackwardEpilogue : PlainEpilogue {
         unreleased = ring.empty_barrier();
     }
 
-    // One thread of a consumer for its four warps: TMA has read the stage.
+    // Waits until TMA has read the stage that was stored last, and releases it. One thread arrives for its consumer's four
+    // warps.
     DEVICE void release_stored() {
         if (warpgroup_thread() == 0 && unreleased) {
             bulk_wait_group_read<0>();
-            mbarrier_arrive(unreleased, WARPGROUP / 32);
+            mbarrier_arrive(unreleased, WARPGROUP_WARPS);
         }
         unreleased = 0;
     }
@@ -151,12 +160,12 @@ struct DownBackwardEpilogue : PlainEpilogue {
             d_score[h] += __shfl_xor_sync(~0u, d_score[h], 2);
             const int row = tile.row + strip_row(h);
             if (threadIdx.x % 4 == 0 && row < tile.row_end)
-                p.reduction_out[int64_t(tile.column / TILE_COLUMNS) * p.rows + row] = d_score[h];
+                p.reduction_out[int64_t(tile.column / BN) * p.rows + row] = d_score[h];
         }
     }
 };
 
 extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     down_backward(const __grid_constant__ RowsParams p) {
-    varlen_m<DownBackwardEpilogue>(p);
+    run<Scheduler, RowProducer, DownBackwardEpilogue>(p);
 }

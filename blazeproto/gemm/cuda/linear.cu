@@ -1,37 +1,41 @@
-// Rows times weights with nothing but a bias at the end: three of the products, by how they are compiled.
+// Rows times weights, and nothing after that but a bias. It is three of the products, by how it is compiled.
 //
 //   down forward          Y[r]   = act[r] . W_down[e]^T (+ bias)   contiguous, W_down (E, d, n) K-major. Algorithm 1, line 10
 //   up backward, rows     dX~[r] = dH[r] . W_up[e]                 contiguous, W_up (E, 2n, d) MN-major. Algorithm 1, line 30
-//   down forward, fused   O[token(r)] += S[pair(r)] Y[r]           FUSED_COMBINE: fp32 reductions into O (T, d); order not fixed
+//   down forward, fused   O[token(r)] += S[pair(r)] Y[r]           FUSED_COMBINE: fp32 reductions into O (T, d), in no fixed
+//                                                                  order. MoEBlaze section 3.1
 //
 //   rows     --TMA or gather-->  A (BM x 64)  \
 //                                               wgmma -> acc (BM x BN) -> slabs --TMA--> out (R, columns)
 //   weights  --TMA------------>  B (BN x 64)  /
 //
-// All of the epilogue runs under the next tile's mainloop: a consumer packs its accumulators and hands them over (handover.cuh) to
-// a warp that stores them, of the producer's where rows are contiguous, for it has three to spare, else of the finisher's.
+// All of the epilogue runs during the next tile's mainloop: a consumer packs its accumulators, and an epilogue warp for
+// each strip stores them (slab_pipeline.cuh). Where rows are contiguous, the producer's warpgroup has three warps to spare
+// for that; where they are gathered, there is an epilogue warpgroup.
 //
 // Floor: max(2 columns reduction R / 785 TFLOP/s, 2 (reduction R + columns R + columns reduction E) bytes / 4.24 TB/s).
-#include "handover.cuh"
+#include "slab_pipeline.cuh"
 #include "varlen_m.cuh"
 
-struct LinearEpilogue : PlainEpilogue {
-    static constexpr int SMEM_BYTES = HANDOVER_BYTES;
+using Scheduler = TileScheduler<BN>;
+
+struct LinearEpilogue : PlainEpilogue<Scheduler> {
+    static constexpr int SMEM_BYTES = PIPELINE_BYTES;
     static constexpr int PARTS = FUSED_COMBINE ? 0 : BN / PART_COLUMNS;
     const RowsParams& p;
-    Handover handover;
+    SlabPipeline pipeline;
     uint32_t out[BN / 4];  // the strip as it is stored: pairs of bf16
 
-    DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {
-        if (threadIdx.x == 0) Handover::init(1);
-    }
+    DEVICE explicit LinearEpilogue(const RowsParams& params) : p(params) {}
 
-    DEVICE uint32_t bias_pair(const Tile& tile, int column) const {
+    DEVICE static void init() { SlabPipeline::init(1); }
+
+    DEVICE uint32_t bias_pair(const RowTile& tile, int column) const {
         if (!HAS_BIAS || column >= p.columns) return 0;
         return load_bf16x2(p.bias + int64_t(tile.expert) * p.bias_stride + column);
     }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
+    DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
         if constexpr (FUSED_COMBINE) {
             add_to_tokens(acc, tile);
             return;
@@ -43,15 +47,15 @@ struct LinearEpilogue : PlainEpilogue {
         }
     }
 
-    DEVICE bool ready(int) const { return handover.empty(); }
+    DEVICE bool ready(int) const { return pipeline.empty(); }
 
     template <int INDEX>
     DEVICE void part() {
-        handover.fill([&](int plane, int i) { return out[(INDEX * PLANES + plane) * 16 + i]; });
+        pipeline.fill([&](int plane, int i) { return out[(INDEX * PLANES + plane) * PAIRS_IN_SLAB + i]; });
     }
 
-    // One warp a strip.
-    DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler) {
+    // One warp a strip; the first warp of the warpgroup may be the producer.
+    DEVICE static void store_staged(const RowsParams& p, const Scheduler& scheduler) {
         const int strip = warpgroup_thread() / 32 - 1, lane = threadIdx.x % 32;
         if (PARTS == 0 || strip < 0 || strip >= CONSUMERS) return;
         uint32_t phase = 0;
@@ -60,13 +64,13 @@ struct LinearEpilogue : PlainEpilogue {
             for (int part = 0; part < PARTS; ++part) {
                 mbarrier_wait(filled_barrier(strip), phase);
                 phase ^= 1;
-                const Tile tile = scheduler.at(position);
+                const RowTile tile = scheduler.at(position);
                 const int row = tile.row + strip * STRIP;
                 const bool whole = row + STRIP <= tile.row_end;
 #pragma unroll
                 for (int plane = 0; plane < PLANES; ++plane) {
                     const uint32_t slab = slabs_of(strip) + plane * SLAB_BYTES;
-                    const int column = tile.column + part * PART_COLUMNS + plane * 64;
+                    const int column = tile.column + part * PART_COLUMNS + plane * SLAB;
                     if (!whole) {
                         store_slab_predicated<32>(slab, p.out0_rows + int64_t(row) * p.columns + column, p.columns,
                                                   tile.row_end - row, p.columns - column);
@@ -85,7 +89,7 @@ struct LinearEpilogue : PlainEpilogue {
         if (lane == 0) bulk_wait_group<0>();
     }
 
-    DEVICE void add_to_tokens(const float (&acc)[BN / 2], const Tile& tile) const {
+    DEVICE void add_to_tokens(const float (&acc)[BN / 2], const RowTile& tile) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = tile.row + strip_row(h);
@@ -107,5 +111,5 @@ struct LinearEpilogue : PlainEpilogue {
 
 extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     linear(const __grid_constant__ RowsParams p) {
-    varlen_m<LinearEpilogue>(p);
+    run<Scheduler, RowProducer, LinearEpilogue>(p);
 }

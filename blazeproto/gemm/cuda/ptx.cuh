@@ -10,7 +10,12 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
-using bf16 = uint16_t;  // only ever moved, packed or unpacked here; the arithmetic is fp32
+
+// The operands' element type. Kernels only move, pack and unpack it; their arithmetic is fp32.
+using bf16 = uint16_t;
+constexpr int OPERAND_BYTES = sizeof(bf16);
+constexpr int CHUNK_BYTES = 16;                     // of a thread's widest load or store, of a cp.async, of TMA's alignment
+constexpr int CHUNK = CHUNK_BYTES / OPERAND_BYTES;  // operands in one
 
 struct alignas(64) TensorMap {
     uint8_t opaque[128];
@@ -27,7 +32,8 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// threadIdx.x, read where it is written: what is computed from it is not kept in registers across a mainloop.
+// threadIdx.x, read anew at every call: with the built-in variable the compiler would compute what follows from it once, and
+// keep the results in registers during a mainloop that has none to spare.
 DEVICE uint32_t thread_index() {
     uint32_t index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -56,7 +62,7 @@ DEVICE void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// By the threads that want to, without a branch: divergence costs more than the arrival.
+// Only threads whose `wanted` is true arrive. A predicate decides, not a branch: divergence would cost more than the arrival.
 DEVICE void mbarrier_arrive_if(bool wanted, uint32_t barrier) {
     maybe_delay();
     asm volatile(
@@ -72,8 +78,8 @@ DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive on the barrier at the same shared-memory offset in another CTA of the cluster. Without .release.cluster, which costs a
-// GPU-wide memory barrier a stage: the arrival says that wgmma has read the stage, and publishes no write.
+// The same on the barrier at the same shared-memory offset of CTA `rank` of the cluster. It has no .release.cluster, which
+// would cost a GPU-wide memory barrier a stage: the arrival says that wgmma has read a stage, and so publishes no write.
 DEVICE void mbarrier_arrive_cluster_if(bool wanted, uint32_t barrier, uint32_t rank) {
     maybe_delay();
     asm volatile(
@@ -101,7 +107,7 @@ DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     return done;
 }
 
-// Whether the phase is over; doesn't wait.
+// Whether the phase is over. Does not wait.
 DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
@@ -210,14 +216,15 @@ DEVICE void bulk_wait_group() {
 // Orders this thread's ordinary shared-memory accesses (cp.async and stmatrix too) before later TMA and wgmma ones.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- cp.async: 16 bytes a thread; not `wanted`, it writes zeros and reads nothing, wherever `src` points ---------
+// ---- cp.async: 16 bytes a thread. Where `wanted` is false it writes zeros and does not read `src` ------------------
 DEVICE void cp_async_16(uint32_t dst, const void* src, bool wanted) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
                  "l"(__cvta_generic_to_global(src)), "r"(wanted ? 16 : 0)
                  : "memory");
 }
 
-// Arrives once all earlier cp.async of this thread have landed; the thread itself goes on. The barrier's count includes it.
+// The barrier gets an arrival once all earlier cp.async of this thread have landed; the thread does not wait for that. The
+// arrival is one of those that the barrier was initialised with (.noinc).
 DEVICE void cp_async_mbarrier_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -260,8 +267,9 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
 DEVICE float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xFFFF0000u); }
 
-// Loads that stay where they are written, like the special functions below: moved together, many of them would hold many
-// registers at once; moved to their use, they would be waited for.
+// Loads, and below special functions, that are volatile so that the compiler leaves them where they are written. If it
+// moved many to one place, their results would take many registers at once; if it moved a load to its use, the thread would
+// wait for it.
 DEVICE uint32_t load_bf16x2(const bf16* pair) {
     uint32_t packed;
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(packed) : "l"(__cvta_generic_to_global(pair)));

@@ -1,15 +1,19 @@
 // The small sums beside the products: gradients of the scores and of the biases. Memory-bound, deterministic.
 //
-//   reduce_scores_grad       dS[p] = sum over j of partial[j, row of p]       partial (J, R) fp32, one line a column tile
-//   bias_score_grad          dS[p] += <dO[token of p], b_down[expert of p]>   a down bias's share of the score's gradient
-//   expert_row_sum           sums[e] = sum of an expert's rows (R, m) bf16, or of its tokens' rows (T, m) weighted by scores
-//   expert_row_sum_finish
+//   reduce_scores_grad       dS[p] = sum over j of partial[j, row of p]       partial (J, R) fp32, a line for each column tile
+//   bias_score_grad          dS[p] += <dO[token of p], b_down[expert of p]>   what a down bias adds to the score's gradient
+//   expert_row_sum           sums[e] = sum of an expert's rows (R, m) bf16, or of its tokens' rows (T, m) weighted by scores:
+//   expert_row_sum_finish      partial sums, and then their sums
+//
+// dS = <dA', act> is SonicMoE's (Algorithm 3 and appendix D). MoEBlaze's Algorithm 1 leaves scores out; neither paper has
+// biases.
+//
+// Floor: the bytes that are read and written / 4.24 TB/s.
 //
 // -D: TOP_K    pairs of a token: token = p / TOP_K. 0: they vary, token = pair_tokens[p]
 //     THREADS  threads in a block
 #include "ptx.cuh"
 
-constexpr int CHUNK = 8;  // bf16 columns in 16 bytes
 constexpr int LANES = 32;
 constexpr int WARPS = THREADS / LANES;
 
@@ -82,25 +86,26 @@ bias_score_grad(const bf16* d_out, const bf16* bias, const int* token_index_map,
     }
 }
 
-// ---- expert_row_sum: even shares of rows, so that one busy expert costs no more than many --------------------------
+// ---- expert_row_sum: the rows in splits of equal size, so that one busy expert costs no more than many ----------------
 //
-//   rows    |---- share 0 ----|---- share 1 ----|---- share 2 ----|
+//   rows    |---- split 0 ----|---- split 1 ----|---- split 2 ----|
 //   experts |-- 0 --|-- 1 --|------------- 2 ----------------|- 3 -|
-//   slots   |  0+0  |  0+1  |0+2|      1+2      |    2+2     | 2+3 |      slot = share + expert, one for every piece
+//   slots   |  0+0  |  0+1  |0+2|      1+2      |    2+2     | 2+3 |      slot = split + expert, one for each partial sum
 //
-// A block sums the pieces of one share, 256 columns of them; expert_row_sum_finish then adds an expert's slots in order.
+// A block computes the partial sums of one split, 256 columns of them; expert_row_sum_finish then adds an expert's slots in
+// order.
 extern "C" __global__ void __launch_bounds__(THREADS)
 expert_row_sum(const bf16* values, const int* pair_indices, const int* offsets, const int* pair_tokens, const float* scores,
-               float* slots, int64_t num_experts, int64_t m, int64_t rows_per_share, int64_t gather) {
+               float* slots, int64_t num_experts, int64_t m, int64_t rows_per_split, int64_t gather) {
     __shared__ float sums[WARPS][LANES * CHUNK];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int64_t first_column = int64_t(blockIdx.x) * LANES * CHUNK, column = first_column + lane * CHUNK;
-    const int share_begin = blockIdx.y * rows_per_share;
-    const int share_end = min(share_begin + rows_per_share, int64_t(offsets[num_experts]));
+    const int split_begin = blockIdx.y * rows_per_split;
+    const int split_end = min(split_begin + rows_per_split, int64_t(offsets[num_experts]));
 
-    for (int begin = share_begin; begin < share_end;) {
+    for (int begin = split_begin; begin < split_end;) {
         const int expert = expert_of(begin, offsets, num_experts);
-        const int end = min(share_end, offsets[expert + 1]);
+        const int end = min(split_end, offsets[expert + 1]);
         float sum[CHUNK] = {};
         if (column < m) {
 #pragma unroll 4
@@ -130,15 +135,15 @@ expert_row_sum(const bf16* values, const int* pair_indices, const int* offsets, 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 expert_row_sum_finish(const float* slots, const int* offsets, bf16* out_bf16, float* out_f32, int64_t m,
-                      int64_t rows_per_share, int64_t accumulate) {
+                      int64_t rows_per_split, int64_t accumulate) {
     const int64_t column = int64_t(blockIdx.x) * THREADS + threadIdx.x;
     const int64_t expert = blockIdx.y, begin = offsets[expert], end = offsets[expert + 1];
     if (column >= m) return;
     float total = 0;
     if (begin < end) {
 #pragma unroll 4
-        for (int64_t share = begin / rows_per_share; share <= (end - 1) / rows_per_share; ++share)
-            total += __ldg(slots + (share + expert) * m + column);
+        for (int64_t split = begin / rows_per_split; split <= (end - 1) / rows_per_split; ++split)
+            total += __ldg(slots + (split + expert) * m + column);
     }
     const int64_t place = expert * m + column;
     if (out_f32 != nullptr) {

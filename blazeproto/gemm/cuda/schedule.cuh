@@ -1,17 +1,17 @@
-// What every scheduler begins with: how much there is to do before each expert.
+// What both schedulers (tiles.cuh, weight_schedule.cuh) begin with: how much work comes before each expert's.
 #pragma once
 #include "mainloop.cuh"
 
 // (experts + 1,): the sum of `count` over the experts before this one.
 DEVICE int* before_expert() { return reinterpret_cast<int*>(shared_memory() + SCHEDULE_OFFSET); }
 
-// By the whole CTA. `count(e)` of an expert.
+// By the whole CTA. `count(e)`: the work of expert e.
 template <class Count>
 DEVICE void sum_before_experts(int experts, Count count) {
     int* before = before_expert();
     for (int e = threadIdx.x; e < experts; e += THREADS) before[e] = count(e);
     __syncthreads();
-    if (threadIdx.x < 32) {  // exclusive scan by one warp, a run of experts a lane
+    if (threadIdx.x < 32) {  // exclusive scan by one warp; a lane has a run of consecutive experts
         const int run = (experts + 31) / 32, begin = threadIdx.x * run, end = min(begin + run, experts);
         int sum = 0;
         for (int e = begin; e < end; ++e) sum += before[e];
@@ -31,8 +31,8 @@ DEVICE void sum_before_experts(int experts, Count count) {
     __syncthreads();
 }
 
-// The last expert with `each` times what is before it at or below `position`. Experts of whom there is nothing share that with the
-// next one: the one that owns it is found.
+// The expert at `position` of the line of all work, each unit of which is `each` long: the last one whose work begins there or
+// before. Experts without work begin where the next expert does; being the last, the one that has work is found.
 DEVICE int expert_at(int position, int experts, int each = 1) {
     const int* before = before_expert();
     int low = 0, high = experts;

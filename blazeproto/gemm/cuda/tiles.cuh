@@ -1,20 +1,21 @@
-// How the rows of all experts are cut into tiles, and which CTA takes which, in what order.
+// The tiles of the row products: how the rows of all experts are cut into tiles, and which CTA computes which, in what order.
 //
-// A tile is BM rows of one expert by TILE_COLUMNS columns. CTAs are persistent, one a multiprocessor, and take turns: expert by
-// expert; inside one, groups of ROW_GROUP row blocks, columns within a group, rows fastest, so that what is read twice is read
-// twice within a short time.
+// A tile is BM rows of one expert by COLUMNS columns of the output. CTAs are persistent, one a multiprocessor, and take
+// tiles round robin from one list. The list goes expert by expert; within an expert by groups of ROW_GROUP row blocks;
+// within a group column by column, and within a column row block by row block. So tiles that read the same rows or weights
+// run close together in time, and find them in L2.
 //
-// To find a tile takes a search and three divisions, some 700 cycles by estimate, where a short reduction's tile has 4000. So a
-// warp of the producer finds BATCH tiles at a time, one a lane, and leaves them in shared memory:
+// To find a tile takes a binary search and three divisions, some 700 cycles by estimate; a tile with a short reduction
+// takes 4000. So a warp of the producer finds BATCH tiles at a time, one a lane, and writes them to shared memory for all
+// warps:
 //
-//   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then 32 .. 47 over the first ones: consumers are at most
-//                                                           STAGES tiles behind, a finisher one more
+//   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then tiles 32 .. 47 in place of 0 .. 15: consumers are at most
+//                                                           STAGES tiles behind the producer, the epilogue warps one more
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"
 
-constexpr int ROW_GROUP = 8;  // row blocks that share their weights in L2 before the next column block
-constexpr int TILE_COLUMNS = BN / HALVES;
+constexpr int ROW_GROUP = 8;  // row blocks that use the same weights before the next column block comes
 
 struct RowsParams {
     TensorMap a;           // (reduction, rows), where rows are contiguous
@@ -32,17 +33,25 @@ struct RowsParams {
     int bias_stride;  // elements from one expert's bias to the next's
 };
 
-struct alignas(16) Tile {
+struct alignas(16) RowTile {
     int expert;
     int row, row_end;  // first row of the tile; end of the expert's rows
-    int column;        // first column, in units of the output (hidden units where HALVES is 2)
+    int column;        // first column of the output (a hidden unit, where the columns are gate and up)
 };
 
 constexpr int BATCH = 16;
-constexpr int SLOTS_OFFSET = BARRIER_OFFSET - 2 * BATCH * int(sizeof(Tile));
-static_assert(BATCH > STAGES + 2, "a slot is filled again when nobody can still want it");
+constexpr int SLOTS_OFFSET = BARRIER_OFFSET - 2 * BATCH * int(sizeof(RowTile));
+static_assert(BATCH > STAGES + 2, "a slot is written again only when no warp can still need it");
 
+// COLUMNS: of the output, in a tile. BN, or less where several blocks of weights belong to the same output columns.
+template <int COLUMNS>
 struct TileScheduler {
+    using Params = RowsParams;
+    using Tile = RowTile;
+    static constexpr int SMEM_OFFSET = SLOTS_OFFSET;  // the schedule takes shared memory from here on
+    static constexpr bool VARLEN_K = false;
+    static constexpr int TILE_COLUMNS = COLUMNS;
+
     const RowsParams& p;
 
     // By the whole CTA.
@@ -53,12 +62,13 @@ struct TileScheduler {
         __syncthreads();
     }
 
-    DEVICE static int& count() { return before_expert()[MAX_EXPERTS + 1]; }  // of this CTA's tiles; consumers lack registers
+    // Of this CTA's tiles. In shared memory, because consumers are short of registers.
+    DEVICE static int& count() { return before_expert()[MAX_EXPERTS + 1]; }
 
-    DEVICE static Tile* slots() { return reinterpret_cast<Tile*>(shared_memory() + SLOTS_OFFSET); }
-    DEVICE int column_blocks() const { return (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS; }
+    // Steps of the reduction, the same for every tile.
+    DEVICE int steps() const { return (p.reduction + BK - 1) / BK; }
 
-    // By the producer's first warp, when `position` reaches a multiple of BATCH: this CTA's tiles from there on.
+    // By the producer's first warp, when `position` reaches a multiple of BATCH: finds this CTA's tiles from there on.
     DEVICE void fill_slots(int position) const {
         const int mine = position + threadIdx.x;
         if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(mine);
@@ -66,18 +76,28 @@ struct TileScheduler {
     }
 
     // The `position`-th tile of this CTA, once its slot is filled.
-    DEVICE Tile at(int position) const {
+    DEVICE RowTile at(int position) const {
         const int4 tile = *reinterpret_cast<const int4*>(slots() + position % (2 * BATCH));
         return {tile.x, tile.y, tile.z, tile.w};
     }
 
+    // The same, from the first row of this consumer's strip on.
+    DEVICE RowTile strip_at(int position, int) const {
+        RowTile tile = at(position);
+        tile.row += consumer_index() * STRIP;  // computed anew: this takes no register during the mainloop
+        return tile;
+    }
+
    private:
+    DEVICE static RowTile* slots() { return reinterpret_cast<RowTile*>(shared_memory() + SLOTS_OFFSET); }
+    DEVICE int column_blocks() const { return (p.columns + COLUMNS - 1) / COLUMNS; }
+
     DEVICE int tiles_of_this_cta() const {
         const int tiles = before_expert()[p.experts] * column_blocks();
         return (tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     }
 
-    DEVICE Tile find(int position) const {
+    DEVICE RowTile find(int position) const {
         const int* blocks = before_expert();  // row blocks
         const int columns = column_blocks(), index = blockIdx.x + position * gridDim.x, block = index / columns;
         const int low = expert_at(block, p.experts);
@@ -86,6 +106,6 @@ struct TileScheduler {
         const int in_group = local - group * ROW_GROUP * columns;
         const int group_rows = min(ROW_GROUP, blocks[low + 1] - blocks[low] - group * ROW_GROUP);
         const int row_block = group * ROW_GROUP + in_group % group_rows, column_block = in_group / group_rows;
-        return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], column_block * TILE_COLUMNS};
+        return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], column_block * COLUMNS};
     }
 };

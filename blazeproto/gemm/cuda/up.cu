@@ -5,82 +5,87 @@
 //            or f(H[r]) without a gate             f by ACTIVATION (activation.cuh): SiLU, GELU, ReLU
 //
 //   x rows  --gather-->  A (BM x 64)  \
-//                                       wgmma -> acc (BM x BN) -> slabs of H --TMA--> H
-//   W_up    --TMA----->  B (BN x 64)  /                             \--finisher--> act
+//                                       wgmma -> acc (BM x BN) -> slabs of H --TMA----------------> H
+//   W_up    --TMA----->  B (BN x 64)  /                              \--epilogue warpgroup--------> act
 //
-// B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units, so gate and up of a unit lie in two slabs at the same
-// place, and no interleaved copy of the weights exists.
+// B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units. So gate and up of a unit lie at the same place of
+// two slabs, and no interleaved copy of the weights exists.
 //
-// An activation takes longer than the wgmma it could hide under, so a fourth warpgroup, the finisher, does it. A consumer hands
-// over its strip of H in two parts, through two slabs of its own: the first as soon as the tile is multiplied, the second, from
-// registers, while the next tile is.
+// An activation takes longer than the wgmma it could hide under, so an epilogue warpgroup computes it. A consumer stages
+// its strip of H in two parts through the slab pipeline (slab_pipeline.cuh): the first part as soon as the tile is
+// multiplied, the second, which waits in registers, while the next tile is.
 //
-//   consumer    mma tile 0 ... | part 0 | mma tile 1 . part 1 ........ | part 0 | mma tile 2 . part 1 ....
-//   finisher                            | act, store |    | act, store |        | act, store |
+//   consumer            mma tile 0 ... | part 0 | mma tile 1 . part 1 ........ | part 0 | mma tile 2 . part 1 ....
+//   epilogue warpgroup                          | act, store |    | act, store |        | act, store |
 //
 // docs/kernels.md tells how this kernel came to be as it is.
 //
 // Floor: max(4 n d R / 785 TFLOP/s, (2 d T + 2 d 2n E + 2 (2n + n) R) bytes / 4.24 TB/s) for a gated layer.
 #include "activation.cuh"
-#include "handover.cuh"
+#include "layout.cuh"
+#include "slab_pipeline.cuh"
 #include "varlen_m.cuh"
 
-static_assert(FINISHERS == 1, "a warpgroup that makes act and stores");
+static_assert(EPILOGUE_WARPGROUPS == 1, "it makes act and stores");
+static_assert(!B_MN, "weights (E, d, 2n) are not built yet: their B tile takes a box for each of gate and up");
 
-constexpr int UNITS = PART_COLUMNS / HALVES;  // hidden units of a part: 64, gate and up; without a gate 128
-constexpr int HANDOVERS = BN / PART_COLUMNS;  // parts of a tile's strip
+constexpr int HALVES = is_gated(ACTIVATION) ? 2 : 1;  // of a tile's columns: gate and up, or one
+constexpr int UNITS = PART_COLUMNS / HALVES;          // hidden units of a part: 64, gate and up; without a gate 128
+constexpr int STRIP_PARTS = BN / PART_COLUMNS;        // parts of a tile's strip
+
+using Scheduler = TileScheduler<BN / HALVES>;
 
 // ---- consumer ------------------------------------------------------------------------------------------------------------
-struct UpEpilogue : PlainEpilogue {
-    static constexpr int SMEM_BYTES = HANDOVER_BYTES;
-    static constexpr int PARTS = HANDOVERS;
+struct UpEpilogue : PlainEpilogue<Scheduler> {
+    static constexpr int SMEM_BYTES = PIPELINE_BYTES;
+    static constexpr int PARTS = STRIP_PARTS;
     const RowsParams& p;
-    Handover handover;
+    SlabPipeline pipeline;
     uint32_t slabs_at;   // where part 0 goes, from look_ahead to hold
     uint32_t h[BN / 8];  // part 1 as it is stored: pairs of bf16
 
-    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {
-        if (threadIdx.x == 0) Handover::init(WARPGROUP / 32);
-    }
+    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
 
-    // Under the tile's last wgmma.
-    DEVICE void look_ahead(const Tile&) { slabs_at = handover.wait_until_empty(); }
+    DEVICE static void init() { SlabPipeline::init(WARPGROUP_WARPS); }
 
-    DEVICE void hold(const float (&acc)[BN / 2], const Tile& tile, const Ring&) {
+    // Waits for the slabs while the tile's last wgmma run.
+    DEVICE void look_ahead(const RowTile&) { slabs_at = pipeline.wait_until_empty(); }
+
+    DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
         const int column = tile.column + threadIdx.x % 4 * 2;
         const bf16* bias_at = p.bias + int64_t(tile.expert) * p.bias_stride + column;
         const auto packed = [&](int i) {  // i = 2j + r: row r * 8 + l / 4 of this warp's, columns 8 j + 2 (l % 4) and the next
-            const int half = i / 2 * 8 / TILE_COLUMNS, offset = i / 2 * 8 % TILE_COLUMNS;
+            const int half = i / 2 * 8 / Scheduler::TILE_COLUMNS, offset = i / 2 * 8 % Scheduler::TILE_COLUMNS;
             uint32_t bias = 0;
             if (HAS_BIAS && column + offset < p.columns) bias = load_bf16x2(bias_at + half * p.columns + offset);
             return pack_biased(acc[2 * i], acc[2 * i + 1], bias);
         };
-        handover.write(slabs_at, [&](int plane, int i) { return packed(first_pair(0, plane) + i); });
+        pipeline.write(slabs_at, [&](int plane, int i) { return packed(first_pair(0, plane) + i); });
         if constexpr (PARTS > 1) {
 #pragma unroll
             for (int plane = 0; plane < PLANES; ++plane)
 #pragma unroll
-                for (int i = 0; i < 16; ++i) h[plane * 16 + i] = packed(first_pair(1, plane) + i);
+                for (int i = 0; i < PAIRS_IN_SLAB; ++i) h[plane * PAIRS_IN_SLAB + i] = packed(first_pair(1, plane) + i);
         }
     }
 
-    // Of the packed accumulators that belong to a plane of a part.
+    // The first of the packed accumulators that belong to a plane of a part.
     DEVICE static constexpr int first_pair(int part, int plane) {
-        return HALVES == 2 ? plane * BN / 8 + part * 16 : (part * PLANES + plane) * 16;
+        return HALVES == 2 ? plane * BN / 8 + part * PAIRS_IN_SLAB : (part * PLANES + plane) * PAIRS_IN_SLAB;
     }
 
-    DEVICE bool ready(int part) const { return part == 0 || handover.empty(); }
+    DEVICE bool ready(int part) const { return part == 0 || pipeline.empty(); }
 
     template <int INDEX>
     DEVICE void part() {
-        if constexpr (INDEX == 0) handover.publish();
-        else handover.fill([&](int plane, int i) { return h[plane * 16 + i]; });
+        if constexpr (INDEX == 0) pipeline.publish();
+        else pipeline.fill([&](int plane, int i) { return h[plane * PAIRS_IN_SLAB + i]; });
     }
 
-    DEVICE static void finish(const RowsParams& p, const TileScheduler& scheduler);
+    DEVICE static void store_staged(const RowsParams& p, const Scheduler& scheduler);
 };
 
-// ---- finisher ------------------------------------------------------------------------------------------------------------
+// ---- epilogue warpgroup --------------------------------------------------------------------------------------------------
 DEVICE uint32_t activate(uint32_t gate, uint32_t up) {
     float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
     if (HALVES == 2) low *= linear_half<ACTIVATION>(bf16_low(up)).value, high *= linear_half<ACTIVATION>(bf16_high(up)).value;
@@ -91,22 +96,21 @@ DEVICE uint4 activate(uint4 gate, uint4 up) {
     return make_uint4(activate(gate.x, up.x), activate(gate.y, up.y), activate(gate.z, up.z), activate(gate.w, up.w));
 }
 
-// Nobody reads H before backward, and act is more than L2 holds: evict first.
+// Evicts the chunk from L2 first: nobody reads H before backward, and act is more than L2 holds.
 DEVICE void store(bf16* out, uint4 chunk) { __stcs(reinterpret_cast<uint4*>(out), chunk); }
 
-// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread. Slabs are read
-// a pass at a time: more at once keep wgmma from its operands.
-DEVICE void finish_strip(const RowsParams& p, const Tile& tile, int part, int strip) {
-    constexpr int PASS_ROWS = WARPGROUP / 8;
-    const int thread = warpgroup_thread(), first_row = thread / 8, chunk = thread % 8;
-    const int row = tile.row + strip * STRIP, column = tile.column + part * UNITS, own_column = column + chunk * 8;
+// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread. A thread
+// reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
+DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int strip) {
+    const int thread = warpgroup_thread(), first_row = thread / CHUNKS_IN_ROW, chunk = thread % CHUNKS_IN_ROW;
+    const int row = tile.row + strip * STRIP, column = tile.column + part * UNITS, own_column = column + chunk * CHUNK;
     const bool whole = row + STRIP <= tile.row_end;
     const uint32_t slabs = slabs_of(strip);
-    uint32_t at = slabs + first_row * SWIZZLE_ROW + ((chunk ^ (first_row & 7)) << 4);
+    uint32_t at = swizzled(slabs, first_row, chunk);
     if (whole && thread == 0) {
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane)
-            tma_store_3d(&p.out0, slabs + plane * SLAB_BYTES, HALVES == 2 ? column : column + plane * 64, row,
+            tma_store_3d(&p.out0, slabs + plane * SLAB_BYTES, HALVES == 2 ? column : column + plane * SLAB, row,
                          HALVES == 2 ? plane : 0);
         bulk_commit_group();
     }
@@ -119,7 +123,7 @@ DEVICE void finish_strip(const RowsParams& p, const Tile& tile, int part, int st
         for (int plane = 0; plane < PLANES; ++plane) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane) {
-            const int unit = own_column + (HALVES == 2 ? 0 : plane * 64);
+            const int unit = own_column + (HALVES == 2 ? 0 : plane * SLAB);
             if (!in_expert || unit >= p.columns) continue;
             if (!whole) store(p.out0_rows + unit_zero * HALVES + (HALVES == 2 ? plane * p.columns : 0) + unit, h[plane]);
             if (plane < PLANES / HALVES) store(p.out1_rows + unit_zero + unit, activate(h[plane], h[HALVES - 1]));
@@ -132,15 +136,15 @@ DEVICE void finish_strip(const RowsParams& p, const Tile& tile, int part, int st
     if (thread % 32 == 0) mbarrier_arrive(emptied_barrier(strip));
 }
 
-DEVICE void UpEpilogue::finish(const RowsParams& p, const TileScheduler& scheduler) {
+DEVICE void UpEpilogue::store_staged(const RowsParams& p, const Scheduler& scheduler) {
     uint32_t phase = 0;
     for (int position = 0; position < scheduler.count(); ++position) {
 #pragma unroll 1
-        for (int part = 0; part < HANDOVERS; ++part) {
+        for (int part = 0; part < STRIP_PARTS; ++part) {
 #pragma unroll 1
             for (int strip = 0; strip < CONSUMERS; ++strip) {
                 mbarrier_wait(filled_barrier(strip), phase);
-                finish_strip(p, scheduler.at(position), part, strip);
+                store_part(p, scheduler.at(position), part, strip);
             }
             phase ^= 1;
         }
@@ -150,5 +154,5 @@ DEVICE void UpEpilogue::finish(const RowsParams& p, const TileScheduler& schedul
 
 extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
     up_forward(const __grid_constant__ RowsParams p) {
-    varlen_m<UpEpilogue>(p);
+    run<Scheduler, RowProducer, UpEpilogue>(p);
 }

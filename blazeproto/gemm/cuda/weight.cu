@@ -7,44 +7,61 @@
 //                                                            wgmma, both operands MN-major -> acc (BM x BN)
 //   ordered rows,  64 at a time --TMA-------> B (64 x BN)  /      acc[i, j] = sum_r gathered[r, i] ordered[r, j]
 //
-// The gathered matrix is always A (d wide), so dW_up comes out transposed and is turned by stmatrix on its way out.
+// The gathered matrix (d wide) is always A. So dW_up is computed transposed, and stmatrix transposes it back on its way to
+// memory.
 //
-// The last block of an expert runs into the next expert's rows, or into rows nobody wrote. Both operands are zeroed there
-// (0 x NaN is NaN): the producers copy the ordered rows too by cp.async, which writes zeros for what is past the end.
+// The last 64 rows of an expert may include rows of the next expert, or rows that were never written. Both operands get
+// zeros there, for 0 x NaN is NaN: in that block the producer copies the ordered rows too by cp.async, which writes zeros
+// past the expert's end.
 //
-// weight_schedule.cuh deals out the work, some of it in pieces of tiles, which are left in fp32 for weight_sum.cu.
+// weight_schedule.cuh assigns the work. Some of it may be partial tiles, which are left in fp32 for weight_sum.cu to add.
 //
-// OUT_F32 1 writes fp32; with `accumulate`, adds to what is there.
+// OUT_F32 1 writes fp32, and with `accumulate` adds to what is there.
 //
 // Floor: max(2 d width R / 785 TFLOP/s, 2 (d T + width R + d width E) bytes / 4.24 TB/s).
 #include "epilogue.cuh"
 #include "weight_schedule.cuh"
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
-constexpr int PASSES = BK / ROWS_A_PASS;
-constexpr int STEPS_NUMBERED = NUMBERED_ROWS / BK;  // steps whose row numbers the producer holds
+constexpr int PASSES = BK / PASS_ROWS;
+constexpr int NUMBERED_STEPS = NUMBERED_ROWS / BK;  // steps for which the producer holds row numbers
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 struct WeightProducer {
+    static constexpr int MN_A = 1, MN_B = 1;
+    static constexpr int WARPS = WARPGROUP_WARPS;
+
+    template <class Epilogue>
+    DEVICE static void produce(const WeightParams& params, const WeightScheduler& scheduler) {
+        WeightProducer producer(params);
+        int next_pair = GATHER ? producer.first_pair(scheduler, 0) : -1;
+        for (int position = 0; position < scheduler.count(); ++position) {
+            if (GATHER) producer.produce_gathered(scheduler, position, next_pair);
+            else producer.produce_in_order(scheduler.at(position));
+        }
+    }
+
+   private:
     const WeightParams& p;
     uint32_t offset = gather_offset();
     Ring ring;
 
     DEVICE explicit WeightProducer(const WeightParams& params) : p(params) {}
 
+    // This CTA's part of the B stage, to every CTA of the cluster.
     DEVICE void load_ordered(int tile_column, int row) const {
-        constexpr int SHARE = B_PANELS / CLUSTER;
-        constexpr uint16_t EVERYONE = (1 << CLUSTER) - 1;
+        constexpr int OWN_PANELS = B_PANELS / CLUSTER;
+        constexpr uint16_t EVERY_CTA = (1 << CLUSTER) - 1;
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i) {
-            const int panel = WeightScheduler::rank() * SHARE + i, column = tile_column + panel * PANEL;
+        for (int i = 0; i < OWN_PANELS; ++i) {
+            const int panel = WeightScheduler::rank() * OWN_PANELS + i, column = tile_column + panel * PANEL;
             const uint32_t dst = ring.b() + panel * PANEL_BYTES;
             if constexpr (CLUSTER == 1) tma_load_2d(dst, &p.ordered, ring.full_barrier(), column, row);
-            else tma_load_2d_multicast(dst, &p.ordered, ring.full_barrier(), column, row, EVERYONE);
+            else tma_load_2d_multicast(dst, &p.ordered, ring.full_barrier(), column, row, EVERY_CTA);
         }
     }
 
-    // `next_pair` holds the pairs of this tile's first rows on the way in, and of the next tile's on the way out.
+    // next_pair: on entry, of the row of this tile whose number this thread computes first; on return, of the next tile's.
     DEVICE void produce_gathered(const WeightScheduler& scheduler, int position, int& next_pair) {
         const WeightTile tile = scheduler.at(position);
         const int column = tile.i + gather_column();
@@ -54,11 +71,11 @@ struct WeightProducer {
         for (int row = tile.row; row < tile.row_end; row += BK) {
             if (numbered == 0) {
                 own_start = row_start(p.pairs, next_pair, p.gathered_width);
-                const int ahead = row + NUMBERED_ROWS;  // as many rows ahead of their use
+                const int ahead = row + NUMBERED_ROWS;  // the pairs are loaded so many rows before they are used
                 next_pair = ahead < tile.row_end ? load_pair(p.pairs, ahead, tile.row_end) : first_pair(scheduler, position + 1);
-                numbered = STEPS_NUMBERED;
+                numbered = NUMBERED_STEPS;
             }
-            const RowChunks<PASSES> rows(chunks, own_start, (STEPS_NUMBERED - numbered--) * PASSES);
+            const RowChunks<PASSES> rows(chunks, own_start, (NUMBERED_STEPS - numbered--) * PASSES);
             const bool tail = row + BK > tile.row_end;
             ring.wait_until_empty();
             if (threadIdx.x == 0) {
@@ -78,7 +95,7 @@ struct WeightProducer {
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();
         }
-        // An expert without rows has used no pair: the next tile's are still to come.
+        // For an expert without rows the loop has not loaded the next tile's pairs.
         if (tile.row == tile.row_end) next_pair = first_pair(scheduler, position + 1);
     }
 
@@ -88,7 +105,7 @@ struct WeightProducer {
         return load_pair(p.pairs, tile.row, tile.row_end);
     }
 
-    // GATHER 0. TMA needs one thread, but the block that runs into the next expert's rows takes all of them.
+    // GATHER 0. One thread issues TMA loads; all threads copy the block that includes rows past the expert's end.
     DEVICE void produce_in_order(const WeightTile& tile) {
         const bool loads = threadIdx.x < 32;
         int row = tile.row;
@@ -116,12 +133,13 @@ struct WeightProducer {
         ring.advance();
     }
 
+    // BK rows of `matrix` from `row` on, with zeros from `row_end` on.
     template <int PANELS>
     DEVICE void copy_tail(uint32_t stage, const bf16* matrix, int width, int column, int row, int row_end) const {
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; ++pass) {
-            const int r = row + pass * ROWS_A_PASS + gather_row();
-            const uint32_t dst = stage + pass * ROWS_A_PASS * SWIZZLE_ROW + offset;
+            const int r = row + pass * PASS_ROWS + gather_row();
+            const uint32_t dst = stage + pass * PASS_ROWS * SWIZZLE_ROW + offset;
             const bf16* src = matrix + int64_t(min(r, row_end - 1)) * width + column;
 #pragma unroll
             for (int panel = 0; panel < PANELS; ++panel)
@@ -131,16 +149,16 @@ struct WeightProducer {
 };
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
-struct WeightEpilogue : AlwaysReady {
+struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int PARTS = OUT_F32 ? 0 : BN / 64;
+    static constexpr int PARTS = OUT_F32 ? 0 : BN / SLAB;
     const WeightParams& p;
     uint32_t out[BN / 4];
     WeightTile tile;
 
     DEVICE explicit WeightEpilogue(const WeightParams& params) : p(params) {}
 
-    DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of) {
+    DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of, const Ring&) {
         tile = of;
         if constexpr (OUT_F32) {
             store_f32(acc);
@@ -152,28 +170,28 @@ struct WeightEpilogue : AlwaysReady {
 
     template <int INDEX>
     DEVICE void part() {
-        const int i = tile.i, j = tile.j + INDEX * 64;
+        const int i = tile.i, j = tile.j + INDEX * SLAB;
         if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
         const uint32_t slab = slab_of_part(INDEX);
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
-            const uint32_t* quad = out + INDEX * 16 + quarter * 4;
+            const uint32_t* quad = out + INDEX * PAIRS_IN_SLAB + quarter * 4;
             if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
             else stmatrix_x4(slab_address(slab, quarter), quad);
         }
         store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
     }
 
-    // For weight_sum.cu, which reads it the same way.
-    DEVICE static void leave(const float (&acc)[BN / 2], float4* piece) {
+    // weight_sum.cu reads it in the same order.
+    DEVICE static void store_partial(const float (&acc)[BN / 2], float4* partial) {
         const int consumer = int(thread_index()) - WARPGROUP;
 #pragma unroll
         for (int x = 0; x < BN / 2; x += 4)
-            piece[x / 4 * CONSUMERS * WARPGROUP + consumer] = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
+            partial[x / 4 * CONSUMERS * WARPGROUP + consumer] = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
     }
 
-    // Each element by one thread, and launches follow each other: additions come in a fixed order. Reductions, which nobody waits
-    // for: loads would be a round trip to memory for each element.
+    // One thread adds to an element, and launches run one after the other, so additions come in a fixed order. They are
+    // reductions in memory, which no thread waits for; a load and a store would wait for memory once for each element.
     DEVICE void store_f32(const float (&acc)[BN / 2]) const {
         float* expert = p.out_f32 + int64_t(tile.expert) * p.gathered_width * p.ordered_width;
 #pragma unroll
@@ -198,49 +216,5 @@ struct WeightEpilogue : AlwaysReady {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PTXAS_THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {
-    static_assert(EPILOGUE_OFFSET + CONSUMERS * WeightEpilogue::SMEM_BYTES <= WeightScheduler::OFFSET,
-                  "the stages and the epilogue do not fit");
-    if (threadIdx.x == 0) Ring::init();
-    __syncthreads();
-    if constexpr (CLUSTER > 1) cluster_sync();
-
-    const WeightScheduler scheduler(p);
-    if (threadIdx.x < WARPGROUP) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        WeightProducer producer(p);
-        int next_pair = GATHER ? producer.first_pair(scheduler, 0) : -1;
-        for (int position = 0; position < scheduler.count(); ++position) {
-            if (GATHER) producer.produce_gathered(scheduler, position, next_pair);
-            else producer.produce_in_order(scheduler.at(position));
-        }
-    } else {
-        setmaxnreg_inc<CONSUMER_REGISTERS>();
-        WeightEpilogue epilogue(p);
-        Ring ring;
-        const int strip = uniform(consumer_index());
-        Parts<WeightEpilogue> parts(epilogue);
-        for (int position = 0; position < scheduler.count(); ++position) {
-            WeightTile tile = scheduler.at(position);
-            tile.i += strip * STRIP;
-            const int steps = uniform(steps_of(tile.row_end - tile.row));
-            if (steps == 0) {  // an expert without rows
-                const float zeros[BN / 2] = {};
-                parts.run(1);
-                epilogue.hold(zeros, tile);
-                parts.start();
-                continue;
-            }
-            float acc[BN / 2];
-            multiply<1, 1>(acc, ring, strip, steps, [&](int left) { parts.run(left); });
-            if (tile.piece != WHOLE) {
-                epilogue.leave(acc, scheduler.piece(tile.piece));
-                continue;
-            }
-            epilogue.hold(acc, tile);
-            parts.start();
-        }
-        parts.run(1);
-        if (warpgroup_thread() == 0) bulk_wait_group<0>();
-    }
-    if constexpr (CLUSTER > 1) cluster_sync();
+    run<WeightScheduler, WeightProducer, WeightEpilogue>(p);
 }

@@ -1,19 +1,24 @@
-// Which cluster of CTAs makes which part of the weight gradients, and in what order.
+// The tiles of the weight gradients: which cluster of CTAs computes which part of them, and in what order.
 //
-// A tile is CLUSTER * BM gathered columns by BN ordered ones of one expert; its reduction runs over all of the expert's rows, BK a
-// step. Clusters take whole tiles by turns, so that those at work at a time share an expert's rows in L2. Where an expert has so many
-// rows that its tiles would outlast all others', the tiles are laid in one line instead, which is cut into equal shares:
+// A tile is CLUSTER * BM gathered columns by BN ordered ones of one expert. Its reduction runs over all rows of the expert,
+// BK rows a step. There are two schedules:
 //
-//   by turns   cluster 0 | tile 0 .............................. | 3 |        in shares   cluster 0 | tile 0 ....... |
-//              cluster 1 | tile 1 .. | 4 |                                                cluster 1 | 0 ....... | 1  |
-//              cluster 2 | 2 | tile 5 |                                                   cluster 2 | 1 .. | 2 | 3 | |
+//   data-parallel   Clusters take whole tiles round robin. Clusters that run at the same time find the same expert's rows in L2.
+//   stream-K        All tiles are laid in one line, which is cut into work units of equal length, one for each cluster. It pays
+//                   where an expert has so many rows that its tiles would take longer than all others'.
 //
-// Which takes less the offsets tell, and every CTA works it out for itself.
+//   data-parallel   cluster 0 | tile 0 .............................. | 3 |        stream-K   cluster 0 | tile 0 ....... |
+//                   cluster 1 | tile 1 .. | 4 |                                               cluster 1 | 0 ....... | 1  |
+//                   cluster 2 | 2 | tile 5 |                                                  cluster 2 | 1 .. | 2 | 3 | |
 //
-// A tile in pieces is summed by weight_sum.cu, in the order of the pieces: the same sum every time. A piece is left in fp32:
+// Which of them takes less time follows from the offsets; every CTA computes the same answer for itself.
 //
-//   workspace   | int2 for each share: the tile that it goes on with, the tile that it leaves unfinished; -1 none |
-//               | for each share, two pieces (CONTINUED, BEGUN) of each CTA of its cluster, BM x BN, as accumulators lie in threads |
+// A work unit that begins or ends within a tile computes a partial tile, which it leaves in fp32. weight_sum.cu adds the
+// partial tiles of a tile, in the order of the work units: the same sum every time. They lie in a workspace:
+//
+//   workspace   | for each work unit, int2: the tile that it continues, the tile that it begins and does not end; -1 for none |
+//               | for each work unit, two partial tiles (CONTINUED, BEGUN) of each CTA of its cluster: BM x BN fp32, in the   |
+//               | order in which threads have accumulators                                                                    |
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"
@@ -27,41 +32,45 @@ struct WeightParams {
     PairToToken pairs;
     const int* offsets;
     float* out_f32;
-    int2* unfinished;  // (shares,)
-    float4* pieces;
+    int2* unfinished;  // (units,)
+    float4* partials;
     int experts, gathered_width, ordered_width, accumulate;
-    int shares;  // at most; 0: every tile is made whole
+    int units;  // work units, at most; 0: data-parallel, whatever the offsets
 };
 
-// What a piece of a tile is. The first two number a share's places in the workspace.
-enum Piece { CONTINUED, BEGUN, WHOLE };
+// Which of a tile's steps a work unit computes. CONTINUED: from a step within the tile on, to the tile's end or to the
+// unit's. BEGUN: from the first step, but not to the last. WHOLE: all. The first two number the unit's places in the workspace.
+enum Extent { CONTINUED, BEGUN, WHOLE };
 
 struct WeightTile {
     int expert, row, row_end, i, j;
-    Piece piece;
+    Extent extent;
 };
 
-DEVICE int steps_of(int rows) { return (rows + BK - 1) / BK; }
-
 struct WeightScheduler {
-    // Costs are in steps, of which there are fewer than 2^31: a GPU would need half a minute. A tile's epilogue counts as one; sharing
-    // makes two more, of pieces, that weight_sum must read. Where all is shared, no two clusters find their rows in L2.
-    static constexpr int EPILOGUE = 1, SHARING = 16;
-    static constexpr int LEAST_SHARE = 8;
+    using Params = WeightParams;
+    using Tile = WeightTile;
+    static constexpr bool VARLEN_K = true;
+
+    // Costs are in steps, of which there are fewer than 2^31: a GPU would need half a minute for those. A tile's epilogue
+    // counts as one step. Stream-K costs more steps, for weight_sum.cu reads the partial tiles; and no two of its clusters
+    // share rows in L2.
+    static constexpr int EPILOGUE_STEPS = 1, STREAM_K_STEPS = 16;
+    static constexpr int LEAST_UNIT = 8;  // steps
     DEVICE static int without_l2(int steps) { return steps + steps / 4; }
 
-    // What this cluster does. In shared memory, for registers are short.
+    // What this cluster does. In shared memory, because registers are short.
     struct Assignment {
         int i_blocks, blocks;         // of an expert
         int cluster, clusters;        // which of how many this is
-        int longest;                  // what turns take, of the cluster that they take longest
-        int count;                    // of its tiles and pieces
-        int first_tile, tile_stride;  // its tiles; the next one is so many on
-        int first_step, last_step;    // a share begins within its first tile, and ends within its last; 0: at the tile's end
-        bool shared;
+        int longest;                  // steps of the cluster that has most in the data-parallel schedule
+        int count;                    // of this cluster's tiles, partial ones too
+        int first_tile, tile_stride;  // its tiles: the first, and how far the next one is
+        int first_step, last_step;    // of the work unit: in the first tile, and before which in the last; 0: at the tile's end
+        bool stream_k;
     };
-    static constexpr int OFFSET = BARRIER_OFFSET - 64;
-    static_assert(sizeof(Assignment) <= BARRIER_OFFSET - OFFSET, "room for it before the barriers");
+    static constexpr int SMEM_OFFSET = BARRIER_OFFSET - 64;
+    static_assert(sizeof(Assignment) <= BARRIER_OFFSET - SMEM_OFFSET, "room for it before the barriers");
 
     struct Place {  // a step of a tile
         int tile, step;
@@ -79,60 +88,71 @@ struct WeightScheduler {
             mine.clusters = gridDim.x / CLUSTER;
             mine.longest = 0;
         }
-        if (p.shares > 0) {
+        if (p.units > 0) {
             const int* offsets = p.offsets;
-            sum_before_experts(p.experts, [=](int e) { return steps_of(offsets[e + 1] - offsets[e]) + EPILOGUE; });
-            if (threadIdx.x < assignment().clusters) take_turns();
+            sum_before_experts(p.experts, [=](int e) { return steps_of(offsets[e + 1] - offsets[e]) + EPILOGUE_STEPS; });
+            if (threadIdx.x < assignment().clusters) measure_data_parallel();
             __syncthreads();
         }
         if (threadIdx.x == 0) assign();
         __syncthreads();
     }
 
-    DEVICE static Assignment& assignment() { return *reinterpret_cast<Assignment*>(shared_memory() + OFFSET); }
     DEVICE static int count() { return uniform(assignment().count); }
     DEVICE static int rank() { return blockIdx.x % CLUSTER; }
 
-    // The `position`-th tile or piece of this cluster's work, this CTA's part of it.
+    // The `position`-th tile of this cluster, this CTA's part of it.
     DEVICE WeightTile at(int position) const {
         const Assignment& mine = assignment();
         const int tile = uniform(mine.first_tile + position * mine.tile_stride), blocks = uniform(mine.blocks);
         const int expert = tile / blocks, block = tile % blocks, i_blocks = uniform(mine.i_blocks);
         WeightTile found{expert, __ldg(p.offsets + expert), __ldg(p.offsets + expert + 1),
                          (block % i_blocks * CLUSTER + rank()) * BM, block / i_blocks * BN, WHOLE};
-        if (uniform(mine.shared)) {
+        if (uniform(mine.stream_k)) {
             const int begin = uniform(position == 0 ? mine.first_step : 0);
             const int end = uniform(position + 1 == mine.count ? mine.last_step : 0);
             if (end > 0) found.row_end = found.row + end * BK;
             found.row += begin * BK;
-            found.piece = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
+            found.extent = begin > 0 ? CONTINUED : end > 0 ? BEGUN : WHOLE;
         }
         return found;
     }
 
-    DEVICE float4* piece(Piece which) const {
-        return p.pieces + int64_t((assignment().cluster * 2 + which) * CLUSTER + rank()) * (BM * BN / 4);
+    // The same, this consumer's strip of it.
+    DEVICE WeightTile strip_at(int position, int strip) const {
+        WeightTile tile = at(position);
+        tile.i += strip * STRIP;
+        return tile;
+    }
+
+    DEVICE static int steps(const WeightTile& tile) { return steps_of(tile.row_end - tile.row); }
+    DEVICE static bool is_partial(const WeightTile& tile) { return tile.extent != WHOLE; }
+
+    DEVICE float4* partial(const WeightTile& tile) const {
+        return p.partials + int64_t((assignment().cluster * 2 + tile.extent) * CLUSTER + rank()) * (BM * BN / 4);
     }
 
    private:
+    DEVICE static Assignment& assignment() { return *reinterpret_cast<Assignment*>(shared_memory() + SMEM_OFFSET); }
+    DEVICE static int steps_of(int rows) { return (rows + BK - 1) / BK; }
     DEVICE static int cost(int expert) { return before_expert()[expert + 1] - before_expert()[expert]; }  // of one tile
     DEVICE static int blocks() { return assignment().blocks; }
     DEVICE int tiles() const { return p.experts * blocks(); }
 
-    // In the line of all tiles, each as long as it costs.
+    // What lies at `position` of the line of all tiles, each as long as it costs.
     DEVICE Place place_at(int position) const {
         const int expert = expert_at(position, p.experts, blocks());
         const int rest = position - before_expert()[expert] * blocks();
         const int tile = expert * blocks() + rest / cost(expert), step = rest % cost(expert);
-        const bool in_epilogue = step > 0 && step + EPILOGUE >= cost(expert);
+        const bool in_epilogue = step > 0 && step + EPILOGUE_STEPS >= cost(expert);
         return in_epilogue ? Place{tile + 1, 0} : Place{tile, step};
     }
 
-    // What turns take; thread c, for cluster c.
-    DEVICE void take_turns() const {
-        int taken = 0;
-        for (int tile = threadIdx.x; tile < tiles(); tile += assignment().clusters) taken += cost(tile / blocks());
-        atomicMax(&assignment().longest, taken);
+    // Makes `longest`. Thread c adds up the steps of cluster c.
+    DEVICE void measure_data_parallel() const {
+        int steps = 0;
+        for (int tile = threadIdx.x; tile < tiles(); tile += assignment().clusters) steps += cost(tile / blocks());
+        atomicMax(&assignment().longest, steps);
     }
 
     // By one thread.
@@ -142,17 +162,17 @@ struct WeightScheduler {
         mine.tile_stride = mine.clusters;
         mine.count = (tiles() - mine.cluster + mine.clusters - 1) / mine.clusters;
         mine.first_step = mine.last_step = 0;
-        mine.shared = false;
-        if (p.shares == 0) return;
+        mine.stream_k = false;
+        if (p.units == 0) return;
 
-        const int all = before_expert()[p.experts] * blocks(), shares = min(max(all / LEAST_SHARE, 1), p.shares);
-        mine.shared = without_l2(all / shares) + SHARING < mine.longest;
+        const int all = before_expert()[p.experts] * blocks(), units = min(max(all / LEAST_UNIT, 1), p.units);
+        mine.stream_k = without_l2(all / units) + STREAM_K_STEPS < mine.longest;
         int2 unfinished{-1, -1};
-        if (mine.shared && mine.cluster >= shares) {
+        if (mine.stream_k && mine.cluster >= units) {
             mine.count = 0;
-        } else if (mine.shared) {
-            const int share = all / shares, longer = all % shares;
-            const auto cut = [&](int before) { return place_at(before * share + min(before, longer)); };
+        } else if (mine.stream_k) {
+            const int length = all / units, longer = all % units;  // the first `longer` units have one step more
+            const auto cut = [&](int unit) { return place_at(unit * length + min(unit, longer)); };
             const Place from = cut(mine.cluster), to = cut(mine.cluster + 1);
             mine.first_tile = from.tile;
             mine.tile_stride = 1;
@@ -162,6 +182,6 @@ struct WeightScheduler {
             if (from.step > 0) unfinished.x = from.tile;
             if (to.step > 0 && (to.tile > from.tile || from.step == 0)) unfinished.y = to.tile;
         }
-        if (mine.cluster < p.shares && rank() == 0) p.unfinished[mine.cluster] = unfinished;
+        if (mine.cluster < p.units && rank() == 0) p.unfinished[mine.cluster] = unfinished;
     }
 };

@@ -2,19 +2,25 @@
 //
 // Both operands lie in shared memory in rows of 128 bytes with the 128-byte swizzle (16-byte chunk c of row r at c ^ (r % 8)):
 //
-//   K-major   row = one m (or n), 64 consecutive k. 8-row groups follow each other (SBO = 1024 bytes).
-//   MN-major  row = one k, 64 consecutive m (or n); a panel of BK rows for every 64 m, panels LBO apart.
+//   K-major   a row is 64 consecutive k of one m (or n); groups of 8 rows follow each other (SBO = 1024 bytes)
+//   MN-major  a row is 64 consecutive m (or n) of one k; every 64 m take a panel of BK rows; panels lie LBO apart
 //
-// Accumulators of lane l in warp w of the warpgroup's four: d[4j + 2h + i] is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + i.
+// Accumulators of lane l in warp w of the warpgroup's four: d[4j + 2h + i] is row 16 w + 8 h + l / 4, column 8 j + 2 (l %
+// 4) + i.
 #pragma once
 #include "ptx.cuh"
 
-constexpr int WGMMA_K = 16;       // bf16 elements a wgmma consumes along k
-constexpr int SWIZZLE_ROW = 128;  // bytes
-constexpr int PANEL = 64;         // bf16 elements in one swizzled row
+constexpr int WGMMA_M = 64;
+constexpr int WGMMA_K = 32 / OPERAND_BYTES;
+constexpr int SWIZZLE_ROW = 128;                    // bytes
+constexpr int PANEL = SWIZZLE_ROW / OPERAND_BYTES;  // operands in a swizzled row
+constexpr int CHUNKS_IN_ROW = SWIZZLE_ROW / CHUNK_BYTES;
 
-// A matrix descriptor's low half counts in 16 bytes: what lies `bytes` further has one that is bytes / 16 more. An address in
-// a cluster has the CTA's rank in its high bits.
+// Where a chunk lies in a swizzled matrix that begins at `start`, which is 1024-byte aligned.
+DEVICE uint32_t swizzled(uint32_t start, int row, int chunk) { return start + row * SWIZZLE_ROW + ((chunk ^ (row & 7)) << 4); }
+
+// The low half of a matrix descriptor. It counts in 16 bytes, so the descriptor of what lies `bytes` further on is bytes / 16
+// greater. The mask drops the CTA's rank, which an address in a cluster has in its high bits.
 DEVICE uint32_t descriptor_low(uint32_t address, uint32_t leading_bytes) {
     return leading_bytes >> 4 << 16 | (address & 0x3FFFF) >> 4;
 }
@@ -33,14 +39,14 @@ DEVICE void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving accumulator reads above the wait that precedes this.
+// Keeps the compiler from moving accesses of the accumulators across this point, above all reads above the wait before it.
 template <int COUNT>
 DEVICE void pin_registers(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// wgmma<TRANSPOSE_A, TRANSPOSE_B>: 1 says MN-major. `accumulate` 0 starts from zero instead of d.
+// TRANSPOSE_A, TRANSPOSE_B: 1 where that operand lies MN-major. accumulate: 0 starts from zero instead of d.
 #define ACC8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define ACC32(i) ACC8(i), ACC8(i + 8), ACC8(i + 16), ACC8(i + 24)

@@ -1,34 +1,36 @@
-// Two slabs change hands: a consumer fills its own with a part of its strip, and warps that don't multiply store them.
+// The slab pipeline: a consumer stages a part of its strip in two slabs of shared memory, and epilogue warps store them, so
+// that the consumer goes on multiplying.
 //
-//   consumer   | fill | goes on multiplying ............... | fill |         32 KB: two slabs for each of two strips
-//   others            | store, or make act first, store |          | store
-//                filled[strip]                    emptied[strip]
+//   consumer        | fill | goes on multiplying ............... | fill |         32 KB: two slabs for each of two strips
+//   epilogue warps         | store, or make act first, store |          | store
+//                    filled[strip]                    emptied[strip]
 //
-// Neither waits for the other before it must: the consumer has the part in registers until its slabs are empty again.
+// The consumer waits only if its slabs are still full when it needs them; until then it has the part in registers.
 #pragma once
 #include "epilogue.cuh"
 
 constexpr int PLANES = 2;  // slabs of a part
-constexpr int PART_COLUMNS = PLANES * 64;
-constexpr int HANDOVER_BYTES = SLAB_PAIR_BYTES + 2 * 8;  // of a strip: slabs and barriers
-constexpr int HANDOVER_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLAB_PAIR_BYTES;
+constexpr int PART_COLUMNS = PLANES * SLAB;
+constexpr int PIPELINE_BYTES = SLAB_PAIR_BYTES + 2 * BARRIER_BYTES;  // of a strip: slabs and barriers
+constexpr int PIPELINE_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLAB_PAIR_BYTES;
 
-DEVICE uint32_t filled_barrier(int strip) { return shared_at(HANDOVER_BARRIERS + strip * 16); }
-DEVICE uint32_t emptied_barrier(int strip) { return shared_at(HANDOVER_BARRIERS + strip * 16 + 8); }
+DEVICE uint32_t filled_barrier(int strip) { return shared_at(PIPELINE_BARRIERS + strip * 2 * BARRIER_BYTES); }
+DEVICE uint32_t emptied_barrier(int strip) { return shared_at(PIPELINE_BARRIERS + strip * 2 * BARRIER_BYTES + BARRIER_BYTES); }
 
-// A pair of accumulators as it is stored. Without a bias nothing is added: x + 0 is not always x, so the compiler would add.
+// A pair of accumulators as it is stored. Without a bias the addition is left out: the compiler would keep x + 0, which is
+// not x for every x.
 DEVICE uint32_t pack_biased(float low, float high, uint32_t bias) {
     return HAS_BIAS ? pack_bf16(low + bf16_low(bias), high + bf16_high(bias)) : pack_bf16(low, high);
 }
 
 // The consumer's side.
-struct Handover {
+struct SlabPipeline {
     uint32_t phase = 0;
 
     // By one thread, before any use. emptying_warps: how many share the work of emptying a strip's slabs.
     DEVICE static void init(int emptying_warps) {
         for (int strip = 0; strip < CONSUMERS; ++strip) {
-            mbarrier_init(filled_barrier(strip), WARPGROUP / 32);
+            mbarrier_init(filled_barrier(strip), WARPGROUP_WARPS);
             mbarrier_init(emptied_barrier(strip), emptying_warps);
         }
         fence_mbarrier_init();
@@ -36,14 +38,14 @@ struct Handover {
 
     DEVICE bool empty() const { return __all_sync(~0u, mbarrier_test_wait(emptied_barrier(consumer_index()), phase ^ 1)); }
 
-    // Filling is three steps. First: the slabs are empty. Returns where this lane's first matrix goes.
+    // To fill the slabs takes three steps. First: wait until they are empty. Returns where this lane's first matrix goes.
     DEVICE uint32_t wait_until_empty() const {
         const int strip = consumer_index();
         mbarrier_wait(emptied_barrier(strip), phase ^ 1);
         return slab_address(slabs_of(strip), 0);
     }
 
-    // Second. `packed(plane, i)`: pair i of this thread's 16 pairs of columns in a slab.
+    // Second: write them. `packed(plane, i)`: pair i of this thread's PAIRS_IN_SLAB in that slab.
     template <class Packed>
     DEVICE static void write(uint32_t at, Packed packed) {
 #pragma unroll
@@ -58,7 +60,7 @@ struct Handover {
         }
     }
 
-    // Third.
+    // Third: tell the epilogue warps that they are full.
     DEVICE void publish() {
         fence_proxy_async();
         __syncwarp();

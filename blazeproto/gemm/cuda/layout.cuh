@@ -1,0 +1,14 @@
+// How gate and up lie side by side in the weights of a gated layer, (E, 2n, d), and so in H, (R, 2n). GATE_UP is fixed when
+// a kernel is compiled. (The other half of the weights' layout, their major order, is B_MN: varlen_m.cuh.)
+//
+//   HALVES        gate 0, gate 1, ..., gate n-1, up 0, up 1, ..., up n-1       as in Hugging Face's gate_up_proj
+//   ALTERNATING   gate 0, up 0, gate 1, up 1, ...                              as in gpt-oss's
+//
+// Only the kernels that tell gate from up ask. Products that reduce over the 2n columns (linear.cu) or make them rows of a
+// gradient (weight.cu) take either.
+#pragma once
+
+enum class GateUp { HALVES, ALTERNATING };
+
+static_assert(GateUp::GATE_UP == GateUp::HALVES,
+              "ALTERNATING is not built yet: up.cu and down_backward.cu expect gate and up of a hidden unit in two slabs");
