@@ -25,6 +25,7 @@ class MoEStats(NamedTuple):
 
     load: Tensor  # (E,) int32: pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
+    overflow: Tensor | None = None  # (1,) int32: pairs left out by row_capacity; None without one
 
     @property
     def aux_loss(self) -> Tensor | float:
@@ -36,13 +37,13 @@ class MoE(nn.Module):
     """out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
 
     Args:
-        d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K <= E.
+        d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
         activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        save, backend, combine, workspace_bytes, weight_grad_dtype: see :func:`blazeproto.autograd.moe_mlp`.
+        save, backend, combine, row_capacity, workspace_bytes, weight_grad_dtype: see :func:`blazeproto.autograd.moe_mlp`.
             A ``weight_grad_dtype`` of torch.float32 makes ``.grad`` of the experts' weights float32.
         device, dtype: of the parameters.
 
@@ -69,6 +70,7 @@ class MoE(nn.Module):
         save: SavePolicy | str = SavePolicy.MINIMAL,
         backend: str = "auto",
         combine: str = "gather",
+        row_capacity: int | None = None,
         workspace_bytes: int | None = None,
         weight_grad_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -83,14 +85,15 @@ class MoE(nn.Module):
             ("top_k", top_k),
         ):
             integer(name, size, least=1)
-        if top_k > num_experts:
-            raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
+        if row_capacity is not None:
+            integer("row_capacity", row_capacity, least=0)
         check_options(activation=activation, save=save, backend=backend, combine=combine)
 
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
         self.activation, self.backend, self.combine = activation, backend, combine
         self.save = SavePolicy(save)
-        self.workspace_bytes, self.weight_grad_dtype = workspace_bytes, weight_grad_dtype
+        self.row_capacity, self.workspace_bytes = row_capacity, workspace_bytes
+        self.weight_grad_dtype = weight_grad_dtype
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
@@ -157,6 +160,7 @@ class MoE(nn.Module):
             save=self.save,
             backend=self.backend,
             combine=self.combine,
+            row_capacity=self.row_capacity,
             workspace_bytes=self.workspace_bytes,
             pair_tokens=routing.pair_tokens,
             token_offsets=routing.token_offsets,
@@ -164,7 +168,10 @@ class MoE(nn.Module):
         )
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
-        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, routing.aux_losses)
+        overflow = None
+        if self.row_capacity is not None:
+            overflow = (routing.load.sum(dim=0, keepdim=True, dtype=torch.int32) - self.row_capacity).clamp_min_(0)
+        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, routing.aux_losses, overflow)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
@@ -194,7 +201,7 @@ class MoE(nn.Module):
                 device=index,
             )
         for tokens, top_k in self._dispatch_shapes(num_tokens):
-            dispatch.prepare_dispatch(tokens, top_k, self.num_experts, device=index)
+            dispatch.prepare_dispatch(tokens, top_k, self.num_experts, row_capacity=self.row_capacity, device=index)
 
     def _varying_choice(self) -> Any:
         """The router's choice if the number of experts per token varies with it, in the present mode; else None."""
@@ -209,11 +216,13 @@ class MoE(nn.Module):
             return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
         chunk = self._chunk_tokens(num_tokens, torch.bfloat16.itemsize)
         lengths = {num_tokens} if chunk == WHOLE else {chunk, num_tokens % chunk or chunk}
+        if self.row_capacity is not None:  # which is of the whole batch, in chunks too
+            lengths.add(num_tokens)
         return {(length, self.top_k) for length in lengths}
 
     def _chunk_tokens(self, num_tokens: int, itemsize: int) -> int:
         sizes = (num_tokens, self.top_k, self.d_model, self.d_expert, self.activation, itemsize)
-        return chunk_tokens_for(self.workspace_bytes, *sizes)
+        return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity)
 
     def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
         """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""
@@ -228,6 +237,7 @@ class MoE(nn.Module):
             activation=self.activation,
             itemsize=itemsize,
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
+            row_capacity=self.row_capacity,
         )
 
     def extra_repr(self) -> str:

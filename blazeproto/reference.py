@@ -22,6 +22,7 @@ def moe_mlp(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     pair_tokens: Tensor | None = None,
+    row_capacity: int | None = None,
 ) -> Tensor:
     """O_t = sum over the pairs of token t of S * (act(x_t W_up[e]^T + b_up[e]) W_down[e]^T + b_down[e]).
 
@@ -35,6 +36,7 @@ def moe_mlp(
         up_bias: (E, 2n) or (E, n).
         down_bias: (E, d).
         pair_tokens: (P,) the token of each pair, when experts per token vary.
+        row_capacity: R, the most pairs that take part: the first R by expert, and by number inside one. None: all.
 
     Returns:
         (T, d) in float64, differentiable in every floating-point argument.
@@ -45,8 +47,10 @@ def moe_mlp(
         pair_tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(topk_experts.shape[1])
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    rows_left = experts.numel() if row_capacity is None else row_capacity
     for expert in range(num_experts):
-        pairs = torch.nonzero(experts == expert).flatten()
+        pairs = torch.nonzero(experts == expert).flatten()[:rows_left]
+        rows_left -= len(pairs)
         tokens = pair_tokens[pairs].long()
         h = x64[tokens] @ up64[expert].T + (0 if up_bias is None else up_bias[expert].double())
         y = activate(h, activation) @ down64[expert].T + (0 if down_bias is None else down_bias[expert].double())

@@ -27,7 +27,8 @@ class Backend(Protocol):
     """
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
-        """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices, expert_token_offsets, token_index_map."""
+        """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices (R,), expert_token_offsets (E+1,) and
+        token_index_map (P,). Where R < P, rows from R on are left out."""
 
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""

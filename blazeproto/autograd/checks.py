@@ -10,6 +10,7 @@ from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.policy import check_options
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
+from blazeproto.runtime.checks import integer
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -29,6 +30,7 @@ def check_arguments(
     save: str,
     backend: str,
     combine: str,
+    row_capacity: int | None,
     workspace_bytes: int | None,
     dispatch: Dispatch | None,
     pair_tokens: Tensor | None,
@@ -75,6 +77,11 @@ def check_arguments(
         _check_dispatch(num_tokens, num_experts, device, scores, dispatch)
     else:
         _check_choice(num_tokens, num_experts, device, scores, topk_experts, pair_tokens, token_offsets)
+    if row_capacity is not None:
+        if not torch.compiler.is_compiling():  # to whom it may be a symbol
+            integer("row_capacity", row_capacity, least=0)
+        if dispatch is not None:
+            raise ValueError(f"row_capacity: expected None with dispatch=, which has its rows, got {row_capacity}")
     if workspace_bytes is not None:
         if dispatch is not None or pair_tokens is not None:
             raise ValueError(
@@ -109,11 +116,8 @@ def _check_choice(
             raise ValueError(
                 f"topk_experts: expected shape (T, K) = ({num_tokens}, K), got {tuple(topk_experts.shape)}"
             )
-        top_k = topk_experts.shape[1]
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(
-                f"topk_experts: expected 1 <= K <= num_experts={num_experts} experts per token, got K={top_k}"
-            )
+        if not topk_experts.shape[1]:
+            raise ValueError(f"topk_experts: expected (T, K) with K >= 1, got {tuple(topk_experts.shape)}")
     else:
         if topk_experts.dim() != 1:
             raise ValueError(f"topk_experts: expected shape (P,) with pair_tokens, got {tuple(topk_experts.shape)}")

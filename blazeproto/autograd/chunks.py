@@ -70,8 +70,11 @@ def chunk_tokens_for(
     d_expert: int,
     activation: str,
     itemsize: int,
+    row_capacity: int | None = None,
 ) -> int:
     """Tokens in a chunk, spread evenly over as few chunks as fit the workspace; WHOLE where all do, or it is None.
+
+    row_capacity: bounds the rows of a whole batch, but not those of a chunk, which may have a row for each of its pairs.
 
     Counts what one token needs for what lives only during a chunk, in the widest moment of forward and backward: as the
     Hopper backend has it, and as if H were recomputed, whatever the save policy. So the chunks, and the order in which
@@ -88,14 +91,15 @@ def chunk_tokens_for(
         up_width + d_expert,  # down backward: H, which dH is written over, or dH where H is saved and kept; and A'
         up_width + d_model,  # up backward: dH, dX~
     )
-    bytes_per_token = top_k * max(moments) * itemsize
+    bytes_per_row = max(moments) * itemsize
+    bytes_per_token = top_k * bytes_per_row
     fitting = workspace_bytes // bytes_per_token
+    if fitting >= num_tokens or (row_capacity is not None and row_capacity * bytes_per_row <= workspace_bytes):
+        return WHOLE
     if fitting == 0:
         raise ValueError(
             f"workspace_bytes: expected at least {bytes_per_token}, what one token needs, got {workspace_bytes}"
         )
-    if fitting >= num_tokens:
-        return WHOLE
     if fitting < MULTIPLE:
         return fitting
     fitting -= fitting % MULTIPLE

@@ -40,9 +40,10 @@ def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, 
         )
     ids = ids.contiguous()
     out: tuple[Tensor, ...] = lists
+    overflow = None if len(lists[0]) == ids.numel() else lists[0].new_empty(1)  # None: a row for every pair
     if ids.dtype == torch.int64:  # of which the kernels make an int32 copy
         out = (*out, out[0].new_empty(ids.numel()))
-    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids))
+    build_dispatch_unchecked(ids, num_experts, out, current_stream(ids), overflow)
 
 
 def rows_of(dispatch: Dispatch) -> Addresses:

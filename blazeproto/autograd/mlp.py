@@ -44,6 +44,7 @@ def moe_mlp(
     save: SavePolicy | str = SavePolicy.MINIMAL,
     backend: str = "auto",
     combine: str = "gather",
+    row_capacity: int | None = None,
     workspace_bytes: int | None = None,
     dispatch: Dispatch | None = None,
     pair_tokens: Tensor | None = None,
@@ -58,8 +59,8 @@ def moe_mlp(
         down_proj: (E, d, n).
         scores: (T, K) router scores, differentiable; (P,) when experts per token vary.
         topk_experts: (T, K) expert ids, int32 or int64, distinct in a row; (P,) when experts per token vary. An id
-            outside [0, E) means "not here": the pair adds nothing and its gradients are zero. Not needed with
-            ``dispatch``.
+            outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E, as on a
+            rank with two of 64 experts. Not needed with ``dispatch``.
         num_experts: E.
         activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         up_bias, down_bias: (E, 2n) or (E, n), and (E, d).
@@ -69,6 +70,9 @@ def moe_mlp(
         backend: "hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.
         combine: "gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
             order that varies from run to run. The torch backend treats both as "gather".
+        row_capacity: R, the most rows that are computed, so that H has min(R, T K) of them; default: a row for every pair. Where
+            more pairs have an expert, the rows from R on, the last in expert order, are left out as if they were not here.
+            Chunks leave out the same pairs, but each has places for all of its own: there R bounds no memory.
         workspace_bytes: bound on the bytes of transient buffers, as the Hopper backend has them; the torch backend, which gathers
             rows and keeps dH beside H, needs more. The layer then runs in chunks of tokens, with a
             dispatch each and float32 accumulators for the weight gradients. Needs a fixed K. On the Hopper backend a
@@ -101,6 +105,7 @@ def moe_mlp(
         save=save,
         backend=backend,
         combine=combine,
+        row_capacity=row_capacity,
         workspace_bytes=workspace_bytes,
         dispatch=dispatch,
         pair_tokens=pair_tokens,
@@ -126,8 +131,8 @@ def moe_mlp(
             if pair_tokens is None:
                 top_k, (num_tokens, d_model) = topk_experts.shape[1], x.shape
                 widths = (d_model, down_proj.shape[2], activation, x.dtype.itemsize)
-                chunk_tokens = chunk_tokens_for(workspace_bytes, num_tokens, top_k, *widths)
-            index = node.dispatch.way(quiet, ())(topk_experts, num_experts, chunk_tokens, backend)
+                chunk_tokens = chunk_tokens_for(workspace_bytes, num_tokens, top_k, *widths, row_capacity)
+            index = node.dispatch.way(quiet, ())(topk_experts, num_experts, chunk_tokens, backend, row_capacity)
         else:
             pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
             index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])

@@ -39,28 +39,38 @@ def _read(t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]) -> tuple[Bac
 
 
 def _dispatch_fake(
-    topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str
+    topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str, row_capacity: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lists = [topk_experts.new_empty(topk_experts.numel(), dtype=torch.int32) for _ in range(2)]
-    chunks = num_chunks(topk_experts.shape[0], chunk_tokens)
-    return lists[0], topk_experts.new_empty(chunks, num_experts + 1, dtype=torch.int32), lists[1]
+    num_rows = num_pairs = topk_experts.numel()
+    if row_capacity is not None and chunk_tokens == WHOLE:
+        num_rows = torch.sym_min(num_pairs, row_capacity)
+    shapes = (num_rows,), (num_chunks(topk_experts.shape[0], chunk_tokens), num_experts + 1), (num_pairs,)
+    pair_indices, offsets, token_index_map = (topk_experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return pair_indices, offsets, token_index_map
 
 
 @define(
-    "dispatch(Tensor topk_experts, int num_experts, SymInt chunk_tokens, str backend) "
+    "dispatch(Tensor topk_experts, int num_experts, SymInt chunk_tokens, str backend, SymInt? row_capacity=None) "
     "-> (Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map)",
     _dispatch_fake,
     chooses=True,
 )
-def dispatch(topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """topk_experts (T, K) or (P,), int32 or int64 -> expert_pair_indices (P,), expert_token_offsets (chunks, E+1) and
+def dispatch(
+    topk_experts: Tensor, num_experts: int, chunk_tokens: int, backend: str, row_capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """topk_experts (T, K) or (P,), int32 or int64 -> expert_pair_indices (R,), expert_token_offsets (chunks, E+1) and
     token_index_map (P,), int32: a dispatch for each chunk of tokens, or one for all.
 
     A pair whose expert id is outside [0, E) gets no row: -1 in ``token_index_map``. The rows that are left over come
-    last, with -1 in ``expert_pair_indices``.
+    last, with -1 in ``expert_pair_indices``. R is P, or min(P, row_capacity) in one dispatch for all; chunks leave out the
+    pairs that this one leaves out, and have places for all of theirs.
     """
-    made = _dispatch_fake(topk_experts, num_experts, chunk_tokens, backend)
+    made = _dispatch_fake(topk_experts, num_experts, chunk_tokens, backend, row_capacity)
     builder = dispatch_backend(backend, topk_experts.device)
+    if row_capacity is not None and row_capacity < topk_experts.numel() and chunk_tokens != WHOLE:
+        whole = _dispatch_fake(topk_experts, num_experts, WHOLE, backend, row_capacity)
+        builder.build_dispatch(topk_experts, num_experts, (whole[0], whole[1][0], whole[2]))
+        topk_experts = topk_experts.masked_fill(whole[2].view(topk_experts.shape) < 0, -1)
     top_k = topk_experts.shape[1] if topk_experts.dim() == 2 else 1
     for chunk in chunks_of(topk_experts.shape[0], num_experts, *made, top_k, None, None, chunk_tokens):
         lists = (

@@ -90,15 +90,18 @@ def saved_bytes(
     activation: str = "swiglu",
     itemsize: int = 2,
     num_chunks: int = 1,
+    row_capacity: int | None = None,
 ) -> int:
     """Bytes that one call of :func:`blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
 
-    ``num_chunks`` is above 1 with ``workspace_bytes``: each chunk has a dispatch, so offsets, of its own.
+    ``num_chunks`` is above 1 with ``workspace_bytes``: each chunk has a dispatch, so offsets, of its own. row_capacity: as in
+    `moe_mlp`; it bounds the rows of a whole batch.
     """
     options = Options(activation, SavePolicy(save).value, "gather", "auto", "weight")
     widths = (
         options.saves_h * activation_named(activation).halves + options.saves_act
     )  # of what is kept of a pair, in n
     pairs = num_tokens * top_k
-    scores_and_lists = 3 * 4 * pairs + 4 * (num_experts + 1) * num_chunks
-    return itemsize * (num_tokens * d_model + pairs * d_expert * widths) + scores_and_lists
+    rows = pairs if row_capacity is None or num_chunks > 1 else min(row_capacity, pairs)
+    scores_and_lists = 4 * (2 * pairs + rows) + 4 * (num_experts + 1) * num_chunks
+    return itemsize * (num_tokens * d_model + rows * d_expert * widths) + scores_and_lists

@@ -7,8 +7,9 @@ lacks, :func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 pr
 (:func:`_multiplies`), several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
-product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`, and a pair
-without a row (-1) reads the very last row, which is then such a clean one.
+product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`. A pair
+without a row (-1) reads the very last row, which is then such a clean one: where there are as many rows as pairs, some row is
+left over, and where there are fewer (``row_capacity``), one of zeros is appended.
 """
 
 from collections.abc import Sequence
@@ -27,17 +28,19 @@ GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a mul
 
 def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
     pair_indices, offsets, token_index_map = lists
+    num_rows = pair_indices.shape[0]
     experts = topk_experts.reshape(-1)
     here = (experts >= 0) & (experts < num_experts)
     keys = torch.where(here, experts, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
     counts.scatter_add_(0, keys.long(), torch.ones_like(keys, dtype=torch.int32))
     offsets[:1].zero_()  # offsets[0] = 0 would copy a number from the host and wait
-    offsets[1:] = counts[:-1].cumsum(0)
+    offsets[1:] = counts[:-1].cumsum(0).clamp_max_(num_rows)
     order = torch.sort(keys, stable=True).indices  # (P,) the pair in each row; pairs without a row come last
-    pair_indices.copy_(order).masked_fill_(~here[order], -1)
     token_index_map[order] = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
-    token_index_map.masked_fill_(~here, -1)
+    token_index_map.masked_fill_(~here | (token_index_map >= num_rows), -1)
+    order = order[:num_rows]
+    pair_indices.copy_(order).masked_fill_(~here[order], -1)
 
 
 def rows_of(dispatch: Dispatch) -> Dispatch:
@@ -177,9 +180,14 @@ def _row_experts(rows: Dispatch) -> Tensor:
 
 
 def _by_pair(values: Tensor, rows: Dispatch) -> Tensor:
-    """values (R, m) with clean rows past the last -> (P, m); a pair without a row reads the last row, a clean one."""
-    num_rows = values.shape[0]
-    return values if num_rows == 0 else values.index_select(0, rows.token_index_map.remainder(num_rows))
+    """values (R, m) with clean rows past the last -> (P, m); zeros for a pair without a row."""
+    values = _with_zero_row(values, rows)
+    return values.index_select(0, rows.token_index_map.remainder(values.shape[0])) if rows.num_pairs else values
+
+
+def _with_zero_row(values: Tensor, rows: Dispatch) -> Tensor:
+    """values (R, m) with clean rows past the last -> the same, whose last row is zero if a pair has no row."""
+    return values if values.shape[0] == rows.num_pairs else F.pad(values, (0, 0, 0, 1))
 
 
 def _zero_past_last(values: Tensor, rows: Dispatch) -> Tensor:
@@ -206,8 +214,8 @@ def _combine(y: Tensor, scores: Tensor | None, rows: Dispatch) -> Tensor:
         by_pair = _accumulation(_by_pair(y, rows))
         by_pair = by_pair if scores is None else by_pair * scores
         return torch.segment_reduce(by_pair, "sum", offsets=rows.token_offsets, unsafe=True, initial=0).to(y.dtype)
-    if y.device.type == "cpu" and y.shape[0]:
-        # Gathers and sums at once; -1 becomes the last row, which is zero if there is a -1.
+    if y.device.type == "cpu" and rows.num_pairs:  # gathers and sums at once
+        y = _with_zero_row(y, rows)
         row_of = rows.token_index_map.remainder(y.shape[0]).view(num_tokens, rows.top_k)
         weights = None if scores is None else scores.view(num_tokens, rows.top_k)
         return F.embedding_bag(row_of, _accumulation(y), mode="sum", per_sample_weights=weights).to(y.dtype)

@@ -34,6 +34,7 @@ def build_dispatch(
     topk_experts: Any,
     num_experts: int,
     *,
+    row_capacity: int | None = None,
     method: Method = "tiled",
     validate: bool = False,
     out: Out = None,
@@ -45,11 +46,15 @@ def build_dispatch(
     topk_experts: (T, K) int32 or int64, contiguous, on a CUDA device: any array that `blazeproto.runtime.arrays.view` takes.
         Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
     num_experts: E. It may be smaller than K: of K choices few may be here (expert parallelism).
+    row_capacity: R, the most rows that there are; default: a row for every pair. Where more pairs have an expert, the rows from
+        R on, the last in expert order, are not there: expert_pair_indices has min(R, T·K) entries, expert_token_offsets
+        pass R nowhere, token_index_map is -1 for the pairs concerned, and ``overflow`` (1,) int32 counts them. Without a
+        capacity overflow is None, and nothing more is launched.
     method: "tiled" (default), "dense" or "sort"; one result, three ways (tiled.py, dense.py, sort.py).
     validate: raise ValueError if a row names an expert twice; waits for the device. Without it such a row gives an
         unspecified dispatch whose indices are all in bounds.
     out: arrays to fill: (expert_pair_indices (T·K,), expert_token_offsets (E+1,), token_index_map (T·K,)) as a tuple
-        or by name, int32; for int64 ids also token_expert_indices (T·K,).
+        or by name, int32; for int64 ids also token_expert_indices (T·K,), and last, with a row_capacity, overflow (1,).
     workspace: at least `workspace_bytes` bytes of any contiguous device array, 4-byte aligned.
     stream: a raw cudaStream_t; default: the caller's current one.
 
@@ -64,7 +69,7 @@ def build_dispatch(
         raise ValueError(f"topk_experts: expected (T, K) with K >= 1, got {ids.shape}")
     if validate:
         check_distinct(memory.as_cupy(ids), num_experts)
-    lists = _build(ids, num_tokens, top_k, num_experts, method, out, workspace, stream)
+    lists = _build(ids, num_tokens, top_k, num_experts, row_capacity, method, out, workspace, stream)
     return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
@@ -74,6 +79,7 @@ def build_dispatch_varying(
     token_offsets: Any,
     num_experts: int,
     *,
+    row_capacity: int | None = None,
     method: Method = "tiled",
     validate: bool = False,
     out: Out = None,
@@ -97,7 +103,7 @@ def build_dispatch_varying(
         values = memory.as_cupy(offsets)
         if values[0] != 0 or values[-1] > num_pairs or (values[1:] < values[:-1]).any():
             raise ValueError(f"token_offsets: expected an ascent from 0 to at most {num_pairs}, got {values.tolist()}")
-    lists = _build(ids, num_pairs, 1, num_experts, method, out, workspace, stream)
+    lists = _build(ids, num_pairs, 1, num_experts, row_capacity, method, out, workspace, stream)
     return Dispatch(
         **lists,
         num_experts=num_experts,
@@ -108,32 +114,60 @@ def build_dispatch_varying(
     )
 
 
-def workspace_bytes(num_tokens: int, top_k: int, num_experts: int, method: Method = "tiled") -> int:
+def workspace_bytes(
+    num_tokens: int, top_k: int, num_experts: int, method: Method = "tiled", *, row_capacity: int | None = None
+) -> int:
     """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes
-    (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy."""
+    (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy. A row_capacity,
+    whatever it is, adds 4·T·K."""
     needed: int = _module(method).workspace_bytes(num_tokens, top_k, num_experts)
-    return needed
+    return needed if row_capacity is None else needed + 4 * num_tokens * top_k
 
 
 def prepare_dispatch(
-    num_tokens: int, top_k: int, num_experts: int, *, dtype: str = "int32", method: Method = "tiled", device: int = 0
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    *,
+    row_capacity: int | None = None,
+    dtype: str = "int32",
+    method: Method = "tiled",
+    device: int = 0,
 ) -> None:
     """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture.
 
-    dtype: of the ids.  device: a CUDA ordinal.
+    row_capacity: whether there is one; any number will do.  dtype: of the ids.  device: a CUDA ordinal.
     """
     for kernel in _module(method).kernels(num_tokens, top_k, num_experts, dtype):
         kernel.load(device)
+    if row_capacity is not None:
+        from blazeproto.dispatch import limit
+
+        limit.KERNEL.load(device)
 
 
-def build_dispatch_unchecked(ids: Any, num_experts: int, out: tuple[Any, ...], stream: int) -> None:
+def build_dispatch_unchecked(
+    ids: Any, num_experts: int, out: tuple[Any, ...], stream: int, overflow: Any = None
+) -> None:
     """`build_dispatch` of torch tensors on the current GPU, by tiles, for a caller that has checked and allocated them, which
-    takes the host longer than the launches. ids: (T, K).  out: as there, a fourth for int64 ids."""
+    takes the host longer than the launches.
+
+    ids: (T, K).  out: as there, a fourth for int64 ids.  overflow: (1,) int32 for a dispatch with a row_capacity, which is
+    the length of out[0], at most T·K.
+    """
     num_tokens, top_k = ids.shape
-    tiled = _module("tiled")
-    workspace = out[0].new_empty(tiled.workspace_bytes(num_tokens, top_k, num_experts) // 4)
-    lists = [array.data_ptr() for array in out]
-    tiled.run(ids.data_ptr(), lists, workspace.data_ptr(), num_tokens, top_k, num_experts, ids.get_device(), stream)
+    tiled, device = _module("tiled"), ids.get_device()
+    lists, capacity = [array.data_ptr() for array in out], None if overflow is None else len(out[0])
+    needed = workspace_bytes(num_tokens, top_k, num_experts, row_capacity=capacity)
+    workspace = out[0].new_empty(needed // 4)
+    shape = (num_tokens, top_k, num_experts)
+    if capacity is None:
+        tiled.run(ids.data_ptr(), lists, workspace.data_ptr(), *shape, device, stream)
+    else:
+        from blazeproto.dispatch import limit
+
+        lists.append(overflow.data_ptr())
+        limit.run(tiled, ids.data_ptr(), lists, workspace.data_ptr(), *shape, device, stream, capacity)
 
 
 @cache
@@ -156,30 +190,38 @@ def _build(
     num_tokens: int,
     top_k: int,
     num_experts: int,
-    method: str,
+    row_capacity: int | None,
+    method: Method,
     out: Out,
     workspace: Any,
     stream: int | None,
 ) -> dict[str, Any]:
-    """The four lists of a Dispatch, by name, for flat or (T, K) ids."""
+    """The lists of a Dispatch, by name, for flat or (T, K) ids."""
     sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": num_experts + 1, "token_index_map": ids.size}
     if ids.dtype == "int64":
         sizes["token_expert_indices"] = ids.size
+    if row_capacity is not None:
+        row_capacity = min(checks.integer("row_capacity", row_capacity, least=0), ids.size)
+        sizes |= {"expert_pair_indices": row_capacity, "overflow": 1}
     given = dict(out) if isinstance(out, Mapping) else dict(zip(sizes, out or (), strict=False))
     missing = [name for name in sizes if given.get(name) is None]
     if out is not None and missing:
         raise ValueError(f"out: expected {', '.join(sizes)} for {ids.dtype} ids, got no {', '.join(missing)}")
-    needed = _module(method).workspace_bytes(num_tokens, top_k, num_experts)
+    needed = workspace_bytes(num_tokens, top_k, num_experts, method, row_capacity=row_capacity)
     with memory.on_stream(ids, stream) as stream:
         made = {name: arrays.output(name, given.get(name), "int32", (size,), ids, 4) for name, size in sizes.items()}
-        scratch = arrays.view(
-            arrays.empty((-(-needed // 4),), "int32", ids) if workspace is None else workspace, "workspace"
-        )
-        if scratch.nbytes < needed or not scratch.is_contiguous or scratch.ptr % 4 or scratch.device != ids.device:
-            raise ValueError(f"workspace: expected {needed} contiguous bytes on cuda:{ids.device}, got {scratch!r}")
-        lists = [memory.argument(view) for _, view in made.values()]
-        shape = (num_tokens, top_k, num_experts)
-        _module(method).run(memory.argument(ids), lists, memory.argument(scratch), *shape, ids.device, stream)
+        given_room = arrays.empty((-(-needed // 4),), "int32", ids) if workspace is None else workspace
+        room = arrays.view(given_room, "workspace")
+        if room.nbytes < needed or not room.is_contiguous or room.ptr % 4 or room.device != ids.device:
+            raise ValueError(f"workspace: expected {needed} contiguous bytes on cuda:{ids.device}, got {room!r}")
+        arguments = (memory.argument(ids), [memory.argument(view) for _, view in made.values()], memory.argument(room))
+        where = (num_tokens, top_k, num_experts, ids.device, stream)
+        if row_capacity is None:
+            _module(method).run(*arguments, *where)
+        else:
+            from blazeproto.dispatch import limit
+
+            limit.run(_module(method), *arguments, *where, row_capacity)
     # The router's choice as one list, in the caller's kind of array where that has a reshape.
     choice: Any = ids.owner if hasattr(ids.owner, "reshape") else memory.as_cupy(ids)
     return {"token_expert_indices": choice.reshape(-1), **{name: array for name, (array, _) in made.items()}}

@@ -11,6 +11,7 @@ def build_dispatch(
     topk_experts: np.ndarray,
     num_experts: int,
     *,
+    row_capacity: int | None = None,
     method: str = "tiled",
     validate: bool = False,
     out: Any = None,
@@ -25,7 +26,7 @@ def build_dispatch(
     num_tokens, top_k = topk_experts.shape
     if validate:
         check_distinct(topk_experts, num_experts)
-    lists = _lists(topk_experts.reshape(-1), num_experts)
+    lists = _lists(topk_experts.reshape(-1), num_experts, row_capacity)
     return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
@@ -35,6 +36,7 @@ def build_dispatch_varying(
     token_offsets: np.ndarray,
     num_experts: int,
     *,
+    row_capacity: int | None = None,
     method: str = "tiled",
     validate: bool = False,
     out: Any = None,
@@ -43,7 +45,7 @@ def build_dispatch_varying(
 ) -> Dispatch:
     """The same for a number of experts that varies; see `blazeproto.dispatch.build_dispatch_varying`."""
     return Dispatch(
-        **_lists(pair_experts, num_experts),
+        **_lists(pair_experts, num_experts, row_capacity),
         num_experts=num_experts,
         top_k=None,
         num_tokens=len(token_offsets) - 1,
@@ -52,8 +54,8 @@ def build_dispatch_varying(
     )
 
 
-def _lists(experts: np.ndarray, num_experts: int) -> dict[str, Any]:
-    """The four lists of flat ids (P,), by name."""
+def _lists(experts: np.ndarray, num_experts: int, row_capacity: int | None) -> dict[str, Any]:
+    """The lists of flat ids (P,), by name."""
     valid = (experts >= 0) & (experts < num_experts)
     keys = np.where(valid, experts, num_experts).astype(np.uint16 if num_experts < 2**16 else np.int64)
     lengths = np.bincount(keys, minlength=num_experts + 1)[:num_experts]
@@ -63,11 +65,18 @@ def _lists(experts: np.ndarray, num_experts: int) -> dict[str, Any]:
     index_map = np.full(experts.size, -1, np.int32)
     index_map[order[: offsets[-1]]] = np.arange(offsets[-1], dtype=np.int32)
     ids = experts if experts.dtype == np.int32 else np.where(valid, experts, -1).astype(np.int32)
+    overflow = None
+    if row_capacity is not None:
+        capacity = np.int32(min(row_capacity, experts.size))
+        overflow = np.maximum(offsets[-1:] - capacity, 0)
+        order, offsets = order[:capacity], np.minimum(offsets, capacity)
+        index_map[index_map >= capacity] = -1
     return {
         "expert_pair_indices": order,
         "expert_token_offsets": offsets,
         "token_index_map": index_map,
         "token_expert_indices": ids,
+        "overflow": overflow,
     }
 
 

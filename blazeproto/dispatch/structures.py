@@ -20,8 +20,11 @@ class Dispatch:
         token_index_map         5 7   0 3   1 8   4 6   2 9       row of each pair: the inverse
         expert_token_indices    1 2 4   1 3   0 3   0 2 4         token of each row: made when asked for
 
-    All int32 and one-dimensional, (P,) with P = T·K, but offsets (E+1,). A pair whose expert id lies outside [0, E)
-    has no row: its token_index_map is -1, and what is left at the end of expert_pair_indices is -1.
+    All int32 and one-dimensional: lists by pair (P,) with P = T·K, lists by row (R,), offsets (E+1,). A pair whose expert id
+    lies outside [0, E) has no row: its token_index_map is -1, and what is left at the end of expert_pair_indices is -1.
+
+    R is P, or less with a ``row_capacity``: then the rows from R on, the last in expert order, are not there, their pairs
+    have token_index_map -1, and overflow (1,) counts them.
 
     With a number of experts that varies from token to token, top_k is None, token_offsets (T+1,) says where each
     token's pairs begin and pair_tokens (P,) names each pair's token; with a fixed K both are None and nothing pays for
@@ -37,6 +40,7 @@ class Dispatch:
     num_tokens: int
     token_offsets: Any = None
     pair_tokens: Any = None
+    overflow: Any = None  # None without a row_capacity
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +60,7 @@ class Dispatch:
 
     @property
     def expert_token_indices(self) -> Any:
-        """(P,) the paper's list: the token of each row, -1 where a row has no pair."""
+        """(R,) the paper's list: the token of each row, -1 where a row has no pair."""
         if self.top_k is not None:
             return self.expert_pair_indices // self.top_k
         used = (self.expert_pair_indices >= 0) * 1

@@ -77,6 +77,7 @@ def make_case(
     biases: bool = False,
     sentinels: float = 0.0,
     varying: bool = False,
+    row_capacity: int | None = None,
     unit_weights: bool = False,
     device: str = "cuda",
     seed: int = 0,
@@ -84,7 +85,7 @@ def make_case(
     """Random data at unit scale, weights at 1/√fan-in or at unit scale too.
 
     sentinels: share of the pairs whose expert lives elsewhere.  varying: the number of experts per token varies (sentinels
-    leave no trace but unused capacity at the end of the pairs).
+    leave no trace but unused capacity at the end of the pairs).  row_capacity: the most rows, as in `build_dispatch`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     width = shape.n * activation_named(activation).halves
@@ -102,7 +103,7 @@ def make_case(
         down_proj=weights(shape.experts, shape.d, shape.n),
         scores=torch.rand(experts.numel(), device=device, generator=generator) + 0.05,
         d_out=normal(shape.tokens, shape.d),
-        dispatch=dispatch_varying(experts, shape.experts) if varying else dispatch_fixed(experts, shape.experts),
+        dispatch=(dispatch_varying if varying else dispatch_fixed)(experts, shape.experts, row_capacity),
         activation=activation,
         up_bias=normal(shape.experts, width) if biases else None,
         down_bias=normal(shape.experts, shape.d) if biases else None,
@@ -110,17 +111,19 @@ def make_case(
 
 
 def route(shape: Shape, routing: str, sentinels: float, generator: torch.Generator) -> Tensor:
-    """(T, K) distinct expert ids; a share of them replaced by ids outside [0, E)."""
+    """(T, K) distinct expert ids; a share of them replaced by ids outside [0, E). Where K > E they are of K + E experts, of
+    which the first E are here."""
     device = generator.device
-    size = (shape.tokens, shape.experts)
-    preference = torch.zeros(shape.experts, device=device)
+    num_experts = shape.experts + (shape.top_k if shape.top_k > shape.experts else 0)
+    size = (shape.tokens, num_experts)
+    preference = torch.zeros(num_experts, device=device)
     if routing == "zipf":
-        ranks = torch.randperm(shape.experts, device=device, generator=generator) + 1
+        ranks = torch.randperm(num_experts, device=device, generator=generator) + 1
         preference = -1.2 * ranks.log()
     elif routing == "same":
-        preference = 1e6 * torch.rand(shape.experts, device=device, generator=generator)
+        preference = 1e6 * torch.rand(num_experts, device=device, generator=generator)
     elif routing == "half_empty":
-        preference[max(shape.top_k, shape.experts // 2) :] = -1e4
+        preference[max(shape.top_k, num_experts // 2) :] = -1e4
     noise = -torch.empty(size, device=device).exponential_(generator=generator).log()  # Gumbel: draws by preference
     experts = (preference + noise).topk(shape.top_k, dim=1).indices
     elsewhere = torch.rand(experts.shape, device=device, generator=generator) < sentinels
@@ -128,23 +131,32 @@ def route(shape: Shape, routing: str, sentinels: float, generator: torch.Generat
     return torch.where(elsewhere, torch.where(below, -1, shape.experts), experts)
 
 
-def _lists(pair_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The index lists of a dispatch of flat ids (P,), by a stable sort."""
+def _lists(pair_experts: Tensor, num_experts: int, row_capacity: int | None) -> dict[str, Any]:
+    """The index lists of a dispatch of flat ids (P,), by a stable sort, and the number of experts."""
     here = (pair_experts >= 0) & (pair_experts < num_experts)
     order = torch.where(here, pair_experts, num_experts).sort(stable=True).indices
     count = torch.bincount(pair_experts[here], minlength=num_experts)
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0)])
-    in_use = torch.arange(len(order), device=order.device) < offsets[-1]
     row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.where(in_use, order, -1).int(), offsets.int(), torch.where(here, row, -1).int(), pair_experts.int()
+    capacity = len(order) if row_capacity is None else min(row_capacity, len(order))
+    in_use = torch.arange(capacity, device=order.device) < offsets[-1]
+    return {
+        "expert_pair_indices": torch.where(in_use, order[:capacity], -1).int(),
+        "expert_token_offsets": offsets.clamp(max=capacity).int(),
+        "token_index_map": torch.where(here & (row < capacity), row, -1).int(),
+        "token_expert_indices": pair_experts.int(),
+        "overflow": None if row_capacity is None else (offsets[-1:] - capacity).clamp(min=0).int(),
+        "num_experts": num_experts,
+    }
 
 
-def dispatch_fixed(experts: Tensor, num_experts: int) -> Dispatch:
+def dispatch_fixed(experts: Tensor, num_experts: int, row_capacity: int | None = None) -> Dispatch:
     """Of (T, K) ids, without the kernels."""
-    return Dispatch(*_lists(experts.flatten(), num_experts), num_experts, experts.shape[1], len(experts))
+    num_tokens, top_k = experts.shape
+    return Dispatch(**_lists(experts.flatten(), num_experts, row_capacity), top_k=top_k, num_tokens=num_tokens)
 
 
-def dispatch_varying(experts: Tensor, num_experts: int) -> Dispatch:
+def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None = None) -> Dispatch:
     """Each token keeps the ids inside [0, E); the capacity stays T·K pairs, those left over carry expert -1."""
     here = (experts >= 0) & (experts < num_experts)
     pair_experts = experts.new_full((experts.numel(),), -1)
@@ -154,8 +166,13 @@ def dispatch_varying(experts: Tensor, num_experts: int) -> Dispatch:
     pair_tokens[:used] = here.nonzero()[:, 0]
     counts = here.sum(dim=1)
     token_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    varying = {"pair_tokens": pair_tokens.int(), "token_offsets": token_offsets.int()}
-    return Dispatch(*_lists(pair_experts, num_experts), num_experts, None, len(experts), **varying)
+    return Dispatch(
+        **_lists(pair_experts, num_experts, row_capacity),
+        top_k=None,
+        num_tokens=len(experts),
+        token_offsets=token_offsets.int(),
+        pair_tokens=pair_tokens.int(),
+    )
 
 
 # --- The formulas --------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Router(nn.Module):
         for name, value in (("d_model", d_model), ("num_experts", num_experts), ("top_k", top_k)):
             checks.integer(name, value, least=1)
         if top_k > num_experts:
-            raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
+            raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
         checks.one_of("score", score, SCORES)
         for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
             if not 0 <= rate < math.inf:

@@ -1,10 +1,11 @@
-"""Random layers on the GPU, every product and the whole forward and backward, against the float64 oracle of blazeproto.lab.
+"""Random layers on the GPU against the float64 oracle of blazeproto.lab: every product, alone and chained, and ``moe_mlp``.
 
     python -m scripts.checks.fuzz --runs 1000 --seconds 120
     python -m scripts.checks.fuzz --seed 4711 --runs 1                      # one that failed, again
     python -m scripts.checks.fuzz --debug INJECT_DELAYS --debug SPIN_LIMIT=200000000
 
-Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row. A failure prints its seed and the
+Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, fewer rows than pairs, and for
+``moe_mlp`` a save policy and chunks; it runs on both backends. A failure prints its seed and the
 places that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
 
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from blazeproto import gemm
-from blazeproto.activations import ACTIVATIONS
+from blazeproto.activations import ACTIVATIONS, clamped_swiglu
+from blazeproto.autograd import SavePolicy, moe_mlp
 from blazeproto.gemm import product, reduce
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import Kernel, compile_many
@@ -34,7 +36,8 @@ HANG_SECONDS = 60
 MOST_FAILURES = 5
 # A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
 # held to the true ones.
-SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0}
+SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
+CLAMPED = [clamped_swiglu(limit, alpha) for limit, alpha in ((7.0, 1.702), (0.5, 1.3), (1.5, -0.7))]
 
 
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
@@ -47,15 +50,18 @@ def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
     experts = rng.choice(
         [1, 2, rng.randint(3, 16), rng.randint(3, 16), rng.randint(17, 64), rng.choice([96, 128, 512])]
     )
-    top_k = rng.choice([k for k in (1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 16, 20) if k <= experts])
+    elsewhere = experts <= 16 and rng.random() < 0.2  # most experts are: K may be larger than E
+    top_k = rng.choice([k for k in (1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 16, 20) if elsewhere or k <= experts])
+    pairs = tokens * top_k
     d, n = (8 * rng.choice([rng.randint(1, 12), rng.randint(8, 48), 8, 16, 32, 64]) for _ in range(2))
     options = {
         "routing": rng.choice(ROUTINGS),
-        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu"]),
+        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu", *CLAMPED]),
         "biases": rng.random() < 0.3,
         "sentinels": rng.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
         "varying": rng.random() < 0.2,
         "unit_weights": rng.random() < 0.3,
+        "row_capacity": rng.choice([*[None] * 5, 0, pairs // 8, pairs // 2, max(0, pairs - 1), 2 * pairs]),
     }
     if rng.random() < 0.15:
         n = d  # then Y may lie over act
@@ -64,7 +70,8 @@ def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
 
 def kernels_of_products(seeds: range) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
-    kernels = [*gemm.all_kernels()]
+    of_activation = ("up_forward", "down_backward_act")
+    kernels = [*gemm.all_kernels(), *(gemm.kernel_for(name, activation=a) for a in CLAMPED for name in of_activation)]
     for seed in seeds:
         shape, options = draw_products(seed)
         top_k = 0 if options["varying"] else shape.top_k
@@ -95,6 +102,52 @@ def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
     return lines
 
 
+# --- The whole of ``moe_mlp`` ------------------------------------------------------------------------------------------------
+
+
+def draw_experts(seed: int) -> tuple[Shape, dict[str, Any], dict[str, Any]]:
+    """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
+    shape, options = draw_products(seed)
+    rng = random.Random(f"experts {seed}")
+    bytes_per_token = 2 * shape.top_k * (3 * shape.n + shape.d)  # about what a chunk needs
+    chunks = rng.choice([None, 2, 3, 7])
+    workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.tokens // chunks + 1)
+    return shape, options, {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
+
+
+def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
+    """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
+    shape, case_options, options = draw_experts(seed)
+    case = make_case(shape, **case_options, seed=seed)
+    yardstick, exact = evaluate(YARDSTICK, case), evaluate(EXACT, case)
+    made, sizes = case.dispatch, (shape.tokens, shape.top_k)
+    parameters: list[Any] = [case.x, case.up_proj, case.down_proj, case.scores, case.up_bias, case.down_bias]
+    ids = made.token_expert_indices
+    if not case_options["varying"]:
+        parameters[3], ids = case.scores.view(sizes), ids.view(sizes)
+    leaves: list[Any] = [t if t is None else t.detach().requires_grad_() for t in parameters]
+    x, up, down, scores, up_bias, down_bias = leaves
+    options |= {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": shape.experts}
+    options |= {"activation": case.activation, "row_capacity": case_options["row_capacity"]}
+    names = ["dx", "d_up", "d_down", "d_scores"] + (["d_up_bias", "d_down_bias"] if case_options["biases"] else [])
+    leaves = [t for t in leaves if t is not None]
+    lines: list[str] = []
+    for backend in ("hopper", "torch"):
+        out = moe_mlp(x, up, down, scores, ids, up_bias=up_bias, down_bias=down_bias, backend=backend, **options)
+        gradients = torch.autograd.grad(out, leaves, case.d_out)
+        result = {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+        result["d_scores"] = result["d_scores"].flatten()
+        if result["d_scores"][made.token_index_map < 0].any():
+            lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
+        pool = Pool()
+        pool.add_all(result, yardstick, {name: exact[name] for name in result})
+        for failure in pool.failures(SINGLE_RUN_SLACK[backend]):
+            output = failure.partition(":")[0]
+            lines += [f"{backend}: {failure}", *worst_mismatches(result[output], exact[output])]
+        totals[backend].merge(pool)
+    return lines
+
+
 # --- All parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +164,10 @@ class Part(NamedTuple):
     pools: tuple[str, ...]
 
 
-PARTS = {"products": Part(draw_products, kernels_of_products, check_products, ("products", "chain"))}
+PARTS = {
+    "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
+    "experts": Part(draw_experts, kernels_of_products, check_experts, ("hopper", "torch")),
+}
 
 
 def watchdog(drawn: str) -> threading.Timer:

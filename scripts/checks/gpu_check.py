@@ -85,7 +85,7 @@ STEPS = {
     ),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
-    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 80", 2),
+    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 90", 4),
     "memcheck": _sanitizer("memcheck"),
     "synccheck": _sanitizer("synccheck"),
     "racecheck": _sanitizer("racecheck"),

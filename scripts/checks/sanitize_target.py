@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck python -m scripts.checks.sanitize_target
 
 Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
-gradients, sentinels, an expert without tokens, Y over act, slices of columns; then the dispatch builders, and the fused
-top-k and its backward. Each part runs even if one before it fails.
+gradients, sentinels, fewer rows than pairs, an expert without tokens, Y over act, slices of columns; then the dispatch
+builders, and the fused top-k and its backward. Each part runs even if one before it fails.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
             {"combine": "fused"},
             {"workspace_bytes": 1 << 18},
             {"weight_grad_dtype": torch.float32},
+            {"row_capacity": 50},
+            {"row_capacity": 0},
+            {"row_capacity": 50, "workspace_bytes": 1 << 15},
         )
         for options in variants:
             yield f"{shape} {options}", partial(layer, shape, **options)
@@ -128,11 +131,13 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"weight gradients in partials, {dtype}, {gather=}", run
 
 
-def build(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, method: Method) -> None:
+def build(
+    num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, method: Method, row_capacity: int | None = None
+) -> None:
     """A dispatch of random ids, some of them -1."""
     experts = torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k, dim=1).indices.to(dtype)
     experts[: num_tokens // 7, 0] = -1
-    dispatch.build_dispatch(experts, num_experts, method=method)
+    dispatch.build_dispatch(experts, num_experts, method=method, row_capacity=row_capacity)
     torch.cuda.synchronize()
 
 
@@ -143,6 +148,10 @@ def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
         for method in get_args(Method):
             run = partial(build, num_tokens, num_experts, top_k, dtype, method)
             yield f"dispatch {method} {num_tokens} {num_experts} {top_k} {dtype}", run
+            yield (
+                f"dispatch {method} {num_tokens} {num_experts} {top_k} {dtype} limited",
+                partial(run, row_capacity=1000),
+            )
 
 
 def choose(score: Score, num_experts: int, top_k: int, dtype: torch.dtype, bias: bool) -> None:

@@ -26,7 +26,7 @@ class Case:
     topk_experts: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
-    options: dict[str, Any]  # num_experts, activation
+    options: dict[str, Any]  # num_experts, activation, row_capacity
     varying: dict[str, Tensor]  # pair_tokens, token_offsets where experts per token vary
     d_out: Tensor
 
@@ -74,8 +74,9 @@ class Case:
 
 
 def _distinct_experts(num_tokens: int, num_experts: int, top_k: int, idle: tuple[int, ...]) -> Tensor:
-    """(T, K) distinct ids in each row, none of them in ``idle``."""
-    busy = torch.tensor([e for e in range(num_experts) if e not in idle])
+    """(T, K) distinct ids in each row, none of them in ``idle``. Where K > E, of K + E experts, E of them here."""
+    known = num_experts if top_k <= num_experts else num_experts + top_k
+    busy = torch.tensor([e for e in range(known) if e not in idle])
     ranks = torch.rand(num_tokens, len(busy)).argsort(dim=1)[:, :top_k]
     return busy[ranks]
 
@@ -93,6 +94,7 @@ def _make_case(
     varying: bool = False,
     unused: int = 4,  # places without a pair, with ``varying``
     idle: tuple[int, ...] = (),
+    capacity: float | None = None,  # row_capacity as a share of the pairs that have an expert
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Case:
@@ -112,6 +114,8 @@ def _make_case(
         experts = torch.nn.functional.pad(experts[kept], (0, unused), value=-1)
         pair_tokens = torch.nn.functional.pad(pair_tokens, (0, unused))
         extra = {"pair_tokens": pair_tokens.int().to(device), "token_offsets": offsets.int().to(device)}
+    num_rows = int(((experts >= 0) & (experts < num_experts)).sum())
+    row_capacity = None if capacity is None else round(capacity * num_rows)
     score_dtype = torch.promote_types(dtype, torch.float32)
     return Case(
         x=normal(num_tokens, d_model),
@@ -121,7 +125,7 @@ def _make_case(
         topk_experts=experts.to(device, torch.int32),
         up_bias=normal(num_experts, up_width) if bias else None,
         down_bias=normal(num_experts, d_model) if bias else None,
-        options={"num_experts": num_experts, "activation": activation},
+        options={"num_experts": num_experts, "activation": activation, "row_capacity": row_capacity},
         varying=extra,
         d_out=torch.randn(num_tokens, d_model).to(device, dtype),
     )

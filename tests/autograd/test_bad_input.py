@@ -84,11 +84,13 @@ BAD = {
         ValueError,
         r"topk_experts: expected shape \(T, K\) = \(37, K\), got \(30, 3\)",
     ),
-    "more experts per token than experts": (
-        {"topk_experts": INDICES.repeat(1, 2), "scores": torch.ones(37, 6)},
+    "no expert per token": (
+        {"topk_experts": INDICES[:, :0], "scores": torch.ones(37, 0)},
         ValueError,
-        r"topk_experts: expected 1 <= K <= num_experts=5 experts per token, got K=6",
+        r"topk_experts: expected \(T, K\) with K >= 1, got \(37, 0\)",
     ),
+    "a negative capacity": ({"row_capacity": -1}, ValueError, r"row_capacity: expected at least 0, got -1"),
+    "a capacity of floats": ({"row_capacity": 20.0}, TypeError, r"row_capacity: expected an int, got float"),
     "no ids": ({"topk_experts": None}, ValueError, r"topk_experts: expected .*, got neither"),
     "half of the varying arguments": (
         {"pair_tokens": INDICES[:, 0]},
@@ -159,6 +161,8 @@ def test_a_dispatch_for_other_pairs(make_case):
         moe_mlp(*arguments, case.topk_experts, dispatch=dispatch_of(111, 5), num_experts=5)
     with pytest.raises(ValueError, match=r"workspace_bytes: expected None with dispatch="):
         moe_mlp(*arguments, dispatch=dispatch_of(111, 5), num_experts=5, workspace_bytes=100_000)
+    with pytest.raises(ValueError, match=r"row_capacity: expected None with dispatch=, which has its rows, got 7"):
+        moe_mlp(*arguments, dispatch=dispatch_of(111, 5), num_experts=5, row_capacity=7)
     wide = replace(dispatch_of(111, 5), token_index_map=torch.zeros(111, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"dispatch.token_index_map: expected dtype torch.int32, got torch.int64"):
         moe_mlp(*arguments, dispatch=wide, num_experts=5)

@@ -109,6 +109,71 @@ def test_chunks_equal_the_whole(gpu_case, poisoned, save):
     assert_as_good_as(chunks, whole, case.reference())
 
 
+@pytest.mark.parametrize("capacity", [None, 0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("routing", ["fixed", "sentinels", "varying", "elsewhere"])
+def test_a_capacity(gpu_case, poisoned, capacity, routing):
+    """None, some and all rows over it; ``elsewhere``: K > E. A pair left out has a score's gradient of zero."""
+    sizes = (3500, 72, 40, 2, 9) if routing == "elsewhere" else (3500, 72, 40, 7, 3)
+    case = gpu_case(
+        *sizes, bias=True, capacity=capacity, sentinels=routing == "sentinels", varying=routing == "varying"
+    )
+    expected, yardstick = case.reference(), case.run(backend="torch")
+    for save in POLICIES:
+        for workspace_bytes in (None,) if routing == "varying" else (None, 1_000_000):
+            got = case.run(backend="hopper", save=save, workspace_bytes=workspace_bytes)
+            assert_as_good_as(got, yardstick, expected)
+            assert (got[4][expected[4] == 0] == 0).all()
+    if capacity == 0:
+        assert not any(t.any() for t in got)
+    assert_as_good_as(case.run(backend="hopper", combine="fused"), yardstick, expected)
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 1_000_000])
+def test_a_capacity_in_a_graph(gpu_case, workspace_bytes):
+    """Captured with a routing that fits, replayed with some that do not, and back."""
+    shape, options = (
+        (3000, 128, 96, 8, 3),
+        {"backend": "hopper", "workspace_bytes": workspace_bytes, "row_capacity": 4500},
+    )
+    many, few = gpu_case(*shape, bias=True), gpu_case(*shape, bias=True)
+    few.topk_experts[1200:] = -1
+    case = gpu_case(*shape, bias=True)
+    for _ in range(2):
+        case.run(**options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.run(**options)
+    for inputs, fits in ((few, True), (many, False), (few, True)):
+        expected = inputs.run(**options)
+        whole = inputs.run(**{**options, "row_capacity": None})
+        assert torch.equal(expected[0], whole[0]) == fits
+        with torch.no_grad():
+            for mine, its in zip(case.parameters, inputs.parameters, strict=True):
+                mine.copy_(its)
+        case.topk_experts.copy_(inputs.topk_experts)
+        case.d_out.copy_(inputs.d_out)
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(captured, expected)
+
+
+def test_a_capacity_bounds_the_memory(gpu_case):
+    """An eighth of the rows: H, act and Y have no more."""
+    case = gpu_case(8192, 256, 512, 4, 8)
+    peaks = []
+    for row_capacity in (None, 8192):
+        case.run(backend="hopper", row_capacity=row_capacity)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        case.run(backend="hopper", row_capacity=row_capacity)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    of_h = 2 * 2 * 512 * (8192 * 8 - 8192)
+    assert peaks[0] - peaks[1] >= of_h
+
+
 def test_fused_combine(gpu_case):
     case = gpu_case(3000, 128, 96, 8, 3, bias=True, sentinels=True)
     assert_as_good_as(case.run(backend="hopper", combine="fused"), case.run(backend="torch"), case.reference())

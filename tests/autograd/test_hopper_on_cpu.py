@@ -200,33 +200,52 @@ def test_a_backward_that_failed_halfway_is_not_run_again(make_case, monkeypatch,
         torch.autograd.grad(out, case.parameters, case.d_out)
 
 
+@pytest.mark.parametrize("capacity", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("routing", ["fixed", "varying", "elsewhere"])
+def test_a_capacity(make_case, watch, capacity, routing):
+    """H has so many rows, and what lies beyond is not computed; ``elsewhere``: K > E."""
+    sizes = {"num_experts": 2, "top_k": 9} if routing == "elsewhere" else {}
+    case, rows = make_case(40, **sizes, bias=True, varying=routing == "varying", capacity=capacity), set()
+    watch(up, "launch", lambda *args, h, **kwargs: rows.add(h.shape[0]))
+    expected = case.reference()
+    for options in [{}, {"save": "recompute"}, {"combine": "fused"}]:
+        for got, reference_of_it in zip(case.run(**options), expected, strict=True):
+            torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+    assert rows == {min(case.options["row_capacity"], case.topk_experts.numel())}
+    if routing != "varying":
+        for got, reference_of_it in zip(case.run(workspace_bytes=40_000), expected, strict=True):
+            torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+
+
 def test_dispatch_gets_what_it_asks_for(make_case, monkeypatch):
-    """(T, K) ids as they are, pairs as tokens with one expert each; int64 ids with a place for their copy."""
+    """(T, K) ids as they are, pairs as tokens with one expert each; int64 ids with a place for their copy; overflow where
+    there are fewer rows than pairs."""
     case, varying = make_case(sentinels=True), make_case(varying=True)
     calls = []
 
-    def build_dispatch_unchecked(ids, num_experts, out, stream):
+    def build_dispatch_unchecked(ids, num_experts, out, stream, overflow):
         assert ids.is_contiguous() and stream == 7
-        calls.append((tuple(ids.shape), len(out)))
-        signature.bind(ids, num_experts, out, stream)
-        twin = dispatch_twin.build_dispatch(ids.numpy(), num_experts)
+        calls.append((tuple(ids.shape), len(out), None if overflow is None else len(out[0])))
+        signature.bind(ids, num_experts, out, stream, overflow)
+        twin = dispatch_twin.build_dispatch(ids.numpy(), num_experts, row_capacity=len(out[0]))
         names = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
         for tensor, name in zip(out, names, strict=False):
             tensor.copy_(torch.from_numpy(np.asarray(getattr(twin, name))))
 
     signature = inspect.signature(build.build_dispatch_unchecked)
     for ids in (case.topk_experts, case.topk_experts.long(), varying.topk_experts):
-        for chunk_tokens in (0, 16) if ids.dim() == 2 else (0,):
-            expected = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "torch")
+        for chunk_tokens, capacity in ((0, None), (16, None), (0, 20), (16, 20)) if ids.dim() == 2 else ((0, None),):
+            expected = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "torch", capacity)
             with monkeypatch.context() as patched:
                 patched.setattr(hopper_backend, "build_dispatch_unchecked", build_dispatch_unchecked)
                 patched.setattr(hopper_backend, "current_stream", lambda array: 7)
                 patched.setattr(node, "dispatch_backend", lambda *_: hopper_backend)
-                got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper")
+                got = torch.ops.blazeproto.dispatch(ids, 5, chunk_tokens, "hopper", capacity)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    chunks = [(16, 3), (16, 3), (5, 3)]
-    of_pairs = (varying.topk_experts.shape[0], 1)
-    assert calls == [(s, n) for n in (3, 4) for s in ((37, 3), *chunks)] + [(of_pairs, 3)]
+    whole, chunks = ((37, 3), None), [((16, 3), None), ((16, 3), None), ((5, 3), None)]
+    limited = ((37, 3), 20)  # in chunks it says which pairs run
+    of_fixed = [(s, n, rows) for n in (3, 4) for s, rows in (whole, *chunks, limited, limited, *chunks)]
+    assert calls == [*of_fixed, ((varying.topk_experts.shape[0], 1), 3, None)]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def tail_of(case, save="minimal", chunk_tokens=0):
 def test_opcheck_dispatch(make_case):
     case = make_case(sentinels=True)
     for chunk_tokens in (0, 16):
-        torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, chunk_tokens, "torch"))
+        for capacity in ((), (0,), (20,), (1000,)):
+            torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, chunk_tokens, "torch", *capacity))
 
 
 @pytest.mark.parametrize("save", POLICIES)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
-from routings import differences, make_routing, make_varying
+from routings import capacities, differences, make_foreign, make_routing, make_varying
 from strict import strict
 
-from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled
+from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled, workspace_bytes
+from blazeproto.runtime.numba_kernel import Kernel
 
 # (kind, T, E, K, dtype): several chunks, tiles and words; T = 0 and 1; E = 1; K = E; K and E above a block's threads, one
 # to four columns a thread
@@ -65,6 +66,38 @@ def check_method(method: str) -> Iterator[str]:
     )
     yield from (f"varying: {line}" for line in lines)
     yield from check_duplicates(method)
+    yield from check_capacities(method)
+
+
+def check_capacities(method: str) -> Iterator[str]:
+    """No row, some rows and all rows beyond the capacity, of ids that are mostly elsewhere, K > E; and a varying number."""
+    shapes = [(41, 5, 3, "int64"), (23, 2, 8, "int32"), (0, 3, 2, "int32")]
+    for num_tokens, num_experts, top_k, dtype in shapes if method == "tiled" else shapes[:1]:
+        ids = make_foreign(num_tokens, num_experts, top_k, dtype=dtype)
+        for capacity in capacities(int(reference.build_dispatch(ids, num_experts).expert_token_offsets[-1])):
+            options = {"row_capacity": capacity, "method": method}
+            expected = reference.build_dispatch(ids, num_experts, row_capacity=capacity)
+            sizes = [min(capacity, ids.size), num_experts + 1, *[ids.size] * (2 if dtype == "int64" else 1), 1]
+            out = tuple(np.full(size, -77, np.int32) for size in sizes)
+            needed = workspace_bytes(num_tokens, top_k, num_experts, method, row_capacity=capacity)
+            workspace = np.full(needed + 64, 0x77, np.uint8)
+            got = build_dispatch(ids, num_experts, **options, out=out, workspace=workspace[:needed])
+            if (workspace[needed:] != 0x77).any():
+                yield f"capacity {capacity} of {ids.shape} E={num_experts}: wrote past the workspace"
+            yield from (
+                f"capacity {capacity} of {ids.shape} E={num_experts}: {line}" for line in differences(got, expected)
+            )
+    varying = make_varying(40, 9)
+    expected = reference.build_dispatch_varying(*varying, 9, row_capacity=20)
+    lines = differences(build_dispatch_varying(*varying, 9, row_capacity=20, method=method), expected)
+    yield from (f"capacity 20, varying: {line}" for line in lines)
+
+    launched = []
+    for capacity in (None, 5):
+        with mock.patch.object(Kernel, "launch", lambda kernel, *_: launched.append(kernel.name)):
+            build_dispatch(np.zeros((9, 1), np.int32), 3, row_capacity=capacity, method=method)
+        if (launched.count("limit_rows") == 1) != (capacity is not None):
+            yield f"capacity {capacity}: launched {launched}"
 
 
 def check_duplicates(method: str) -> Iterator[str]:
@@ -107,6 +140,12 @@ def check_strictly() -> Iterator[str]:
             got = build_dispatch(ids, num_experts, method="tiled")
         lines = differences(got, reference.build_dispatch(ids, num_experts))
         yield from (f"{kind} {ids.shape} E={num_experts}: {line}" for line in lines)
+
+    ids = make_foreign(23, 2, 8)
+    with strict():
+        got = build_dispatch(ids, 2, row_capacity=9)
+    lines = differences(got, reference.build_dispatch(ids, 2, row_capacity=9))
+    yield from (f"capacity 9 of {ids.shape} E=2: {line}" for line in lines)
 
     set_sizes(**MANY_CHUNKS)
     ids = make_routing("sentinels", 64 * 20 - 3, 9, 2)

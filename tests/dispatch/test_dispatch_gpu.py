@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from routings import KINDS, differences, make_routing, make_varying, to_numpy
+from routings import KINDS, capacities, differences, make_foreign, make_routing, make_varying, to_numpy
 
 from blazeproto.dispatch import (
     build_dispatch,
@@ -14,6 +14,7 @@ from blazeproto.dispatch import (
     reference,
     workspace_bytes,
 )
+from blazeproto.dispatch.build import build_dispatch_unchecked
 
 pytestmark = pytest.mark.gpu
 
@@ -131,6 +132,76 @@ def test_captured_in_a_graph_and_replayed_with_another_routing(method):
             array.fill_(-77)
         graph.replay()
         assert_same(got, reference.build_dispatch(routing, num_experts))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(0, 4, 2), (1, 1, 1), (1000, 2, 8), (3000, 40, 8), (700, 300, 5)], ids=str)
+def test_a_capacity(method, shape):
+    """No row, some rows and all rows beyond it; K > E with ids outside among the shapes."""
+    num_tokens, num_experts, top_k = shape
+    for dtype in ("int32", "int64"):
+        ids = make_foreign(num_tokens, num_experts, top_k, dtype=dtype)
+        num_rows = int(reference.build_dispatch(ids, num_experts).expert_token_offsets[-1])
+        for capacity in capacities(num_rows):
+            buffers, out = poisoned_outputs(ids.size, num_experts, ids=dtype)
+            out["expert_pair_indices"] = out["expert_pair_indices"][:capacity]
+            out["overflow"] = torch.full((1,), -77, dtype=torch.int32, device="cuda")
+            expected = reference.build_dispatch(ids, num_experts, row_capacity=capacity)
+            got = build_dispatch(cuda(ids), num_experts, row_capacity=capacity, method=method, out=out)
+            assert_guards(buffers)
+            assert_same(got, expected)
+            assert (buffers["expert_pair_indices"][64 + min(capacity, ids.size) :] == -77).all()
+            assert_same(build_dispatch(cuda(ids), num_experts, row_capacity=capacity, method=method), expected)
+
+
+def test_a_capacity_of_a_varying_number():
+    varying = make_varying(2000, 16)
+    tensors = [cuda(array) for array in varying]
+    for capacity in capacities(int(varying[2][-1])):
+        got = build_dispatch_varying(*tensors, 16, row_capacity=capacity)
+        assert_same(got, reference.build_dispatch_varying(*varying, 16, row_capacity=capacity))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_capacity_unchecked(dtype):
+    ids = make_foreign(3000, 8, 6, dtype=dtype)
+    for capacity in (0, 1000, ids.size):
+        sizes = [capacity, 9, *[ids.size] * (2 if dtype == "int64" else 1)]
+        out = tuple(torch.full((size,), -77, dtype=torch.int32, device="cuda") for size in sizes)
+        overflow = torch.full((1,), -77, dtype=torch.int32, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        build_dispatch_unchecked(cuda(ids), 8, out, stream, overflow)
+        right = reference.build_dispatch(ids, 8, row_capacity=capacity)
+        lists = (
+            right.expert_pair_indices,
+            right.expert_token_offsets,
+            right.token_index_map,
+            right.token_expert_indices,
+        )
+        for mine, theirs in zip((*out, overflow), (*lists[: len(out)], right.overflow), strict=True):
+            np.testing.assert_array_equal(to_numpy(mine), theirs)
+
+
+@pytest.mark.parametrize("method", ["tiled", "dense"])
+def test_a_capacity_captured_in_a_graph(method):
+    """Replayed with a routing that fits, and with one that does not."""
+    num_tokens, num_experts, top_k, capacity = 3000, 8, 6, 2000
+    few = make_foreign(num_tokens, num_experts, top_k)
+    few[1500:] = -1
+    many = make_routing("random", num_tokens, num_experts, top_k)
+    ids = cuda(few)
+    needed = workspace_bytes(num_tokens, top_k, num_experts, method, row_capacity=capacity)
+    workspace = torch.empty(needed, dtype=torch.uint8, device="cuda")
+    prepare_dispatch(num_tokens, top_k, num_experts, method=method, row_capacity=capacity)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = build_dispatch(ids, num_experts, row_capacity=capacity, method=method, workspace=workspace)
+    for routing in (few, many, few):
+        ids.copy_(cuda(routing))
+        graph.replay()
+        expected = reference.build_dispatch(routing, num_experts, row_capacity=capacity)
+        assert (expected.overflow[0] > 0) == (routing is many)
+        assert_same(got, expected)
 
 
 def test_the_same_bits_each_time():

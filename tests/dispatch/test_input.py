@@ -28,6 +28,9 @@ def on_device(shape, dtype="int32", strides=None, device=0):
         (on_device((4, 2), "float32"), 8, {}, TypeError, "topk_experts: expected dtype int32 or int64, got float32"),
         (on_device((4, 2), strides=(1, 4)), 8, {}, ValueError, "topk_experts: expected a contiguous array"),
         (on_device((2**28, 8)), 8, {}, ValueError, r"topk_experts: expected at most 2147418112 pairs"),
+        (on_device((4, 2)), 8, {"row_capacity": -1}, ValueError, "row_capacity: expected at least 0, got -1"),
+        (on_device((4, 2)), 8, {"row_capacity": 2.0}, TypeError, "row_capacity: expected an int, got float"),
+        (on_device((4, 2)), 8, {"row_capacity": True}, TypeError, "row_capacity: expected an int, got bool"),
         (torch.zeros(4, 2, dtype=torch.int32), 8, {}, ValueError, "topk_experts: expected an array on a CUDA device"),
         ([[0, 1]], 8, {}, TypeError, "topk_experts: expected a device array"),
     ],
@@ -49,3 +52,5 @@ def test_bad_varying():
         build_dispatch_varying(experts, tokens, on_device((5,), "int64"), 4)
     with pytest.raises(ValueError, match=r"token_offsets: expected \(T \+ 1,\), got \(0,\)"):
         build_dispatch_varying(experts, tokens, on_device((0,)), 4)
+    with pytest.raises(ValueError, match="row_capacity: expected at least 0, got -3"):
+        build_dispatch_varying(experts, tokens, offsets, 4, row_capacity=-3)

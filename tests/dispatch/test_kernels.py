@@ -38,10 +38,22 @@ def compiled(kernel) -> str:
     return kernel.ptx((9, 0))
 
 
+FULL = pytest.mark.full
+
+
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "dtype"), [(128, 8, "int32"), (512, 10, "int64"), (512, 10, "int32"), (8, 1, "int32")]
+    ("num_tokens", "num_experts", "top_k", "dtype"),
+    [
+        (2**20, 512, 10, "int64"),
+        (2**20, 8, 1, "int32"),
+        (2**10, 128, 8, "int32"),
+        pytest.param(2**20, 128, 8, "int32", marks=FULL),
+        pytest.param(2**20, 512, 10, "int32", marks=FULL),
+        pytest.param(2**10, 512, 10, "int64", marks=FULL),
+        pytest.param(2**10, 512, 10, "int32", marks=FULL),
+        pytest.param(2**10, 8, 1, "int32", marks=FULL),
+    ],
 )
-@pytest.mark.parametrize("num_tokens", [2**20, 2**10])
 def test_tiled_compiles(num_tokens, num_experts, top_k, dtype):
     from blazeproto.dispatch import tiled
 
@@ -57,6 +69,12 @@ def test_dense_compiles():
 
     for kernel in dense.kernels(1000, 4, 8, "int32"):
         assert "atom." not in compiled(kernel), f"{kernel!r} has an atomic"
+
+
+def test_the_limit_compiles():
+    from blazeproto.dispatch import limit
+
+    assert "atom." not in compiled(limit.KERNEL)
 
 
 def test_the_plan_keeps_the_table_small_and_the_tiles_in_shared_memory():

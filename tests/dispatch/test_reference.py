@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routings import KINDS, make_routing, make_varying
+from routings import KINDS, capacities, make_foreign, make_routing, make_varying
 
+from blazeproto import dispatch
+from blazeproto.dispatch import reference
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
 
 
@@ -70,6 +74,59 @@ def test_varying_counts(num_tokens, num_experts, seed, spare):
     assert dispatch.top_k is None and dispatch.num_tokens == num_tokens
     rows = dispatch.expert_pair_indices
     assert (dispatch.expert_token_indices == np.where(rows >= 0, tokens[rows] if len(tokens) else 0, -1)).all()
+
+
+def test_a_capacity_in_the_papers_example():
+    """As dispatch/limit.py draws it."""
+    topk_experts = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
+    dispatch = build_dispatch(topk_experts, 4, row_capacity=4)
+    assert dispatch.expert_token_offsets.tolist() == [0, 3, 4, 4, 4]
+    assert dispatch.expert_pair_indices.tolist() == [2, 4, 8, 3]
+    assert dispatch.expert_token_indices.tolist() == [1, 2, 4, 1]
+    assert dispatch.token_index_map.tolist() == [-1, -1, 0, 3, 1, -1, -1, -1, 2, -1]
+    assert dispatch.overflow.tolist() == [6]
+    assert build_dispatch(topk_experts, 4).overflow is None
+
+
+def check_capacity(dispatch, full, capacity: int) -> None:
+    """``full``: the same dispatch without a capacity."""
+    rows, num_rows = dispatch.expert_pair_indices, int(full.expert_token_offsets[-1])
+    for name in ("expert_pair_indices", "expert_token_offsets", "token_index_map", "overflow"):
+        assert getattr(dispatch, name).dtype == np.int32
+    assert dispatch.overflow.tolist() == [max(num_rows - capacity, 0)]
+    assert (rows == full.expert_pair_indices[:capacity]).all(), "the rows that stay are the first in expert order"
+    assert rows.size == min(capacity, full.expert_pair_indices.size)
+    assert (dispatch.expert_token_offsets == full.expert_token_offsets.clip(max=capacity)).all()
+    stays = (full.token_index_map >= 0) & (full.token_index_map < capacity)
+    assert (dispatch.token_index_map == np.where(stays, full.token_index_map, -1)).all()
+    assert stays.sum() == min(num_rows, capacity)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(0, 40), st.integers(1, 5), st.integers(1, 8), st.sampled_from(["int32", "int64"]), st.integers(0, 99)
+)
+def test_a_capacity(num_tokens, num_experts, top_k, dtype, seed):
+    """K > E too, with ids that lie outside."""
+    ids = make_foreign(num_tokens, num_experts, top_k, seed, dtype)
+    full = build_dispatch(ids, num_experts, validate=True)
+    varying = make_varying(num_tokens, num_experts, seed)
+    full_varying = build_dispatch_varying(*varying, num_experts)
+    for capacity in capacities(int(full.expert_token_offsets[-1])):
+        check_capacity(build_dispatch(ids, num_experts, row_capacity=capacity), full, capacity)
+        limited = build_dispatch_varying(*varying, num_experts, row_capacity=capacity)
+        check_capacity(limited, full_varying, capacity)
+        rows = limited.expert_pair_indices
+        assert limited.expert_token_indices.tolist() == [varying[1][pair] if pair >= 0 else -1 for pair in rows]
+
+
+def test_the_twins_have_the_same_signatures():
+    """Names, order and defaults; of the twins the types are NumPy's."""
+    for name in ("build_dispatch", "build_dispatch_varying"):
+        mine, twin = (inspect.signature(getattr(room, name)).parameters for room in (dispatch, reference))
+        assert [(p.name, p.kind, p.default) for p in mine.values()] == [
+            (p.name, p.kind, p.default) for p in twin.values()
+        ]
 
 
 def test_fixed_counts_are_a_case_of_varying_ones():

@@ -202,6 +202,7 @@ BAD = {
     "no experts": ({"num_experts": 0}, ValueError, r"num_experts: expected at least 1, got 0"),
     "width of a float": ({"d_model": 16.0}, TypeError, r"d_model: expected an int, got float"),
     "K above E": ({"top_k": 5}, ValueError, r"top_k: expected at most num_experts=4, got 5"),
+    "negative capacity": ({"row_capacity": -1}, ValueError, r"row_capacity: expected at least 0, got -1"),
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
     "save": ({"save": "all"}, ValueError, r"save: expected one of 'minimal'.* got 'all'"),
     "backend": ({"backend": "triton"}, ValueError, r"backend: expected one of 'auto'.* got 'triton'"),
@@ -236,6 +237,7 @@ def test_bad_input():
         ({"weight_grad_dtype": torch.float32, "bias": True, "activation": "relu"}, [True], {(100, 2)}),
         ({"router": "expert_choice"}, [False], {(200, 1)}),
         ({"workspace_bytes": 15_000}, [False, True], {(40, 2), (20, 2)}),
+        ({"workspace_bytes": 15_000, "row_capacity": 150}, [False, True], {(40, 2), (20, 2), (100, 2)}),
         ({"backend": "torch"}, [], set()),
     ],
 )
@@ -250,8 +252,8 @@ def test_prepare(monkeypatch, options, weight_grads, dispatches):
         assert how["activation"] == options.get("activation", "swiglu")
         prepared.append(how["f32_weight_grads"])
 
-    def prepare_dispatch(num_tokens, top_k, num_experts, *, device):
-        assert (num_experts, device) == (4, 3)
+    def prepare_dispatch(num_tokens, top_k, num_experts, *, row_capacity, device):
+        assert (num_experts, device, row_capacity) == (4, 3, options.get("row_capacity"))
         shapes.add((num_tokens, top_k))
 
     layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, **options)

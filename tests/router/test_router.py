@@ -257,7 +257,7 @@ def test_choice_objects_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"top_k": 9}, ValueError, "top_k: expected at most num_experts = 8, got 9"),
+        ({"top_k": 9}, ValueError, "top_k: expected at most num_experts=8, got 9"),
         ({"top_k": 0}, ValueError, "top_k: expected at least 1, got 0"),
         ({"top_k": 2.0}, TypeError, "top_k: expected an int, got float"),
         ({"score": "tanh"}, ValueError, "score: expected one of"),

@@ -72,25 +72,36 @@ def test_ties_go_to_the_lower_id():
     assert reference.topk_route(np.array([[1.0, 2.0, 2.0, -0.0, 0.0, 1.0]]), 5)[1].tolist() == [[1, 2, 0, 5, 3]]
 
 
-@pytest.mark.slow
-def test_compiles(tmp_path, monkeypatch):
+FULL = pytest.mark.full
+FORWARD = [
+    (8, 2, "softmax_topk", False, False, True),
+    (128, 8, "softmax_topk", False, False, True),
+    (512, 10, "sigmoid", True, False, True),
+    pytest.param(1000, 9, "softmax_topk", False, False, False, marks=FULL),
+    pytest.param(1024, 16, "sigmoid", True, True, True, marks=FULL),
+]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     pytest.importorskip("cuda.core", reason="needs cuda.core")
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "score", "biased", "half", "aligned"), FORWARD)
+def test_forward_compiles(fresh_cache, num_experts, top_k, score, biased, half, aligned):
     from blazeproto.router import topk
 
-    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    for num_experts, top_k, score, biased, half, aligned in [
-        (8, 2, "softmax_topk", False, False, True),
-        (128, 8, "softmax_topk", False, False, True),
-        (512, 10, "sigmoid", True, False, True),
-        (1000, 9, "softmax_topk", False, False, False),
-        (1024, 16, "sigmoid", True, True, True),
-    ]:
-        forward = topk.forward_kernel(num_experts, top_k, score, biased, score == "sigmoid", 1.0, half, aligned)
-        ptx = check_kernel(forward)
-        assert ("ld.global.v4" in ptx) == aligned
-    for num_experts, top_k, half in [(8, 2, False), (128, 8, False), (512, 10, True)]:
-        check_kernel(topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half))
+    forward = topk.forward_kernel(num_experts, top_k, score, biased, score == "sigmoid", 1.0, half, aligned)
+    assert ("ld.global.v4" in check_kernel(forward)) == aligned
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "half"), [(8, 2, False), (128, 8, False), (512, 10, True)])
+def test_backward_compiles(fresh_cache, num_experts, top_k, half):
+    from blazeproto.router import topk
+
+    check_kernel(topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half))
 
 
 def check_kernel(kernel: Kernel) -> str:

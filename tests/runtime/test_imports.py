@@ -20,7 +20,7 @@ MODULES = [
     ),
     *(f"blazeproto.router.{name}" for name in TOPK),
 ]
-NEED_NUMBA = {"warp", "tiled", "place", "dense", "best", "topk_kernels"}
+NEED_NUMBA = {"warp", "tiled", "place", "dense", "limit", "best", "topk_kernels"}
 
 
 def run(code: str) -> None:

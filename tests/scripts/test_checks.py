@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -13,6 +14,7 @@ from blazeproto.activations import ACTIVATIONS
 from blazeproto.autograd import moe_mlp, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import common, peers, rounding
 from scripts.bench.peers import ours
@@ -22,13 +24,32 @@ from scripts.checks import fuzz, sanitize_target
 def test_a_seed_says_all_about_a_run() -> None:
     drawn = [fuzz.draw_products(seed) for seed in range(200)]
     assert drawn == [fuzz.draw_products(seed) for seed in range(200)]
-    assert {options["activation"] for _, options in drawn} == set(ACTIVATIONS)
+    assert {options["activation"] for _, options in drawn} == {*ACTIVATIONS, *fuzz.CLAMPED}
     assert {options["varying"] for _, options in drawn} == {True, False}
     for shape, options in drawn:
-        assert 1 <= shape.top_k <= shape.experts <= 512
+        assert shape.top_k >= 1 and 1 <= shape.experts <= 512
         assert shape.d % 8 == shape.n % 8 == 0
         if shape.tokens <= 64:
             assert make_case(shape, **options, device="cpu").dispatch.num_tokens == shape.tokens
+    assert any(shape.top_k > shape.experts for shape, _ in drawn)
+
+
+def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its check of moe_mlp runs, here with the torch backend in both places."""
+    monkeypatch.setattr(fuzz, "make_case", partial(make_case, device="cpu"))
+    monkeypatch.setattr(fuzz, "moe_mlp", lambda *args, backend, **options: moe_mlp(*args, backend="torch", **options))
+    totals, seed = {pool: Pool() for pool in fuzz.PARTS["experts"].pools}, -1
+    missing = {(which, chunked) for which in ("none", "some", "all") for chunked in (True, False)}
+    while missing and seed < 200:
+        seed += 1
+        shape, options, how = fuzz.draw_experts(seed)
+        if shape.tokens * shape.d * shape.n * shape.experts > 2**21 or options["row_capacity"] is None:
+            continue
+        made = fuzz.make_case(shape, **options, seed=seed).dispatch
+        which = "none" if not made.overflow else "some" if made.expert_token_offsets[-1] else "all"
+        missing.discard((which, how["workspace_bytes"] is not None))
+        assert fuzz.check_experts(seed, totals) == []
+    assert not missing
 
 
 def test_the_fuzzer_compiles_what_its_runs_launch() -> None:
@@ -43,6 +64,7 @@ def test_the_sanitizers_target_has_every_activation() -> None:
     parts = (sanitize_target.layers(), sanitize_target.dispatches(), sanitize_target.choices())
     names = [name for name, _ in chain(*parts)]
     assert len(set(names)) == len(names)
+    assert sum("row_capacity" in name for name in names) == 6 and sum("limited" in name for name in names) == 15
     for activation in ACTIVATIONS:
         assert f"{sanitize_target.SHAPES[0]} {activation} bias" in names
 

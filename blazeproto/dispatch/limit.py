@@ -1,0 +1,76 @@
+"""``row_capacity``: a dispatch of at most R rows, whoever asked for more. One small kernel cuts off what a method wrote.
+
+For R = 4, the example of §4.1:
+
+    expert_token_offsets    0 3 5 7 10              0 3 4 4 4               at most R
+    token_index_map         5 7  0 3   1 8 …        -1 -1  0 3   1 -1 …     -1 for a pair whose row is R or beyond
+    expert_pair_indices     2 4 8 3 6 0 7 1 5 9     2 4 8 3                 the first R, copied
+    overflow                                        6                       rows that are not there
+
+Bytes: 4 of token_index_map read a pair, and written where it changes; 8 a row that stays.
+"""
+
+# As in tiled.py, types come from the values.
+# mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
+from typing import Any
+
+from numba import cuda, int64
+
+from blazeproto.runtime.memory import part
+from blazeproto.runtime.numba_kernel import Kernel
+
+THREADS = 256
+
+
+def limit_rows(threads: int) -> Any:
+    """A thread has one pair, one row and one expert, where there are so many."""
+
+    def limit_rows(
+        all_pairs,
+        expert_pair_indices,
+        expert_token_offsets,
+        token_index_map,
+        overflow,
+        num_pairs,
+        num_experts,
+        capacity,
+    ):
+        index = int64(cuda.blockIdx.x) * threads + cuda.threadIdx.x
+        if index < num_pairs and token_index_map[index] >= capacity:
+            token_index_map[index] = -1
+        if index < capacity:
+            expert_pair_indices[index] = all_pairs[index]
+        if index <= num_experts:
+            row = expert_token_offsets[index]
+            expert_token_offsets[index] = min(row, capacity)
+            if index == num_experts:
+                overflow[0] = max(row - capacity, 0)
+
+    return limit_rows
+
+
+KERNEL = Kernel(limit_rows, "int32* int32* int32* int32* int32* int64 int64 int64", threads=THREADS)
+
+
+def run(
+    method: Any,
+    ids: Any,
+    lists: Sequence[Any],
+    workspace: Any,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    device: int,
+    stream: int,
+    capacity: int,
+) -> None:
+    """A method's run (build.py), then the kernel. Of ``lists`` expert_pair_indices has ``capacity`` entries, at most a pair each;
+    overflow is the last. The workspace begins with a list of all pairs."""
+    *lists, overflow = lists
+    num_pairs = num_tokens * top_k
+    all_pairs = part(workspace, 0, num_pairs, "int32")
+    rest = part(workspace, 4 * num_pairs, method.workspace_bytes(num_tokens, top_k, num_experts), "uint8")
+    method.run(ids, [all_pairs, *lists[1:]], rest, num_tokens, top_k, num_experts, device, stream)
+    blocks = -(-max(num_pairs, num_experts + 1) // KERNEL.threads)
+    KERNEL.launch(device, stream, blocks, 0, all_pairs, *lists[:3], overflow, num_pairs, num_experts, capacity)

@@ -1,0 +1,183 @@
+"""``row_capacity`` and experts elsewhere (K > E) on the torch backend: the oracle, zero gradients, memory, the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
+from blazeproto.dispatch import reference
+from blazeproto.layer import MoE
+from blazeproto.router.router import Routing
+
+POLICIES = [policy.value for policy in SavePolicy]
+ROUTINGS = {
+    "fixed": {},
+    "sentinels": {"sentinels": True},
+    "varying": {"varying": True},
+    "elsewhere": {"num_experts": 2, "top_k": 9},
+}
+CAPACITIES = [None, 1.5, 1.0, 0.6, 0.0]  # of the pairs that have an expert; 1.5 may be more than all pairs
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_agrees_with_the_oracle(make_case, routing, capacity, save, workspace_bytes):
+    if routing == "varying" and workspace_bytes:
+        pytest.skip("chunks need a fixed K")
+    case = make_case(bias=True, capacity=capacity, **ROUTINGS[routing])
+    for got, expected in zip(case.run(save=save, workspace_bytes=workspace_bytes), case.reference(), strict=True):
+        assert (got - expected).norm() <= 1e-13 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_grouped_products(make_case, routing, dtype):
+    """float64 goes expert by expert."""
+    case = make_case(64, bias=True, capacity=0.6, dtype=dtype, **ROUTINGS[routing])
+    for got, expected in zip(case.run(), case.reference(), strict=True):
+        assert (got - expected).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.norm()
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_what_overflows_is_not_computed_and_has_zero_gradients(make_case, workspace_bytes):
+    """Poison may lie in every row that is left out: tokens, scores and experts of which nothing runs."""
+    case = make_case(capacity=0.3, bias=True)
+    made = reference.build_dispatch(case.topk_experts.numpy(), 5, row_capacity=case.options["row_capacity"])
+    left_out = torch.from_numpy(made.token_index_map < 0).view(case.scores.shape)
+    idle = torch.from_numpy(made.expert_token_offsets[1:] == made.expert_token_offsets[:-1])
+    assert left_out.sum() == made.overflow[0] > 0 and idle.any() and left_out.all(dim=1).any()
+    clean = case.run(workspace_bytes=workspace_bytes)
+    with torch.no_grad():
+        case.scores[left_out] = torch.nan
+        case.x[left_out.all(dim=1)] = torch.nan
+        for weight in (case.gate_up_proj, case.down_proj, case.up_bias, case.down_bias):
+            weight[idle] = torch.nan
+    results = case.run(workspace_bytes=workspace_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(results, clean, strict=True))
+    out, d_x, d_up, d_down, d_scores, d_up_bias, d_down_bias = results
+    assert (d_scores[left_out] == 0).all() and (d_scores[~left_out] != 0).all()
+    for of_tokens in (out, d_x):
+        assert (of_tokens[left_out.all(dim=1)] == 0).all()
+    for of_experts in (d_up, d_down, d_up_bias, d_down_bias):
+        assert (of_experts[idle] == 0).all() and (of_experts[~idle] != 0).any()
+
+
+def test_a_capacity_that_is_not_reached_changes_no_bit(make_case):
+    case = make_case(dtype=torch.float32, bias=True)
+    expected = case.run()
+    for row_capacity in (111, 10**6):
+        got = case.run(row_capacity=row_capacity)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_h_has_no_more_rows_than_the_capacity(make_case, save, workspace_bytes):
+    case, kept = make_case(96, 16, 24, 5, 3, dtype=torch.float32), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        case.forward(save=save, row_capacity=100, workspace_bytes=workspace_bytes)
+    weights = {weight.untyped_storage().data_ptr() for weight in (case.gate_up_proj, case.down_proj)}
+    saved = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    layer = MoE(16, 24, 5, 3, save=save, row_capacity=100, workspace_bytes=workspace_bytes)
+    assert layer.saved_bytes(96) == saved
+    if workspace_bytes is None:
+        sizes = {"num_tokens": 96, "d_model": 16, "d_expert": 24, "num_experts": 5, "top_k": 3, "itemsize": 4}
+        of_a_row = 4 + 4 * 24 * {"minimal": 2, "paper": 3, "recompute": 0}[save]  # its pair, and its H and act
+        assert saved == saved_bytes(save, **sizes) - (288 - 100) * of_a_row
+
+
+def test_few_rows_need_no_chunks(make_case, monkeypatch):
+    """The whole batch at once where its R rows fit, though not all its pairs would."""
+    from blazeproto.autograd import torch_backend
+
+    case, launches = make_case(capacity=0.2), []
+    real = torch_backend.up_forward
+    monkeypatch.setattr(torch_backend, "up_forward", lambda *a, **k: launches.append(1) or real(*a, **k))
+    case.forward(workspace_bytes=20_000)
+    assert len(launches) == 1
+    case.forward(workspace_bytes=20_000, row_capacity=None)
+    assert len(launches) > 2
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_compiles_without_a_break(make_case, workspace_bytes):
+    case = make_case(bias=True, capacity=0.6)
+    expected = case.run(workspace_bytes=workspace_bytes)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda: case.forward(workspace_bytes=workspace_bytes), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    out = compiled()
+    for a, b in zip((out, *torch.autograd.grad(out, case.parameters, case.d_out)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# ---- the layer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", ["top_k", "expert_choice"])
+def test_the_layer_counts_what_overflows(router):
+    layer = MoE(16, 24, 4, 2, router=router)
+    x = torch.randn(50, 16)
+    out, stats = layer(x)
+    pairs = int(stats.load.sum())
+    assert stats.overflow is None
+    for row_capacity in (0, 30, pairs, 1000):
+        layer.row_capacity = row_capacity
+        got, stats = layer(x)
+        assert stats.overflow.dtype == torch.int32 and stats.overflow.tolist() == [max(0, pairs - row_capacity)]
+        assert torch.equal(got, out) == (row_capacity >= pairs)
+        assert row_capacity > 0 or not got.any()
+
+
+class Rank(nn.Module):
+    """A router of 16 experts for the rank that has two of them."""
+
+    def __init__(self, router: nn.Module, first: int) -> None:
+        super().__init__()
+        self.router, self.first = router, first
+
+    def forward(self, tokens: torch.Tensor) -> Routing:
+        routing = self.router(tokens)
+        load = routing.load[self.first : self.first + 2]
+        return routing._replace(experts=routing.experts - self.first, load=load)
+
+
+def test_ranks_with_two_experts_each_sum_to_the_whole():
+    """K = 6 > E = 2 on each."""
+    whole = MoE(16, 24, 16, 6, router="top_k", dtype=torch.float64)
+    x = torch.randn(50, 16, dtype=torch.float64)
+    expected, _ = whole(x)
+    total = torch.zeros_like(expected)
+    for first in range(0, 16, 2):
+        rank = MoE(16, 24, 2, 6, router=Rank(whole.router, first), row_capacity=80, dtype=torch.float64)
+        with torch.no_grad():
+            rank.gate_up_proj.copy_(whole.gate_up_proj[first : first + 2])
+            rank.down_proj.copy_(whole.down_proj[first : first + 2])
+        out, stats = rank(x)
+        assert stats.overflow.tolist() == [0] and stats.load.shape == (2,)
+        total += out
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_dispatch_with_a_capacity(make_case):
+    """Built by whoever, with R < P rows."""
+    from dataclasses import replace
+
+    case = make_case(capacity=0.5)
+    expected = case.run()
+    row_capacity = case.options.pop("row_capacity")
+    made = reference.build_dispatch(case.topk_experts.numpy(), 5, row_capacity=row_capacity)
+    made = replace(made, **{name: None if t is None else torch.from_numpy(t) for name, t in made.arrays.items()})
+    case.topk_experts = None
+    assert all(torch.equal(a, b) for a, b in zip(case.run(dispatch=made), expected, strict=True))
+    assert moe_mlp(case.x, case.gate_up_proj, case.down_proj, case.scores, dispatch=made, **case.options).requires_grad
