@@ -66,14 +66,15 @@ class Pool:
         for name, reference in exact.items():
             self.add(name, out[name][: len(reference)], yardstick[name], reference)
 
-    def failures(self, slack: float = 1.0) -> list[str]:
-        """One line for each bound that doesn't hold. slack: widens all bounds, for pools too small to judge finely."""
+    def failures(self, slack: float = 1.0, fp32_noise: float = FP32_NOISE) -> list[str]:
+        """One line for each bound that doesn't hold. slack: widens all bounds, for pools too small to judge finely.
+        fp32_noise: how wrong an fp32 output of a small pool may be with slack, of the size of its row."""
         lines = []
         for name, total in self.totals.items():
             error2, yardstick2, *worst = total.tolist()
             fp32 = name in self.fp32
             norm_factor, worst_factor = (FP32_NORM_FACTOR, FP32_WORST_FACTOR) if fp32 else (NORM_FACTOR, WORST_FACTOR)
-            noise = FP32_NOISE if slack > 1 and fp32 and self.elements[name] < POOL_ELEMENTS else 0.0
+            noise = fp32_noise if slack > 1 and fp32 and self.elements[name] < POOL_ELEMENTS else 0.0
             bounds = {
                 "norm": (error2**0.5, yardstick2**0.5, norm_factor, noise * self.elements[name] ** 0.5),
                 "worst row": (worst[0], worst[1], worst_factor, noise),
