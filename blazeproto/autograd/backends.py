@@ -22,8 +22,10 @@ HOPPER_CAPABILITY = (9, 0)
 class Backend(Protocol):
     """The steps of the expert MLP. A backend is a module with these functions: `hopper_backend`, `torch_backend`.
 
-    Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n). ``rows`` is what
-    ``rows_of`` made of the dispatch. Accumulators (``d_weight``, ``d_bias``) are float32 and are added to.
+    Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n); G is 2 for a gated
+    activation, else 1. H is the up projection of each row's token, with its bias if there is one; act is the activation of H.
+    ``rows`` is what the backend's ``rows_of`` made of the dispatch. Accumulators (``d_weight``, ``d_bias``) are float32 and are
+    added to.
     """
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -48,7 +50,8 @@ class Backend(Protocol):
     def recompute_h(
         self, x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Any, activation: str
     ) -> tuple[Tensor, Tensor | None]:
-        """-> H, and act where it costs nothing more to keep."""
+        """For a backward pass whose H was not saved -> H, the same bits as in forward, and act if the backend has it at no cost,
+        else None."""
 
     def down_forward(
         self,

@@ -213,7 +213,7 @@ def launch_fused(
     out_f32: Any,
     config: TileConfig | None = None,
 ) -> None:
-    """`down_forward_fused` of arrays that have been checked."""
+    """`down_forward_fused` of arrays that have been checked: one launch, which adds to out_f32 (T, d) by fp32 atomics."""
     if not at.num_rows:
         return
     shape, config = down_proj.shape, config or TILES["down_forward"]

@@ -108,7 +108,8 @@ def _cuda_homes() -> Iterator[Path]:
 
 @cache
 def include_folders() -> tuple[str, ...]:
-    """The folders that hold CUDA's headers. CompileError where one of HEADERS is nowhere."""
+    """The folders in which NVRTC finds CUDA's headers: for each of HEADERS the first that has it, of CUDA's wheels, a toolkit and
+    CuPy. CompileError where a header is in none."""
     inside = ("include", "include/cccl", "targets/x86_64-linux/include")
     folders = [home / part for home in _cuda_homes() for part in inside]
     if spec := importlib.util.find_spec("cupy"):  # brings a copy of <nv/target> and <cuda/std/…>: better than none

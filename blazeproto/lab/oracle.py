@@ -182,9 +182,17 @@ def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None
 class Arithmetic:
     dtype: torch.dtype  # of sums
     rounds: bool  # results to bf16
+    rounds_before_bias: bool = False  # the product too, before a bias is added: as the torch backend does
 
     def round(self, value: Tensor) -> Tensor:
         return value.bfloat16() if self.rounds else value
+
+    def add_bias(self, product: Tensor, bias: Tensor | None, case: Case) -> Tensor:
+        """product (rows, m) + bias[expert of row], bias (E, m), rounded."""
+        if bias is None:
+            return self.round(product)
+        product = self.round(product) if self.rounds_before_bias else product
+        return self.round(product.to(self.dtype) + bias[case.row_expert])
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of bf16 values, in ``dtype``."""
@@ -235,6 +243,7 @@ def _add_in_one_order(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 EXACT = Arithmetic(torch.float64, rounds=False)
 YARDSTICK = Arithmetic(torch.float32, rounds=True)
+YARDSTICK_OF_TORCH = Arithmetic(torch.float32, rounds=True, rounds_before_bias=True)
 
 
 def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -247,10 +256,10 @@ def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | N
     row_score, d_out = scores[case.row_pair, None], case.d_out[case.row_token]
 
     h = a.by_expert(case.x[case.row_token], case.up_proj.mT, case)
-    result["h"] = a.round(h if case.up_bias is None else h + case.up_bias[case.row_expert])
+    result["h"] = a.add_bias(h, case.up_bias, case)
     result["act"] = a.round(activate(result["h"].to(a.dtype), case.activation))
     y = a.by_expert(inputs["act"], case.down_proj.mT, case)
-    y = a.round(y if case.down_bias is None else y + case.down_bias[case.row_expert])
+    y = a.add_bias(y, case.down_bias, case)
     result["y"], result["fused"] = y, a.combine(y, case, scores)
     result["out"] = a.round(a.combine(inputs["y"], case, scores))
 

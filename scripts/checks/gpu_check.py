@@ -48,10 +48,10 @@ class Step:
 _SANITIZER = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 
 
-def _sanitizer(tool: str, options: str = "") -> Step:
+def _sanitizer(tool: str, minutes: float = 2.5) -> Step:
     return Step(
-        f"compute-sanitizer --tool {tool} {options} --error-exitcode 99 python -m scripts.checks.sanitize_target",
-        minutes=2.5,
+        f"compute-sanitizer --tool {tool} --error-exitcode 99 python -m scripts.checks.sanitize_target",
+        minutes=minutes,
         environment=_SANITIZER,
         last_lines=25,
     )
@@ -88,7 +88,7 @@ STEPS = {
     "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 90", 4),
     "memcheck": _sanitizer("memcheck"),
     "synccheck": _sanitizer("synccheck"),
-    "racecheck": _sanitizer("racecheck"),
+    "racecheck": _sanitizer("racecheck", minutes=4),
     "initcheck": _sanitizer("initcheck"),
 }
 GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
