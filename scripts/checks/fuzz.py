@@ -4,9 +4,9 @@
     python -m scripts.checks.fuzz --seed 4711 --runs 1                      # one that failed, again
     python -m scripts.checks.fuzz --debug INJECT_DELAYS --debug SPIN_LIMIT=200000000
 
-Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, fewer rows than pairs, and for
-``moe_mlp`` a save policy and chunks; it runs on both backends. A failure prints its seed and the
-places that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
+Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, and fewer rows than pairs.
+``moe_mlp`` runs on both backends, with a save policy and a number of chunks drawn too. A failure prints its seed and the places
+that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ MOST_FAILURES = 5
 # A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
 # held to the true ones.
 SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
-# And an fp32 number at the end of a chain has the errors of bf16 numbers before it.
+# How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16.
 FP32_NOISE_OF_CHAINS = 2.0**-8
-# The limits lie where few values do: an exact value and a rounded one may lie on two sides, and the slope jumps there.
+# Limits that few values are near: the slope jumps there, and a rounded value may lie on the other side than the exact one.
 CLAMPED = [clamped_swiglu(limit, alpha) for limit, alpha in ((7.0, 1.702), (2.5, 1.3), (4.0, -0.7))]
 YARDSTICKS = {"hopper": YARDSTICK, "torch": YARDSTICK_OF_TORCH}  # of moe_mlp's backends
 # (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.

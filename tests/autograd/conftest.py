@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,29 @@ def _make_case(
 def make_case() -> Callable[..., Case]:
     """``make_case(num_tokens, d_model, d_expert, num_experts, top_k, activation=…, bias=…, …)`` -> Case."""
     return _make_case
+
+
+def _bytes_saved_by(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages that a forward pass saves, beside the weights."""
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    for weight in weights:
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    assert out.requires_grad
+    return sum(num_bytes for num_bytes, _ in kept.values())
+
+
+@pytest.fixture
+def bytes_saved_by() -> Callable[..., int]:
+    """``bytes_saved_by(forward, weights)`` -> bytes."""
+    return _bytes_saved_by
 
 
 @pytest.fixture(autouse=True)

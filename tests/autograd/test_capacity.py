@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
+from blazeproto.autograd import SavePolicy, saved_bytes, torch_backend
 from blazeproto.dispatch import reference
 from blazeproto.layer import MoE
 from blazeproto.router.router import Routing
@@ -76,18 +78,11 @@ def test_a_capacity_that_is_not_reached_changes_no_bit(make_case):
 
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-def test_h_has_no_more_rows_than_the_capacity(make_case, save, workspace_bytes):
-    case, kept = make_case(96, 16, 24, 5, 3, dtype=torch.float32), {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        case.forward(save=save, row_capacity=100, workspace_bytes=workspace_bytes)
-    weights = {weight.untyped_storage().data_ptr() for weight in (case.gate_up_proj, case.down_proj)}
-    saved = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
-    layer = MoE(16, 24, 5, 3, save=save, row_capacity=100, workspace_bytes=workspace_bytes)
+def test_h_has_no_more_rows_than_the_capacity(make_case, bytes_saved_by, save, workspace_bytes):
+    case, options = make_case(96, 16, 24, 5, 3, dtype=torch.float32), {"save": save, "workspace_bytes": workspace_bytes}
+    weights = (case.gate_up_proj, case.down_proj)
+    saved = bytes_saved_by(lambda: case.forward(row_capacity=100, **options), weights)
+    layer = MoE(16, 24, 5, 3, row_capacity=100, **options)
     assert layer.saved_bytes(96) == saved
     if workspace_bytes is None:
         sizes = {"num_tokens": 96, "d_model": 16, "d_expert": 24, "num_experts": 5, "top_k": 3, "itemsize": 4}
@@ -97,8 +92,6 @@ def test_h_has_no_more_rows_than_the_capacity(make_case, save, workspace_bytes):
 
 def test_few_rows_need_no_chunks(make_case, monkeypatch):
     """The whole batch at once where its R rows fit, though not all its pairs would."""
-    from blazeproto.autograd import torch_backend
-
     case, launches = make_case(capacity=0.2), []
     real = torch_backend.up_forward
     monkeypatch.setattr(torch_backend, "up_forward", lambda *a, **k: launches.append(1) or real(*a, **k))
@@ -171,8 +164,6 @@ def test_ranks_with_two_experts_each_sum_to_the_whole():
 
 def test_a_dispatch_with_a_capacity(make_case):
     """Built by whoever, with R < P rows."""
-    from dataclasses import replace
-
     case = make_case(capacity=0.5)
     expected = case.run()
     row_capacity = case.options.pop("row_capacity")
@@ -180,4 +171,3 @@ def test_a_dispatch_with_a_capacity(make_case):
     made = replace(made, **{name: None if t is None else torch.from_numpy(t) for name, t in made.arrays.items()})
     case.topk_experts = None
     assert all(torch.equal(a, b) for a, b in zip(case.run(dispatch=made), expected, strict=True))
-    assert moe_mlp(case.x, case.gate_up_proj, case.down_proj, case.scores, dispatch=made, **case.options).requires_grad

@@ -12,28 +12,11 @@ from blazeproto.autograd import SavePolicy, saved_bytes, torch_backend
 POLICIES = [policy.value for policy in SavePolicy]
 
 
-def bytes_saved_by(forward, weights):
-    """Bytes of the distinct storages that a forward pass saves, beside the weights."""
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward()
-    for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    assert out.requires_grad
-    return sum(num_bytes for num_bytes, _ in kept.values())
-
-
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("activation", ["swiglu", "relu"])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_bytes(make_case, save, activation, workspace_bytes, dtype):
+def test_saved_bytes(make_case, bytes_saved_by, save, activation, workspace_bytes, dtype):
     num_tokens, d, n, num_experts, top_k = 96, 32, 48, 6, 3
     case = make_case(num_tokens, d, n, num_experts, top_k, activation=activation, dtype=dtype)
     saved = bytes_saved_by(
