@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
+from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
+from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import check_options
+from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.router import make_router
 from blazeproto.runtime.checks import integer
 
 
+@saved_by_export
 class MoEStats(NamedTuple):
     """What the router did in one forward pass."""
 
@@ -43,11 +47,12 @@ class MoE(nn.Module):
             with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        save, backend, combine, row_capacity, workspace_bytes, weight_grad_dtype: see :func:`blazeproto.autograd.moe_mlp`.
-            A ``weight_grad_dtype`` of torch.float32 makes ``.grad`` of the experts' weights float32.
-        device, dtype: of the parameters.
+        save, backend, combine, row_capacity, workspace_bytes: see :func:`blazeproto.autograd.moe_mlp`.
+        device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
+            of its experts' weights are then float32 sums, never rounded to x's dtype, to be added up over micro-batches.
 
-    Parameters, in Hugging Face's layout, so that a checkpoint loads as it is:
+    Parameters, in the layout of the fused experts in Hugging Face's transformers (Mixtral, Qwen3-MoE, DeepSeek-V3), whose keys
+    have to be renamed; gpt-oss has its weights transposed, gate and up rows taking turns:
         gate_up_proj (E, 2n, d), gate rows then up rows; without a gate up_proj (E, n, d)
         down_proj (E, d, n)
         gate_up_proj_bias (E, 2n) or up_proj_bias (E, n), down_proj_bias (E, d)
@@ -72,7 +77,6 @@ class MoE(nn.Module):
         combine: str = "gather",
         row_capacity: int | None = None,
         workspace_bytes: int | None = None,
-        weight_grad_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **router_options: Any,
@@ -85,6 +89,9 @@ class MoE(nn.Module):
             ("top_k", top_k),
         ):
             integer(name, size, least=1)
+        integer("d_shared", d_shared, least=0)
+        if workspace_bytes is not None:
+            integer("workspace_bytes", workspace_bytes, least=1)
         if row_capacity is not None:
             integer("row_capacity", row_capacity, least=0)
         check_options(activation=activation, save=save, backend=backend, combine=combine)
@@ -93,11 +100,12 @@ class MoE(nn.Module):
         self.activation, self.backend, self.combine = activation, backend, combine
         self.save = SavePolicy(save)
         self.row_capacity, self.workspace_bytes = row_capacity, workspace_bytes
-        self.weight_grad_dtype = weight_grad_dtype
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             router = make_router(router, d_model, num_experts, top_k, **where, **router_options)
+        elif not isinstance(router, nn.Module):
+            raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
         elif router_options:
             raise TypeError(f"router: a module brings its own options, got {sorted(router_options)} too")
         elif (routed := getattr(router, "num_experts", num_experts)) != num_experts:
@@ -118,9 +126,6 @@ class MoE(nn.Module):
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
             device = torch.device("cuda") if on_host else self.down_proj.device
             backend_on(backend, device, torch.bfloat16, num_experts, d_model, d_expert)
-        if weight_grad_dtype is not None:
-            for weight in (self.up_proj_weight, self.down_proj):
-                weight.grad_dtype = weight_grad_dtype
         self.reset_parameters()
 
     @property
@@ -164,14 +169,14 @@ class MoE(nn.Module):
             workspace_bytes=self.workspace_bytes,
             pair_tokens=routing.pair_tokens,
             token_offsets=routing.token_offsets,
-            weight_grad_dtype=self.weight_grad_dtype,
         )
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         overflow = None
         if self.row_capacity is not None:
             overflow = (routing.load.sum(dim=0, keepdim=True, dtype=torch.int32) - self.row_capacity).clamp_min_(0)
-        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, routing.aux_losses, overflow)
+        aux_losses = refuse_lost_gradients(routing.aux_losses)
+        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
@@ -186,7 +191,7 @@ class MoE(nn.Module):
         from blazeproto import dispatch, gemm
 
         index = device_index(device)
-        biases, f32 = self.down_proj_bias is not None, self.weight_grad_dtype == torch.float32
+        biases, f32 = self.down_proj_bias is not None, self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
                 self.d_model,
@@ -224,9 +229,16 @@ class MoE(nn.Module):
         sizes = (num_tokens, self.top_k, self.d_model, self.d_expert, self.activation, itemsize)
         return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity)
 
-    def saved_bytes(self, num_tokens: int, itemsize: int | None = None) -> int:
-        """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own."""
-        itemsize = self.down_proj.element_size() if itemsize is None else itemsize
+    def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own.
+
+        dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
+        """
+        if dtype is None:
+            dtype = self.down_proj.dtype
+            if dtype != torch.float64:
+                dtype = autocast_dtype(self.down_proj.device.type) or dtype
+        choice, itemsize = self._varying_choice(), dtype.itemsize
         return saved_bytes(
             self.save,
             num_tokens=num_tokens,
@@ -238,6 +250,7 @@ class MoE(nn.Module):
             itemsize=itemsize,
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
+            varying_pairs=choice and choice.max_pairs(num_tokens, self.num_experts, self.top_k),
         )
 
     def extra_repr(self) -> str:
@@ -273,13 +286,19 @@ class SharedExpert(nn.Module):
         up_width = d_hidden * activation_named(activation).halves
         weights = {self.up_name: (up_width, d_model), "down_proj": (d_model, d_hidden)}
         for name, shape in weights.items():
-            weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            nn.init.uniform_(weight, -(shape[1] ** -0.5), shape[1] ** -0.5)
-            self.register_parameter(name, weight)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As nn.Linear starts: uniform within 1 / sqrt(fan in)."""
+        for weight in (getattr(self, self.up_name), self.down_proj):
+            weight.uniform_(-(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (T, d) -> (T, d)."""
-        return F.linear(activate(F.linear(x, getattr(self, self.up_name)), self.activation), self.down_proj)
+        """x (T, d) -> (T, d), of x's dtype, of autocast's under it."""
+        up, down = (weight.to(x.dtype) for weight in (getattr(self, self.up_name), self.down_proj))
+        return F.linear(activate(F.linear(x, up), self.activation), down)
 
     def extra_repr(self) -> str:
         d_model, d_hidden = self.down_proj.shape

@@ -8,12 +8,17 @@ selective checkpointing keeps the choice and the dispatch, which are small, and 
     from blazeproto.autograd import checkpoint_contexts
 
     out, stats = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+``use_reentrant=True`` gives gradients to the tensors that the function itself returns and drops those inside other objects, the
+auxiliary losses in ``stats`` too. :func:`refuse_lost_gradients` makes an error of that.
 """
 
+import sys
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from blazeproto.autograd.operators import CHOOSING
 
@@ -30,3 +35,31 @@ def checkpoint_policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> 
 def checkpoint_contexts() -> Any:
     """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, with :func:`checkpoint_policy`."""
     return create_selective_checkpoint_contexts(checkpoint_policy)
+
+
+def refuse_lost_gradients(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The losses, such that a backward through one raises if ``checkpoint(use_reentrant=True)`` runs this forward pass.
+
+    There it runs without gradients, and once more in backward. What a caller takes out of the stats is then a constant. Summed up
+    and returned beside the output it is a tensor that the checkpoint knows, and has its gradient.
+    """
+    if not losses or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _runs_in_reentrant_checkpoint():
+        return losses
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(
+            "stats.aux_losses: expected a forward pass that autograd sees, got one inside checkpoint(use_reentrant=True), which "
+            "drops the gradient of tensors in nested results; use use_reentrant=False, or return out and stats.aux_loss"
+        )
+
+    watched = {name: loss.detach().requires_grad_() for name, loss in losses.items()}
+    for loss in watched.values():
+        loss.register_hook(refuse)
+    return watched
+
+
+def _runs_in_reentrant_checkpoint() -> bool:
+    frame, forward = sys._getframe(1), CheckpointFunction.forward.__code__
+    while frame.f_code is not forward and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is forward

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import check_options
+from blazeproto.autograd.private import refuse_transforms
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
 from blazeproto.runtime.checks import integer
@@ -35,12 +37,12 @@ def check_arguments(
     dispatch: Dispatch | None,
     pair_tokens: Tensor | None,
     token_offsets: Tensor | None,
-    weight_grad_dtype: torch.dtype | None,
 ) -> None:
     """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
+    refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, scores, up_bias, down_bias))
     check_options(activation=activation, save=save, backend=backend, combine=combine)
-    if weight_grad_dtype not in (None, torch.float32):
-        raise ValueError(f"weight_grad_dtype: expected None or torch.float32, got {weight_grad_dtype}")
+    if not torch.compiler.is_compiling():
+        integer("num_experts", num_experts, least=1)
     _check_tensor("x", x, FLOAT_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (T, d), got {tuple(x.shape)}")
@@ -59,14 +61,16 @@ def check_arguments(
         ("up_bias", up_bias, (num_experts, up_width), "(E, 2n), ungated (E, n)"),
         ("down_bias", down_bias, (num_experts, d_model), "(E, d)"),
     )
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = autocast_dtype(device.type)
     weight: Any
     for name, weight, shape, words in weights:
         if weight is None and name.endswith("_bias"):
             continue
         _check_tensor(name, weight, FLOAT_DTYPES, device, shape, words)
-        if not autocast and weight.dtype != x.dtype:  # else it is cast where it is used
-            raise ValueError(f"{name}: expected dtype {x.dtype} as x has (outside autocast), got {weight.dtype}")
+        if not autocast and (weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype):
+            raise ValueError(
+                f"{name}: expected dtype {x.dtype} as x has, or torch.float32 (outside autocast), got {weight.dtype}"
+            )
 
     _check_tensor("scores", scores, FLOAT_DTYPES, device)
     if (pair_tokens is None) != (token_offsets is None):
@@ -88,15 +92,14 @@ def check_arguments(
                 "workspace_bytes: expected None with dispatch= or a varying number of experts per token (chunks of tokens "
                 f"need a fixed K and a dispatch each), got {workspace_bytes}"
             )
-        if workspace_bytes <= 0:
-            raise ValueError(f"workspace_bytes: expected a positive number of bytes, got {workspace_bytes}")
+        if not torch.compiler.is_compiling():
+            integer("workspace_bytes", workspace_bytes, least=1)
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and device.type == "cuda")):
         raise ValueError(
             f'x: expected fewer than {GATHERED_ELEMENTS} elements unless backend="torch", got {tuple(x.shape)}'
         )
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
-        dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
-        backend_on(backend, device, dtype, num_experts, d_model, d_expert)
+        backend_on(backend, device, autocast or x.dtype, num_experts, d_model, d_expert)
 
 
 def _check_choice(
@@ -141,6 +144,16 @@ def _check_dispatch(
                 raise ValueError(f"dispatch.{name}: expected one dimension, got shape {tuple(array.shape)}")
     if scores.numel() != num_pairs:
         raise ValueError(f"scores: expected {num_pairs} of them, one a pair of dispatch, got {tuple(scores.shape)}")
+    num_rows = dispatch.num_rows
+    if num_rows > num_pairs or (num_rows < num_pairs and dispatch.overflow is None):
+        raise ValueError(
+            f"dispatch.expert_pair_indices: expected {num_pairs} of them, as many as token_index_map has (fewer with overflow "
+            f"alone), got {num_rows}"
+        )
+    if top_k is None and len(dispatch.pair_tokens) != num_pairs:
+        raise ValueError(
+            f"dispatch.pair_tokens: expected {num_pairs} of them, one a pair, got {len(dispatch.pair_tokens)}"
+        )
     tokens = len(dispatch.token_offsets) - 1 if top_k is None else num_pairs / top_k
     if tokens != num_tokens:
         raise ValueError(

@@ -16,15 +16,13 @@ a new array and H stays as it was. H is freed before ``moe_up_backward``, unless
 (``workspace_bytes``) one operator does both backward steps of each chunk in turn.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_arguments
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.operators import cast, on_another_gpu
+from blazeproto.autograd.operators import autocast_dtype, cast, on_another_gpu, without_autocast
 from blazeproto.autograd.policy import Options, SavePolicy
 from blazeproto.autograd.private import nobody_listens
 from blazeproto.dispatch.structures import Dispatch
@@ -49,12 +47,13 @@ def moe_mlp(
     dispatch: Dispatch | None = None,
     pair_tokens: Tensor | None = None,
     token_offsets: Tensor | None = None,
-    weight_grad_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Route each token through its experts: out_t = sum_k S_tk MLP_e(t,k)(x_t). MoEBlaze §2.1, §3 and Algorithm 1.
 
     Args:
-        x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast, and weights are cast on use.
+        x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast.
+        gate_up_proj, down_proj, biases: of x's dtype, or float32, or under autocast of any; cast where they are used. A gradient
+            has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
         gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout); (E, n, d) for an ungated activation.
         down_proj: (E, d, n).
         scores: (T, K) router scores, differentiable; (P,) when experts per token vary.
@@ -80,8 +79,6 @@ def moe_mlp(
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).
-        weight_grad_dtype: torch.float32 to get float32 gradients of bf16 weights. Set ``weight.grad_dtype`` to match,
-            or autograd casts them back.
 
     Returns:
         (T, d) in the dtype of ``x`` (of autocast, under it).
@@ -110,17 +107,14 @@ def moe_mlp(
         dispatch=dispatch,
         pair_tokens=pair_tokens,
         token_offsets=token_offsets,
-        weight_grad_dtype=weight_grad_dtype,
     )
     device_type, wide = x.device.type, x.dtype == torch.float64
-    autocast = torch.is_autocast_enabled(device_type)
-    if autocast and not wide:  # autocast leaves float64 alone everywhere
-        x = x.to(torch.get_autocast_dtype(device_type))
+    if not wide:  # which autocast leaves alone everywhere
+        x = cast(x, autocast_dtype(device_type) or x.dtype)
     if not torch.is_grad_enabled():
         save = "recompute"  # nothing will ask for H
-    weight_grads = "float32" if weight_grad_dtype == torch.float32 and not wide else "weight"
-    options = Options(activation, save, combine, backend, weight_grads).encode()
-    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+    options = Options(activation, save, combine, backend).encode()
+    with without_autocast(device_type):
         x, up_proj, down_proj = x.contiguous(), gate_up_proj.contiguous(), down_proj.contiguous()
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)

@@ -203,7 +203,7 @@ def _down_fake(
     made = (
         d_out.new_empty(tail[0].shape[0], width),
         torch.empty_like(scores),
-        torch.empty_like(down_proj, dtype=options.weight_grad_dtype(down_proj)),
+        torch.empty_like(down_proj),
         None if down_bias is None else torch.empty_like(down_bias),
     )
     return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
@@ -240,7 +240,7 @@ def down_backward(
         overwrite_h = True
     # out.sum() delivers a gradient of stride 0.
     saved = (d_out.contiguous(), h, act, scores, cast(down_proj, h.dtype), down_bias)
-    settings = (rows, options.activation, options.weight_grad_dtype(down_proj))
+    settings = (rows, options.activation, down_proj.dtype)
     *made, d_bias = backend.down_backward(needs, *saved, *settings, overwrite_h=overwrite_h)
     return *made, d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype)
 
@@ -248,8 +248,7 @@ def down_backward(
 def _up_fake(
     needs: Sequence[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
 ) -> Gradients:
-    d_weight = torch.empty_like(up_proj, dtype=Options.decode(tail[-1]).weight_grad_dtype(up_proj))
-    made = (torch.empty_like(x), d_weight, None if up_bias is None else torch.empty_like(up_bias))
+    made = (torch.empty_like(x), torch.empty_like(up_proj), None if up_bias is None else torch.empty_like(up_bias))
     return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
 
 
@@ -264,8 +263,8 @@ def up_backward(
     (num_experts, up_width, d_model), options = up_proj.shape, Options.decode(tail[-1])
     d_expert = up_width // activation_named(options.activation).halves
     backend, _, [chunk] = _read(x, (num_experts, d_model, d_expert), tail)
-    rows, dtype = backend.rows_of(chunk.dispatch), options.weight_grad_dtype(up_proj)
-    dx, d_weight, d_bias = backend.up_backward(needs, dh, x, cast(up_proj, x.dtype), rows, dtype)
+    rows = backend.rows_of(chunk.dispatch)
+    dx, d_weight, d_bias = backend.up_backward(needs, dh, x, cast(up_proj, x.dtype), rows, up_proj.dtype)
     return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
 
 
@@ -341,11 +340,6 @@ def backward_in_chunks(
             dx_chunk = None if dx is None else take(dx, tokens)
             backend.up_backward(needs_of_up, dh, x_chunk, up, rows, wide, dx_chunk, d_up, d_up_bias)
         del dh
-    dtypes = (
-        options.weight_grad_dtype(up_proj),
-        None if up_bias is None else up_bias.dtype,
-        options.weight_grad_dtype(down_proj),
-        None if down_bias is None else down_bias.dtype,
-    )
-    of_parameters = [t if t is None else t.to(dtype) for t, dtype in zip(sums, dtypes, strict=True)]
+    weights = (up_proj, up_bias, down_proj, down_bias)
+    of_parameters = [t if t is None or w is None else t.to(w.dtype) for t, w in zip(sums, weights, strict=True)]
     return dx, *of_parameters, d_scores

@@ -1,6 +1,7 @@
 """How this package defines a torch operator: one `define`, one kind of object, for the experts and for the router."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -125,3 +126,15 @@ def on_another_gpu(t: Tensor | None) -> bool:
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.to(dtype)``, which takes a microsecond to find that there is nothing to do."""
     return t if t.dtype == dtype else t.to(dtype)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on devices of this type; None where it is off, or unknown, as on "meta"."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off inside."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)

@@ -6,9 +6,6 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from blazeproto.activations import ACTIVATIONS, activation_named
 
 
@@ -57,7 +54,6 @@ class Options(NamedTuple):
     save: str
     combine: str
     backend: str
-    weight_grads: str  # "weight" (the dtype of the weight) or "float32"
 
     @property
     def saves_h(self) -> bool:
@@ -66,9 +62,6 @@ class Options(NamedTuple):
     @property
     def saves_act(self) -> bool:
         return self.save == "paper"
-
-    def weight_grad_dtype(self, weight: Tensor) -> torch.dtype:
-        return torch.float32 if self.weight_grads == "float32" else weight.dtype
 
     def encode(self) -> str:
         return "/".join(self)
@@ -91,17 +84,23 @@ def saved_bytes(
     itemsize: int = 2,
     num_chunks: int = 1,
     row_capacity: int | None = None,
+    varying_pairs: int | None = None,
 ) -> int:
     """Bytes that one call of :func:`blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
 
-    ``num_chunks`` is above 1 with ``workspace_bytes``: each chunk has a dispatch, so offsets, of its own. row_capacity: as in
-    `moe_mlp`; it bounds the rows of a whole batch.
+    itemsize: bytes of an element of x as the experts see it, so of 2 under autocast to bf16; scores have 4, or 8 with float64.
+    num_chunks: above 1 with ``workspace_bytes``; each chunk has a dispatch, so offsets, of its own.
+    row_capacity: as in `moe_mlp`; it bounds the rows of a whole batch.
+    varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
+        ``pair_tokens`` and ``token_offsets`` are kept too.
     """
-    options = Options(activation, SavePolicy(save).value, "gather", "auto", "weight")
+    options = Options(activation, SavePolicy(save).value, "gather", "auto")
     widths = (
         options.saves_h * activation_named(activation).halves + options.saves_act
     )  # of what is kept of a pair, in n
-    pairs = num_tokens * top_k
+    pairs = num_tokens * top_k if varying_pairs is None else varying_pairs
     rows = pairs if row_capacity is None or num_chunks > 1 else min(row_capacity, pairs)
-    scores_and_lists = 4 * (2 * pairs + rows) + 4 * (num_experts + 1) * num_chunks
-    return itemsize * (num_tokens * d_model + rows * d_expert * widths) + scores_and_lists
+    lists = 4 * (pairs + rows) + 4 * (num_experts + 1) * num_chunks
+    if varying_pairs is not None:
+        lists += 4 * (pairs + num_tokens + 1)
+    return itemsize * (num_tokens * d_model + rows * d_expert * widths) + max(itemsize, 4) * pairs + lists

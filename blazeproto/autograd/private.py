@@ -1,14 +1,16 @@
 """All that goes around torch's public interface, in one place. Where a name is missing, every answer is the safe one.
 
-What it is for: whether anybody but an autograd node can see what the node saves, so that dH may be written over H; and calling
-operators past torch's dispatcher where nobody would hear of them, which halves the host's time of an eager layer.
+What it is for: whether anybody but an autograd node can see what the node saves, so that dH may be written over H; calling
+operators past torch's dispatcher where nobody would hear of them, which halves the host's time of an eager layer; telling a
+transform of torch.func that it is not supported; and results that torch.export can save.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 try:
     from torch._C import (
@@ -30,8 +32,23 @@ except ImportError:
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def nobody_listens(tensors: Iterable[Any]) -> bool:
-    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass wants to hear of operators on these tensors."""
+def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
+    """RuntimeError inside a transform of torch.func, and for a tensor with a forward-mode tangent, which a layer has none of."""
+    if not AVAILABLE or torch.compiler.is_compiling():
+        return
+    dual = getattr(forward_ad, "_current_level", -1) >= 0 and any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
+    if dual or _are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name}: expected a call outside torch.func's grad, vmap, jvp and forward-mode AD, which are not supported; for "
+            "gradients use backward() or torch.autograd.grad, for a batch of inputs one tensor with all their tokens"
+        )
+
+
+def nobody_listens(tensors: Sequence[Any]) -> bool:
+    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass wants to hear of operators on these tensors,
+    which hold numbers (meta tensors don't)."""
     return (
         AVAILABLE
         and not torch.compiler.is_compiling()
@@ -41,6 +58,7 @@ def nobody_listens(tensors: Iterable[Any]) -> bool:
         and not _profiler_enabled()
         and _get_tracing_state() is None
         and _PLAIN.issuperset(map(type, tensors))
+        and not any(t is not None and t.is_meta for t in tensors)
     )
 
 
@@ -57,3 +75,14 @@ def graph_is_kept() -> bool:
 def release_saved_tensors(ctx: Any) -> None:
     """Let go of what a node saved, in its backward, unless the graph is kept."""
     getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
+
+
+Named = TypeVar("Named", bound=type)
+
+
+def saved_by_export(result: Named) -> Named:
+    """Decorates a NamedTuple that a module returns: torch.export.save writes it under its name."""
+    register = getattr(torch.utils._pytree, "_register_namedtuple", None)
+    if register is not None:
+        register(result, serialized_type_name=f"{result.__module__}.{result.__name__}")
+    return result

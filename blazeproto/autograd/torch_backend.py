@@ -1,10 +1,10 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
 This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. It rounds where
-the Hopper kernels round (H, act, Y, dH, A' in the dtype of X; H and Y once more where a bias is added), sums in float32 or
-better, saves the same and needs no loop over experts where torch has a grouped product (``torch.nn.functional.grouped_mm``:
-bf16, fp16, fp32). In float64, which that lacks, :func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products
-multiplies in float32 (:func:`_multiplies`), several times as fast.
+the Hopper kernels round (H, act, Y, dH, A' in the dtype of X), sums in float32 or better, saves the same and needs no loop over
+experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In float64, which that lacks,
+:func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32 (:func:`_multiplies`),
+several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
 product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`. A pair
@@ -60,9 +60,7 @@ def up_forward(
     h: Tensor | None = None,
     act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    made = _grouped_mm(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows.expert_token_offsets)
-    if bias is not None:
-        made = made.add_(bias.to(made.dtype)[_row_experts(rows)])
+    made = _grouped_mm(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows.expert_token_offsets, bias)
     h = made if h is None else h.copy_(made)
     made_act = activations.activate(_accumulation(h), activation).to(h.dtype)
     return h, made_act if act is None else act.copy_(made_act)
@@ -83,9 +81,7 @@ def down_forward(
     overwrite_act: bool,
 ) -> None:
     """Both kinds of combine are one here, and ``act`` is not written over."""
-    y = _grouped_mm(act, down_proj.transpose(-2, -1), rows.expert_token_offsets)
-    if bias is not None:
-        y = y.add_(bias.to(y.dtype)[_row_experts(rows)])
+    y = _grouped_mm(act, down_proj.transpose(-2, -1), rows.expert_token_offsets, bias)
     out.copy_(_combine(y, scores, rows))
 
 
@@ -117,8 +113,7 @@ def down_backward(
     act = activations.activate(_accumulation(h), activation).to(h.dtype) if act is None else act
     if needs_weight:
         a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
-        made = _grouped_outer(d_rows, a_scaled, rows.expert_token_offsets).to(weight_dtype)
-        d_weight = _deliver(made, d_weight)
+        d_weight = _deliver(_grouped_outer(d_rows, a_scaled, rows.expert_token_offsets, weight_dtype), d_weight)
         del a_scaled
     if needs_bias:
         d_bias = _deliver(_expert_sum(_accumulation(d_rows) * row_scores, rows), d_bias)
@@ -127,7 +122,8 @@ def down_backward(
         if needs_scores:
             row_d_scores = (d_act * act).sum(-1, keepdim=True)
             if bias is not None:
-                row_d_scores += (_accumulation(d_rows) * bias[_row_experts(rows)]).sum(-1, keepdim=True)
+                of_rows = _accumulation(bias.to(d_rows.dtype))[_row_experts(rows)]
+                row_d_scores += (_accumulation(d_rows) * of_rows).sum(-1, keepdim=True)
             d_scores = _by_pair(_zero_past_last(row_d_scores, rows), rows).reshape(scores.shape)
         if needs_h:
             parts = activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation)
@@ -152,7 +148,7 @@ def up_backward(
         dx = made if dx is None else dx.copy_(made)
     if needs_weight:
         of_rows = _gather(x, _row_tokens(rows))
-        d_weight = _deliver(_grouped_outer(dh, of_rows, rows.expert_token_offsets).to(weight_dtype), d_weight)
+        d_weight = _deliver(_grouped_outer(dh, of_rows, rows.expert_token_offsets, weight_dtype), d_weight)
     if needs_bias:
         d_bias = _deliver(_expert_sum(_accumulation(dh), rows), d_bias)
     return dx, d_weight, d_bias
@@ -240,8 +236,15 @@ def _accumulation(t: Tensor) -> Tensor:
 # ---- grouped products --------------------------------------------------------------------------------------------
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """c_r = a_r b[expert of r]. a (R, k), b (E, k, m) -> (R, m); rows past offsets[E] are undefined."""
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """c_r = a_r b[expert of r] + bias[expert of r]. a (R, k), b (E, k, m), bias (E, m) -> (R, m); rows past offsets[E] are
+    undefined.
+
+    The bias is one more row of ``b`` which one more column of ``a``, of ones, takes in, so that it is in the sum before that
+    is rounded.
+    """
+    if bias is not None:
+        a, b = F.pad(a, (0, 1), value=1.0), torch.cat((b, bias.to(b.dtype)[:, None]), dim=1)
     if a.dtype == torch.float64:
         return _loop_mm(a, b, offsets)
     if a.shape[0] == 0:
@@ -255,18 +258,19 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(F.pad(a, (0, _pad_of(k, a))), padded_b, offs=offsets[1:])[:, :m].contiguous()
 
 
-def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """c[e] = sum over the rows of e of a_r^T b_r. a (R, m), b (R, k) -> (E, m, k); zeros where e has no row.
+def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """c[e] = sum over the rows of e of a_r^T b_r. a (R, m), b (R, k) -> (E, m, k) of ``dtype``; zeros where e has no row.
 
-    In the dtype of ``a``, or in float32, unrounded, where the products are.
+    A grouped product rounds to the dtype of its operands. For another dtype they are multiplied in float32, where a product of
+    two bf16 or fp16 numbers is exact, so that the sums are rounded to ``dtype`` alone.
     """
     m, k = a.shape[1], b.shape[1]
     if a.dtype == torch.float64:
-        return _loop_outer(a, b, offsets)
+        return _loop_outer(a, b, offsets).to(dtype)
     if a.shape[0] == 0:
-        return a.new_zeros(offsets.shape[0] - 1, m, k)
-    if not _multiplies(a.device.type, a.dtype):
-        return _grouped_outer(a.float(), b.float(), offsets)
+        return a.new_zeros(offsets.shape[0] - 1, m, k, dtype=dtype)
+    if dtype != a.dtype or not _multiplies(a.device.type, a.dtype):
+        a, b = a.float(), b.float()
     if _aligned(a) and _aligned(b):
         out = F.grouped_mm(a.t(), b, offs=offsets[1:])
     else:
@@ -274,7 +278,7 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         out = F.grouped_mm(padded_a.t(), padded_b, offs=offsets[1:])[:, :m, :k].contiguous()
     if out.device.type != "cpu":  # what a group of no rows gets there is nowhere promised
         out.masked_fill_((offsets.diff() == 0)[:, None, None], 0)
-    return out
+    return out.to(dtype)
 
 
 def _loop_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

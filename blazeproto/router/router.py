@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blazeproto.autograd.private import refuse_transforms, saved_by_export
 from blazeproto.router import ops, scoring
 from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import SCORES, renormalizes
 from blazeproto.runtime import checks
 
 
+@saved_by_export
 class Routing(NamedTuple):
     """Who goes where. A pair is one (token, expert) that runs; P is a static number of places for pairs.
 
@@ -179,6 +181,7 @@ class Router(nn.Module):
         return losses
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
+        refuse_transforms("Router", (x, self.weight))
         if not x.is_floating_point():
             raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
         if x.dim() != 2 or x.shape[1] != self.d_model:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blazeproto.autograd.operators import without_autocast
 from blazeproto.router.kinds import TINY
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return x.to(wide) @ weight.to(wide).t()
 
     @staticmethod
@@ -38,7 +39,7 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype) if need_x else None
             d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype) if need_weight else None
         return d_x, d_weight

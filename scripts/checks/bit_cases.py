@@ -163,16 +163,14 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
 def run_layer(package: ModuleType, case: Case, backend: str, device: str) -> dict[str, Tensor]:
     """``out`` and the gradients asked for, by name, of one forward and backward of ``package.moe_mlp``."""
     given = {name: tensor.to(device) for name, tensor in inputs_of(case).items()}
+    if case.f32_weight_grads:  # gradients have their weights' dtype
+        given |= {name: given[name].float() for name in ("up_proj", "down_proj")}
     needs = [name for name in LEAVES if name in case.needs and name in given]
     for name in needs:
         given[name].requires_grad_()
     options: dict[str, Any] = {"activation": case.activation, "backend": backend, **case.options}
     if case.bias:
         options |= {"up_bias": given["up_bias"], "down_bias": given["down_bias"]}
-    if case.f32_weight_grads:
-        options["weight_grad_dtype"] = torch.float32
-        for weight in (given["up_proj"], given["down_proj"]):
-            weight.grad_dtype = torch.float32  # or autograd casts it back
     experts: Tensor | None = given["experts"]
     varying: dict[str, Any] = {name: given[name] for name in ("pair_tokens", "token_offsets") if name in given}
     num_experts = case.shape[3]
@@ -182,7 +180,7 @@ def run_layer(package: ModuleType, case: Case, backend: str, device: str) -> dic
     else:
         options |= varying
     arguments = (given["x"], given["up_proj"], given["down_proj"], given["scores"], experts)
-    with torch.set_grad_enabled(bool(needs)):
+    with torch.set_grad_enabled(bool(needs)), torch.autocast(device, torch.bfloat16, enabled=case.f32_weight_grads):
         out = package.moe_mlp(*arguments, num_experts=num_experts, **options)
     made = {"out": out.detach()}
     for time in (1, 2) if case.twice else (1,):

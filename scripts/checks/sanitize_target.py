@@ -31,7 +31,11 @@ Y_OVER_ACT = (300, 136, 136, 4, 2)
 
 
 def layer(
-    shape: tuple[int, int, int, int, int], activation: str = "swiglu", bias: bool = False, **options: Any
+    shape: tuple[int, int, int, int, int],
+    activation: str = "swiglu",
+    bias: bool = False,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> None:
     """One forward and backward; the last expert gets no token, the first token's first choice is not here."""
     T, d, n, E, K = shape
@@ -40,7 +44,7 @@ def layer(
     def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(size, device=DEVICE).to(dtype).requires_grad_()
 
-    x, up, down = normal(T, d), normal(E, up_rows, d), normal(E, d, n)
+    x, up, down = normal(T, d), normal(E, up_rows, d, dtype=weight_dtype), normal(E, d, n, dtype=weight_dtype)
     scores = torch.rand(T, K, device=DEVICE).requires_grad_()
     experts = torch.rand(T, E - 1, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
     experts[0, 0] = E
@@ -48,8 +52,6 @@ def layer(
     if bias:
         options |= {"up_bias": normal(E, up_rows), "down_bias": normal(E, d)}
         leaves += [options["up_bias"], options["down_bias"]]
-    if options.get("weight_grad_dtype") is not None:
-        up.grad_dtype = down.grad_dtype = options["weight_grad_dtype"]
     out = moe_mlp(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
     gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
     torch.cuda.synchronize()
@@ -117,7 +119,7 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
             {"save": "recompute"},
             {"combine": "fused"},
             {"workspace_bytes": 1 << 18},
-            {"weight_grad_dtype": torch.float32},
+            {"weight_dtype": torch.float32},
             {"row_capacity": 50},
             {"row_capacity": 0},
             {"row_capacity": 50, "workspace_bytes": 1 << 15},

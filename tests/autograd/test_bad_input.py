@@ -44,9 +44,14 @@ BAD = {
         r"x: expected shape \(T, d\), got \(1, 37, 16\)",
     ),
     "x of another dtype": (
-        {"x": torch.ones(37, 16, dtype=torch.bfloat16)},
+        {"x": torch.ones(37, 16, dtype=torch.float64)},
         ValueError,
-        r"gate_up_proj: expected dtype torch.bfloat16 .*, got torch.float32",
+        r"gate_up_proj: expected dtype torch.float64 .*, got torch.float32",
+    ),
+    "weights of another dtype": (
+        {"gate_up_proj": torch.ones(5, 48, 16, dtype=torch.bfloat16)},
+        ValueError,
+        r"gate_up_proj: expected dtype torch.float32 .*, got torch.bfloat16",
     ),
     "x of another width": (
         {"x": torch.ones(37, 8)},
@@ -101,17 +106,19 @@ BAD = {
     "save": ({"save": "nothing"}, ValueError, r"save: expected one of 'minimal', .*, got 'nothing'"),
     "backend": ({"backend": "cuda"}, ValueError, r"backend: expected one of 'auto', .*, got 'cuda'"),
     "combine": ({"combine": "atomics"}, ValueError, r"combine: expected one of 'gather', 'fused', got 'atomics'"),
-    "weight gradients in float16": (
-        {"weight_grad_dtype": torch.float16},
-        ValueError,
-        r"weight_grad_dtype: expected None or torch.float32, got torch.float16",
+    "experts as a float": ({"num_experts": 5.0}, TypeError, r"num_experts: expected an int, got float"),
+    "a workspace of half a byte": (
+        {"workspace_bytes": 1000.5},
+        TypeError,
+        r"workspace_bytes: expected an int, got float",
     ),
+    "a workspace in words": ({"workspace_bytes": "9"}, TypeError, r"workspace_bytes: expected an int, got str"),
     "a workspace too small": (
         {"workspace_bytes": 100},
         ValueError,
         r"workspace_bytes: expected at least \d+, .* got 100",
     ),
-    "a negative workspace": ({"workspace_bytes": -1}, ValueError, r"workspace_bytes: expected a positive .* got -1"),
+    "a negative workspace": ({"workspace_bytes": -1}, ValueError, r"workspace_bytes: expected at least 1, got -1"),
     "hopper on a CPU": (
         {"backend": "hopper"},
         ValueError,
@@ -159,6 +166,15 @@ def test_a_dispatch_for_other_pairs(make_case):
         moe_mlp(*arguments, dispatch=dispatch_of(111, 4), num_experts=5)
     with pytest.raises(ValueError, match=r"dispatch: expected without topk_experts"):
         moe_mlp(*arguments, case.topk_experts, dispatch=dispatch_of(111, 5), num_experts=5)
+    short, given = torch.zeros(100, dtype=torch.int32), dispatch_of(111, 5)
+    with pytest.raises(ValueError, match=r"dispatch.expert_pair_indices: expected 111 of them, .*, got 100"):
+        moe_mlp(*arguments, dispatch=replace(given, expert_pair_indices=short), num_experts=5)
+    with pytest.raises(ValueError, match=r"dispatch.expert_pair_indices: expected 111 of them, .*, got 112"):
+        longer = torch.zeros(112, dtype=torch.int32)
+        moe_mlp(*arguments, dispatch=replace(given, expert_pair_indices=longer, overflow=short[:1]), num_experts=5)
+    varying = {"top_k": None, "token_offsets": torch.zeros(38, dtype=torch.int32), "pair_tokens": short}
+    with pytest.raises(ValueError, match=r"dispatch.pair_tokens: expected 111 of them, one a pair, got 100"):
+        moe_mlp(*arguments, dispatch=replace(given, **varying), num_experts=5)
     with pytest.raises(ValueError, match=r"workspace_bytes: expected None with dispatch="):
         moe_mlp(*arguments, dispatch=dispatch_of(111, 5), num_experts=5, workspace_bytes=100_000)
     with pytest.raises(ValueError, match=r"row_capacity: expected None with dispatch=, which has its rows, got 7"):

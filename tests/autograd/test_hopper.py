@@ -223,17 +223,15 @@ def test_autocast_and_float32_weight_gradients(gpu_case):
 
     case = gpu_case(3000, 128, 96, 8, 3)
     in_bf16, expected = case.run(backend="hopper"), case.reference()
-    for weight in (case.gate_up_proj, case.down_proj):
-        weight.grad_dtype = torch.float32
+    case.gate_up_proj, case.down_proj = (
+        t.detach().float().requires_grad_() for t in (case.gate_up_proj, case.down_proj)
+    )
     for workspace_bytes in (None, 3_000_000):
-        case.gate_up_proj.grad = case.down_proj.grad = None
-        out = case.forward(backend="hopper", weight_grad_dtype=torch.float32, workspace_bytes=workspace_bytes)
-        out.backward(case.d_out)
-        for weight, coarse, reference in zip(
-            (case.gate_up_proj, case.down_proj), in_bf16[2:4], expected[2:4], strict=True
-        ):
-            assert weight.grad.dtype == torch.float32
-            assert (weight.grad - reference).norm() <= (coarse - reference).norm()
+        for backend in ("hopper", "torch"):
+            unrounded = case.run(backend=backend, workspace_bytes=workspace_bytes)
+            for fine, coarse, reference in zip(unrounded[2:4], in_bf16[2:4], expected[2:4], strict=True):
+                assert fine.dtype == torch.float32 and not torch.equal(fine.bfloat16().float(), fine)
+                assert (fine - reference).norm() <= (coarse - reference).norm()
 
 
 @pytest.mark.parametrize("replaced", [{"dtype": torch.float32}, {"d_model": 20}, {"d_expert": 20}])

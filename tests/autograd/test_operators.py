@@ -17,7 +17,7 @@ ops = torch.ops.blazeproto
 
 
 def options(save="minimal", activation="swiglu"):
-    return Options(activation, save, "gather", "torch", "weight").encode()
+    return Options(activation, save, "gather", "torch").encode()
 
 
 def tail_of(case, save="minimal", chunk_tokens=0):

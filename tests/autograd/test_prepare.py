@@ -77,19 +77,19 @@ def launches(monkeypatch):
 def run(activation="swiglu", up_bias=False, down_bias=False, combine="gather", f32=False, varying=False, d=D):
     width = N * activation_named(activation).halves
 
-    def random(*shape):
-        return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, dtype=dtype).requires_grad_()
 
     scores, experts = torch.randn(T, E).topk(K)
-    options = {"combine": combine, "activation": activation, "weight_grad_dtype": torch.float32 if f32 else None}
+    options, weights = {"combine": combine, "activation": activation}, torch.float32 if f32 else torch.bfloat16
     if varying:
         scores, experts = scores.flatten(), experts.flatten()
         options["pair_tokens"] = torch.arange(T, dtype=torch.int32).repeat_interleave(K)
         options["token_offsets"] = torch.arange(T + 1, dtype=torch.int32) * K
     parameters = {
         "x": random(T, d),
-        "gate_up_proj": random(E, width, d),
-        "down_proj": random(E, d, N),
+        "gate_up_proj": random(E, width, d, dtype=weights),
+        "down_proj": random(E, d, N, dtype=weights),
         "scores": scores.requires_grad_(),
         "up_bias": random(E, width) if up_bias else None,
         "down_bias": random(E, d) if down_bias else None,

@@ -34,16 +34,23 @@ def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
         assert (b - reference).norm() <= 1.1 * (a - reference).norm() + 1e-6 * reference.norm()
 
 
+@pytest.mark.parametrize("multiplies", [False, True])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
-def test_products_in_float32_leave_their_sums_unrounded(make_case, monkeypatch, workspace_bytes):
-    """Where a CPU has no products of bf16: for float32 gradients, and for the sums over chunks."""
-    monkeypatch.setattr(torch_backend, "_multiplies", lambda device, dtype: dtype == torch.float32)
+def test_gradients_of_float32_weights_are_unrounded_sums(make_case, monkeypatch, workspace_bytes, multiplies):
+    """Of products of bf16 numbers, whether a CPU has those or not. Summed over chunks too."""
+    if not multiplies:
+        monkeypatch.setattr(torch_backend, "_multiplies", lambda device, dtype: dtype == torch.float32)
     case = make_case(256, 32, 48, 6, 3, dtype=torch.bfloat16)
-    for weight in (case.gate_up_proj, case.down_proj):
-        weight.grad_dtype = torch.float32
-    _, _, d_up, d_down, _ = case.run(workspace_bytes=workspace_bytes, weight_grad_dtype=torch.float32)
-    for gradient in (d_up, d_down):
-        assert gradient.dtype == torch.float32 and not torch.equal(gradient.bfloat16().float(), gradient)
+    _, _, d_up, d_down, _ = rounded = case.run(workspace_bytes=workspace_bytes)
+    case.gate_up_proj, case.down_proj = (
+        t.detach().float().requires_grad_() for t in (case.gate_up_proj, case.down_proj)
+    )
+    unrounded = case.run(workspace_bytes=workspace_bytes)
+    for narrow, wide in zip(rounded[2:4], unrounded[2:4], strict=True):
+        assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), narrow)
+        assert (wide != narrow).float().mean() > 0.9  # of sums, almost none is a bf16 number
+    for same in (0, 1, 4):
+        assert torch.equal(rounded[same], unrounded[same])
 
 
 def test_gradcheck(make_case):

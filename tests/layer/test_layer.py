@@ -157,31 +157,50 @@ def test_autocast():
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
-def test_float32_weight_gradients():
-    layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, weight_grad_dtype=torch.float32)
-    layer(torch.randn(9, 16, dtype=torch.bfloat16))[0].sum().backward()
-    assert layer.gate_up_proj.grad.dtype == layer.down_proj.grad.dtype == torch.float32
+def test_a_float32_layer_takes_bfloat16_tokens():
+    layer = MoE(16, 24, 4, 2, bias=True, d_shared=8)
+    out, _ = layer(torch.randn(9, 16, dtype=torch.bfloat16))
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    for parameter in layer.parameters():
+        assert parameter.grad.dtype == torch.float32
+    for weight in (layer.gate_up_proj, layer.down_proj):
+        assert not torch.equal(weight.grad.bfloat16().float(), weight.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, "autocast"])
 @pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
-def test_saved_bytes_counts_the_dispatch_of_every_chunk(save):
-    """What autograd is given to save by the experts, weights apart, with a bound on transient buffers."""
-    layer = MoE(32, 24, 6, 3, save=save, workspace_bytes=40_000)
-    x, kept = torch.randn(300, 32, requires_grad=True), {}
+@pytest.mark.parametrize("router", ROUTERS)
+def test_saved_bytes_are_what_the_experts_save(monkeypatch, router, save, dtype):
+    """What autograd is given to save, weights apart: in training and evaluation, whole and in chunks, with fewer rows."""
+    kept = {}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    scores, experts = torch.rand(300, 3).requires_grad_(), torch.rand(300, 6).topk(3).indices.int()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        expert_mlp(
-            x, layer.gate_up_proj, layer.down_proj, scores, experts, num_experts=6, save=save, workspace_bytes=40_000
-        )
-    weights = {weight.untyped_storage().data_ptr() for weight in (layer.gate_up_proj, layer.down_proj)}
-    saved = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
-    assert layer.saved_bytes(300) == saved
-    assert layer.saved_bytes(300) > MoE(32, 24, 6, 3, save=save).saved_bytes(300)
+    def watched(*arguments, **options):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return expert_mlp(*arguments, **options)
+
+    monkeypatch.setattr(blazeproto.layer, "moe_mlp", watched)
+    parameters = torch.float32 if dtype == "autocast" else dtype
+    x = torch.randn(300, 32, dtype=parameters, requires_grad=True)
+    ids = (torch.arange(300),) if router == "hash" else ()
+    fixed = router in ("top_k", "topk_softmax", "aux_free", "hash")
+    for workspace_bytes, row_capacity in ((None, None), (40_000, None), (None, 500), (60_000, 500)):
+        if workspace_bytes and not fixed:
+            continue  # chunks need a fixed K
+        sizes = {"workspace_bytes": workspace_bytes, "row_capacity": row_capacity, "dtype": parameters}
+        layer = MoE(32, 24, 6, 3, router=router, save=save, bias=True, **sizes)
+        weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+        for training in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+                layer.train(training)(x, *ids)
+                promised = layer.saved_bytes(300)
+            saved = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+            assert promised == saved, (workspace_bytes, row_capacity, training)
 
 
 def test_saved_bytes():
@@ -203,6 +222,10 @@ BAD = {
     "width of a float": ({"d_model": 16.0}, TypeError, r"d_model: expected an int, got float"),
     "K above E": ({"top_k": 5}, ValueError, r"top_k: expected at most num_experts=4, got 5"),
     "negative capacity": ({"row_capacity": -1}, ValueError, r"row_capacity: expected at least 0, got -1"),
+    "negative width of the shared expert": ({"d_shared": -1}, ValueError, r"d_shared: expected at least 0, got -1"),
+    "a workspace of no bytes": ({"workspace_bytes": 0}, ValueError, r"workspace_bytes: expected at least 1, got 0"),
+    "a workspace of half a byte": ({"workspace_bytes": 9.5}, TypeError, r"workspace_bytes: expected an int, got float"),
+    "no router": ({"router": None}, TypeError, r"router: expected a name or a module, got NoneType"),
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
     "save": ({"save": "all"}, ValueError, r"save: expected one of 'minimal'.* got 'all'"),
     "backend": ({"backend": "triton"}, ValueError, r"backend: expected one of 'auto'.* got 'triton'"),
@@ -234,7 +257,7 @@ def test_bad_input():
     ("options", "weight_grads", "dispatches"),
     [
         ({}, [False], {(100, 2)}),
-        ({"weight_grad_dtype": torch.float32, "bias": True, "activation": "relu"}, [True], {(100, 2)}),
+        ({"dtype": torch.float32, "bias": True, "activation": "relu"}, [True], {(100, 2)}),
         ({"router": "expert_choice"}, [False], {(200, 1)}),
         ({"workspace_bytes": 15_000}, [False, True], {(40, 2), (20, 2)}),
         ({"workspace_bytes": 15_000, "row_capacity": 150}, [False, True], {(40, 2), (20, 2), (100, 2)}),
@@ -256,7 +279,7 @@ def test_prepare(monkeypatch, options, weight_grads, dispatches):
         assert (num_experts, device, row_capacity) == (4, 3, options.get("row_capacity"))
         shapes.add((num_tokens, top_k))
 
-    layer = MoE(16, 24, 4, 2, dtype=torch.bfloat16, **options)
+    layer = MoE(16, 24, 4, 2, **{"dtype": torch.bfloat16, **options})
     monkeypatch.setattr(blazeproto.layer, "missing_for_hopper", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(gemm, "prepare", prepare)
