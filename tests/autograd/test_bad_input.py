@@ -169,9 +169,9 @@ def test_a_dispatch_for_other_pairs(make_case):
     short, given = torch.zeros(100, dtype=torch.int32), dispatch_of(111, 5)
     with pytest.raises(ValueError, match=r"dispatch.expert_pair_indices: expected 111 of them, .*, got 100"):
         moe_mlp(*arguments, dispatch=replace(given, expert_pair_indices=short), num_experts=5)
+    longer = replace(given, expert_pair_indices=torch.zeros(112, dtype=torch.int32), overflow=short[:1])
     with pytest.raises(ValueError, match=r"dispatch.expert_pair_indices: expected 111 of them, .*, got 112"):
-        longer = torch.zeros(112, dtype=torch.int32)
-        moe_mlp(*arguments, dispatch=replace(given, expert_pair_indices=longer, overflow=short[:1]), num_experts=5)
+        moe_mlp(*arguments, dispatch=longer, num_experts=5)
     varying = {"top_k": None, "token_offsets": torch.zeros(38, dtype=torch.int32), "pair_tokens": short}
     with pytest.raises(ValueError, match=r"dispatch.pair_tokens: expected 111 of them, one a pair, got 100"):
         moe_mlp(*arguments, dispatch=replace(given, **varying), num_experts=5)

@@ -41,7 +41,7 @@ def test_gradients_of_float32_weights_are_unrounded_sums(make_case, monkeypatch,
     if not multiplies:
         monkeypatch.setattr(torch_backend, "_multiplies", lambda device, dtype: dtype == torch.float32)
     case = make_case(256, 32, 48, 6, 3, dtype=torch.bfloat16)
-    _, _, d_up, d_down, _ = rounded = case.run(workspace_bytes=workspace_bytes)
+    rounded = case.run(workspace_bytes=workspace_bytes)
     case.gate_up_proj, case.down_proj = (
         t.detach().float().requires_grad_() for t in (case.gate_up_proj, case.down_proj)
     )
