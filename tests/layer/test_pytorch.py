@@ -115,7 +115,7 @@ def test_a_tangent_is_refused():
 
 @pytest.mark.parametrize("taken", ["in the stats", "beside the output"])
 def test_auxiliary_losses_under_a_reentrant_checkpoint(taken):
-    """Inside another object the checkpoint can't see them: an error, or their gradient would be lost. Beside the output it can."""
+    """Inside another object the checkpoint can't see them: an error, or their gradient were lost. Beside the output it can."""
     layer = MoE(D, N, E, K, aux_loss=1.0, z_loss=0.1, dtype=torch.float64)
     x = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
     out, stats = layer(x)
