@@ -13,6 +13,7 @@ and the tests import this module: no kernel is chosen by it.
 """
 
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.runtime import checks
 
 PEAK_OPERATIONS = 785e12
 """Operations a second, a multiplication and an addition being two; measured on one H200 (cuBLAS, bf16, 8192³, random data)."""
@@ -31,7 +32,8 @@ def floor_ms(operations: float, least_bytes: float) -> float:
 
 
 def product_floor_ms(name: str, sizes: Sizes) -> float:
-    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least."""
+    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least. ValueError for a name that isn't there."""
+    checks.one_of("product", name, tuple(PRODUCTS))
     product = PRODUCTS[name]
     return floor_ms(product.operations(sizes), product.least_bytes(sizes))
 

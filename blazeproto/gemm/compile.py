@@ -164,7 +164,9 @@ class Kernel:
         """
         device = current_device() if device is None else device
         if device not in self._functions:
-            self._functions[device] = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
+            loaded = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
+            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
+            self._functions.setdefault(device, loaded)
         return self._functions[device]
 
     def handle(self, device: int) -> int:

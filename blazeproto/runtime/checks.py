@@ -1,6 +1,7 @@
 """Checks of options. Each error names the argument, what was expected and what came."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -17,6 +18,12 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """ValueError unless ``value`` is among the ``allowed`` names."""
+    """ValueError unless ``value`` is among the ``allowed`` names; it names the nearest of them."""
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}")
+        raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{nearest(value, allowed)}")
+
+
+def nearest(value: object, allowed: Iterable[str]) -> str:
+    """For the end of an error: "; did you mean 'x'?", or nothing where no ``allowed`` name is near."""
+    near = difflib.get_close_matches(str(value).lower(), list(allowed), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
