@@ -144,8 +144,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
     have them.
     """
     limit, alpha = _number("limit", limit), _number("alpha", alpha)
-    float32 = np.finfo(np.float32)
-    if not (float32.tiny <= limit <= float32.max and abs(alpha) <= float32.max):
+    least, most = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    if not (least <= limit <= most and abs(alpha) <= most):
         raise ValueError(
             f"clamped_swiglu: expected a finite limit above 0 and a finite alpha, of float32, got {limit} and {alpha}"
         )

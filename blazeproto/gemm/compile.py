@@ -185,7 +185,14 @@ def _cached(name: str) -> Binary | None:
     """A file of the cache; None where it is absent or damaged, so that the kernel is compiled again."""
     try:
         return Binary.from_bytes(cache.read(name) or b"")
-    except (ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+    except (
+        ValueError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):  # all that zipfile has for it
         return None
 
 

@@ -220,8 +220,10 @@ def down_backward_weight(
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
     dw = _checked(weight.check_down, dispatch, config, stream, d_out, a_scaled, dw, gather, accumulate)["dw"]
-    d_out = d_out[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else d_out
-    return _weight_gradient(d_out, a_scaled, dispatch, dw, accumulate)
+    for e, r, _, tokens in experts(dispatch):
+        product = d_out[tokens if gather else r].T @ a_scaled[r]
+        dw[e] = dw[e] + product if accumulate else product
+    return dw
 
 
 def up_backward_act(
@@ -255,14 +257,8 @@ def up_backward_weight(
 ) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
     dw = _checked(weight.check_up, dispatch, config, stream, dh, x, dw, gather, accumulate)["dw"]
-    x = x[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else x
-    return _weight_gradient(dh, x, dispatch, dw, accumulate)
-
-
-def _weight_gradient(left: Array, right: Array, dispatch: Dispatch, dw: Array, accumulate: bool) -> Array:
-    """Σ left_rᵀ right_r over each expert's rows."""
-    for e, r, _, _ in experts(dispatch):
-        product = left[r].T @ right[r]
+    for e, r, _, tokens in experts(dispatch):
+        product = dh[r].T @ x[tokens if gather else r]
         dw[e] = dw[e] + product if accumulate else product
     return dw
 

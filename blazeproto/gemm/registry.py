@@ -81,13 +81,15 @@ def prepare(
     """
     activation_named(activation)
     for name, width in (("d_model", d_model), ("d_expert", d_expert)):
-        if checks.integer(name, width, least=1) % CHUNK:
-            raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {width}")
-    if checks.integer("num_experts", num_experts, least=1) > MAX_EXPERTS:
-        raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")
-    for name, value, least in (("top_k", top_k, 1), ("device", device, 0), ("jobs", jobs, 1)):
+        if checks.integer(name, width) < 1 or width % CHUNK:
+            raise ValueError(f"{name}: expected a positive multiple of {CHUNK}, got {width}")
+    if not 1 <= checks.integer("num_experts", num_experts) <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
+    if top_k is not None and checks.integer("top_k", top_k) < 1:
+        raise ValueError(f"top_k: expected at least 1, or None if it varies, got {top_k}")
+    for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
         if value is not None:
-            checks.integer(name, value, least=least)
+            checks.integer(name, value, least)
     layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(layer))
     made = compile_many(wanted, jobs)
