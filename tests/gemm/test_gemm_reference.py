@@ -6,6 +6,8 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,6 +157,26 @@ def test_activations_by_name() -> None:
     for limit, alpha in ((0, 1), (-1, 1), (math.inf, 1), (1, math.nan)):
         with pytest.raises(ValueError, match="clamped_swiglu: expected a finite limit above 0 and a finite alpha"):
             clamped_swiglu(limit, alpha)
+
+
+def test_gpt_oss_s_weights_as_the_glossary_turns_them() -> None:
+    """One expert of gpt-oss, as its model file has it, is our chain with the weights that docs/glossary.md's lines make."""
+    d, n = 6, 5
+    shapes = {"gate_up_proj": (d, 2 * n), "gate_up_proj_bias": (2 * n,), "down_proj": (n, d), "down_proj_bias": (d,)}
+    theirs = SimpleNamespace(**{name: torch.randn(1, *shape).double() for name, shape in shapes.items()})
+    made, x = {"theirs": theirs}, torch.randn(4, d).double()
+    page = (Path(__file__).parents[2] / "docs/glossary.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], made)
+
+    both = x @ theirs.gate_up_proj[0] + theirs.gate_up_proj_bias[0]
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate) @ theirs.down_proj[0] + theirs.down_proj_bias[0]
+    arrays = {name: tensor.numpy() for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+    dispatch = build_dispatch(np.zeros((4, 1), np.int32), 1)
+    up_options = {"activation": "clamped_swiglu", "bias": arrays["gate_up_proj_bias"]}
+    _, act = twin.up_forward(x.numpy(), arrays["gate_up_proj"], dispatch, **up_options)
+    out = twin.down_forward(act, arrays["down_proj"], dispatch, bias=theirs.down_proj_bias.numpy())
+    np.testing.assert_allclose(out, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
