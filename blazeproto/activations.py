@@ -8,7 +8,6 @@ backends, the twins, the tests and the fuzzer read this table. An activation is 
 what its function here returns: ``activation=clamped_swiglu(limit=7.0, alpha=1.702)``.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from blazeproto.runtime import checks
 
 # --- Mathematics of either library ---------------------------------------------------------------------------------------
 
@@ -33,15 +34,27 @@ def _torch_gelu(x: Any) -> Any:
 
 
 _erf = np.vectorize(math.erf, otypes=[float])
+
+
+def _numpy_sigmoid(x: Any) -> Any:
+    with np.errstate(over="ignore"):  # of exp: the quotient is 0 then, as it should be
+        return 1 / (1 + np.exp(-x))
+
+
+def _numpy_silu(x: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
 _NUMPY = SimpleNamespace(
-    sigmoid=lambda x: 1 / (1 + np.exp(-x)),
+    sigmoid=_numpy_sigmoid,
     exp=np.exp,
     clip=np.clip,
     within=lambda x, low, high: (~((x < low) | (x > high))).astype(x.dtype),
     relu=lambda x: np.maximum(x, 0),
     above_zero=lambda x: (~(x <= 0)).astype(x.dtype),
     normal_cdf=lambda x: (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
-    silu=lambda x: x / (1 + np.exp(-x)),
+    silu=_numpy_silu,
     gelu=lambda x: x * (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
 )
 _TORCH = SimpleNamespace(
@@ -114,15 +127,28 @@ _TABLE = {
 }
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise TypeError(f"clamped_swiglu: expected a number as {name}, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the largest float
+        return math.inf
+
+
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
     """The name of gpt-oss's SwiGLU with these parameters: act = c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where
     c = min(gate, limit).
 
-    ValueError unless limit is a finite number above 0 and alpha a finite number.
+    TypeError unless both are numbers. ValueError unless limit is above 0 and both are finite, in float32 too, as the kernels
+    have them.
     """
-    limit, alpha = float(limit), float(alpha)
-    if not (0 < limit < math.inf and math.isfinite(alpha)):
-        raise ValueError(f"clamped_swiglu: expected a finite limit above 0 and a finite alpha, got {limit} and {alpha}")
+    limit, alpha = _number("limit", limit), _number("alpha", alpha)
+    least, most = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    if not (least <= limit <= most and abs(alpha) <= most):
+        raise ValueError(
+            f"clamped_swiglu: expected a finite limit above 0 and a finite alpha, of float32, got {limit} and {alpha}"
+        )
 
     def slope(m: Any, x: Any) -> Any:
         c = m.clip(x, -math.inf, limit)
@@ -152,10 +178,14 @@ def activation_named(name: str) -> Activation:
     if isinstance(name, str) and name in _TABLE:
         return _TABLE[name]
     if isinstance(name, str) and (found := re.fullmatch(r"clamped_swiglu\(limit=(.+),\s*alpha=(.+)\)", name)):
-        return _TABLE[clamped_swiglu(float(found[1]), float(found[2]))]
-    near = difflib.get_close_matches(str(name).lower(), ACTIVATIONS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"activation: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {name!r}{hint}")
+        try:
+            limit, alpha = map(float, found.groups())
+        except ValueError:
+            expected = "clamped_swiglu(limit=NUMBER,alpha=NUMBER)"
+            raise ValueError(f"activation: expected {expected}, got {name!r}") from None
+        return _TABLE[clamped_swiglu(limit, alpha)]
+    known = ", ".join(map(repr, ACTIVATIONS))
+    raise ValueError(f"activation: expected one of {known}, got {name!r}{checks.nearest(name, ACTIVATIONS)}")
 
 
 # --- Forward and backward, of NumPy arrays and torch tensors ---------------------------------------------------------------

@@ -8,11 +8,13 @@
     cost.layer_floor_ms(sizes)                      # (forward, backward) of a layer
 
 A product's file states its operations and least bytes (`blazeproto.gemm.PRODUCTS`); here they become times and sums. A floor
-takes every input as read once and every output as written once, whatever the caches hold. Only blazeproto.lab, the scripts
-and the tests import this module: no kernel is chosen by it.
+takes every input as read once and every output as written once, whatever the caches hold. All arrays count as bf16, weight
+gradients too: fp32 ones are 2 bytes an element more. K is the same for every token; where it varies, a floor of the mean is what
+there is. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
 """
 
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.runtime import checks
 
 PEAK_OPERATIONS = 785e12
 """Operations a second, a multiplication and an addition being two; measured on one H200 (cuBLAS, bf16, 8192³, random data)."""
@@ -31,7 +33,8 @@ def floor_ms(operations: float, least_bytes: float) -> float:
 
 
 def product_floor_ms(name: str, sizes: Sizes) -> float:
-    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least."""
+    """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least. ValueError for a name that isn't there."""
+    checks.one_of("product", name, tuple(PRODUCTS))
     product = PRODUCTS[name]
     return floor_ms(product.operations(sizes), product.least_bytes(sizes))
 

@@ -87,6 +87,11 @@ def test_every_product_has_a_floor(name: str) -> None:
     assert 0 < cost.product_floor_ms(name, small) < cost.product_floor_ms(name, small._replace(T=200))
 
 
+def test_an_unknown_product_is_named() -> None:
+    with pytest.raises(ValueError, match=r"product: expected one of .*, got 'up_forwrd'; did you mean 'up_forward'"):
+        cost.product_floor_ms("up_forwrd", Sizes(T=100, d=16, n=8, E=4, K=2))
+
+
 def test_saved_bytes_are_the_design_s_table() -> None:
     s = Sizes(T=96, d=64, n=40, E=5, K=3)
     a_token = {

@@ -7,11 +7,14 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import blazeproto
+from blazeproto import gemm
 
 PACKAGE = Path(blazeproto.__file__).parent
 MODULES = {
@@ -122,22 +125,40 @@ def test_one_kernel_body() -> None:
     assert len(calls) == 1, calls
 
 
-WITHOUT_A_TWIN = {  # sizes, kernels and compiling: nothing that takes arrays
+WITHOUT_A_TWIN = {  # they compute sizes, or compile: no array goes in or out
     "gemm": {"all_kernels", "candidates", "kernel_for", "prepare", "score_partials", "weight_workspace"},
     "dispatch": {"prepare_dispatch", "workspace_bytes"},
     "router": {"make_router", "routing_stats"},  # these are torch's
 }
 
 
+def functions_with_twins(room: str) -> dict[str, tuple[Callable, Callable]]:
+    """Every public function of a room that is not named above, and the function of its name in the room's reference.py."""
+    module = importlib.import_module(f"blazeproto.{room}")
+    twins = importlib.import_module(f"blazeproto.{room}.reference")
+    functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+    assert functions.keys() > WITHOUT_A_TWIN[room]
+    return {name: (functions[name], getattr(twins, name)) for name in functions.keys() - WITHOUT_A_TWIN[room]}
+
+
 @pytest.mark.parametrize("room", WITHOUT_A_TWIN)
 def test_public_functions_have_twins_of_the_same_signature(room: str) -> None:
     """Names, order, kinds and defaults of the parameters; a twin's arrays are NumPy's."""
-    module, twins = (
-        importlib.import_module(f"blazeproto.{room}"),
-        importlib.import_module(f"blazeproto.{room}.reference"),
-    )
-    functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
-    assert functions.keys() > WITHOUT_A_TWIN[room]
-    for name in functions.keys() - WITHOUT_A_TWIN[room]:
-        ours, twin = (inspect.signature(f).parameters.values() for f in (functions[name], getattr(twins, name)))
+    for name, functions in functions_with_twins(room).items():
+        ours, twin = (inspect.signature(function).parameters.values() for function in functions)
         assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in twin], name
+
+
+@pytest.mark.parametrize("room", ["dispatch", "gemm"])
+def test_twins_take_the_same_types_but_for_arrays(room: str) -> None:
+    for name, functions in functions_with_twins(room).items():
+        ours, twin = (inspect.signature(function).parameters for function in functions)
+        for parameter in ours.values():
+            if parameter.annotation is not Any:  # an array
+                assert twin[parameter.name].annotation == parameter.annotation, f"{name}: {parameter}"
+
+
+def test_every_product_is_a_public_function_with_a_twin() -> None:
+    twins = functions_with_twins("gemm")
+    for name, entry in gemm.PRODUCTS.items():
+        assert entry.name == name and twins[name][0] is entry.run

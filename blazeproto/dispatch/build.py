@@ -15,19 +15,34 @@ run takes kernel arguments (`memory.argument`). ``lists`` are expert_pair_indice
 for int64 ids a fourth: token_expert_indices, their int32 copy.
 """
 
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any
 
-from blazeproto.dispatch.reference import check_distinct
+from blazeproto.dispatch.arguments import (
+    MAX_PAIRS,
+    METHODS,
+    Method,
+    Out,
+    Request,
+    check_apart,
+    check_distinct,
+    check_pairs,
+    checked,
+    varying_pairs,
+)
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime import arrays, checks, memory
 
-Method = Literal["tiled", "dense", "sort"]
-METHODS: tuple[str, ...] = get_args(Method)
-MAX_PAIRS = 2**31 - 2**16  # rows are int32, and the kernels count a step or two past the last one
-Out = Mapping[str, Any] | tuple[Any, ...] | None
+__all__ = [
+    "MAX_PAIRS",
+    "Method",
+    "build_dispatch",
+    "build_dispatch_unchecked",
+    "build_dispatch_varying",
+    "prepare_dispatch",
+    "workspace_bytes",
+]
 
 
 def build_dispatch(
@@ -63,14 +78,13 @@ def build_dispatch(
 
     Raises ValueError or TypeError naming the argument, what was expected and what came.
     """
-    ids, num_experts = _check(topk_experts, num_experts, "topk_experts", 2, method)
-    num_tokens, top_k = ids.shape
-    if top_k < 1:
-        raise ValueError(f"topk_experts: expected (T, K) with K >= 1, got {ids.shape}")
+    options = (num_experts, row_capacity, method, out, stream)
+    request = checked(arrays.view, "topk_experts", topk_experts, 2, *options)
+    num_tokens, top_k = request.ids.shape
     if validate:
-        check_distinct(memory.as_cupy(ids), num_experts)
-    lists = _build(ids, num_tokens, top_k, num_experts, row_capacity, method, out, workspace, stream)
-    return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+        check_distinct(memory.as_cupy(request.ids), num_experts)
+    lists = _build(request, num_tokens, top_k, method, workspace, stream)
+    return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
 def build_dispatch_varying(
@@ -90,23 +104,21 @@ def build_dispatch_varying(
 
     pair_experts: (P,) int32 or int64, by token; P is a static capacity, and pairs not used hold an id outside [0, E).
     pair_tokens: (P,) int32, the token of each pair.  token_offsets: (T+1,) int32, where each token's pairs begin.
-    validate: raise ValueError unless token_offsets ascends from 0 to at most P; waits for the device.
+    validate: raise ValueError unless token_offsets ascends from 0 to at most P, and pair_tokens names for each pair with an
+        expert the token whose offsets enclose it; waits for the device.
     Everything else as in `build_dispatch`, each pair being a token with one expert: workspace_bytes(P, 1, num_experts).
     """
-    ids, num_experts = _check(pair_experts, num_experts, "pair_experts", 1, method)
-    num_pairs = ids.size
-    arrays.expect("pair_tokens", pair_tokens, "int32", (num_pairs,), device=ids.device, alignment=4)
-    offsets = arrays.expect("token_offsets", token_offsets, "int32", (None,), device=ids.device, alignment=4)
-    if not offsets.size:
-        raise ValueError("token_offsets: expected (T + 1,), got (0,)")
+    options = (num_experts, row_capacity, method, out, stream)
+    request = checked(arrays.view, "pair_experts", pair_experts, 1, *options)
+    num_pairs = request.ids.size
+    tokens, offsets = varying_pairs(arrays.view, request.ids, pair_tokens, token_offsets)
     if validate:
-        values = memory.as_cupy(offsets)
-        if values[0] != 0 or values[-1] > num_pairs or (values[1:] < values[:-1]).any():
-            raise ValueError(f"token_offsets: expected an ascent from 0 to at most {num_pairs}, got {values.tolist()}")
-    lists = _build(ids, num_pairs, 1, num_experts, row_capacity, method, out, workspace, stream)
+        experts = memory.as_cupy(request.ids)
+        check_pairs(experts, memory.as_cupy(tokens), memory.as_cupy(offsets), num_experts)
+    lists = _build(request, num_pairs, 1, method, workspace, stream)
     return Dispatch(
         **lists,
-        num_experts=num_experts,
+        num_experts=request.num_experts,
         top_k=None,
         num_tokens=offsets.size - 1,
         token_offsets=token_offsets,
@@ -120,8 +132,23 @@ def workspace_bytes(
     """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes
     (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy. A row_capacity,
     whatever it is, adds 4·T·K."""
-    needed: int = _module(method).workspace_bytes(num_tokens, top_k, num_experts)
-    return needed if row_capacity is None else needed + 4 * num_tokens * top_k
+    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
+    return _workspace_bytes(_module(method), *shape, row_capacity is not None)
+
+
+def _workspace_bytes(method: Any, num_tokens: int, top_k: int, num_experts: int, limited: bool) -> int:
+    needed: int = method.workspace_bytes(num_tokens, top_k, num_experts)
+    return needed + 4 * num_tokens * top_k if limited else needed
+
+
+def _checked_shape(num_tokens: int, top_k: int, num_experts: int, row_capacity: int | None) -> tuple[int, int, int]:
+    if row_capacity is not None:
+        checks.integer("row_capacity", row_capacity, least=0)
+    return (
+        checks.integer("num_tokens", num_tokens, least=0),
+        checks.integer("top_k", top_k, least=1),
+        checks.integer("num_experts", num_experts, least=1),
+    )
 
 
 def prepare_dispatch(
@@ -138,7 +165,10 @@ def prepare_dispatch(
 
     row_capacity: whether there is one; any number will do.  dtype: of the ids.  device: a CUDA ordinal.
     """
-    for kernel in _module(method).kernels(num_tokens, top_k, num_experts, dtype):
+    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
+    checks.one_of("dtype", dtype, ("int32", "int64"))
+    checks.integer("device", device, least=0)
+    for kernel in _module(method).kernels(*shape, dtype):
         kernel.load(device)
     if row_capacity is not None:
         from blazeproto.dispatch import limit
@@ -158,9 +188,8 @@ def build_dispatch_unchecked(
     num_tokens, top_k = ids.shape
     tiled, device = _module("tiled"), ids.get_device()
     lists, capacity = [array.data_ptr() for array in out], None if overflow is None else len(out[0])
-    needed = workspace_bytes(num_tokens, top_k, num_experts, row_capacity=capacity)
-    workspace = out[0].new_empty(needed // 4)
     shape = (num_tokens, top_k, num_experts)
+    workspace = out[0].new_empty(_workspace_bytes(tiled, *shape, capacity is not None) // 4)
     if capacity is None:
         tiled.run(ids.data_ptr(), lists, workspace.data_ptr(), *shape, device, stream)
     else:
@@ -176,52 +205,30 @@ def _module(method: str) -> Any:
     return import_module(f"blazeproto.dispatch.{method}")
 
 
-def _check(experts: Any, num_experts: Any, name: str, dimensions: int, method: str) -> tuple[arrays.DeviceArray, int]:
-    checks.one_of("method", method, METHODS)
-    num_experts = checks.integer("num_experts", num_experts, least=1)
-    ids = arrays.expect(name, experts, ("int32", "int64"), (None,) * dimensions, alignment=4)
-    if ids.size > MAX_PAIRS:
-        raise ValueError(f"{name}: expected at most {MAX_PAIRS} pairs, for rows are int32, got {ids.size}")
-    return ids, num_experts
-
-
 def _build(
-    ids: arrays.DeviceArray,
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    row_capacity: int | None,
-    method: Method,
-    out: Out,
-    workspace: Any,
-    stream: int | None,
+    request: Request, num_tokens: int, top_k: int, method: Method, workspace: Any, stream: int | None
 ) -> dict[str, Any]:
     """The lists of a Dispatch, by name, for flat or (T, K) ids."""
-    sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": num_experts + 1, "token_index_map": ids.size}
-    if ids.dtype == "int64":
-        sizes["token_expert_indices"] = ids.size
-    if row_capacity is not None:
-        row_capacity = min(checks.integer("row_capacity", row_capacity, least=0), ids.size)
-        sizes |= {"expert_pair_indices": row_capacity, "overflow": 1}
-    given = dict(out) if isinstance(out, Mapping) else dict(zip(sizes, out or (), strict=False))
-    missing = [name for name in sizes if given.get(name) is None]
-    if out is not None and missing:
-        raise ValueError(f"out: expected {', '.join(sizes)} for {ids.dtype} ids, got no {', '.join(missing)}")
-    needed = workspace_bytes(num_tokens, top_k, num_experts, method, row_capacity=row_capacity)
+    ids, sizes, limited = request.ids, request.sizes, request.row_capacity is not None
+    needed = _workspace_bytes(_module(method), num_tokens, top_k, request.num_experts, limited)
     with memory.on_stream(ids, stream) as stream:
-        made = {name: arrays.output(name, given.get(name), "int32", (size,), ids, 4) for name, size in sizes.items()}
+        made = {
+            name: arrays.output(name, request.given.get(name), "int32", (size,), ids, 4) for name, size in sizes.items()
+        }
         given_room = arrays.empty((-(-needed // 4),), "int32", ids) if workspace is None else workspace
-        room = arrays.view(given_room, "workspace")
-        if room.nbytes < needed or not room.is_contiguous or room.ptr % 4 or room.device != ids.device:
-            raise ValueError(f"workspace: expected {needed} contiguous bytes on cuda:{ids.device}, got {room!r}")
+        room = arrays.expect("workspace", given_room, tuple(arrays.ITEM_BYTES), device=ids.device, alignment=4)
+        if room.nbytes < needed:
+            raise ValueError(f"workspace: expected at least {needed} bytes, got {room.nbytes}")
+        seen = {"the ids": ids, "workspace": room, **{name: view for name, (_, view) in made.items()}}
+        check_apart(seen)
         arguments = (memory.argument(ids), [memory.argument(view) for _, view in made.values()], memory.argument(room))
-        where = (num_tokens, top_k, num_experts, ids.device, stream)
-        if row_capacity is None:
+        where = (num_tokens, top_k, request.num_experts, ids.device, stream)
+        if request.row_capacity is None:
             _module(method).run(*arguments, *where)
         else:
             from blazeproto.dispatch import limit
 
-            limit.run(_module(method), *arguments, *where, row_capacity)
+            limit.run(_module(method), *arguments, *where, request.row_capacity)
     # The router's choice as one list, in the caller's kind of array where that has a reshape.
     choice: Any = ids.owner if hasattr(ids.owner, "reshape") else memory.as_cupy(ids)
     return {"token_expert_indices": choice.reshape(-1), **{name: array for name, (array, _) in made.items()}}

@@ -40,6 +40,7 @@ from blazeproto.runtime.numba_kernel import Kernel
 from blazeproto.runtime.warp import inclusive_scan
 
 MAX_TILES = 4096
+MAX_SLOTS = 2**16 - 1  # of a token: the map's widest entry has 16 bits
 TILE_TOKENS = 256  # at least
 THREADS, SCAN_THREADS, SCAN_ROWS = 256, 1024, 32
 
@@ -140,6 +141,8 @@ def route_indices(threads: int, top_k: int) -> Any:
 
 def plan(num_tokens: int, top_k: int) -> tuple[int, int, str]:
     """Tokens of a tile, the number of tiles, and the type of the map's entries."""
+    if top_k > MAX_SLOTS:
+        raise ValueError(f"top_k: expected at most {MAX_SLOTS} with method='dense', got {top_k}; use method='sort'")
     tile = max(TILE_TOKENS, -(-num_tokens // MAX_TILES))
     return tile, max(1, -(-num_tokens // tile)), "uint8" if top_k <= 255 else "uint16"
 

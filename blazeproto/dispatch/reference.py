@@ -1,10 +1,25 @@
-"""The specification: what a dispatch is, in NumPy. Same names and signatures as in this package."""
+"""The specification: what a dispatch is, in NumPy. Same names and signatures as in this package.
+
+A twin refuses what its function refuses, in the same words, but for what only a GPU asks for. It fills ``out`` where that is
+given. ``method``, ``workspace`` and ``stream`` change nothing: the result is unique.
+"""
 
 from typing import Any
 
 import numpy as np
 
+from blazeproto.dispatch.arguments import (
+    Method,
+    Out,
+    Request,
+    check_apart,
+    check_distinct,
+    check_pairs,
+    checked,
+    varying_pairs,
+)
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.runtime.arrays import numpy_output, numpy_view
 
 
 def build_dispatch(
@@ -12,22 +27,22 @@ def build_dispatch(
     num_experts: int,
     *,
     row_capacity: int | None = None,
-    method: str = "tiled",
+    method: Method = "tiled",
     validate: bool = False,
-    out: Any = None,
+    out: Out = None,
     workspace: Any = None,
-    stream: Any = None,
+    stream: int | None = None,
 ) -> Dispatch:
     """MoEBlaze §4.1's structures from topk_experts (T, K); see `blazeproto.dispatch.build_dispatch`.
 
-    The result is unique, so method, out, workspace and stream change nothing here. ValueError with ``validate`` when a
-    row names an expert twice.
+    ValueError with ``validate`` when a row names an expert twice.
     """
+    request = checked(numpy_view, "topk_experts", topk_experts, 2, num_experts, row_capacity, method, out, stream)
     num_tokens, top_k = topk_experts.shape
     if validate:
         check_distinct(topk_experts, num_experts)
-    lists = _lists(topk_experts.reshape(-1), num_experts, row_capacity)
-    return Dispatch(**lists, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+    lists = _lists(topk_experts.reshape(-1), request)
+    return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
 def build_dispatch_varying(
@@ -37,16 +52,23 @@ def build_dispatch_varying(
     num_experts: int,
     *,
     row_capacity: int | None = None,
-    method: str = "tiled",
+    method: Method = "tiled",
     validate: bool = False,
-    out: Any = None,
+    out: Out = None,
     workspace: Any = None,
-    stream: Any = None,
+    stream: int | None = None,
 ) -> Dispatch:
-    """The same for a number of experts that varies; see `blazeproto.dispatch.build_dispatch_varying`."""
+    """The same for a number of experts that varies; see `blazeproto.dispatch.build_dispatch_varying`.
+
+    ValueError with ``validate`` where the offsets do not ascend, or a pair with an expert lies outside its token's.
+    """
+    request = checked(numpy_view, "pair_experts", pair_experts, 1, num_experts, row_capacity, method, out, stream)
+    varying_pairs(numpy_view, request.ids, pair_tokens, token_offsets)
+    if validate:
+        check_pairs(pair_experts, pair_tokens, token_offsets, num_experts)
     return Dispatch(
-        **_lists(pair_experts, num_experts, row_capacity),
-        num_experts=num_experts,
+        **_lists(pair_experts, request),
+        num_experts=request.num_experts,
         top_k=None,
         num_tokens=len(token_offsets) - 1,
         token_offsets=token_offsets,
@@ -54,8 +76,11 @@ def build_dispatch_varying(
     )
 
 
-def _lists(experts: np.ndarray, num_experts: int, row_capacity: int | None) -> dict[str, Any]:
-    """The lists of flat ids (P,), by name."""
+def _lists(experts: np.ndarray, request: Request) -> dict[str, Any]:
+    """The lists of flat ids (P,), by name, in the caller's arrays where there are any."""
+    out = {name: numpy_output(name, array, "int32", (request.sizes[name],)) for name, array in request.given.items()}
+    check_apart({"the ids": request.ids, **out})
+    num_experts = request.num_experts
     valid = (experts >= 0) & (experts < num_experts)
     keys = np.where(valid, experts, num_experts).astype(np.uint16 if num_experts < 2**16 else np.int64)
     lengths = np.bincount(keys, minlength=num_experts + 1)[:num_experts]
@@ -66,26 +91,18 @@ def _lists(experts: np.ndarray, num_experts: int, row_capacity: int | None) -> d
     index_map[order[: offsets[-1]]] = np.arange(offsets[-1], dtype=np.int32)
     ids = experts if experts.dtype == np.int32 else np.where(valid, experts, -1).astype(np.int32)
     overflow = None
-    if row_capacity is not None:
-        capacity = np.int32(min(row_capacity, experts.size))
+    if request.row_capacity is not None:
+        capacity = np.int32(request.row_capacity)
         overflow = np.maximum(offsets[-1:] - capacity, 0)
         order, offsets = order[:capacity], np.minimum(offsets, capacity)
         index_map[index_map >= capacity] = -1
-    return {
+    lists = {
         "expert_pair_indices": order,
         "expert_token_offsets": offsets,
         "token_index_map": index_map,
         "token_expert_indices": ids,
         "overflow": overflow,
     }
-
-
-def check_distinct(topk_experts: Any, num_experts: int) -> None:
-    """ValueError if a row of topk_experts (T, K) names an expert twice. NumPy or CuPy; waits for the device."""
-    rows = topk_experts.copy()
-    rows.sort(axis=1)
-    twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, 1:] < num_experts)
-    if bool(twice.any()):
-        token = int(twice.any(axis=1).argmax())
-        row = topk_experts[token].tolist()
-        raise ValueError(f"topk_experts: expected distinct experts in a token's row, got {row} for token {token}")
+    for name, array in request.given.items():
+        array[...] = lists[name]
+    return lists | request.given

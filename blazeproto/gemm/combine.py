@@ -5,8 +5,9 @@ from itertools import pairwise
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import SHAPES, Arguments, Product
+from blazeproto.gemm.product import SHAPES, Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
@@ -34,15 +35,20 @@ def combine(
 
     columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
     """
-    given = Arguments(dispatch, stream).read("y", y, "R d").read("scores", scores, "P", "float32", optional=True)
-    if columns is None:
-        given.write("out", out, "T d")
-    else:
-        given.read("out", out, "T width")
-        if len(columns_within(columns, given.sizes["width"])) != given.sizes["d"]:
-            raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
+    given = check(Arguments(dispatch, stream), y, scores, columns, out)
     launch(**given.views, at=given.located(), columns=columns)
     return given.arrays["out"]
+
+
+def check(given: Arguments, y: Any, scores: Any, columns: range | None, out: Any) -> Arguments:
+    """The arrays of `combine`."""
+    given.read("y", y, "R d").read("scores", scores, "P", "float32", optional=True)
+    if columns is None:
+        return given.write("out", out, "T d")
+    given.update("out", out, "T width")
+    if len(columns_within(columns, given.sizes["width"], given.multiple)) != given.sizes["d"]:
+        raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
+    return given
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------

@@ -164,7 +164,9 @@ class Kernel:
         """
         device = current_device() if device is None else device
         if device not in self._functions:
-            self._functions[device] = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
+            loaded = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
+            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
+            self._functions.setdefault(device, loaded)
         return self._functions[device]
 
     def handle(self, device: int) -> int:
@@ -183,7 +185,14 @@ def _cached(name: str) -> Binary | None:
     """A file of the cache; None where it is absent or damaged, so that the kernel is compiled again."""
     try:
         return Binary.from_bytes(cache.read(name) or b"")
-    except (ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+    except (
+        ValueError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):  # all that zipfile has for it
         return None
 
 

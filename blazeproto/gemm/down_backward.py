@@ -6,12 +6,13 @@ from typing import Any
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product, reduce
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
 from blazeproto.gemm.tiles import BM, OPERAND_BYTES, SLAB, TILES, TileConfig
-from blazeproto.runtime import driver
+from blazeproto.runtime import checks, driver
 
 
 def down_backward_act(
@@ -34,18 +35,39 @@ def down_backward_act(
     d_out (T, d), down_proj (E, d, n), h (R, G n), scores (P,) or (T, K) fp32 → dh (R, G n), a_scaled (R, n) = S act, and
     d_scores (P,) fp32, zero for pairs without a row. dh may be h itself. workspace: fp32, (score_partials(n), R).
     """
-    given = Arguments(dispatch, stream).read("down_proj", down_proj, "E d n").read("d_out", d_out, "T d", gathered=True)
-    n = given.sizes["n"]
-    width = activation_named(activation).halves * n
-    given.read("h", h, f"R {width}").read("scores", scores, "P", "float32")
-    given.write("dh", dh, f"R {width}").write("a_scaled", a_scaled, "R n").write("d_scores", d_scores, "P", "float32")
-    given.write("workspace", workspace, f"{score_partials(n, config)} R", "float32")
+    arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
+    given = check(Arguments(dispatch, stream, config), *arrays)
+    given.write("workspace", workspace, f"{score_partials(given.sizes['n'], config)} R", "float32")
     launch(**given.views, at=given.located(), activation=activation, config=config)
     return given.arrays["dh"], given.arrays["a_scaled"], given.arrays["d_scores"]
 
 
+def check(
+    given: Arguments,
+    d_out: Any,
+    down_proj: Any,
+    h: Any,
+    scores: Any,
+    activation: str,
+    dh: Any,
+    a_scaled: Any,
+    d_scores: Any,
+) -> Arguments:
+    """The arrays of `down_backward_act`, but for the workspace."""
+    halves = activation_named(activation).halves
+    given.read("down_proj", down_proj, "E d n").read("d_out", d_out, "T d", gathered=True)
+    width = halves * given.sizes["n"]
+    given.read("h", h, f"R {width}").read("scores", scores, "P", "float32")
+    return (
+        given.write("dh", dh, f"R {width}", over="h")
+        .write("a_scaled", a_scaled, "R n")
+        .write("d_scores", d_scores, "P", "float32")
+    )
+
+
 def score_partials(n: int, config: TileConfig | None = None) -> int:
-    """Column tiles of the product, each of which leaves one partial dS a row."""
+    """Column tiles of the product of width n, each of which leaves one partial dS a row."""
+    checks.integer("n", n, least=0)
     return -(-n // (config or TILES["down_backward_act"]).tile_n)
 
 

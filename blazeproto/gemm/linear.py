@@ -10,9 +10,10 @@ from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import rows_plan, weight_box, words
 from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig
 from blazeproto.runtime import driver
@@ -40,27 +41,8 @@ def grouped_mm(
     columns: make only these of the columns, e.g. range(0, 1024): out (R, len(columns)). ``out`` may be ``a`` itself where
     a tile has whole rows of both (reduction = columns <= ``config.tile_n``); elsewhere the two must not overlap.
     """
-    config = config or TILES["up_backward_act" if transposed else "down_forward"]
-    given = (
-        Arguments(dispatch, stream)
-        .read("weights", weights, "E reduction width" if transposed else "E width reduction")
-        .read("a", a, "T reduction" if gather else "R reduction", gathered=gather)
-        .read("bias", bias, "E width", optional=True)
-    )
-    width, reduction = given.sizes["width"], given.sizes["reduction"]
-    columns = columns_within(columns, width)
-    source, made = given.views["a"], given.write("out", out, f"R {len(columns)}").views["out"]
-    overlap = source.ptr < made.ptr + made.nbytes and made.ptr < source.ptr + source.nbytes
-    in_place = not gather and source.ptr == made.ptr and len(columns) == width == reduction <= config.tile_n
-    if overlap and not in_place:
-        raise ValueError(
-            f"out: expected memory of its own, or that of `a` where both have at most {config.tile_n} columns, all of them; "
-            f"got an overlap of {source.shape} and {made.shape}"
-        )
-    if columns:
-        at = given.located()
-        launch(**given.views, at=at, gather=gather, transposed=transposed, columns=columns, config=config)
-    return given.arrays["out"]
+    arrays = (a, weights, gather, transposed, bias, columns, out)
+    return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
 
 
 def down_forward(
@@ -78,7 +60,8 @@ def down_forward(
 
     columns: as :func:`grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
     """
-    return grouped_mm(act, down_proj, dispatch, bias=bias, columns=columns, out=y, config=config, stream=stream)
+    arrays = (act, down_proj, False, False, bias, columns, y)
+    return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
 
 
 def up_backward_act(
@@ -95,9 +78,8 @@ def up_backward_act(
 
     columns: as :func:`grouped_mm`.
     """
-    return grouped_mm(
-        dh, up_proj, dispatch, transposed=True, columns=columns, out=dx_rows, config=config, stream=stream
-    )
+    arrays = (dh, up_proj, False, True, None, columns, dx_rows)
+    return _checked_launch(UP_NAMES, dispatch, config, stream, *arrays)
 
 
 def down_forward_fused(
@@ -115,16 +97,77 @@ def down_forward_fused(
 
     act (R, n), down_proj (E, d, n), scores (P,) or (T, K) fp32, out_f32 (T, d) fp32, zeroed by the caller.
     """
-    given = (
-        Arguments(dispatch, stream)
-        .read("down_proj", down_proj, "E d n")
-        .read("act", act, "R n")
-        .read("scores", scores, "P", "float32")
-        .read("bias", bias, "E d", optional=True)
-        .read("out_f32", out_f32, "T d", "float32")
-    )
+    given = check_fused(Arguments(dispatch, stream, config), act, down_proj, scores, bias, out_f32)
     launch_fused(**given.views, at=given.located(), config=config)
     return out_f32
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------------
+
+DOWN_NAMES = ("act", "down_proj", "y")
+UP_NAMES = ("dh", "up_proj", "dx_rows")
+
+
+def check(
+    given: Arguments,
+    names: tuple[str, str, str],
+    config: TileConfig | None,
+    a: Any,
+    weights: Any,
+    gather: bool,
+    transposed: bool,
+    bias: Any,
+    columns: range | None,
+    out: Any,
+) -> Arguments:
+    """The arrays of `grouped_mm`. names: what its caller calls ``a``, ``weights`` and ``out``."""
+    rows, experts, made = names
+    given.read(experts, weights, "E reduction width" if transposed else "E width reduction")
+    given.read(rows, a, "T reduction" if gather else "R reduction", gathered=gather)
+    given.read("bias", bias, "E width", optional=True)
+    width, tile = given.sizes["width"], tiles(config, transposed).tile_n
+    count = len(columns_within(columns, width, given.multiple))
+    whole_rows = not gather and count == width == given.sizes["reduction"] <= tile
+    return given.write(made, out, f"R {count}", over=rows if whole_rows else None)
+
+
+def tiles(config: TileConfig | None, transposed: bool) -> TileConfig:
+    """``config``, or else the entry of the table."""
+    return config or TILES["up_backward_act" if transposed else "down_forward"]
+
+
+def _checked_launch(
+    names: tuple[str, str, str],
+    dispatch: Dispatch,
+    config: TileConfig | None,
+    stream: int | None,
+    a: Any,
+    weights: Any,
+    gather: bool,
+    transposed: bool,
+    bias: Any,
+    columns: range | None,
+    out: Any,
+) -> Any:
+    """`grouped_mm`, whose arrays errors call by ``names``."""
+    arguments = Arguments(dispatch, stream, config)
+    given = check(arguments, names, config, a, weights, gather, transposed, bias, columns, out)
+    columns = columns_within(columns, given.sizes["width"])
+    if columns:
+        at = given.located()
+        rows, experts, made = (given.views[name] for name in names)
+        options: dict[str, Any] = {"gather": gather, "transposed": transposed, "columns": columns, "config": config}
+        launch(rows, experts, at, bias=given.views["bias"], out=made, **options)
+    return given.arrays[names[2]]
+
+
+def check_fused(given: Arguments, act: Any, down_proj: Any, scores: Any, bias: Any, out_f32: Any) -> Arguments:
+    """The arrays of `down_forward_fused`."""
+    given.read("down_proj", down_proj, "E d n").read("act", act, "R n").read("scores", scores, "P", "float32")
+    return given.read("bias", bias, "E d", optional=True).update("out_f32", out_f32, "T d", "float32")
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------------
 
 
 def kernel(
@@ -140,7 +183,7 @@ def kernel(
     return tiled_kernel(
         "linear.cu",
         "linear",
-        config or TILES["up_backward_act" if transposed else "down_forward"],
+        tiles(config, transposed),
         debug,
         epilogue_warpgroups=int(gather),  # where all of the producer's warps gather, others must store
         GATHER=gather,
@@ -192,7 +235,7 @@ def launch(
     """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all."""
     if not at.num_rows:
         return
-    config = config or TILES["up_backward_act" if transposed else "down_forward"]
+    config = tiles(config, transposed)
     _, outer, inner = shape = weights.shape
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     plan = _plan(at.where, shape, count, gather, transposed, bias is not None, False, config, product.DEBUG)

@@ -1,26 +1,16 @@
-"""What every product has in common: a line in the registry, operands to check, a kernel made of tiles.
+"""What every product has in common: a line in the registry, a kernel made of tiles. Its operands: arguments.py.
 
 A product is one .py of this folder beside one .cu of cuda/ of the same name. Its file holds, in this order: what it computes
-and the paper's line, the check (in the public function), the kernel, the plan, the launch, operations and least bytes.
+and the paper's line, the check (which its twin shares), the kernel, the plan, the launch, operations and least bytes.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import (
-    CHUNK,
-    DEVICE_CONSTANTS,
-    GATHERED_ELEMENTS,
-    MAX_EXPERTS,
-    SMEM_LIMIT,
-    WARPGROUP,
-    TileConfig,
-)
-from blazeproto.runtime.arrays import DeviceArray, current_device, current_stream, empty, expect
+from blazeproto.gemm.tiles import DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, TileConfig
 
 SHAPES = 1024  # whose plans are kept, of each product
 
@@ -107,84 +97,3 @@ def tiled_kernel(
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
     return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, tuple(f"-D{macro}" for macro in debug))
-
-
-# --- The arrays of a call --------------------------------------------------------------------------------------------------
-
-
-class Arguments:
-    """The arrays of one call of a product, checked; those that the caller gives no memory for are made.
-
-    A shape is written as in the docstrings, "E h d" for (E, h, d). T, R, P and E are the dispatch's; any other word is a
-    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements.
-
-    TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
-    """
-
-    def __init__(self, dispatch: Dispatch, stream: int | None) -> None:
-        self.dispatch, self.stream = dispatch, stream
-        T, K = dispatch.num_tokens, dispatch.top_k
-        P = T * K if K else dispatch.num_pairs
-        self.sizes = {"T": T, "R": dispatch.num_rows, "P": P, "E": dispatch.num_experts}
-        self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
-        self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
-
-    def read(
-        self,
-        name: str,
-        array: Any,
-        shape: str,
-        dtype: str = "bfloat16",
-        *,
-        optional: bool = False,
-        gathered: bool = False,
-    ) -> Self:
-        """An array that must be given, unless it is ``optional``.  gathered: its rows are fetched by index."""
-        self.arrays[name] = array
-        self.views[name] = None if optional and array is None else self._checked(name, array, shape, dtype, gathered)
-        return self
-
-    def write(self, name: str, array: Any, shape: str, dtype: str = "bfloat16") -> Self:
-        """An output or a workspace, whose lengths are known by now: a new one where ``array`` is None."""
-        lengths: Any = self._lengths(shape)
-        return self.read(name, empty(lengths, dtype) if array is None else array, shape, dtype)
-
-    def located(self) -> Addresses:
-        """Where the dispatch's lists lie, which are checked too, and where to launch: on the current GPU and the given stream,
-        by default the current one of the first array."""
-        shapes = {
-            "expert_pair_indices": "R",
-            "expert_token_offsets": str(self.sizes["E"] + 1),
-            "token_index_map": str(self.sizes["P"]),
-        }
-        if self.dispatch.top_k is None:
-            shapes |= {"pair_tokens": str(self.sizes["P"]), "token_offsets": str(self.sizes["T"] + 1)}
-        lists: dict[str, Any] = {
-            name: self._checked(f"dispatch.{name}", getattr(self.dispatch, name), shape, "int32")
-            for name, shape in shapes.items()
-        }
-        first = next(array for array in self.views.values() if array is not None)
-        stream = current_stream(first) if self.stream is None else self.stream
-        return addresses(replace(self.dispatch, **lists), first.device, stream)
-
-    def _lengths(self, shape: str) -> tuple[int | None, ...]:
-        """None for one that no array has decided yet."""
-        return tuple(int(word) if word.isdigit() else self.sizes.get(word) for word in shape.split())
-
-    def _checked(self, name: str, array: Any, shape: str, dtype: str, gathered: bool = False) -> DeviceArray:
-        by_pair = shape == "P"
-        a = expect(name, array, dtype, None if by_pair else self._lengths(shape))
-        if a.device != (here := current_device()):
-            raise ValueError(f"{name}: expected an array on the current GPU, cuda:{here}, got one on cuda:{a.device}")
-        odd_widths = dtype == "bfloat16" and any(width % CHUNK for width in a.shape[1:])
-        for wrong, expected in (
-            (odd_widths, f"widths that are multiples of {CHUNK}"),
-            (by_pair and a.size != self.sizes["P"], f"{self.sizes['P']} elements, one a pair"),
-            (len(a.shape) == 3 and not 1 <= a.shape[0] <= MAX_EXPERTS, f"1 to {MAX_EXPERTS} experts"),
-            (gathered and a.size >= GATHERED_ELEMENTS, f"fewer than {GATHERED_ELEMENTS} elements to gather from"),
-        ):
-            if wrong:
-                raise ValueError(f"{name}: expected {expected}, got shape {a.shape}")
-        if not by_pair:
-            self.sizes.update(zip(shape.split(), a.shape, strict=True))
-        return a

@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import Arguments, Product
+from blazeproto.gemm.product import Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
 from blazeproto.runtime import driver
-from blazeproto.runtime.arrays import view
 
 THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
@@ -16,10 +16,15 @@ LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
     """Adds a down bias's share to d_scores (P,), in place: ⟨d_out[token], down_bias[expert]⟩. d_out (T, d), down_bias (E, d)."""
-    given = Arguments(dispatch, stream).read("d_out", d_out, "T d").read("down_bias", down_bias, "E d")
-    given.read("d_scores", d_scores, "P", "float32")
+    given = check_score_grad(Arguments(dispatch, stream), d_out, down_bias, d_scores)
     launch_bias_score_grad(**given.views, at=given.located())
     return d_scores
+
+
+def check_score_grad(given: Arguments, d_out: Any, down_bias: Any, d_scores: Any) -> Arguments:
+    """The arrays of `bias_score_grad`."""
+    given.read("d_out", d_out, "T d").read("down_bias", down_bias, "E d")
+    return given.update("d_scores", d_scores, "P", "float32")
 
 
 def expert_row_sum(
@@ -38,18 +43,18 @@ def expert_row_sum(
     gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].  accumulate: added to ``out``.
     workspace: fp32, (`row_sum_slots(R, E)`, m).
     """
-    if out is None and accumulate:
-        raise ValueError("out: expected an array to accumulate into, got None")
-    f32 = out is not None and view(out, "out").dtype == "float32"
-    given = (
-        Arguments(dispatch, stream)
-        .read("values", values, "T m" if gather else "R m")
-        .read("scores", scores, "P", "float32", optional=True)
-        .write("out", out, "E m", "float32" if f32 else "bfloat16")
-        .write("workspace", workspace, f"{row_sum_slots(dispatch.num_rows, dispatch.num_experts)} m", "float32")
-    )
+    given = check_row_sum(Arguments(dispatch, stream), values, gather, scores, out, accumulate)
+    slots = row_sum_slots(given.sizes["R"], given.sizes["E"])
+    given.write("workspace", workspace, f"{slots} m", "float32")
+    f32 = given.views["out"].dtype == "float32"
     launch_expert_row_sum(**given.views, at=given.located(), gather=gather, f32=f32, accumulate=accumulate)
     return given.arrays["out"]
+
+
+def check_row_sum(given: Arguments, values: Any, gather: bool, scores: Any, out: Any, accumulate: bool) -> Arguments:
+    """The arrays of `expert_row_sum`, but for the workspace."""
+    given.read("values", values, "T m" if gather else "R m").read("scores", scores, "P", "float32", optional=True)
+    return given.accumulator("out", out, "E m", accumulate)
 
 
 @cache

@@ -4,7 +4,9 @@ Same names and signatures as the kernels, on any floating dtype (float64 makes a
 between steps. Shapes: T tokens, E experts, d model width, n expert width, R rows, P pairs; G is 2 for a gated activation
 (its h is [gate, up]), else 1. Rows of no pair (from ``expert_token_offsets[E]`` on) come out as NaN: nothing may read them.
 
-``dispatch`` is a `blazeproto.dispatch.Dispatch` of NumPy arrays. ``config`` and ``stream`` change nothing here.
+``dispatch`` is a `blazeproto.dispatch.Dispatch` of NumPy arrays. Outputs that are given are filled; those that are not have the
+dtype that the inputs promote to. ``config``, ``stream`` and ``workspace`` change nothing. A twin refuses what its function
+refuses (arguments.py); where that one needs bf16 or a multiple of 8, any floating dtype and width will do.
 """
 
 from collections.abc import Iterator
@@ -14,8 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blazeproto.activations import activate, activate_backward, activation_named
+from blazeproto.activations import activate, activate_backward
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm import down_backward, linear, reduce, up, weight
+from blazeproto.gemm.arguments import TwinArguments
+from blazeproto.gemm.combine import check as combine_check
+from blazeproto.gemm.tiles import TileConfig
 
 Array = NDArray[Any]
 
@@ -39,8 +45,11 @@ def _slice(columns: range | None) -> slice:
     return slice(None) if columns is None else slice(columns.start, columns.stop)
 
 
-def _unwritten(out: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
-    return np.full(shape, np.nan, dtype) if out is None else out
+def _checked(check: Any, dispatch: Dispatch, config: Any, stream: Any, *arguments: Any) -> dict[str, Array]:
+    """The arrays of a call, by name, with new ones for outputs that were not given. check: of the product's file."""
+    given = check(TwinArguments(dispatch, stream, config), *arguments)
+    given.lists()
+    return given.arrays
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------
@@ -55,13 +64,12 @@ def up_forward(
     bias: Array | None = None,
     h: Array | None = None,
     act: Array | None = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> tuple[Array, Array]:
     """x (T, d), up_proj (E, G·n, d), bias (E, G·n) → h (R, G·n), act (R, n).  h_r = x_t W_upᵀ + b, act = SiLU(gate)·up."""
-    num_rows, width = dispatch.num_rows, up_proj.shape[1]
-    h = _unwritten(h, (num_rows, width), x.dtype)
-    act = _unwritten(act, (num_rows, width // activation_named(activation).halves), x.dtype)
+    a = _checked(up.check, dispatch, config, stream, x, up_proj, activation, bias, h, act)
+    h, act = a["h"], a["act"]
     for e, r, _, tokens in experts(dispatch):
         h[r] = x[tokens] @ up_proj[e].T + (0 if bias is None else bias[e])
         act[r] = activate(h[r], activation)
@@ -78,14 +86,27 @@ def grouped_mm(
     bias: Array | None = None,
     columns: range | None = None,
     out: Array | None = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """out_r = a_r W[e]ᵀ + b, a (R, reduction), or (T, reduction) with ``gather``; weights (E, columns, reduction), or with
     ``transposed`` (E, reduction, columns); bias (E, columns) → out (R, columns), or only these of its columns."""
-    weights = weights if transposed else weights.swapaxes(1, 2)
-    some = _slice(columns)
-    out = _unwritten(out, (dispatch.num_rows, weights[0, :, some].shape[1]), a.dtype)
+    names, arrays = ("a", "weights", "out"), (a, weights, gather, transposed, bias, columns, out)
+    out = _checked(linear.check, dispatch, config, stream, names, config, *arrays)["out"]
+    return _grouped_mm(a, weights, dispatch, out, gather, transposed, bias, columns)
+
+
+def _grouped_mm(
+    a: Array,
+    weights: Array,
+    dispatch: Dispatch,
+    out: Array,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Array | None = None,
+    columns: range | None = None,
+) -> Array:
+    weights, some = weights if transposed else weights.swapaxes(1, 2), _slice(columns)
     for e, r, _, tokens in experts(dispatch):
         out[r] = a[tokens if gather else r] @ weights[e, :, some] + (0 if bias is None else bias[e, some])
     return out
@@ -99,11 +120,13 @@ def down_forward(
     bias: Array | None = None,
     columns: range | None = None,
     y: Array | None = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d), or only these of its columns.  y_r = act_r W_downᵀ + b."""
-    return grouped_mm(act, down_proj, dispatch, bias=bias, columns=columns, out=y)
+    arrays = (act, down_proj, False, False, bias, columns, y)
+    y = _checked(linear.check, dispatch, config, stream, linear.DOWN_NAMES, config, *arrays)["y"]
+    return _grouped_mm(act, down_proj, dispatch, y, bias=bias, columns=columns)
 
 
 def down_forward_fused(
@@ -114,10 +137,11 @@ def down_forward_fused(
     *,
     bias: Array | None = None,
     out_f32: Array,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """`down_forward` and `combine` in one: adds into out_f32 (T, d), which the caller has zeroed."""
+    _checked(linear.check_fused, dispatch, config, stream, act, down_proj, scores, bias, out_f32)
     y = down_forward(act, down_proj, dispatch, bias=bias)
     out_f32 += combine(y, dispatch, scores=scores)
     return out_f32
@@ -130,13 +154,13 @@ def combine(
     scores: Array | None = None,
     columns: range | None = None,
     out: Array | None = None,
-    stream: Any = None,
+    stream: int | None = None,
 ) -> Array:
     """y (R, d), scores (P,) → out (T, d): a token's rows, weighted and summed in slot order; pairs without a row are left out.
 
     With scores it makes the output from Y; without, dX from the rows' dX̃. columns: those of a wider ``out`` that y is summed to.
     """
-    out = _unwritten(out, (dispatch.num_tokens, y.shape[1]), y.dtype)
+    out = _checked(combine_check, dispatch, None, stream, y, scores, columns, out)["out"]
     out[:, _slice(columns)] = 0
     pairs = np.flatnonzero(dispatch.token_index_map >= 0)
     weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
@@ -160,17 +184,17 @@ def down_backward_act(
     a_scaled: Array | None = None,
     d_scores: Array | None = None,
     workspace: Any = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """d_out (T, d), down_proj (E, d, n), h (R, G·n), scores (P,) → dh (R, G·n), a_scaled (R, n), d_scores (P,).
 
     dA' = dO_t W_down; dS_p = ⟨dA', act⟩ (SonicMoE §3: no need for Y), 0 for a pair without a row; a_scaled = S_p·act;
     dH from the gradient S_p·dA' of act, which is made again from h.
     """
-    dh = _unwritten(dh, h.shape, h.dtype)
-    a_scaled = _unwritten(a_scaled, (len(h), down_proj.shape[2]), h.dtype)
-    d_scores = _unwritten(d_scores, (len(dispatch.token_index_map),), scores.dtype)
+    arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
+    a = _checked(down_backward.check, dispatch, config, stream, *arrays)
+    dh, a_scaled, d_scores = a["dh"], a["a_scaled"], a["d_scores"]
     d_scores[...] = 0
     for e, r, pairs, tokens in experts(dispatch):
         score = scores.reshape(-1)[pairs, None]
@@ -191,12 +215,15 @@ def down_backward_weight(
     gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
-    d_out = d_out[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else d_out
-    return _weight_gradient(d_out, a_scaled, dispatch, dw, accumulate)
+    dw = _checked(weight.check_down, dispatch, config, stream, d_out, a_scaled, dw, gather, accumulate)["dw"]
+    for e, r, _, tokens in experts(dispatch):
+        product = d_out[tokens if gather else r].T @ a_scaled[r]
+        dw[e] = dw[e] + product if accumulate else product
+    return dw
 
 
 def up_backward_act(
@@ -206,12 +233,14 @@ def up_backward_act(
     *,
     columns: range | None = None,
     dx_rows: Array | None = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d), or only these of its columns.  dX̃_r = dH_r W_up; `combine` sums a
     token's rows to dX."""
-    return grouped_mm(dh, up_proj, dispatch, transposed=True, columns=columns, out=dx_rows)
+    arrays = (dh, up_proj, False, True, None, columns, dx_rows)
+    dx_rows = _checked(linear.check, dispatch, config, stream, linear.UP_NAMES, config, *arrays)["dx_rows"]
+    return _grouped_mm(dh, up_proj, dispatch, dx_rows, transposed=True, columns=columns)
 
 
 def up_backward_weight(
@@ -223,21 +252,13 @@ def up_backward_weight(
     gather: bool = True,
     accumulate: bool = False,
     workspace: Any = None,
-    config: Any = None,
-    stream: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
 ) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
-    x = x[tokens_of(dispatch.expert_pair_indices, dispatch)] if gather else x
-    return _weight_gradient(dh, x, dispatch, dw, accumulate)
-
-
-def _weight_gradient(left: Array, right: Array, dispatch: Dispatch, dw: Array | None, accumulate: bool) -> Array:
-    """Σ left_rᵀ right_r over each expert's rows."""
-    shape = (dispatch.num_experts, left.shape[1], right.shape[1])
-    if dw is None:
-        dw = np.zeros(shape, left.dtype)
-    for e, r, _, _ in experts(dispatch):
-        product = left[r].T @ right[r]
+    dw = _checked(weight.check_up, dispatch, config, stream, dh, x, dw, gather, accumulate)["dw"]
+    for e, r, _, tokens in experts(dispatch):
+        product = dh[r].T @ x[tokens if gather else r]
         dw[e] = dw[e] + product if accumulate else product
     return dw
 
@@ -254,13 +275,13 @@ def expert_row_sum(
     out: Array | None = None,
     accumulate: bool = False,
     workspace: Any = None,
-    stream: Any = None,
+    stream: int | None = None,
 ) -> Array:
     """A bias's gradient, out (E, m): the sum over an expert's rows r of values[r], values (R, m).
 
     gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].
     """
-    out = np.zeros((dispatch.num_experts, values.shape[1]), values.dtype) if out is None else out
+    out = _checked(reduce.check_row_sum, dispatch, None, stream, values, gather, scores, out, accumulate)["out"]
     for e, r, pairs, tokens in experts(dispatch):
         weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
         total = (weights * values[tokens if gather else r]).sum(axis=0)
@@ -269,9 +290,10 @@ def expert_row_sum(
 
 
 def bias_score_grad(
-    d_out: Array, down_bias: Array, dispatch: Dispatch, *, d_scores: Array, stream: Any = None
+    d_out: Array, down_bias: Array, dispatch: Dispatch, *, d_scores: Array, stream: int | None = None
 ) -> Array:
     """Adds a down bias's share ⟨dO_t, b_e⟩ to d_scores (P,), in place. d_out (T, d), down_bias (E, d)."""
+    _checked(reduce.check_score_grad, dispatch, None, stream, d_out, down_bias, d_scores)
     for e, _, pairs, tokens in experts(dispatch):
         d_scores.reshape(-1)[pairs] += d_out[tokens] @ down_bias[e]
     return d_scores

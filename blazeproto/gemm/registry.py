@@ -1,7 +1,5 @@
 """The one list of products: compile-all, `prepare`, the tuner, benchmarks and tests read it."""
 
-import difflib
-
 from blazeproto.activations import activation_named
 from blazeproto.gemm import product
 from blazeproto.gemm.combine import COMBINE
@@ -9,9 +7,10 @@ from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
 from blazeproto.gemm.linear import DOWN_FORWARD, DOWN_FORWARD_FUSED, UP_BACKWARD_ACT
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
-from blazeproto.gemm.tiles import CANDIDATES, MAX_EXPERTS, TileConfig
+from blazeproto.gemm.tiles import CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
+from blazeproto.runtime import checks
 
 PRODUCTS = {
     entry.name: entry
@@ -36,18 +35,16 @@ def kernel_for(name: str, config: TileConfig | None = None, **variant: object) -
     variant: what the product can be compiled for: activation, bias, f32, gather, debug (further macros, see ptx.cuh).
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
-    tiled = {key: entry for key, entry in PRODUCTS.items() if entry.kernel}
-    if name not in tiled:
-        near = difflib.get_close_matches(str(name), tiled, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"product: expected one of {', '.join(map(repr, tiled))}, got {name!r}{hint}")
-    make = tiled[name].kernel
-    assert make is not None
-    return make(config, **variant)
+    if config is not None and not isinstance(config, TileConfig):
+        raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+    tiled = {key: entry.kernel for key, entry in PRODUCTS.items() if entry.kernel}
+    checks.one_of("product", name, tuple(tiled))
+    return tiled[name](config, **variant)
 
 
 def candidates(name: str) -> list[TileConfig]:
-    """Tile configurations worth timing for a product."""
+    """Tile configurations worth timing for a product. ValueError for one that has no tiles."""
+    checks.one_of("product", name, tuple(CANDIDATES))
     return list(CANDIDATES[name])
 
 
@@ -84,12 +81,15 @@ def prepare(
     """
     activation_named(activation)
     for name, width in (("d_model", d_model), ("d_expert", d_expert)):
-        if width < 1 or width % 8:
-            raise ValueError(f"{name}: expected a positive multiple of 8, got {width}")
-    if not 1 <= num_experts <= MAX_EXPERTS:
+        if checks.integer(name, width) < 1 or width % CHUNK:
+            raise ValueError(f"{name}: expected a positive multiple of {CHUNK}, got {width}")
+    if not 1 <= checks.integer("num_experts", num_experts) <= MAX_EXPERTS:
         raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
-    if top_k is not None and top_k < 1:
+    if top_k is not None and checks.integer("top_k", top_k) < 1:
         raise ValueError(f"top_k: expected at least 1, or None if it varies, got {top_k}")
+    for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
+        if value is not None:
+            checks.integer(name, value, least)
     layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(layer))
     made = compile_many(wanted, jobs)

@@ -48,7 +48,7 @@ class TileConfig:
             ("cluster", CLUSTERS),
         ):
             value = getattr(self, name)
-            if value not in allowed or isinstance(value, bool) != (name == "deferred"):
+            if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 

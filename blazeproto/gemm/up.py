@@ -6,11 +6,12 @@ from typing import Any
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Arguments, Product, tiled_kernel
+from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, words
-from blazeproto.gemm.tiles import BK, CANDIDATES, CHUNK, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.gemm.tiles import BK, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig
 from blazeproto.runtime import driver
 
 
@@ -30,18 +31,18 @@ def up_forward(
 
     MoEBlaze Algorithm 1, lines 3-9. act is computed from h as stored.
     """
-    halves = activation_named(activation).halves
-    given = (
-        Arguments(dispatch, stream)
-        .read("up_proj", up_proj, "E h d")
-        .read("x", x, "T d", gathered=True)
-        .read("bias", bias, "E h", optional=True)
-    )
-    if (width := given.sizes["h"]) % (CHUNK * halves):
-        raise ValueError(f"up_proj: expected {halves} times a multiple of {CHUNK} rows an expert, got {width}")
-    given.write("h", h, "R h").write("act", act, f"R {width // halves}")
+    given = check(Arguments(dispatch, stream, config), x, up_proj, activation, bias, h, act)
     launch(**given.views, at=given.located(), activation=activation, config=config)
     return given.arrays["h"], given.arrays["act"]
+
+
+def check(given: Arguments, x: Any, up_proj: Any, activation: str, bias: Any, h: Any, act: Any) -> Arguments:
+    """The arrays of `up_forward`."""
+    halves = activation_named(activation).halves
+    given.read("up_proj", up_proj, "E h d").read("x", x, "T d", gathered=True).read("bias", bias, "E h", optional=True)
+    if (width := given.sizes["h"]) % (given.multiple * halves):
+        raise ValueError(f"up_proj: expected {halves} times a multiple of {given.multiple} rows an expert, got {width}")
+    return given.write("h", h, "R h").write("act", act, f"R {width // halves}")
 
 
 def kernel(

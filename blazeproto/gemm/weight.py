@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
+from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
-from blazeproto.gemm.product import SHAPES, Arguments, Layer, Product, tiled_kernel
+from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
 from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
-from blazeproto.runtime import driver
+from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
@@ -64,9 +65,8 @@ def down_backward_weight(
     gather: False where d_out's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
     workspace: fp32, `weight_workspace` elements: reductions over very many rows are cut and their partials summed, in order.
     """
-    given = Arguments(dispatch, stream).read("d_out", d_out, "T d" if gather else "R d", gathered=gather)
-    given.read("a_scaled", a_scaled, "R n")
-    return _into(DOWN, given, ("d_out", "a_scaled"), "E d n", dw, gather, accumulate, workspace, config)
+    given = check_down(Arguments(dispatch, stream, config), d_out, a_scaled, dw, gather, accumulate)
+    return _launch(DOWN, given, ("d_out", "a_scaled"), gather, accumulate, workspace, config)
 
 
 def up_backward_weight(
@@ -84,38 +84,53 @@ def up_backward_weight(
     """dw[e] = sum of dh^T x[token]. dh (R, G n), x (T, d) → dw (E, G n, d), as :func:`down_backward_weight`;
     gather=False: x (R, d). MoEBlaze Algorithm 1, line 29.
     """
-    given = Arguments(dispatch, stream).read("dh", dh, "R h")
-    given.read("x", x, "T d" if gather else "R d", gathered=gather)
-    return _into(UP, given, ("x", "dh"), "E h d", dw, gather, accumulate, workspace, config)
+    given = check_up(Arguments(dispatch, stream, config), dh, x, dw, gather, accumulate)
+    return _launch(UP, given, ("x", "dh"), gather, accumulate, workspace, config)
 
 
-def _into(
+def check_down(given: Arguments, d_out: Any, a_scaled: Any, dw: Any, gather: bool, accumulate: bool) -> Arguments:
+    """The arrays of `down_backward_weight`, but for the workspace."""
+    given.read("d_out", d_out, "T d" if gather else "R d", gathered=gather).read("a_scaled", a_scaled, "R n")
+    return _gradient(given, dw, "E d n", accumulate)
+
+
+def check_up(given: Arguments, dh: Any, x: Any, dw: Any, gather: bool, accumulate: bool) -> Arguments:
+    """The arrays of `up_backward_weight`, but for the workspace."""
+    given.read("dh", dh, "R h").read("x", x, "T d" if gather else "R d", gathered=gather)
+    return _gradient(given, dw, "E h d", accumulate)
+
+
+def _gradient(given: Arguments, dw: Any, shape: str, accumulate: bool) -> Arguments:
+    given.accumulator("dw", dw, shape, accumulate)
+    if accumulate and given.views["dw"].dtype == "bfloat16":
+        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
+    return given
+
+
+def _launch(
     name: str,
     given: Arguments,
     operands: tuple[str, str],
-    shape: str,
-    dw: Any,
     gather: bool,
     accumulate: bool,
     workspace: Any,
     config: TileConfig | None,
 ) -> Any:
-    """Checks what the two products have in common, and launches. operands: names, the gathered one first.  shape: of dw."""
-    f32 = dw is not None and view(dw, "dw").dtype == "float32"
-    if accumulate and not f32:
-        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
-    out = given.write("dw", dw, shape, "float32" if f32 else "bfloat16").views["dw"]
+    """Either product, once its arrays are checked; the gradient. operands: names, the gathered one first."""
+    out = given.views["dw"]
     elements = weight_workspace(name, out, given.dispatch, config)
     if elements or workspace is not None:
         given.write("workspace", workspace, str(elements), "float32")
     rows, ordered = (given.views[operand] for operand in operands)
-    options: dict[str, Any] = {"gather": gather, "f32": f32, "accumulate": accumulate, "config": config}
-    launch(name, rows, ordered, given.located(), dw=out, workspace=given.views.get("workspace"), **options)
+    options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
+    options |= {"f32": out.dtype == "float32", "workspace": given.views.get("workspace")}
+    launch(name, rows, ordered, given.located(), dw=out, **options)
     return given.arrays["dw"]
 
 
 def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConfig | None = None) -> int:
     """fp32 elements of the workspace of ``product``, a weight gradient into ``dw``: by shapes and device alone; may be 0."""
+    checks.one_of("product", product, (DOWN, UP))
     where = (dispatch.num_rows, dispatch.num_experts, current_device())
     return workspace_elements(product, where, view(dw, "dw").shape, config)
 

@@ -18,13 +18,17 @@ ITEM_BYTES = {
     "float16": 2,
     "float32": 4,
     "float64": 8,
+    "int8": 1,
+    "int16": 2,
     "int32": 4,
     "int64": 8,
-    "uint16": 2,
     "uint8": 1,
-    "int8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "bool": 1,
 }
+NO_DEVICE = -1  # the ``device`` of a view of host memory
 
 
 @cache
@@ -95,22 +99,50 @@ def view(array: Any, name: str = "array") -> DeviceArray:
     if kind is BFloat16Array:
         return view(array.bits)
     library = kind.__module__.partition(".")[0]
-    if library == "cupy" or (library == "numpy" and simulated()):
-        address, device = (array.data.ptr, array.device.id) if library == "cupy" else (array.ctypes.data, 0)
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
-        return DeviceArray(address, array.shape, dtype, strides, device, array)
-
-    import cupy
-
+    if library == "cupy":
+        return _strided(array, array.data.ptr, array.device.id)
+    if library == "numpy" and simulated():
+        return _strided(array, array.ctypes.data, 0)
     if getattr(array, "__cuda_array_interface__", None) is not None:
+        import cupy
+
         return view(cupy.asarray(array), name)  # waits for the stream that the interface names
-    if hasattr(array, "__dlpack__"):
+    if hasattr(array, "__dlpack_device__"):
         kind_of_device = int(array.__dlpack_device__()[0])
         if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
             raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
+        import cupy
+
         return view(cupy.from_dlpack(array), name)
     raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
+
+
+def _strided(array: Any, address: int, device: int) -> DeviceArray:
+    """Of a CuPy or NumPy array."""
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+    return DeviceArray(address, array.shape, dtype, strides, device, array)
+
+
+def numpy_view(array: Any, name: str = "array") -> DeviceArray:
+    """A NumPy array as `view` shows a device array, so that `expect` checks the twins' arguments too. TypeError for others."""
+    import numpy
+
+    if not isinstance(array, numpy.ndarray):
+        raise TypeError(f"{name}: expected a NumPy array, got {type(array).__qualname__}")
+    strides = tuple(stride // max(array.itemsize, 1) for stride in array.strides)
+    dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
+    return DeviceArray(array.ctypes.data, array.shape, dtype, strides, NO_DEVICE, array)
+
+
+def numpy_output(
+    name: str, array: Any, dtype: str | tuple[str, ...], shape: tuple[int | None, ...] | None
+) -> DeviceArray:
+    """The checked view of a NumPy array that a twin writes to. ValueError for one that is read-only, otherwise as `expect`."""
+    a = expect(name, numpy_view(array, name), dtype, shape, alignment=1)
+    if not array.flags.writeable:
+        raise ValueError(f"{name}: expected an array to write to, got a read-only one")
+    return a
 
 
 def current_stream(array: Any = None) -> int:
@@ -198,15 +230,21 @@ def output(
     return array, expect(name, array, dtype, shape, device=None if like is None else like.device, alignment=alignment)
 
 
-def columns_within(columns: range | None, width: int) -> range:
+def overlap(a: DeviceArray, b: DeviceArray) -> bool:
+    """Whether two contiguous arrays share memory."""
+    return a.ptr < b.ptr + b.nbytes and b.ptr < a.ptr + a.nbytes
+
+
+def columns_within(columns: range | None, width: int, multiple: int = 8) -> range:
     """``columns`` of a matrix that is ``width`` wide, None for all of them. TypeError if they are no range, ValueError if the
-    matrix hasn't got them or they don't begin and end at 16 bytes of bf16."""
+    matrix hasn't got them or they don't begin and end at a ``multiple``: of bf16, 8 are 16 bytes."""
     if columns is None:
         return range(width)
     if not isinstance(columns, range):
         raise TypeError(f"columns: expected a range or None, got {type(columns).__name__}")
-    if columns.step != 1 or not 0 <= columns.start <= columns.stop <= width or columns.start % 8 or columns.stop % 8:
-        raise ValueError(f"columns: expected a range in multiples of 8 within 0 to {width}, got {columns}")
+    inside = columns.step == 1 and 0 <= columns.start <= columns.stop <= width
+    if not inside or columns.start % multiple or columns.stop % multiple:
+        raise ValueError(f"columns: expected a range in multiples of {multiple} within 0 to {width}, got {columns}")
     return columns
 
 

@@ -1,20 +1,28 @@
 """The compile cache: files by name in one folder, which processes share.
 
-    $BLAZEPROTO_CACHE, or blazeproto in the user's cache folder (~/.cache/blazeproto)
+    $BLAZEPROTO_CACHE, or blazeproto in the user's cache folder (~/.cache/blazeproto); a ~ is the home folder in both
 
-A name is a hash of all that decides a file's bytes, so a file never goes out of date. A cache that cannot be read or written
-costs time and is no error.
+A name is a hash of all that decides a file's bytes, so a file never goes out of date. A cache that cannot be read or written,
+also for want of a home folder, costs time and is no error.
 """
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
 
 
 def folder() -> Path:
-    """Where the files are: asked for at each use, so that the variable may change within a process."""
+    """Where the files are: asked for at each use, so that the variable may change within a process.
+
+    OSError where ``~`` is needed and this user has no home folder.
+    """
     chosen = os.environ.get("BLAZEPROTO_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "blazeproto"
+    path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blazeproto"
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # neither HOME nor an entry in the user database
+        raise FileNotFoundError(f"{path}: {error}") from error
 
 
 def read(name: str) -> bytes | None:
@@ -27,11 +35,14 @@ def read(name: str) -> bytes | None:
 
 def write(name: str, data: bytes) -> None:
     """Keep ``data`` as ``name``. Written beside, then renamed: another process reads the whole file or none."""
+    beside = None
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=folder(), suffix=".partial")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(beside, folder() / name)
-    except OSError:
-        pass
+    except OSError:  # no such folder, no right to write, a full disk: which must not keep half a file
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)

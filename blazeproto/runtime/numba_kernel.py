@@ -104,7 +104,8 @@ class Kernel:
 
             capability = Device(device).compute_capability
             entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
-            self._functions[device] = driver.load(code, entry, device)
+            # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
+            self._functions.setdefault(device, driver.load(code, entry, device))
         return self._functions[device]
 
     # --- Launching ---------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_bad_buffers():
         build_dispatch(ids, 8, out={**out, "expert_token_offsets": out["token_index_map"]})
     with pytest.raises(ValueError, match=r"out: .*got no token_index_map"):
         build_dispatch(ids, 8, out=(out["expert_pair_indices"], out["expert_token_offsets"]))
-    with pytest.raises(ValueError, match="workspace: expected 64 contiguous bytes"):
+    with pytest.raises(ValueError, match="workspace: expected at least 64 bytes, got 12"):
         build_dispatch(ids, 8, workspace=torch.empty(3, dtype=torch.int32, device="cuda"))
     with pytest.raises(ValueError, match="contiguous"):
         build_dispatch(ids.t(), 8)

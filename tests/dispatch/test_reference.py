@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routings import KINDS, capacities, make_foreign, make_routing, make_varying
+from routings import KINDS, capacities, differences, make_foreign, make_routing, make_varying
 
-from blazeproto import dispatch
-from blazeproto.dispatch import reference
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
 
 
@@ -120,13 +116,19 @@ def test_a_capacity(num_tokens, num_experts, top_k, dtype, seed):
         assert limited.expert_token_indices.tolist() == [varying[1][pair] if pair >= 0 else -1 for pair in rows]
 
 
-def test_the_twins_have_the_same_signatures():
-    """Names, order and defaults; of the twins the types are NumPy's."""
-    for name in ("build_dispatch", "build_dispatch_varying"):
-        mine, twin = (inspect.signature(getattr(room, name)).parameters for room in (dispatch, reference))
-        assert [(p.name, p.kind, p.default) for p in mine.values()] == [
-            (p.name, p.kind, p.default) for p in twin.values()
-        ]
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("capacity", [None, 7])
+def test_given_outputs_are_filled(dtype, capacity):
+    """By name and in order, as the function fills them."""
+    ids = make_routing("sentinels", 9, 5, 3, dtype=dtype)
+    expected = build_dispatch(ids, 5, row_capacity=capacity)
+    names = ["expert_pair_indices", "expert_token_offsets", "token_index_map"]
+    names += ["token_expert_indices"] * (dtype == "int64") + ["overflow"] * (capacity is not None)
+    out = {name: np.full_like(getattr(expected, name), -77) for name in names}
+    by_name = build_dispatch(ids, 5, row_capacity=capacity, out=out)
+    in_order = build_dispatch(ids, 5, row_capacity=capacity, out=tuple(np.full_like(a, -77) for a in out.values()))
+    assert differences(by_name, expected) == differences(in_order, expected) == []
+    assert all(getattr(by_name, name) is array for name, array in out.items())
 
 
 def test_fixed_counts_are_a_case_of_varying_ones():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -19,7 +20,7 @@ from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.rows import ROWS_PARAMS
 from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, TileConfig
 from blazeproto.gemm.weight import WEIGHT_PARAMS
-from blazeproto.runtime import cache
+from blazeproto.runtime import cache, driver
 
 SOURCE = """
 #include "ptx.cuh"
@@ -104,13 +105,42 @@ def test_the_key_covers_headers(source: str, tmp_path: Path) -> None:
     assert Kernel(source, "first", {"N": 64}).key != before
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b""])
+def encrypted(data: bytes) -> bytes:
+    """As one changed bit says: the flag of the first file in the archive's list."""
+    at = data.index(b"PK\x01\x02") + 8
+    return data[:at] + bytes([data[at] | 1]) + data[at + 1 :]
+
+
+def of_a_later_version(data: bytes) -> bytes:
+    at = data.index(b"PK\x01\x02") + 6
+    return data[:at] + bytes([255]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:100], lambda data: bytes(len(data)), lambda data: b"", encrypted, of_a_later_version],
+    ids=["truncated", "zeros", "empty", "encrypted", "of a later version"],
+)
 def test_a_damaged_cache_entry_is_compiled_again(source: str, damage: Callable[[bytes], bytes]) -> None:
     cubin = Kernel(source, "first", {"N": 64}).cubin
     (entry,) = cache.folder().iterdir()
     entry.write_bytes(damage(entry.read_bytes()))
     assert Kernel(source, "first", {"N": 64}).cubin == cubin
     assert len(entry.read_bytes()) > 1000  # mended
+
+
+def test_a_kernel_that_two_threads_load_stays_loaded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one thread launches must not be unloaded because another, that began to load at the same time, ends later."""
+    kernel, both = Kernel(source, "first", {"N": 64}).compile(), Barrier(2)
+
+    def load(*_: object) -> object:
+        both.wait(timeout=10)
+        return object()
+
+    monkeypatch.setattr(driver, "load", load)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(kernel.function, (0, 0))
+    assert first is second is kernel.function(0)
 
 
 def test_an_unwritable_cache_is_no_error(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +244,19 @@ def test_a_changed_entry_of_the_table_holds_from_the_next_call_on(monkeypatch: p
         (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 128, 256, got 100"),
         (lambda: TileConfig(stages=3), ValueError, "stages: expected one of 2, 4, got 3"),
         (lambda: TileConfig(deferred=1), ValueError, "deferred: expected one of False, True, got 1"),
+        (lambda: TileConfig(tile_n=256.0), ValueError, "tile_n: expected one of 128, 256, got 256.0"),
+        (
+            lambda: gemm.kernel_for("up_forward", {"tile_n": 256}),
+            TypeError,
+            "config: expected a TileConfig or None, got dict",
+        ),
+        (lambda: gemm.candidates("up_forwrd"), ValueError, "product: .*got 'up_forwrd'; did you mean 'up_forward'"),
+        (lambda: gemm.weight_workspace("up", None, None), ValueError, "product: expected one of .*, got 'up'"),
+        (lambda: gemm.score_partials(-1), ValueError, "n: expected at least 0, got -1"),
+        (lambda: gemm.prepare(64.0, 64, 8, 2), TypeError, "d_model: expected an int, got float"),
+        (lambda: gemm.prepare(64, 64, True, 2), TypeError, "num_experts: expected an int, got bool"),
+        (lambda: gemm.prepare(64, 64, 8, "2"), TypeError, "top_k: expected an int, got str"),
+        (lambda: gemm.prepare(64, 64, 8, 2, jobs=0), ValueError, "jobs: expected at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(call, error, message) -> None:

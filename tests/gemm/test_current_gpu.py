@@ -10,7 +10,7 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import product, weight
+from blazeproto.gemm import arguments, weight
 from blazeproto.runtime.arrays import DeviceArray
 
 T, K, D, N, E = 64, 2, 128, 64, 4
@@ -52,7 +52,7 @@ ARGUMENTS = {
         "scores": SCORES,
         "dh": WIDE,
         "a_scaled": NARROW,
-        "d_scores": SCORES,
+        "d_scores": f32(R),
         "workspace": f32(gemm.score_partials(N), R),
     },
     "down_backward_weight": {"d_out": TOKENS, "a_scaled": NARROW, "dw": DOWN, "workspace": f32(0)},
@@ -65,7 +65,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("function", ARGUMENTS)
 def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    monkeypatch.setattr(product, "current_device", lambda: 0)
+    monkeypatch.setattr(arguments, "current_device", lambda: 0)
     monkeypatch.setattr(weight, "weight_workspace", lambda *_: 0)
     arrays = ARGUMENTS[function]
     indices = {
@@ -86,14 +86,14 @@ def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, funct
 
 
 def test_another_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "current_device", lambda: 1)
+    monkeypatch.setattr(arguments, "current_device", lambda: 1)
     dispatch = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), None, E, K, T)
     with pytest.raises(ValueError, match="y: expected an array on the current GPU, cuda:1, got one on cuda:0"):
         gemm.combine(MODEL, dispatch, out=TOKENS)
 
 
 def test_an_array_of_the_cpu_is_named_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "current_device", lambda: pytest.fail("asked for a GPU"))
+    monkeypatch.setattr(arguments, "current_device", lambda: pytest.fail("asked for a GPU"))
     dispatch = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), None, E, K, T)
     with pytest.raises(ValueError, match="y: expected an array on a CUDA device, got a tensor on cpu"):
         gemm.combine(torch.zeros(R, D, dtype=torch.bfloat16), dispatch)

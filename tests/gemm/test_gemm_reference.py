@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
 from blazeproto.dispatch import Dispatch
+from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
 from blazeproto.gemm import reference as twin
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
@@ -152,6 +157,119 @@ def test_activations_by_name() -> None:
     for limit, alpha in ((0, 1), (-1, 1), (math.inf, 1), (1, math.nan)):
         with pytest.raises(ValueError, match="clamped_swiglu: expected a finite limit above 0 and a finite alpha"):
             clamped_swiglu(limit, alpha)
+
+
+def test_gpt_oss_s_weights_as_the_glossary_turns_them() -> None:
+    """One expert of gpt-oss, as its model file has it, is our chain with the weights that docs/glossary.md's lines make."""
+    d, n = 6, 5
+    shapes = {"gate_up_proj": (d, 2 * n), "gate_up_proj_bias": (2 * n,), "down_proj": (n, d), "down_proj_bias": (d,)}
+    theirs = SimpleNamespace(**{name: torch.randn(1, *shape).double() for name, shape in shapes.items()})
+    made, x = {"theirs": theirs}, torch.randn(4, d).double()
+    page = (Path(__file__).parents[2] / "docs/glossary.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], made)
+
+    both = x @ theirs.gate_up_proj[0] + theirs.gate_up_proj_bias[0]
+    gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate) @ theirs.down_proj[0] + theirs.down_proj_bias[0]
+    arrays = {name: tensor.numpy() for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
+    dispatch = build_dispatch(np.zeros((4, 1), np.int32), 1)
+    up_options = {"activation": "clamped_swiglu", "bias": arrays["gate_up_proj_bias"]}
+    _, act = twin.up_forward(x.numpy(), arrays["gate_up_proj"], dispatch, **up_options)
+    out = twin.down_forward(act, arrays["down_proj"], dispatch, bias=theirs.down_proj_bias.numpy())
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("limit", "alpha", "error"),
+    [
+        ("7", 1.0, TypeError),
+        (7.0, None, TypeError),
+        (True, 1.0, TypeError),
+        (10**400, 1.0, ValueError),
+        (1e39, 1.0, ValueError),  # infinite in float32
+        (1e-50, 1.0, ValueError),  # zero in float32
+        (7.0, -1e39, ValueError),
+    ],
+)
+def test_parameters_that_a_kernel_cannot_have_are_named(limit: object, alpha: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="clamped_swiglu: expected a "):
+        clamped_swiglu(limit, alpha)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["clamped_swiglu(limit=7,alpha=x)", "clamped_swiglu(limit=,alpha=1)", "clamped_swiglu ()"]
+)
+def test_names_that_are_no_numbers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"activation: expected .*clamped_swiglu.*, got 'clamped_swiglu"):
+        activation_named(name)
+
+
+def test_a_name_holds_in_a_fresh_process() -> None:
+    """It says all there is to say, so that it may be pickled, or written into a configuration."""
+    code = (
+        "import sys; from blazeproto.activations import activation_named; print(activation_named(sys.argv[1]).macros)"
+    )
+    name = clamped_swiglu(1.25, -0.5)
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
+    assert eval(done.stdout) == activation_named(name).macros
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_numbers_give_no_warning(activation: str) -> None:
+    h = np.array([[-1e4, 1e4, 1.0, 1.0]])
+    halves = activate_backward(h, np.ones((1, 4 // activation_named(activation).halves)), activation)
+    assert np.isfinite(activate(h, activation)).all() and all(np.isfinite(half).all() for half in halves)
+
+
+def random_case(rng: np.random.Generator) -> tuple[Dispatch, np.ndarray, np.ndarray]:
+    """A dispatch with foreign ids, a capacity or a varying number, and the expert and the token of each pair."""
+    tokens, experts, top_k = (int(n) for n in rng.integers((0, 1, 1), (9, 6, 7)))
+    capacity = [None, int(rng.integers(0, tokens * top_k + 3))][rng.integers(2)]
+    if rng.integers(2):
+        ids = np.argsort(rng.random((tokens, 2 * experts + top_k)), axis=1)[:, :top_k].astype(np.int32)
+        dispatch = build_dispatch(ids, experts, row_capacity=capacity, validate=True)
+        return dispatch, ids.reshape(-1), np.repeat(np.arange(tokens), top_k)
+    counts, spare = rng.integers(0, 4, tokens), int(rng.integers(4))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    pair_tokens = np.concatenate([np.repeat(np.arange(tokens), counts), np.zeros(spare)]).astype(np.int32)
+    ids = np.concatenate([rng.integers(-1, experts + 1, offsets[-1]), np.full(spare, -1)]).astype(np.int32)
+    lists = (ids, pair_tokens, offsets)
+    return build_dispatch_varying(*lists, experts, row_capacity=capacity, validate=True), ids, pair_tokens
+
+
+def test_twins_are_a_loop_over_the_pairs() -> None:
+    """The chain without activation's slope, of 150 small dispatches, T = 0 and rows of no pair among them."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        dispatch, ids, tokens = random_case(rng)
+        T, E, d, n = dispatch.num_tokens, dispatch.num_experts, int(rng.integers(1, 6)), int(rng.integers(1, 5))
+        x, up, down, d_out = (rng.normal(size=s) for s in ((T, d), (E, n, d), (E, d, n), (T, d)))
+        scores, bias = rng.normal(size=len(ids)), rng.normal(size=(E, d))
+        h, act = twin.up_forward(x, up, dispatch, activation="relu")
+        out = twin.combine(twin.down_forward(act, down, dispatch, bias=bias), dispatch, scores=scores)
+        _, a_scaled, d_scores = twin.down_backward_act(d_out, down, h, scores, dispatch, activation="relu")
+        twin.bias_score_grad(d_out, bias, dispatch, d_scores=d_scores)
+        got = [out, d_scores, twin.down_backward_weight(d_out, a_scaled, dispatch)]
+        got += [
+            twin.up_backward_weight(h, x, dispatch),
+            twin.expert_row_sum(d_out, dispatch, gather=True, scores=scores),
+        ]
+
+        rows = [pair for expert in range(E) for pair in np.flatnonzero(ids == expert)][: dispatch.num_rows]
+        expected = [np.zeros_like(array) for array in got]
+        for pair in rows:
+            t, e, s = tokens[pair], ids[pair], scores[pair]
+            h_row = up[e] @ x[t]
+            act_row = np.maximum(h_row, 0)
+            y = down[e] @ act_row + bias[e]
+            expected[0][t] += s * y
+            expected[1][pair] = d_out[t] @ y
+            expected[2][e] += s * np.outer(d_out[t], act_row)
+            expected[3][e] += np.outer(h_row, x[t])
+            expected[4][e] += s * d_out[t]
+        for mine, right in zip(got, expected, strict=True):
+            np.testing.assert_allclose(mine, right, atol=1e-12)
 
 
 def test_rows_of_no_pair_are_neither_written_nor_read() -> None:

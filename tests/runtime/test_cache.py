@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,28 @@ def test_the_default_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) 
     assert cache.folder() == Path("/somewhere/blazeproto")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.folder() == Path.home() / ".cache" / "blazeproto"
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("BLAZEPROTO_CACHE", "~/my cache")
+    cache.write("one.cubin", b"code")
+    assert (tmp_path / "my cache" / "one.cubin").read_bytes() == b"code"
+
+
+def test_want_of_a_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLAZEPROTO_CACHE", "~nobody-of-this-name/cache")
+    cache.write("one.cubin", b"code")
+    assert cache.read("one.cubin") is None
+
+
+def test_a_full_disk_keeps_no_half_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    cache.write("one.cubin", b"code")
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_is_no_error(folder: Path) -> None:

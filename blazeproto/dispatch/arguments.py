@@ -1,0 +1,129 @@
+"""What `build_dispatch` and `build_dispatch_varying` refuse: the same here and in their twins, before anything is computed.
+
+The twins look at NumPy arrays, the functions at device arrays: that difference is ``look``, `arrays.numpy_view` or `arrays.view`.
+Whatever needs the values of an array is checked with ``validate=True`` alone.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any, Literal, NamedTuple, get_args
+
+from blazeproto.runtime import arrays, checks
+from blazeproto.runtime.arrays import DeviceArray
+
+Method = Literal["tiled", "dense", "sort"]
+METHODS: tuple[str, ...] = get_args(Method)
+MAX_PAIRS = 2**31 - 2**16  # rows are int32, and the kernels count a step or two past the last one
+Out = Mapping[str, Any] | tuple[Any, ...] | None
+Look = Callable[[Any, str], DeviceArray]
+
+
+class Request(NamedTuple):
+    """A dispatch that can be made."""
+
+    ids: DeviceArray
+    num_experts: int
+    row_capacity: int | None  # at most a row for every pair
+    sizes: dict[str, int]  # entries of each list that is to be made, by name
+    given: dict[str, Any]  # those of them that the caller has memory for: all or none
+
+
+def checked(
+    look: Look,
+    name: str,
+    experts: Any,
+    dimensions: int,
+    num_experts: int,
+    row_capacity: int | None,
+    method: str,
+    out: Out,
+    stream: int | None,
+) -> Request:
+    """The arguments that the two functions share. name: of ``experts``, the ids.  dimensions: of the ids."""
+    checks.one_of("method", method, METHODS)
+    num_experts = checks.integer("num_experts", num_experts, least=1)
+    if num_experts > MAX_PAIRS:
+        raise ValueError(f"num_experts: expected at most {MAX_PAIRS}, for offsets are int32, got {num_experts}")
+    if stream is not None:
+        checks.integer("stream", stream, least=0)
+    ids = arrays.expect(name, look(experts, name), ("int32", "int64"), (None,) * dimensions, alignment=4)
+    if dimensions == 2 and ids.shape[1] < 1:
+        raise ValueError(f"{name}: expected (T, K) with K >= 1, got {ids.shape}")
+    if ids.size > MAX_PAIRS:
+        raise ValueError(f"{name}: expected at most {MAX_PAIRS} pairs, for rows are int32, got {ids.size}")
+    sizes = {"expert_pair_indices": ids.size, "expert_token_offsets": num_experts + 1, "token_index_map": ids.size}
+    if ids.dtype == "int64":
+        sizes["token_expert_indices"] = ids.size
+    if row_capacity is not None:
+        row_capacity = min(checks.integer("row_capacity", row_capacity, least=0), ids.size)
+        sizes |= {"expert_pair_indices": row_capacity, "overflow": 1}
+    return Request(ids, num_experts, row_capacity, sizes, _given(out, sizes, ids.dtype))
+
+
+def _given(out: Out, sizes: Mapping[str, int], ids: str) -> dict[str, Any]:
+    if out is None:
+        return {}
+    if not isinstance(out, Mapping | tuple):
+        raise TypeError(f"out: expected a tuple, or a mapping by name, of arrays, got {type(out).__name__}")
+    given = dict(out) if isinstance(out, Mapping) else dict(zip(sizes, out, strict=False))
+    missing = [name for name in sizes if given.get(name) is None]
+    if missing:
+        raise ValueError(f"out: expected {', '.join(sizes)} for {ids} ids, got no {', '.join(missing)}")
+    if len(out) > len(sizes):
+        extra = ", ".join(map(repr, given.keys() - sizes)) if isinstance(out, Mapping) else f"{len(out)} arrays"
+        raise ValueError(f"out: expected only {', '.join(sizes)} for {ids} ids, got {extra}")
+    return given
+
+
+def varying_pairs(
+    look: Look, ids: DeviceArray, pair_tokens: Any, token_offsets: Any
+) -> tuple[DeviceArray, DeviceArray]:
+    """Views of the two arrays that only a varying number of experts per token needs."""
+    tokens = arrays.expect(
+        "pair_tokens", look(pair_tokens, "pair_tokens"), "int32", (ids.size,), device=ids.device, alignment=4
+    )
+    offsets = arrays.expect(
+        "token_offsets", look(token_offsets, "token_offsets"), "int32", (None,), device=ids.device, alignment=4
+    )
+    if not offsets.size:
+        raise ValueError("token_offsets: expected (T + 1,), got (0,)")
+    return tokens, offsets
+
+
+def check_apart(views: Mapping[str, DeviceArray]) -> None:
+    """ValueError where two arrays share memory; all of them are written to but the ids."""
+    for (name, a), (other, b) in combinations(views.items(), 2):
+        if arrays.overlap(a, b):
+            raise ValueError(f"{other}: expected memory of its own, got some of {name}")
+
+
+# --- With validate=True: NumPy or CuPy arrays; waits for the device ---------------------------------------------------
+
+
+def check_distinct(topk_experts: Any, num_experts: int) -> None:
+    """ValueError if a row of topk_experts (T, K) names an expert twice."""
+    rows = topk_experts.copy()
+    rows.sort(axis=1)
+    twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, 1:] < num_experts)
+    if bool(twice.any()):
+        token = int(twice.any(axis=1).argmax())
+        row = topk_experts[token].tolist()
+        raise ValueError(f"topk_experts: expected distinct experts in a token's row, got {row} for token {token}")
+
+
+def check_pairs(experts: Any, tokens: Any, offsets: Any, num_experts: int) -> None:
+    """ValueError unless offsets (T+1,) ascend from 0 to at most P, and each pair with an expert lies between the offsets of
+    its token."""
+    num_pairs, num_tokens = len(experts), len(offsets) - 1
+    if offsets[0] != 0 or offsets[-1] > num_pairs or bool((offsets[1:] < offsets[:-1]).any()):
+        raise ValueError(f"token_offsets: expected an ascent from 0 to at most {num_pairs}, got {offsets.tolist()}")
+    pairs = ((experts >= 0) & (experts < num_experts)).nonzero()[0]
+    owners = tokens[pairs]
+    outside = (owners < 0) | (owners >= num_tokens)
+    if not bool(outside.any()):
+        outside = (pairs < offsets[owners]) | (pairs >= offsets[owners + 1])
+    if bool(outside.any()):
+        pair = int(pairs[int(outside.argmax())])
+        raise ValueError(
+            f"pair_tokens: expected the token whose offsets enclose the pair, got {int(tokens[pair])} for pair {pair}"
+        )

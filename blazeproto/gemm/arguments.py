@@ -1,0 +1,201 @@
+"""The arrays of a product's call, and of its twin's, checked before anything is computed.
+
+A product's file says once which arrays it takes (``check``, from an `Arguments`); the twin asks the same with `TwinArguments`. So
+both refuse the same input in the same words, but for what only the kernels need: bf16, widths in multiples of 8, 16-byte aligned
+addresses, at most 512 experts, the current GPU.
+"""
+
+from dataclasses import replace
+from typing import Any, Self
+
+from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
+from blazeproto.gemm.tiles import CHUNK, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
+from blazeproto.runtime import checks
+from blazeproto.runtime.arrays import (
+    DeviceArray,
+    current_device,
+    current_stream,
+    empty,
+    expect,
+    numpy_output,
+    numpy_view,
+    overlap,
+    view,
+)
+
+
+class Arguments:
+    """The arrays of one call of a product, checked; those that the caller gives no memory for are made.
+
+    A shape is written as in the docstrings, "E h d" for (E, h, d). T, R, P and E are the dispatch's; any other word is a
+    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements.
+
+    TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
+    """
+
+    multiple = CHUNK  # of which widths are one
+
+    def __init__(self, dispatch: Dispatch, stream: int | None, config: TileConfig | None = None) -> None:
+        if not isinstance(dispatch, Dispatch):
+            raise TypeError(f"dispatch: expected a Dispatch, got {type(dispatch).__name__}")
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        if stream is not None:
+            checks.integer("stream", stream, least=0)
+        self.dispatch, self.stream = dispatch, stream
+        T = checks.integer("dispatch.num_tokens", dispatch.num_tokens, least=0)
+        E = checks.integer("dispatch.num_experts", dispatch.num_experts, least=1)
+        if dispatch.top_k is None:
+            P = self._length("token_index_map")
+        else:
+            P = T * checks.integer("dispatch.top_k", dispatch.top_k, least=1)
+        self.sizes = {"T": T, "R": self._length("expert_pair_indices"), "P": P, "E": E}
+        self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
+        self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
+
+    def read(
+        self,
+        name: str,
+        array: Any,
+        shape: str,
+        dtype: str = "bfloat16",
+        *,
+        optional: bool = False,
+        gathered: bool = False,
+    ) -> Self:
+        """An array that must be given, unless it is ``optional``.  gathered: its rows are fetched by index."""
+        self.arrays[name] = array
+        self.views[name] = None if optional and array is None else self._checked(name, array, shape, dtype, gathered)
+        return self
+
+    def write(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+        """An output or a workspace, whose lengths are known by now: a new one where ``array`` is None.
+
+        over: the array whose memory it may take, element for element; from all others it must be apart.
+        """
+        lengths: Any = self._lengths(shape)
+        return self.update(name, self._new(lengths, dtype) if array is None else array, shape, dtype, over)
+
+    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+        """An output that must be given, for it is added to or written in part."""
+        others = [(other, seen) for other, seen in self.views.items() if seen is not None]
+        a = self.read(name, array, shape, dtype).views[name]
+        for other, seen in others:
+            if overlap(a, seen) and not (other == over and (a.ptr, a.shape) == (seen.ptr, seen.shape)):
+                raise ValueError(
+                    f"{name}: expected memory of its own{f' or all of {over}' if over else ''}, got some of {other}"
+                )
+        return self
+
+    def accumulator(self, name: str, array: Any, shape: str, accumulate: bool) -> Self:
+        """An output that may be fp32, and must be given to ``accumulate``."""
+        if accumulate and array is None:
+            raise ValueError(f"{name}: expected an array to accumulate into, got None")
+        f32 = array is not None and self._view(name, array).dtype == "float32"
+        return self.write(name, array, shape, "float32" if f32 else "bfloat16")
+
+    def lists(self) -> dict[str, Any]:
+        """The dispatch's lists, checked."""
+        P, T, E = (self.sizes[size] for size in "PTE")
+        shapes = {"expert_pair_indices": "R", "expert_token_offsets": str(E + 1), "token_index_map": str(P)}
+        by_token = {"pair_tokens": str(P), "token_offsets": str(T + 1)}
+        if self.dispatch.top_k is None:
+            shapes |= by_token
+        for name in by_token.keys() - shapes:
+            if getattr(self.dispatch, name) is not None:
+                raise ValueError(f"dispatch.{name}: expected None beside top_k={self.dispatch.top_k}, got an array")
+        if self.sizes["R"] > P:
+            raise ValueError(
+                f"dispatch.expert_pair_indices: expected at most {P} rows, one a pair, got {self.sizes['R']}"
+            )
+        return {
+            name: self._checked(f"dispatch.{name}", getattr(self.dispatch, name), shape, "int32")
+            for name, shape in shapes.items()
+        }
+
+    def located(self) -> Addresses:
+        """Where the dispatch's lists lie, which are checked too, and where to launch: on the current GPU and the given stream,
+        by default the current one of the first array."""
+        lists = self.lists()
+        first = next(array for array in self.views.values() if array is not None)
+        stream = current_stream(first) if self.stream is None else self.stream
+        return addresses(replace(self.dispatch, **lists), first.device, stream)
+
+    def _length(self, name: str) -> int:
+        """Of a list of the dispatch."""
+        shape = self._view(f"dispatch.{name}", getattr(self.dispatch, name)).shape
+        if len(shape) != 1:
+            raise ValueError(f"dispatch.{name}: expected shape (any), got {shape}")
+        return shape[0]
+
+    def _lengths(self, shape: str) -> tuple[int | None, ...]:
+        """None for one that no array has decided yet."""
+        return tuple(int(word) if word.isdigit() else self.sizes.get(word) for word in shape.split())
+
+    def _checked(self, name: str, array: Any, shape: str, dtype: str, gathered: bool = False) -> DeviceArray:
+        by_pair = shape == "P"
+        a = self._expected(name, array, dtype, None if by_pair else self._lengths(shape))
+        odd_widths = dtype == "bfloat16" and any(width % self.multiple for width in a.shape[1:])
+        for wrong, expected in (
+            (odd_widths, f"widths that are multiples of {self.multiple}"),
+            (by_pair and a.size != self.sizes["P"], f"{self.sizes['P']} elements, one a pair"),
+            *self._limits(a, gathered),
+        ):
+            if wrong:
+                raise ValueError(f"{name}: expected {expected}, got shape {a.shape}")
+        if not by_pair:
+            self.sizes.update(zip(shape.split(), a.shape, strict=True))
+        return a
+
+    # --- What a twin has otherwise -------------------------------------------------------------------------------
+
+    def _view(self, name: str, array: Any) -> DeviceArray:
+        return view(array, name)
+
+    def _new(self, lengths: tuple[int, ...], dtype: str) -> Any:
+        return empty(lengths, dtype)
+
+    def _expected(self, name: str, array: Any, dtype: str, lengths: tuple[int | None, ...] | None) -> DeviceArray:
+        a = expect(name, array, dtype, lengths)
+        if a.device != (here := current_device()):
+            raise ValueError(f"{name}: expected an array on the current GPU, cuda:{here}, got one on cuda:{a.device}")
+        return a
+
+    def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
+        """Of the kernels: whether it is passed, and what was expected."""
+        return (
+            (len(a.shape) == 3 and not 1 <= a.shape[0] <= MAX_EXPERTS, f"1 to {MAX_EXPERTS} experts"),
+            (gathered and a.size >= GATHERED_ELEMENTS, f"fewer than {GATHERED_ELEMENTS} elements to gather from"),
+        )
+
+
+class TwinArguments(Arguments):
+    """The arrays of one call of a twin: NumPy's, of any floating dtype, any width and any number of experts.
+
+    Those that are made have the dtype that the arrays read so far promote to, and are full of NaN.
+    """
+
+    multiple = 1
+    FLOATS = ("float16", "float32", "float64")
+
+    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+        numpy_output(name, array, self._dtypes(dtype), None)
+        return super().update(name, array, shape, dtype, over)
+
+    def _view(self, name: str, array: Any) -> DeviceArray:
+        return numpy_view(array, name)
+
+    def _new(self, lengths: tuple[int, ...], dtype: str) -> Any:
+        import numpy
+
+        read = [array for array in self.arrays.values() if array is not None]
+        return numpy.full(lengths, numpy.nan, numpy.result_type(*read))
+
+    def _expected(self, name: str, array: Any, dtype: str, lengths: tuple[int | None, ...] | None) -> DeviceArray:
+        return expect(name, numpy_view(array, name), self._dtypes(dtype), lengths, alignment=1)
+
+    def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
+        return ()
+
+    def _dtypes(self, dtype: str) -> tuple[str, ...]:
+        return (dtype,) if dtype == "int32" else self.FLOATS
