@@ -1,0 +1,342 @@
+"""`moe_mlp` with any options, on any input, against the float64 oracle `blazeproto.reference`: output and all gradients.
+
+Every element is held to the bound of `rounding_error`, which follows from where each step rounds; in float64 that is about
+1e-13 of what is summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from profiles import SHARDS, check
+from rounding_error import Problem, error_bounds
+from torch import Tensor
+
+from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
+from blazeproto.autograd import moe_mlp
+from blazeproto.dispatch import Dispatch
+from blazeproto.lab.oracle import dispatch_fixed
+from blazeproto.reference import moe_mlp as oracle
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# dtypes of x, of weights and biases, and of autocast
+DTYPES = [
+    *[(F64, F64, None)] * 4,
+    *[(F32, F32, None), (BF16, BF16, None), (F16, F16, None)] * 2,
+    *[(BF16, F32, None), (F16, F32, None)],
+    *[(F32, F32, BF16), (F32, F32, F16), (BF16, F32, BF16), (BF16, BF16, BF16), (F32, BF16, BF16), (F64, F64, BF16)],
+]
+WIDTHS = [8, 16, 24, 32, 40, 1, 3, 5, 12, 17]
+POLICIES = ["minimal", "paper", "recompute"]
+NAMES = ("x", "up_proj", "down_proj", "scores", "up_bias", "down_bias")
+
+
+@dataclass
+class Case:
+    tensors: dict[str, Tensor | None]  # by NAMES
+    topk_experts: Tensor
+    varying: dict[str, Tensor]  # pair_tokens, token_offsets
+    dispatch: Dispatch | None
+    d_out: Tensor
+    num_experts: int
+    row_capacity: int | None
+    autocast: torch.dtype | None
+    options: dict[str, Any]  # activation, save, backend, combine, workspace_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which products are computed."""
+        x = self.tensors["x"].dtype
+        return x if self.autocast is None or x == F64 else self.autocast
+
+    def forward(self, **options: Any) -> Tensor:
+        t = self.tensors
+        experts: dict[str, Any] = {"topk_experts": self.topk_experts, "row_capacity": self.row_capacity, **self.varying}
+        if self.dispatch is not None:
+            experts = {"dispatch": self.dispatch}
+        with torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext():
+            return moe_mlp(
+                t["x"],
+                t["up_proj"],
+                t["down_proj"],
+                t["scores"],
+                num_experts=self.num_experts,
+                up_bias=t["up_bias"],
+                down_bias=t["down_bias"],
+                **experts,
+                **(self.options | options),
+            )
+
+    def run(self, **options: Any) -> dict[str, Tensor]:
+        """The output and the gradients of what requires one."""
+        for tensor in self.tensors.values():
+            if tensor is not None:
+                tensor.grad = None
+        out = self.forward(**options)
+        if out.requires_grad:
+            out.backward(self.d_out)
+        return {"out": out.detach()} | {name: t.grad for name, t in self.tensors.items() if t is not None}
+
+    def expected(self) -> dict[str, Tensor]:
+        """The same by the oracle, all gradients, in float64."""
+        t = {n: None if v is None else v.detach().double().requires_grad_() for n, v in self.tensors.items()}
+        made = oracle(
+            t["x"],
+            t["up_proj"],
+            t["down_proj"],
+            t["scores"],
+            self.topk_experts,
+            num_experts=self.num_experts,
+            activation=self.options["activation"],
+            up_bias=t["up_bias"],
+            down_bias=t["down_bias"],
+            pair_tokens=self.varying.get("pair_tokens"),
+            row_capacity=self.row_capacity,
+        )
+        made.backward(self.d_out.double())
+        zeros = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in t.items() if v is not None}
+        return {"out": made.detach()} | zeros
+
+    def problem(self) -> Problem:
+        experts = self.topk_experts.flatten().long()
+        here = (experts >= 0) & (experts < self.num_experts)
+        pair = torch.where(here, experts, self.num_experts).sort(stable=True).indices[: int(here.sum())]
+        pair = pair[: self.row_capacity]
+        top_k = self.topk_experts.shape[-1]
+        token = self.varying["pair_tokens"].long()[pair] if self.varying else pair // top_k
+        return Problem(
+            **self.tensors,
+            d_out=self.d_out,
+            activation=self.options["activation"],
+            row_pair=pair,
+            row_token=token,
+            row_expert=experts[pair],
+            dtype=self.dtype,
+        )
+
+
+def laid_out(t: Tensor, how: str) -> Tensor:
+    """The same numbers with other strides, or at an address that is no multiple of 16 bytes."""
+    if how == "transposed" and t.dim() > 1:
+        return t.mT.contiguous().mT
+    if how == "unaligned":
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+    if how == "spread" and t.dim():
+        return torch.stack([t, t], dim=-1)[..., 0]
+    return t
+
+
+def draw_experts(data: Any, num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """(T, K) int64: distinct ids in a row; where K > E, or where drawn so, some of them outside [0, E)."""
+    known = num_experts + (top_k if top_k > num_experts else 0)
+    ranks = torch.rand(num_tokens, known, generator=generator)
+    if data.draw(st.booleans(), "skewed"):  # some experts get most pairs, some none
+        ranks = ranks * torch.arange(1, known + 1)
+    experts = ranks.argsort(dim=1)[:, :top_k]
+    share = data.draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]), "share of sentinels")
+    away = torch.rand(experts.shape, generator=generator) < share
+    sentinel = data.draw(st.sampled_from([-1, -7, num_experts, num_experts + 3, 2**31 - 1, -(2**31)]), "sentinel")
+    return torch.where(away, sentinel, experts)
+
+
+def draw_case(data: Any) -> Case:
+    x_dtype, dtype, autocast = data.draw(st.sampled_from(DTYPES), "dtypes of x, weights, autocast")
+    num_tokens, num_experts = data.draw(st.integers(0, 40), "T"), data.draw(st.integers(1, 8), "E")
+    top_k = data.draw(st.integers(1, min(num_experts, 4)) | st.integers(1, num_experts + 3), "K")
+    d, n = (data.draw(st.sampled_from(WIDTHS), name) for name in "dn")
+    activation = data.draw(st.sampled_from([*ACTIVATIONS, "drawn"]), "activation")
+    if activation == "drawn":
+        limit = data.draw(st.floats(0.01, 8), "limit")
+        activation = clamped_swiglu(limit, data.draw(st.floats(-3, 3), "alpha"))
+    halves = activation_named(activation).halves
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31), "seed of values"))
+
+    def layout() -> str:
+        return data.draw(st.sampled_from(["plain", "plain", "transposed", "unaligned", "spread"]), "layout")
+
+    def normal(dtype: torch.dtype, *shape: int, fan_in: int = 1) -> Tensor:
+        values = torch.randn(*shape, generator=generator, dtype=F64) * fan_in**-0.5
+        return laid_out(values.to(dtype), layout())
+
+    experts = draw_experts(data, num_tokens, num_experts, top_k, generator)
+    varying: dict[str, Tensor] = {}
+    if data.draw(st.integers(0, 2), "varying") == 0:
+        kept = torch.rand(experts.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.6, 1.0]), "kept")
+        unused = data.draw(st.integers(0, 5), "unused places")
+        offsets = torch.nn.functional.pad(kept.sum(dim=1).cumsum(0), (1, 0))
+        pair_tokens = torch.nn.functional.pad(kept.nonzero()[:, 0], (0, unused))
+        experts = torch.nn.functional.pad(experts[kept], (0, unused), value=-1)
+        varying = {"pair_tokens": pair_tokens.int(), "token_offsets": offsets.int()}
+    experts = experts.to(data.draw(st.sampled_from([torch.int32, torch.int64]), "dtype of ids"))
+    here = (experts >= 0) & (experts < num_experts)
+    scores = torch.randn(experts.shape, generator=generator, dtype=F64)
+    scores = scores.to(data.draw(st.sampled_from([F32, F32, F64, BF16]), "dtype of scores"))
+    if data.draw(st.booleans(), "bad scores of sentinels"):
+        scores = scores.masked_fill(~here, math.nan)
+
+    row_capacity = data.draw(st.sampled_from([None, None, None, 0, 0.5, 1.0, 1.5]), "capacity")
+    if row_capacity is not None:
+        row_capacity = round(row_capacity * int(here.sum()))
+    workspace = None
+    if not varying and data.draw(st.booleans(), "workspace"):
+        itemsize = (x_dtype if autocast is None or x_dtype == F64 else autocast).itemsize
+        per_token = top_k * itemsize * max(halves * n + n, n + d, halves * n + d)
+        workspace = data.draw(st.sampled_from([per_token, 3 * per_token, 9 * per_token, 10**12]), "workspace_bytes")
+    dispatch = None
+    if not varying and workspace is None and data.draw(st.booleans(), "dispatch="):
+        dispatch = dispatch_fixed(experts, num_experts, row_capacity)
+
+    x = normal(x_dtype, num_tokens, d)
+    if num_tokens and data.draw(st.integers(0, 4), "one token many times") == 0:
+        x = x[:1].expand(num_tokens, d)
+    d_out = normal(x_dtype if autocast is None or x_dtype == F64 else autocast, num_tokens, d)
+    if data.draw(st.integers(0, 4), "expanded gradient") == 0:
+        d_out = d_out.new_tensor(0.75).expand(num_tokens, d)
+    up_bias, down_bias = data.draw(st.booleans(), "up_bias"), data.draw(st.booleans(), "down_bias")
+    tensors = {
+        "x": x,
+        "up_proj": normal(dtype, num_experts, halves * n, d, fan_in=d),
+        "down_proj": normal(dtype, num_experts, d, n, fan_in=n),
+        "scores": laid_out(scores, layout()),
+        "up_bias": normal(dtype, num_experts, halves * n) if up_bias else None,
+        "down_bias": normal(dtype, num_experts, d) if down_bias else None,
+    }
+    wants = data.draw(st.just([True] * 6) | st.lists(st.booleans(), min_size=6, max_size=6), "requires_grad")
+    for tensor, want in zip(tensors.values(), wants, strict=True):
+        if tensor is not None:
+            tensor.requires_grad_(want)
+    options = {
+        "activation": activation,
+        "save": data.draw(st.sampled_from(POLICIES), "save"),
+        "backend": data.draw(st.sampled_from(["torch", "auto"]), "backend"),
+        "combine": data.draw(st.sampled_from(["gather", "fused"]), "combine"),
+    }
+    if dispatch is None:
+        options["workspace_bytes"] = workspace
+    return Case(tensors, experts, varying, dispatch, d_out, num_experts, row_capacity, autocast, options)
+
+
+def assert_same(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """To the bit."""
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        other = expected[name]
+        assert (value is None) == (other is None), name
+        assert value is None or torch.equal(value, other), name
+
+
+def try_experts(data: Any) -> None:
+    case = draw_case(data)
+    got, expected, bounds = case.run(), case.expected(), error_bounds(case.problem())
+    assert got["out"].dtype == case.dtype
+    nothing = not any(t.requires_grad for t in case.tensors.values() if t is not None)
+    for name, exact in expected.items():
+        value = got[name]
+        if name != "out":
+            wanted = case.tensors[name].requires_grad and not nothing
+            assert (value is not None) == wanted, f"gradient of {name}"
+            if value is None:
+                continue
+            assert value.dtype == case.tensors[name].dtype and value.shape == exact.shape
+        error, bound = (value.double() - exact).abs(), bounds[name]
+        assert (error <= bound).all(), (
+            f"{name}: off by {(error / bound).nan_to_num(math.inf).max():.3g} times what is allowed"
+        )
+
+    if case.dtype in (BF16, F16) and case.d_out.stride() != (0, 0):
+        for name in ("up_proj", "down_proj"):
+            grad = got[name]
+            if grad is not None and grad.dtype == F32 and (values := grad[grad != 0]).numel() >= 100:
+                rounded = (values.to(case.dtype).float() == values).double().mean()
+                assert rounded < 0.5, f"gradient of {name}: float32 that was rounded to {case.dtype}"
+    other = data.draw(st.sampled_from(POLICIES), "other policy")
+    assert_same(case.run(save=other), got)
+
+
+@SHARDS
+def test_experts_against_the_oracle(shard: int) -> None:
+    check(try_experts, shard, examples=1000)
+
+
+def try_bad_tokens(data: Any) -> None:
+    """NaN or infinite features of some tokens: every other token's output, gradient and scores' gradients keep their bits, as
+    do the gradients of experts that no bad token visits; the bad tokens' outputs are NaN or infinite where a pair runs."""
+    case = draw_case(data)
+    num_tokens = len(case.d_out)
+    if not num_tokens:
+        return
+    bad = torch.zeros(num_tokens, dtype=torch.bool)
+    bad[data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=3), "bad tokens")] = True
+    for tensor in case.tensors.values():
+        if tensor is not None:
+            tensor.requires_grad_()
+    clean = case.run()
+    x = torch.where(
+        bad[:, None], data.draw(st.sampled_from([math.nan, math.inf, -math.inf])), case.tensors["x"].detach()
+    )
+    case = replace(case, tensors=case.tensors | {"x": x.requires_grad_()})
+    got, problem = case.run(), case.problem()
+    runs = torch.zeros(num_tokens, dtype=torch.bool)
+    runs[problem.row_token] = True
+    assert torch.equal(got["out"][~bad], clean["out"][~bad])
+    assert torch.equal(got["x"][~bad], clean["x"][~bad])
+    assert not got["out"][bad & runs].isfinite().all(dim=1).any() or case.options["activation"] != "swiglu"
+    assert not got["out"][bad & ~runs].any()
+    visited = problem.row_expert[bad[problem.row_token]]
+    others = torch.ones(case.num_experts, dtype=torch.bool)
+    others[visited] = False
+    for name in ("up_proj", "down_proj", "up_bias", "down_bias"):
+        if got.get(name) is not None:
+            assert torch.equal(got[name][others], clean[name][others]), name
+    pairs = torch.ones(case.tensors["scores"].numel(), dtype=torch.bool)
+    pairs[problem.row_pair[bad[problem.row_token]]] = False
+    assert torch.equal(got["scores"].flatten()[pairs], clean["scores"].flatten()[pairs])
+
+
+@SHARDS
+def test_a_bad_token_harms_no_other(shard: int) -> None:
+    check(try_bad_tokens, shard, examples=150)
+
+
+FORMULAS = {
+    "swiglu": lambda g, u: g * torch.sigmoid(g) * u,
+    "geglu": lambda g, u: g * (1 + torch.erf(g / math.sqrt(2))) / 2 * u,
+    "relu": lambda g: torch.where(g > 0, g, 0.0),
+    "relu2": lambda g: torch.where(g > 0, g, 0.0) ** 2,
+    "silu": lambda g: g * torch.sigmoid(g),
+    "gelu": lambda g: g * (1 + torch.erf(g / math.sqrt(2))) / 2,
+}
+
+
+def gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """The clamped SwiGLU of gpt-oss, as its modelling code states it."""
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
+def try_activations(data: Any) -> None:
+    """The table's functions and slopes against the formulas, on which the oracle stands."""
+    name = data.draw(st.sampled_from([*FORMULAS, "clamped_swiglu"]), "activation")
+    formula, limit = FORMULAS.get(name), 0.0
+    if formula is None:
+        limit, alpha = data.draw(st.floats(0.01, 8), "limit"), data.draw(st.floats(-3, 3), "alpha")
+        name, formula = clamped_swiglu(limit, alpha), lambda g, u: gpt_oss(g, u, limit, alpha)
+    values = st.lists(st.floats(-30, 30), min_size=8, max_size=8)
+    h = torch.tensor(data.draw(values, "H"), dtype=F64).view(2, 4).requires_grad_()
+    want = formula(*h.chunk(2, dim=1)) if activation_named(name).gated else formula(h)
+    torch.testing.assert_close(activate(h, name), want, rtol=1e-12, atol=1e-12)
+    d_act = torch.ones_like(want)
+    (slope,) = torch.autograd.grad(want, h, d_act)
+    kinks = (h.detach().abs() == 0) | (h.detach().abs() == limit)
+    got = torch.cat(activate_backward(h.detach(), d_act, name), dim=1)
+    torch.testing.assert_close(got[~kinks], slope[~kinks], rtol=1e-10, atol=1e-10)
+
+
+@SHARDS
+def test_activations_against_their_formulas(shard: int) -> None:
+    check(try_activations, shard, examples=150)
