@@ -1,5 +1,6 @@
 """Checks of options. Each error names the argument, what was expected and what came."""
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """ValueError unless ``value`` is among the ``allowed`` names."""
+    """ValueError unless ``value`` is among the ``allowed`` names, with the nearest of them."""
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}")
+        near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{hint}")

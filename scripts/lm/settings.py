@@ -42,13 +42,15 @@ def _inside(value: Any, interval: str) -> bool:
 
 
 def in_words(kind: type, interval: str) -> str:
-    """ "at least 1", "a number above 0", "an int in [0, 10)"."""
+    """ "at least 1", "a finite number above 0", "an int in [0, 10)"."""
     low, high = interval[1:-1].split(", ")
     if high != "inf":
         return f"{_article(kind)} in {interval}"
-    if interval[0] == "(":
-        return f"{_article(kind)} above {low}"
-    return f"at least {low}" if kind is int else f"{_article(kind)} of at least {low}"
+    if kind is int:
+        return f"at least {low}"
+    return (
+        f"a {'' if interval[-1] == ']' else 'finite '}number {'above' if interval[0] == '(' else 'of at least'} {low}"
+    )
 
 
 def _article(kind: type) -> str:
