@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import NoReturn
 
 
@@ -18,12 +19,25 @@ def argument_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return Parser(prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def need_hopper(parser: argparse.ArgumentParser) -> None:
-    """End with exit code 2 and one line, before anything is measured or written, where there is no Hopper GPU."""
+def positive(word: str) -> int:
+    """An option's type: an int of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {word!r}")
+    return int(word)
+
+
+def refuse(line: str) -> NoReturn:
+    """End with exit code 2 and one line that says why."""
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def need_hopper() -> None:
+    """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
     import torch
 
+    needed = "needs a CUDA device of compute capability 9.0"
     if not torch.cuda.is_available():
-        parser.exit(2, "error: needs a CUDA device of compute capability 9.0, there is none; nothing was written\n")
+        refuse(f"{needed}, there is none; nothing was run")
     if (capability := torch.cuda.get_device_capability()) != (9, 0):
-        needed = f"needs a CUDA device of compute capability 9.0, this one has {capability[0]}.{capability[1]}"
-        parser.exit(2, f"error: {needed}; nothing was written\n")
+        refuse(f"{needed}, this one has {capability[0]}.{capability[1]}; nothing was run")
