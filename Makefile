@@ -3,10 +3,11 @@
 # make test-all  the same with the tests marked `full`, which take longer; results/cpu/test-all.log keeps what it prints
 # make lint      ruff, and mypy on the package and the scripts
 # make bench     the layer against its peers (an H200 or H100)
-# make clean     remove the environment and caches; runs/ stays
+# make clean     remove the environment (VENV, if it is one) and caches; runs/ stays
 #
 # Variables: PYTHON (the interpreter that makes the environment), VENV (where; empty to use PYTHON as it is, with
-# nothing installed), ARGS (options of scripts.train_lm), JOBS (test processes).
+# nothing installed), ARGS (options of scripts.train_lm), JOBS (test processes). Paths may have spaces: recipes read them from
+# their shell's environment, and no target is named by one, since make would take it for two.
 
 # A pipe fails where any part of it does.
 SHELL := bash
@@ -16,27 +17,22 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
+export PYTHON VENV
 
 # The CUDA version that the driver supports chooses the extra; without a GPU, cu12 serves to compile kernels and simulate.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 EXTRA := $(if $(CUDA),$(shell test $(CUDA) -ge 13 && echo cu13 || echo cu12),cu12)
 # Torch comes first, so that the rest adapts to it: a fixed version without a GPU; with one, the build for its driver.
-TORCH := $(if $(CUDA),$(if $(filter cu13,$(EXTRA)),'torch>=2.11$(comma)<2.16','torch>=2.11$(comma)<2.16' --index-url https://download.pytorch.org/whl/cu126),'torch==2.13.0')
 comma := ,
+TORCH_FOR_GPU := 'torch>=2.11$(comma)<2.16' $(if $(filter cu12,$(EXTRA)),--index-url https://download.pytorch.org/whl/cu126)
+TORCH := $(if $(CUDA),$(TORCH_FOR_GPU),'torch==2.13.0')
 
-ifeq ($(VENV),)
-PY := PYTHONPATH=$(CURDIR) $(PYTHON)
-READY :=
-READY_FOR_TESTS :=
-else
-PY := $(VENV)/bin/python
-READY := $(VENV)/.ready
-READY_FOR_TESTS := $(VENV)/.ready-for-tests
-endif
+PY := $(if $(VENV),"$$VENV/bin/python",PYTHONPATH="$$PWD" "$$PYTHON")
+PIP := $(PY) -m pip install --disable-pip-version-check -q
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all lint bench clean ready ready-for-tests environment tools
 
-train: $(READY)
+train: ready
 	$(PY) -m scripts.train_lm $(ARGS)
 
 # One thread a test process, so that two of them share two cores without waiting for each other.
@@ -49,25 +45,36 @@ test-all: lint
 	@mkdir -p results/cpu
 	$(PYTEST) -m "" | tee results/cpu/test-all.log
 
-lint: $(READY_FOR_TESTS)
+lint: ready-for-tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(READY)
+bench: ready
 	$(PY) -m scripts.bench.layer
 
-$(VENV)/.ready: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q $(TORCH)
-	$(PY) -m pip install --disable-pip-version-check -q -e '.[$(EXTRA)]'
-	@touch $@
+# The environment is made again where pyproject.toml is newer.
+ready:
+	@test -z "$$VENV" || test "$$VENV/.ready" -nt pyproject.toml || $(MAKE) --no-print-directory environment
 
-$(VENV)/.ready-for-tests: $(VENV)/.ready
-	$(PY) -m pip install --disable-pip-version-check -q -e '.[$(EXTRA),dev]'
-	@touch $@
+ready-for-tests: ready
+	@test -z "$$VENV" || test "$$VENV/.ready-for-tests" -nt "$$VENV/.ready" || $(MAKE) --no-print-directory tools
+
+environment:
+	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	"$$PYTHON" -m venv "$$VENV"
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[$(EXTRA)]'
+	@touch "$$VENV/.ready"
+
+tools:
+	$(PIP) -e '.[$(EXTRA),dev]'
+	@touch "$$VENV/.ready-for-tests"
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@if [[ -z $$VENV || ! -e $$VENV ]]; then true; \
+	elif [[ ! -f $$VENV/pyvenv.cfg ]]; then echo "$$VENV stays: it is no virtual environment"; \
+	elif [[ "$$(pwd -P)/" == "$$(cd "$$VENV" && pwd -P)"/* ]]; then echo "$$VENV stays: this folder is in it"; \
+	else echo "rm -rf '$$VENV'"; rm -rf -- "$$VENV"; fi
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

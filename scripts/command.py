@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an option in one line; the usage of thirty options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def argument_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser whose usage line is `python -m` and the module, and whose help begins with the module's docstring."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def positive(word: str) -> int:
+    """An option's type: an int of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {word!r}")
+    return int(word)
+
+
+def refuse(line: str) -> NoReturn:
+    """End with exit code 2 and one line that says why."""
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def need_hopper() -> None:
+    """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
+    import torch
+
+    needed = "needs a CUDA device of compute capability 9.0"
+    if not torch.cuda.is_available():
+        refuse(f"{needed}, there is none; nothing was run")
+    if (capability := torch.cuda.get_device_capability()) != (9, 0):
+        refuse(f"{needed}, this one has {capability[0]}.{capability[1]}; nothing was run")

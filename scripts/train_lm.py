@@ -1,11 +1,12 @@
-"""Train a byte-level Mixture-of-Experts GPT on real text, on a CPU or a GPU. One file, top to bottom.
+"""Train a byte-level Mixture-of-Experts GPT on real text, on a CPU or a GPU. To be read from top to bottom.
 
     python -m scripts.train_lm                        # the preset that fits the machine, on Python's own library
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
 
-The model and the text are in scripts/lm/model.py. A run is a folder, runs/NAME/:
+The settings are in scripts/lm/settings.py, the model and the text in scripts/lm/model.py. A run is a folder, runs/NAME/, which
+one process at a time may use, and which is never part of the text:
     config.json      every setting
     metrics.jsonl    a line a step: step, loss, aux_loss, balance, lr, tokens_per_s, and val_loss where validated
     loss.png         both losses, in nats a byte
@@ -13,7 +14,8 @@ The model and the text are in scripts/lm/model.py. A run is a folder, runs/NAME/
     summary.json     how it ended, with the sample
 
 Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
-losses are, on one device, those of a run that was never interrupted, to the bit.
+losses are, on one device, those of a run that was never interrupted, to the bit. The exit code is 2 where an option, the text
+or a checkpoint is refused, 1 where training fails, 130 where Ctrl-C leaves no checkpoint or no summary.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import hashlib
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,76 +45,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
-from blazeproto.router import ROUTERS
 from scripts.command import argument_parser
 from scripts.lm import run_folder
-from scripts.lm.model import GPT, Batches, GPTConfig, SavedBytes, load_data
+from scripts.lm.model import GPT, Batches, SavedBytes, load_data
 from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
+from scripts.lm.settings import PRESETS, Config, add_options
 
-# ---- settings ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every setting, and option of the command line. The defaults are the CPU preset."""
-
-    layers: int = 4
-    d_model: int = 128
-    heads: int = 4
-    context: int = 256
-    d_expert: int = 128
-    num_experts: int = 8
-    top_k: int = 2
-    dropout: float = 0.0
-    router: str = "top_k"
-    backend: str = "auto"
-    save: str = "minimal"
-    bf16: bool = False  # autocast; weights and optimizer stay fp32
-    # optimizer
-    steps: int = 560
-    batch: int = 8  # sequences of context bytes
-    lr: float = 3e-3
-    warmup: int = 50
-    final_lr: float = 0.05  # of lr, at the end of the cosine
-    weight_decay: float = 0.1
-    beta2: float = 0.95
-    clip: float = 1.0
-    seed: int = 0
-    # data, and how often to look
-    data: str = ""  # a file or a folder; none: the standard library of this Python
-    val_every: int = 80
-    val_bytes: int = 1 << 15  # of held-out text that is validated on, spread over all of it
-    log_every: int = 10
-    checkpoint_every: int = 280
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "warmup", "val_every", "val_bytes", "log_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-
-
-PRESETS = {
-    "cpu": Config(),
-    "hopper": Config(
-        layers=8,
-        d_model=512,
-        heads=8,
-        context=1024,
-        d_expert=256,
-        num_experts=64,
-        top_k=4,
-        dropout=0.1,
-        bf16=True,
-        steps=1200,
-        batch=64,
-        lr=1e-3,
-        warmup=100,
-        val_every=100,
-        val_bytes=1 << 20,
-        checkpoint_every=1000,
-    ),
-}
-CHOICES = {"router": list(ROUTERS), "backend": ["auto", "hopper", "torch"], "save": ["minimal", "paper", "recompute"]}
+# ---- optimizer ---------------------------------------------------------------------------------------------------
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -142,7 +84,8 @@ class Display:
         self.task = self.progress.add_task("", total=steps)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        printable = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
+        self.console.print(printable, markup=False, soft_wrap=True)
 
     def update(self, line: dict[str, Any]) -> None:
         done = line["step"] + 1
@@ -160,12 +103,16 @@ class Display:
 
 
 class Interrupt:
-    """Ctrl-C, or a SIGTERM, asks the loop to end after its step; a second one ends at once."""
+    """``with Interrupt() as interrupt``: Ctrl-C, or a SIGTERM, asks the loop to end after its step; a second one ends at once."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> Interrupt:
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def ask(self, number: int, frame: Any) -> None:
         self.asked = True
@@ -180,15 +127,14 @@ class Trainer:
 
     def __init__(self, config: Config, folder: Path, device: torch.device) -> None:
         self.config, self.folder, self.device = config, folder, device
-        texts = load_data(config.data, config.context)
+        texts = load_data(config.data, config.context, runs=folder.parent)
         self.data = hashlib.sha256(b"".join(text.numpy().tobytes() for text in texts)).hexdigest()
         self.text_bytes = len(texts[0])
         self.train_batches, self.val_batches = (
             Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
         )
         torch.manual_seed(config.seed)
-        sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
-        self.model = GPT(GPTConfig(**sizes)).to(device)
+        self.model = GPT(config).to(device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.optimizer = make_optimizer(self.model, config)
         self.precision = torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
@@ -216,8 +162,9 @@ class Trainer:
         state = run_folder.load_checkpoint(path)
         if state["data"] != self.data:
             raise CheckpointError(f"checkpoint: {path} was trained on another text than there is now")
-        if state["config"] != (now := dataclasses.asdict(self.config)):
-            differing = {key for key in now.keys() | state["config"].keys() if now.get(key) != state["config"].get(key)}
+        then, now = state["config"], dataclasses.asdict(self.config)
+        # The text has been compared; where it lies may have changed.
+        if differing := {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - {"data"}:
             raise CheckpointError(f"checkpoint: {path} and {CONFIG} differ in {', '.join(sorted(differing))}")
         try:
             self.model.load_state_dict(state["model"])
@@ -266,13 +213,13 @@ class Trainer:
 
     def run(self, display: Display) -> bool:
         """Train to the last step, or until interrupted. Returns whether it is done."""
-        config, interrupt = self.config, Interrupt()
+        config = self.config
         waiting: list[Tensor] = []  # numbers still on the device: reading them waits for it, so they are read together
         since = time.perf_counter()
         began = since - self.seconds
         display.saved_bytes = self.saved_bytes
-        with display.progress, (self.folder / METRICS).open("w") as log:
-            log.writelines(json.dumps(line) + "\n" for line in self.metrics)
+        run_folder.write_metrics(self.folder / METRICS, self.metrics)
+        with Interrupt() as interrupt, display.progress, (self.folder / METRICS).open("a") as log:
             while self.step < config.steps:
                 waiting.append(self.train_step())
                 last = self.step == config.steps or interrupt.asked
@@ -296,8 +243,10 @@ class Trainer:
                 self.metrics += lines
                 display.saved_bytes = self.saved_bytes
                 display.update(lines[-1])
-                if not math.isfinite(lines[-1]["loss"]):
-                    raise FloatingPointError(f"the loss was {lines[-1]['loss']} at step {self.step}; try a lower --lr")
+                if not math.isfinite(loss := lines[-1]["loss"] + lines[-1].get("val_loss", 0.0)):
+                    raise FloatingPointError(
+                        f"loss: expected a finite number, got {loss} at step {self.step}; try a lower --lr"
+                    )
                 self.seconds = time.perf_counter() - began
                 if last or self.step % config.checkpoint_every == 0:
                     self.save()
@@ -332,68 +281,121 @@ class Trainer:
 def options() -> argparse.ArgumentParser:
     parser = argument_parser("scripts.train_lm", __doc__)
     parser.add_argument("--preset", choices=[*PRESETS], help="hopper where there is such a GPU, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs (runs)")
-    parser.add_argument("--name", help="of the run (its preset's)")
-    parser.add_argument("--resume", action="store_true", help="go on from a checkpoint")
-    parser.add_argument("--device", help="cuda where there is one, else cpu")
-    for field in dataclasses.fields(Config):
-        flag, kind = "--" + field.name.replace("_", "-"), type(field.default)
-        if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
-        else:
-            parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name))
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs [default runs]")
+    parser.add_argument("--name", help="of the run's folder [default the preset's, with a number if it is taken]")
+    parser.add_argument("--resume", action="store_true", help="go on from a checkpoint, with the run's own settings")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N [default cuda where there is one, else cpu]")
+    add_options(parser)
     return parser
 
 
-def open_run(args: argparse.Namespace, device: torch.device) -> Trainer:
-    """A new run, or one that goes on."""
+def device_named(name: str | None) -> torch.device:
+    """ValueError for a device that is not here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
+    if name is not None and name not in here:
+        raise ValueError(f"device: expected one of {', '.join(here)} on this machine, got {name!r}")
+    return torch.device(name or ("cuda" if count else "cpu"))
+
+
+@contextmanager
+def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
+    """A new run, or one that goes on; its folder is locked.
+
+    Raises:
+        ValueError: an option, or the text, isn't what it must be.
+        CheckpointError: there is no such run to go on with, or it is in use.
+    """
+    device = device_named(args.device)
     given = {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
+    if args.name is not None:
+        run_folder.check_name(args.name)
+    if "data" in given:
+        if not given["data"]:
+            raise ValueError("data: expected a file or a folder, got ''")
+        given["data"] = str(Path(given["data"]).absolute())  # a run may be resumed from another folder
     if args.resume:
-        folder = args.out / args.name if args.name else run_folder.newest_unfinished(args.out)
-        try:
-            config = Config(**json.loads((folder / CONFIG).read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read ({error})") from error
-        for name, value in given.items():
-            if value != getattr(config, name):
-                raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
-        (trainer := Trainer(config, folder, device)).load()
-        return trainer
+        if args.preset:
+            raise ValueError(f"preset: expected none with --resume, a run keeps its settings, got {args.preset!r}")
+        with run_folder.old_run(args.out, args.name) as folder:
+            trainer = Trainer(settings_of(folder, given), folder, device)
+            trainer.load()
+            yield trainer
+        return
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
-    folder = args.out / (args.name or run_folder.unused_name(args.out, preset))
-    if (folder / CONFIG).exists():
-        raise ValueError(f"name: expected a new run, but {folder} exists; --resume goes on with it")
-    trainer = Trainer(config, folder, device)
-    folder.mkdir(parents=True, exist_ok=True)
-    run_folder.write_json(folder / CONFIG, dataclasses.asdict(config))
-    return trainer
+    with run_folder.new_run(args.out, args.name, preset) as folder:
+        run_folder.write_json(folder / CONFIG, dataclasses.asdict(config))
+        yield Trainer(config, folder, device)
+
+
+def settings_of(folder: Path, given: dict[str, Any]) -> Config:
+    """What a run began with. Options that are given must say the same, but the same text may lie elsewhere now."""
+    try:
+        config = Config(**json.loads((folder / CONFIG).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read ({error})") from error
+    for name, value in given.items():
+        if value != getattr(config, name) and name != "data":
+            raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
+    return dataclasses.replace(config, **given)
+
+
+def resume_command(trainer: Trainer, args: argparse.Namespace) -> str:
+    """To be pasted into a shell."""
+    words = [sys.executable, "-m", "scripts.train_lm", "--resume", "--out", str(args.out.absolute())]
+    words += ["--name", trainer.folder.name]
+    return shlex.join(words + (["--device", args.device] if args.device else []))
+
+
+def train(trainer: Trainer, args: argparse.Namespace) -> None:
+    """Run to the end, or until interrupted, and say how it went."""
+    display, config, folder = Display(trainer.config.steps), trainer.config, trainer.folder
+    display.say(
+        f"{folder}: {trainer.parameters / 1e6:.1f} M parameters, {trainer.text_bytes / 1e6:.1f} MB of text, "
+        f"{config.batch * config.context} bytes a step, router {config.router}, on {trainer.device}"
+    )
+    if not trainer.run(display):
+        display.say(f"stopped after step {trainer.step} of {config.steps}; to go on: {resume_command(trainer, args)}")
+        return
+    summary = trainer.finish()
+    result = f"validation loss {summary['val_loss']:.4f} nats/byte, by the weights of step {summary['best_step']}"
+    display.say(f"\n{summary['sample']}\n\n{result}; {summary['seconds']:.0f} s; {folder / PICTURE}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only costs time
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: before and after training, KeyboardInterrupt
+    trainer = None
     try:
-        trainer = open_run(args, device)
-    except (CheckpointError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    display = Display(trainer.config.steps)
-    display.say(
-        f"{trainer.folder}: {trainer.parameters / 1e6:.1f} M parameters, {trainer.text_bytes / 1e6:.1f} MB of text, "
-        f"{trainer.config.batch * trainer.config.context} bytes a step, router {trainer.config.router}, on {device}"
-    )
-    if not trainer.run(display):
-        command = f"python -m scripts.train_lm --resume --out {args.out} --name {trainer.folder.name}"
-        display.say(f"stopped after step {trainer.step} of {trainer.config.steps}; to go on: {command}")
+        with opened_run(args) as trainer:
+            train(trainer, args)
         return 0
-    summary = trainer.finish()
-    result = f"validation loss {summary['val_loss']:.4f} nats/byte, by the weights of step {summary['best_step']}"
-    display.say(f"\n{summary['sample']}\n\n{result}; {summary['seconds']:.0f} s; {trainer.folder}/{PICTURE}")
-    return 0
+    except (ValueError, CheckpointError) as error:
+        if trainer is not None and trainer.step > 0:
+            raise  # no option's fault: the traceback is wanted
+        return refuse(str(error), 2)
+    except FloatingPointError as error:
+        return refuse(str(error), 1)
+    except OSError as error:
+        code, line = 1, str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
+            raise
+        code, line = 1, f"out of memory; try a smaller --batch, --context or model ({str(error).splitlines()[0]})"
+    except KeyboardInterrupt:
+        code, line = 130, "interrupted"
+    if trainer is not None and (trainer.folder / CHECKPOINT).exists():
+        line += f"; to go on from the last checkpoint: {resume_command(trainer, args)}"
+    return refuse(line, code)
+
+
+def refuse(line: str, code: int) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Floors and bytes are those of `blazeproto.cost`, of a shape's ``sizes``.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -93,6 +94,21 @@ def table_of(shape: LayerShape) -> str:
     return next((table for table, shapes in TABLES.items() if shape in shapes), "")
 
 
+def parse_shapes(text: str) -> list[LayerShape]:
+    """ "1-3,23": numbers from 1 in the order of the results file; or a table's name."""
+    chosen: list[LayerShape] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if part in TABLES:
+            chosen += TABLES[part]
+        elif first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first) <= len(SHAPES):
+            chosen += SHAPES[int(first) - 1 : int(last or first)]
+        else:
+            expected = f"numbers from 1 to {len(SHAPES)} such as 1-3,23, or one of {', '.join(TABLES)}"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {part!r}")
+    return chosen
+
+
 # ---------------------------------------------------------------------------------------------------------- routings
 
 
@@ -178,6 +194,16 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)
+
+
+def part_file(name: str) -> Path:
+    """Where a benchmark writes row after row, so that one that measures a part, or is cut short, leaves NAME.json alone."""
+    return RESULTS / f"{name}-part.json"
+
+
+def finished(name: str, *, whole: bool) -> Path:
+    """The file that a benchmark has written in the end: its part file, renamed to NAME.json if the ``whole`` was measured."""
+    return part_file(name).replace(RESULTS / f"{name}.json") if whole else part_file(name)
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import moe_mlp
-from scripts.command import argument_parser
+from scripts.command import argument_parser, positive
 
 # T, d, n, E, K
 SHAPES = [(1024, 256, 128, 8, 2), (2048, 512, 256, 16, 4), (1024, 768, 256, 64, 8), (4096, 256, 256, 16, 2)]
@@ -93,10 +93,10 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
 
 def main() -> None:
     parser = argument_parser("scripts.bench.cpu", __doc__)
-    parser.add_argument("--tokens", type=int, help="instead of the shapes' own")
+    parser.add_argument("--tokens", type=positive, help="instead of the shapes' own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
     parser.add_argument("--save", default="minimal", choices=["minimal", "paper", "recompute"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=positive, default=15)
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -1,7 +1,7 @@
 """Routing at memory speed: the dispatch builders and the fused top-k, against sorting, torch and the bytes.
 
     python -m scripts.bench.dispatch                     # results/h200/dispatch.json, results/h200/topk.json
-    python -m scripts.bench.dispatch --quick --out /tmp  # three models, no series
+    python -m scripts.bench.dispatch --quick             # three models, no series: dispatch-quick.json, topk-quick.json
 
 Rows are Table 3 of the MoEBlaze paper at T = 2^20, with Qwen3-Next and Kimi K2 added; the paper's two columns (H100)
 stand beside. GPU time is a CUDA graph of calls over several sets of inputs and outputs (more than the L2 cache holds),
@@ -29,7 +29,7 @@ from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench.common import RESULTS, format_table, number, provenance, write_json
 from scripts.bench.timing import elapsed_ms, host_ms
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper
 
 T = 2**20
 # name, E, K, the paper's sorting and hash columns in ms (Table 3, 1 M tokens, H100)
@@ -246,8 +246,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of dispatch.json and topk.json")
     parser.add_argument("--quick", action="store_true", help="three models, two top-k shapes, no series")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA device, there is none")
+    need_hopper()
+    dispatch_file, topk_file = (
+        options.out / f"{name}{'-quick' if options.quick else ''}.json" for name in ("dispatch", "topk")
+    )
     begin = time.perf_counter()
     torch.manual_seed(0)
     print(f"blazeproto.dispatch from {Path(dispatch.__file__).parent}")
@@ -267,7 +269,7 @@ def main() -> None:
         for variable, points in series.items():
             show(f"over {variable}", points, ["T", "E", "K", "tiled_ms", "dense_ms", "torch_sort_ms", "floor_ms"])
     record = {"benchmark": "dispatch", **provenance(), "protocol": " ".join((__doc__ or "").split("\n\n")[2].split())}
-    write_json(options.out / "dispatch.json", {**record, "rows": rows, "small": small, "series": series})
+    write_json(dispatch_file, {**record, "rows": rows, "small": small, "series": series})
 
     chosen = [topk_row(*row) for row in (TOPK[:2] if options.quick else TOPK)]
     for row in chosen:
@@ -276,8 +278,8 @@ def main() -> None:
             row["torch_ms"] / row["fused_ms"],
         )
     show("top-k, GPU ms", chosen, [name for name in chosen[0] if name not in ("T",)])
-    write_json(options.out / "topk.json", {**record, "benchmark": "topk", **chosen[0], "rows": chosen})
-    print(f"\n{time.perf_counter() - begin:.0f} s; wrote {options.out / 'dispatch.json'} and topk.json")
+    write_json(topk_file, {**record, "benchmark": "topk", **chosen[0], "rows": chosen})
+    print(f"\n{time.perf_counter() - begin:.0f} s; wrote {dispatch_file} and {topk_file.name}")
 
 
 if __name__ == "__main__":

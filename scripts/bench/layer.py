@@ -35,6 +35,7 @@ from scripts.bench.common import (
     format_table,
     geometric_mean,
     number,
+    parse_shapes,
     provenance,
     table_of,
     write_json,
@@ -51,7 +52,7 @@ from scripts.bench.timing import (
     tensors_in,
 )
 from scripts.bench.timing import saved_bytes as measured_saved_bytes
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, positive
 
 OURS, MAIN_PEER = "blazeproto", "sonic"
 ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit in the 50 MB L2
@@ -269,21 +270,12 @@ def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def parse_shapes(text: str) -> list[LayerShape]:
-    """ "1-3,23": numbers from 1 in the order of the results file; or a table's name."""
-    chosen: list[LayerShape] = []
-    for part in text.split(","):
-        if part in TABLES:
-            chosen += TABLES[part]
-        else:
-            first, _, last = part.partition("-")
-            chosen += SHAPES[int(first) - 1 : int(last or first)]
-    return chosen
+def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False) -> dict[str, Any]:
+    """``record``, just begun, with the rows and extras of an earlier file; those of other sources are marked.
 
-
-def resumed(record: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """``record``, just begun, with the rows and extras of an earlier file; those of other sources are marked."""
-    if earlier["sources_sha256"] == record["sources_sha256"]:
+    again: all are, so that they are measured again; what is not, is there still.
+    """
+    if earlier["sources_sha256"] == record["sources_sha256"] and not again:
         return earlier
     where = {key: earlier[key] for key in ("measured", "sources_sha256")}
     extras = {name: earlier[name] for name in EXTRAS if name in earlier}
@@ -302,7 +294,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="four shapes, 7 rounds, no extras; the results file is left alone"
     )
-    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--rounds", type=positive, default=None)
     parser.add_argument(
         "--extras", default=None, help=f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
     )
@@ -312,7 +304,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep rows of the results file; those of other sources, marked, until they are measured again",
+        help="leave out what the results file has of the same sources",
     )
     parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/layer.json)")
     options = parser.parse_args()
@@ -326,18 +318,22 @@ def arguments() -> argparse.Namespace:
     options.configs = (
         options.configs if options.configs is not None else list(QUICK_SHAPES if options.quick else SHAPES)
     )
-    if options.out is None:
-        options.out = RESULTS / ("layer-quick.json" if options.quick else "layer.json")
+    for name, chosen, known in (("peers", options.peers, peers.PEERS), ("extras", options.extras, EXTRAS)):
+        if unknown := set(chosen) - set(known):
+            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if options.out is None:  # a row with fewer peers would take the place of a whole one
+        part = options.quick or not set(peers.DEFAULT_PEERS) <= set(options.peers)
+        options.out = RESULTS / ("layer-quick.json" if part else "layer.json")
     return options
 
 
 def main() -> None:
     options = arguments()
+    need_hopper()
     begin = time.monotonic()
-    torch.cuda.init()
     record = provenance() | {"protocol": PROTOCOL.format(rounds=options.rounds), "floor": FLOOR, "rows": []}
-    if options.resume and options.out.exists():
-        record = resumed(record, json.loads(options.out.read_text()))
+    if options.out.exists():
+        record = resumed(record, json.loads(options.out.read_text()), again=not options.resume)
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
 
     order = {shape: index for index, shape in enumerate(SHAPES)}
@@ -373,19 +369,16 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
-    if record["rows"]:
-        print_table(record["rows"], options.peers)
+    rows = [row for row in record["rows"] if "other_sources" not in row]
+    if rows:
+        print_table(rows, options.peers)
         for field, how in HOST_FIGURES.items():
-            host = [row["peers"][OURS].get(field) for row in record["rows"]]
+            host = [row["peers"][OURS].get(field) for row in rows]
             if all(host):
-                print(
-                    f"host time of a forward + backward on a dispatch made beforehand, {how}: "
-                    f"median {statistics.median(host):.3f} ms"
-                )
-        exact = sum(
-            r["peers"][OURS]["saved_bytes"] == r["peers"][OURS]["saved_bytes_by_design"] for r in record["rows"]
-        )
-        print(f"saved bytes as designed, to the byte: {exact} of {len(record['rows'])} shapes")
+                what = "host time of a forward + backward on a dispatch made beforehand"
+                print(f"{what}, {how}: median {statistics.median(host):.3f} ms")
+        exact = sum(r["peers"][OURS]["saved_bytes"] == r["peers"][OURS]["saved_bytes_by_design"] for r in rows)
+        print(f"saved bytes as designed, to the byte: {exact} of {len(rows)} shapes")
     for name in EXTRAS:
         if name in record:
             print(name, json.dumps(record[name]))

@@ -6,13 +6,13 @@ python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.result_tables import LABELS, MARKED, OURS, Record, fill, layer_peers, load, rows_measured_on
+from scripts.command import argument_parser, refuse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
@@ -126,12 +126,14 @@ def marked_pages(readme: Path, docs: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser("scripts.bench.plot_results", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=REPOSITORY / "README.md")
     parser.add_argument("--docs", type=Path, default=DOCS)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     options = parser.parse_args()
+    if not any(options.results.glob("*.json")):
+        refuse(f"--results: expected a folder of results, but {options.results} has none; nothing was written")
     filled = {page: fill(page.read_text(), options.results) for page in marked_pages(options.readme, options.docs)}
     stale = [page for page, text in filled.items() if page.read_text() != text]
     if options.check:

@@ -27,16 +27,18 @@ from scripts.bench.common import (
     RESULTS,
     SHAPES,
     LayerShape,
+    finished,
     format_table,
     geometric_mean,
     number,
+    parse_shapes,
+    part_file,
     provenance,
     route,
     write_json,
 )  # fmt: skip
-from scripts.bench.layer import parse_shapes
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, positive
 
 Call = Callable[[], object]
 DEFAULT_SHAPES = "1,5,7,9,14,21"  # of the layer benchmark's 23
@@ -46,6 +48,7 @@ class Arrays:
     """Inputs and outputs of all products for one shape, and the routing that joins them."""
 
     def __init__(self, shape: LayerShape) -> None:
+        need_hopper()
         self.shape = shape
         T, d, n, E, R = shape.T, shape.d, shape.n, shape.E, shape.rows
         device = torch.device("cuda")
@@ -308,19 +311,24 @@ def main() -> None:
     )
     parser.add_argument("--products", default=",".join(VERSIONS), help="of " + ", ".join(VERSIONS))
     parser.add_argument("--tune", action="store_true", help="time all tile configurations instead")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--quick", action="store_true", help="two shapes, 7 rounds; the results file is left alone")
     parser.add_argument(
         "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
     )
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="results file (default: products.json, if all run)")
     options = parser.parse_args()
+    if unknown := set(options.products.split(",")) - VERSIONS.keys():
+        parser.error(f"--products: expected some of {', '.join(VERSIONS)}, got {', '.join(sorted(unknown))}")
     if options.quick:
         options.configs, options.rounds = [SHAPES[0], SHAPES[8]], 7
-    name = "tune" if options.tune else "products-quick" if options.quick else "products"
-    out = options.out or RESULTS / f"{name}.json"
+        options.out = options.out or RESULTS / f"{'tune' if options.tune else 'products'}-quick.json"
+    name = "tune" if options.tune else "products"
+    out = options.out or part_file(name)
     record = provenance() | {"rows": []}
     names = [n for n in options.products.split(",") if not (options.tune and n == "combine")]
+    whole = names == [n for n in VERSIONS if not (options.tune and n == "combine")]
+    whole &= options.configs == parse_shapes(DEFAULT_SHAPES)
     begin, skipped = time.monotonic(), []
     for shape in options.configs:
         arrays = Arrays(shape)
@@ -332,7 +340,10 @@ def main() -> None:
             write_json(out, record)
         del arrays
         torch.cuda.empty_cache()
+    if options.out is None and record["rows"]:
+        out = finished(name, whole=whole and not skipped)
     (print_tuning if options.tune else print_products)(record["rows"])
+    print(f"wrote {out}" if record["rows"] else "wrote nothing")
     print(
         f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
     )

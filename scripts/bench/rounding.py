@@ -39,9 +39,19 @@ from blazeproto.router.ops import choose_top_k, pairs_from_mask
 from blazeproto.router.router import Routing
 from blazeproto.router.scoring import dense_scores, expert_load, gathered_scores, pair_scores
 from scripts.bench import peers
-from scripts.bench.common import RESULTS, LayerShape, format_table, geometric_mean, number, provenance, write_json
+from scripts.bench.common import (
+    RESULTS,
+    LayerShape,
+    finished,
+    format_table,
+    geometric_mean,
+    number,
+    part_file,
+    provenance,
+    write_json,
+)  # fmt: skip
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, positive
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
 SCORES: dict[str, Any] = {"score": "softmax_topk", "renormalize": True, "scale": 1.0}
@@ -164,15 +174,17 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argument_parser("scripts.bench.rounding", __doc__)
     parser.add_argument("--subfigures", default=",".join(SUBFIGURES), help="some of " + ", ".join(SUBFIGURES))
     parser.add_argument("--quick", action="store_true", help="least and most experts of each, 7 rounds")
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/rounding.json)")
+    parser.add_argument("--rounds", type=positive, default=None)
+    parser.add_argument(
+        "--out", type=Path, default=None, help="results file (default results/h200/rounding.json, if all run)"
+    )
     options = parser.parse_args(words)
     options.subfigures = options.subfigures.split(",")
     if unknown := set(options.subfigures) - SUBFIGURES.keys():
         parser.error(f"--subfigures: expected some of {', '.join(SUBFIGURES)}, got {', '.join(sorted(unknown))}")
     options.rounds = options.rounds or (7 if options.quick else 20)
-    if options.out is None:
-        options.out = RESULTS / ("rounding-quick.json" if options.quick else "rounding.json")
+    if options.quick and options.out is None:
+        options.out = RESULTS / "rounding-quick.json"
     shapes = {name: SUBFIGURES[name][:: 3 if options.quick else 1] for name in options.subfigures}
     options.configs = [(name, shape) for name, group in shapes.items() for shape in group]
     return options
@@ -180,20 +192,21 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    need_hopper()
     begin = time.monotonic()
-    torch.cuda.init()
     protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
     record = provenance() | {"benchmark": "rounding", "protocol": protocol, "tile": TILE, "rule": "nr_f", "rows": []}
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     for subfigure, shape in options.configs:
         row = measure(subfigure, shape, options.rounds)
         record["rows"].append(row)
-        write_json(options.out, record)
+        write_json(options.out or part_file("rounding"), record)
         print(f"{shape.name}: x {row['fwd_gain']} forward, {row['fwdbwd_gain']} forward + backward", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     print_table(record["rows"])
-    print(f"{time.monotonic() - begin:.0f} s; wrote {options.out}")
+    out = options.out or finished("rounding", whole=set(options.subfigures) == SUBFIGURES.keys())
+    print(f"{time.monotonic() - begin:.0f} s; wrote {out}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, positive
 
 HANG_SECONDS = 60
 MOST_FAILURES = 5
@@ -252,7 +252,7 @@ def run(name: str, seeds: range, seconds: float) -> int:
 def main() -> int:
     parser = argument_parser("scripts.checks.fuzz", __doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
-    parser.add_argument("--runs", type=int, default=1000, help="of each part")
+    parser.add_argument("--runs", type=positive, default=1000, help="of each part")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop a part after this time, compiling excluded")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument(
@@ -262,9 +262,7 @@ def main() -> int:
     names = args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("needs a CUDA device of compute capability 9.0")
-        return 2
+    need_hopper()
 
     if args.debug:
         product.DEBUG = tuple(args.debug)

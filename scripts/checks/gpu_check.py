@@ -6,7 +6,8 @@ time limit.
 
 A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver,
 versions, a hash of the package's sources, and for each step its command, outcome, seconds and last lines. With --out,
-results and the log go there too.
+results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in check.json as they
+were, marked where they ran with other sources.
 """
 
 from __future__ import annotations
@@ -153,14 +154,17 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
     return record
 
 
+def kept_steps(earlier: dict[str, Any], sources: str) -> dict[str, Any]:
+    """The steps of an earlier check.json; those of other sources say of which."""
+    mark = {"other_sources": earlier["sources_sha256"]} if earlier["sources_sha256"] != sources else {}
+    return {name: mark | step for name, step in earlier["steps"].items()}
+
+
 def main() -> None:
     parser = argument_parser("scripts.checks.gpu_check", __doc__)
     parser.add_argument("--steps", default=DEFAULT_STEPS, help=f"of {', '.join([*STEPS, *GROUPS])}")
     parser.add_argument("--full", action="store_true", help="long forms, which write the results that are committed")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first step that fails")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep other steps that check.json has of the same sources"
-    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="for all steps together")
     parser.add_argument("--out", type=Path, default=None, help="copy the results and the log here")
     options = parser.parse_args()
@@ -168,32 +172,36 @@ def main() -> None:
     if unknown := set(names) - STEPS.keys():
         parser.error(f"--steps: expected some of {', '.join([*STEPS, *GROUPS])}, got {', '.join(sorted(unknown))}")
 
+    # In a process of its own, which takes its memory on the GPU with it.
+    probe = [sys.executable, "-c", "from scripts.command import need_hopper; need_hopper()"]
+    if code := subprocess.run(probe, cwd=REPOSITORY, check=False).returncode:
+        sys.exit(code)
     end = time.monotonic() + 60 * options.minutes
     record = provenance() | {"steps": {}}
-    if options.resume and (RESULTS / "check.json").exists():
-        earlier = json.loads((RESULTS / "check.json").read_text())
-        if earlier["sources_sha256"] == record["sources_sha256"]:
-            record["steps"] = earlier["steps"]
+    if (RESULTS / "check.json").exists():
+        record["steps"] = kept_steps(json.loads((RESULTS / "check.json").read_text()), record["sources_sha256"])
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     log = (options.out or RESULTS) / "check.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
+    made: dict[str, dict[str, Any]] = {}
     for name in names:
         left = end - time.monotonic()
         if left < 10:
-            record["steps"].setdefault(name, {"outcome": "skipped: no time left"})
+            made[name] = {"outcome": "skipped: no time left"}
+            record["steps"].setdefault(name, made[name])
         else:
-            record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
+            made[name] = record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
         write_json(RESULTS / "check.json", record)
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
-        if options.fail_fast and record["steps"][name]["outcome"] != "ok":
+        if options.fail_fast and made[name]["outcome"] != "ok":
             break
-    for name, step in record["steps"].items():
+    for name, step in made.items():
         notes = [str(step[key]) for key in ("tests", "findings") if key in step]
         print(f"{name:10s} {step['outcome']:24s} {step.get('seconds', 0):7.1f} s  {' '.join(notes)}")
-    sys.exit(any(step["outcome"] != "ok" for step in record["steps"].values()))
+    sys.exit(any(step["outcome"] != "ok" for step in made.values()))
 
 
 if __name__ == "__main__":

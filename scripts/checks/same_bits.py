@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from scripts.checks import bit_cases, bit_products
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, refuse
 
 FUSED_RUNS = 3
 SMOKE_TOKENS = 300  # of a layer, at most, where the torch backend runs on a CPU
@@ -201,6 +201,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.compare and not (options.package_root and options.out):
         parser.error("expected --package-root and --out, or --compare")
+    if missing := [str(path) for path in options.compare or () if not path.is_file()]:
+        parser.error(f"--compare: expected two files, but there is no {' and no '.join(missing)}")
     return options
 
 
@@ -209,7 +211,11 @@ def main() -> int:
     if options.compare:
         old, new = (json.loads(path.read_text()) for path in options.compare)
         return compare(old, new)
+    if options.backend == "hopper":
+        need_hopper()
     record = measure(options.package_root, options.backend, options.only)
+    if not record["cases"]:
+        refuse(f"--only: expected parts of cases' names, but none has any of {options.only}; nothing was written")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if any("error" in made for made in record["cases"].values()) else 0

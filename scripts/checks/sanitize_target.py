@@ -23,7 +23,7 @@ from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch.build import Method
 from blazeproto.router import topk_route, topk_route_backward
 from blazeproto.router.topk import Score
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper
 
 DEVICE = torch.device("cuda")
 SHAPES = ((37, 72, 40, 5, 3), (300, 136, 264, 4, 2))  # (T, d, n, E, K)
@@ -181,11 +181,15 @@ def choices() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
-    parser.add_argument("--parts", default="layers,dispatches,choices")
     parts = {"layers": layers, "dispatches": dispatches, "choices": choices}
+    parser.add_argument("--parts", default=",".join(parts), help="some of " + ", ".join(parts))
+    names = parser.parse_args().parts.split(",")
+    if unknown := set(names) - parts.keys():
+        parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
+    need_hopper()
     torch.manual_seed(0)
     failed = []
-    for part in parser.parse_args().parts.split(","):
+    for part in names:
         for name, run in parts[part]():
             try:
                 run()

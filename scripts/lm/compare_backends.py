@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
-from scripts.command import argument_parser
+from scripts.command import argument_parser, need_hopper, positive, refuse
 
 BACKENDS = ("hopper", "torch")
 LIMIT = 0.01  # of the loss
@@ -53,7 +53,8 @@ def losses_of(backend: str, options: Sequence[str]) -> list[float]:
         command = [sys.executable, "-m", "scripts.train_lm"]
         command += ["--backend", backend, "--out", out, "--name", backend, *options]
         print("$", " ".join(command), flush=True)
-        subprocess.run(command, cwd=REPOSITORY, check=True)
+        if code := subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
+            refuse(f"the run with backend {backend} ended with exit code {code}; nothing was written")
         lines = (Path(out) / backend / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
@@ -84,13 +85,14 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argument_parser("scripts.lm.compare_backends", __doc__)
     parser.add_argument("--train", action="store_true", help="make the two runs")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--results", type=Path, default=RESULTS / "curves.json")
     parser.add_argument("--picture", type=Path, default=REPOSITORY / "docs" / "curves.png")
     args = parser.parse_args()
     if args.train:
+        need_hopper()
         options = ["--batch", str(args.batch), "--lr", str(args.lr)]
         for name in ("--steps", "--val-every", "--checkpoint-every"):
             options += [name, str(args.steps)]
@@ -99,6 +101,8 @@ def main() -> int:
         record = provenance() | {"largest_difference": difference, "at_step": step, "losses": losses}
         args.results.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.results, record)
+    if not args.results.is_file():
+        refuse(f"--results: expected the losses of two runs, but there is no {args.results}; --train makes it")
     record = json.loads(args.results.read_text())
     difference, step = largest_difference(record["losses"]["hopper"], record["losses"]["torch"])
     plot(record, args.picture)

@@ -4,18 +4,20 @@
     python -m scripts.lm.compare_routers --train             # first make the runs that are missing, one after the other
     python -m scripts.lm.compare_routers --train top_k hash  # only these
 
-Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md.
+Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md. A router
+without a run keeps its row; without any run the page stays as it is, and the exit code is 2.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from blazeproto.router import ROUTERS
-from scripts.command import argument_parser
+from scripts.command import argument_parser, positive, refuse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "routers.md"
@@ -35,16 +37,24 @@ def read_run(folder: Path) -> dict[str, float] | None:
     return {"val_loss": last["val_loss"], "balance": last["balance"], "steps": last["step"] + 1}
 
 
-def table(runs: Path, names: list[str]) -> str:
+def table(runs: Path, names: list[str], earlier: str = "") -> str:
+    """The rows of the runs that have ended, and those that the ``earlier`` table has of other routers."""
     lines = [
         "| router | validation loss, nats/byte | against `top_k` | largest load / mean, last step | steps |",
         "| --- | --- | --- | --- | --- |",
     ]
+    kept = {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)` \|.*$", earlier, re.MULTILINE)}
     found = {name: run for name in names if (run := read_run(run_folder(runs, name)))}
-    base = found.get("top_k")
-    for name, run in found.items():
-        difference = f"{run['val_loss'] - base['val_loss']:+.3f}" if base else ""
-        lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['balance']:.2f} | {run['steps']} |")
+    if "top_k" in found:
+        base: float | None = found["top_k"]["val_loss"]
+    else:
+        base = float(kept["top_k"].split("|")[2]) if "top_k" in kept else None
+    for name in names:
+        if run := found.get(name):
+            difference = "" if base is None else f"{run['val_loss'] - base:+.3f}"
+            lines.append(f"| `{name}` | {run['val_loss']:.3f} | {difference} | {run['balance']:.2f} | {run['steps']} |")
+        elif name in kept:
+            lines.append(kept[name])
     return "\n".join(lines) + "\n"
 
 
@@ -53,7 +63,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="routers to train (all)")
     parser.add_argument("--train", action="store_true", help="make the runs that are missing")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder of the runs")
-    parser.add_argument("--steps", type=int, help="of each run (the preset's)")
+    parser.add_argument("--steps", type=positive, help="of each run (the preset's)")
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - set(ROUTERS)):
         parser.error(f"names: expected some of {list(ROUTERS)}, got {unknown}")
@@ -72,10 +82,14 @@ def main() -> int:
         if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
             return code
 
-    text = table(args.runs, list(ROUTERS))
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(before + BEGIN + text + END + rest.split(END)[1])
+    if not any(read_run(run_folder(args.runs, name)) for name in ROUTERS):
+        refuse(
+            f"--runs: expected runs router-NAME that have ended, but {args.runs} has none; {PAGE.name} stays as it is"
+        )
+    before, rest = PAGE.read_text().split(BEGIN)
+    earlier, after = rest.split(END)
+    text = table(args.runs, list(ROUTERS), earlier)
+    PAGE.write_text(before + BEGIN + text + END + after)
     print(text)
     return 0
 

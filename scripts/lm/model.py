@@ -17,9 +17,10 @@ B is the number of sequences, T of positions in one, d the model's width, V = 25
 from __future__ import annotations
 
 import hashlib
+import math
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,34 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blazeproto.layer import MoE
+from blazeproto.runtime import checks
+from scripts.lm.run_folder import is_run
+from scripts.lm.settings import GPTConfig
 
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The model's sizes, and how its MoE layers run (see :class:`blazeproto.layer.MoE`)."""
-
-    layers: int
-    d_model: int
-    heads: int  # of d_model / heads numbers each, an even count
-    context: int  # positions that the model can look at
-    d_expert: int
-    num_experts: int
-    top_k: int
-    dropout: float = 0.0
-    router: str = "top_k"
-    backend: str = "auto"
-    save: str = "minimal"
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "d_model", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.d_model % (2 * self.heads):
-            raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
+GREEDY_BELOW = 1e-30  # logits over a lower temperature overflow
 
 
 class Output(NamedTuple):
@@ -165,18 +144,34 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """The prompt and so many bytes more, drawn one by one from softmax(logits / temperature)."""
+        """The prompt and so many bytes more, each drawn from softmax(logits / temperature); at temperature 0 the likeliest.
+
+        Raises:
+            TypeError: the prompt is no bytes, num_bytes or seed no int, temperature no number.
+            ValueError: the prompt is empty, num_bytes is below 0, or temperature is below 0 or not finite.
+        """
+        if not isinstance(prompt, bytes):
+            raise TypeError(f"prompt: expected bytes, got {type(prompt).__name__}")
         if not prompt:
             raise ValueError("prompt: expected at least one byte, got none")
+        checks.integer("num_bytes", num_bytes, least=0)
+        checks.integer("seed", seed, least=-(2**63))
+        if not isinstance(temperature, (int, float)):
+            raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
         generator = torch.Generator().manual_seed(seed)
         device = self.head.weight.device
         training = self.training
         self.eval()
         ids = list(prompt)
         for _ in range(num_bytes):
-            logits = self(torch.tensor([ids[-self.config.context :]], device=device)).logits[0, -1]
-            probabilities = torch.softmax(logits.cpu() / temperature, dim=-1)
-            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            logits = self(torch.tensor([ids[-self.config.context :]], device=device)).logits[0, -1].cpu()
+            if temperature < GREEDY_BELOW:
+                ids.append(int(logits.argmax()))
+            else:
+                probabilities = torch.softmax(logits / temperature, dim=-1)
+                ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         self.train(training)
         return bytes(ids)
 
@@ -218,8 +213,18 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 HELD_OUT = 16  # one file in so many
 
 
-def text_files(place: Path, pattern: str = "*") -> list[tuple[str, bytes]]:
-    """Relative path and content of each UTF-8 file below a folder, in the order of their paths."""
+def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> list[tuple[str, bytes]]:
+    """Relative path and content of each UTF-8 file below a folder, in the order of their paths.
+
+    What training writes is left out: the folders of runs, and all of ``runs``, if it lies below the folder.
+    """
+    place, runs = place.resolve(), runs.resolve() if runs else None
+    above = {place, *place.parents}
+
+    @cache
+    def written_by_training(folder: Path) -> bool:
+        return folder not in above and (folder == runs or is_run(folder))
+
     found = []
     for path in sorted(place.rglob(pattern)):
         parts = path.relative_to(place).parts
@@ -228,27 +233,36 @@ def text_files(place: Path, pattern: str = "*") -> list[tuple[str, bytes]]:
         try:
             content = path.read_bytes() if path.is_file() else b""
             content.decode()
+            behind = path.resolve() if path.is_symlink() else path
         except (OSError, UnicodeDecodeError):
             continue
-        if content and b"\0" not in content:
+        if content and b"\0" not in content and not any(map(written_by_training, behind.parents)):
             found.append(("/".join(parts), content))
     return found
 
 
-def load_data(data: str, context: int) -> tuple[Tensor, Tensor]:
+def load_data(data: str, context: int, runs: Path | None = None) -> tuple[Tensor, Tensor]:
     """Training and validation bytes, each file ended by a zero byte.
 
     A file is held out by a hash of its path, so the split is the same on every machine. A single file, and a folder too
-    small to split so, gives its last tenth.
+    small to split so, gives its last tenth. A folder's text is without ``runs`` and other folders of runs, see `text_files`.
+
+    Raises:
+        ValueError: there is no such file or folder, it cannot be read, or it has too little text.
     """
     place = Path(data) if data else Path(sysconfig.get_paths()["stdlib"])
     try:
-        files = [(place.name, place.read_bytes())] if not place.is_dir() else text_files(place, "*" if data else "*.py")
+        if place.is_dir():
+            files = text_files(place, "*" if data else "*.py", runs)
+        elif place.exists() and not place.is_file():
+            raise OSError("a pipe or a device cannot be read again, as --resume must")
+        else:
+            files = [(place.name, place.read_bytes())]
     except OSError as error:
         raise ValueError(f"data: expected a file or a folder that can be read, got {place} ({error})") from error
     parts: tuple[list[bytes], list[bytes]] = [], []
     for name, content in files:
-        held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT == 0
+        held_out = int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16) % HELD_OUT == 0
         parts[held_out].append(content + b"\0")
     train, validation = (b"".join(part) for part in parts)
     if len(validation) <= context or len(train) <= context or len(files) == 1:

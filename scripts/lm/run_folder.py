@@ -1,35 +1,168 @@
-"""What scripts/train_lm.py leaves on disk: runs/NAME/ with a checkpoint, metrics and a picture."""
+"""What scripts/train_lm.py leaves on disk: runs/NAME/ with a checkpoint, metrics and a picture.
+
+Each run has a folder of its own. Making the folder is what takes its name, so two processes cannot take the same one. While a
+run is used, its process holds a lock on a file there; the kernel ends the lock with the process, however that ends.
+"""
 
 from __future__ import annotations
 
+import fcntl  # Linux and macOS: a lock that no killed process leaves behind
+import itertools
 import json
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHECKPOINT, METRICS, CONFIG, SUMMARY, PICTURE = (
+CHECKPOINT, METRICS, CONFIG, SUMMARY, PICTURE, LOCK = (
     "checkpoint.pt",
     "metrics.jsonl",
     "config.json",
     "summary.json",
     "loss.png",
+    "train_lm.lock",
 )
 FIELDS = {"step", "model", "best", "optimizer", "random", "seconds", "saved_bytes", "config", "data"}
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read, or belongs to something else."""
+    """A checkpoint cannot be read, or belongs to something else, or its run is in use."""
+
+
+# ---- folders -----------------------------------------------------------------------------------------------------
+
+
+def check_name(name: str) -> None:
+    """ValueError unless ``name`` can be that of a folder, and can be typed."""
+    if name in ("", ".", "..") or name.startswith("-") or "/" in name or not name.isprintable():
+        raise ValueError(f"name: expected a folder's name, printable, without / and with no - in front, got {name!r}")
+
+
+@contextmanager
+def new_run(runs: Path, name: str | None, preset: str) -> Iterator[Path]:
+    """A new folder in ``runs``, locked: ``name``, or the first of preset, preset-2, preset-3, … that is not there yet.
+
+    It is removed if what follows raises before there is a line of metrics or a checkpoint.
+
+    Raises:
+        ValueError: there is a ``name`` already, or no folder can be made.
+    """
+    missing = [place for place in (runs, *runs.parents) if not place.exists()]
+    folder = None
+    try:
+        folder = _make(runs, name, preset)
+        with locked(folder):
+            yield folder
+    except BaseException:
+        if folder is None or not _has_begun(folder):
+            _remove([*([folder] if folder else []), *missing])
+        raise
+
+
+def _make(runs: Path, name: str | None, preset: str) -> Path:
+    names = [name] if name else (preset if count == 1 else f"{preset}-{count}" for count in itertools.count(1))
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for each in names:
+            with suppress(FileExistsError):
+                (runs / each).mkdir()
+                return runs / each
+    except OSError as error:
+        raise ValueError(f"out: expected a folder that runs can be made in, got {runs} ({error})") from error
+    raise ValueError(f"name: expected a new run, but {runs / str(name)} exists; --resume goes on with it")
+
+
+def _remove(folders: list[Path]) -> None:
+    """The folders, while nothing lies in them but what a run begins with."""
+    with suppress(OSError):
+        for folder in folders:
+            for file in (METRICS, CONFIG, LOCK):
+                (folder / file).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _has_begun(folder: Path) -> bool:
+    return any((folder / file).exists() and (folder / file).stat().st_size for file in (METRICS, CHECKPOINT))
+
+
+@contextmanager
+def old_run(runs: Path, name: str | None) -> Iterator[Path]:
+    """The folder of the run of this name, or else of the newest unfinished one, locked.
+
+    Raises:
+        CheckpointError: there is no such run, it has ended, or another process uses it.
+    """
+    folder = runs / name if name else newest_unfinished(runs)
+    if (folder / SUMMARY).exists():
+        raise CheckpointError(f"checkpoint: expected an unfinished run, but {folder} has ended, it has a {SUMMARY}")
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read, it does not exist")
+    with locked(folder):
+        for file in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+            file.unlink()
+        yield folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """This process alone uses the run. CheckpointError where another one does."""
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"name: expected a run that nobody uses, but {folder} is in use") from None
+        yield
+
+
+def newest_unfinished(runs: Path) -> Path:
+    """The folder whose checkpoint is the youngest, of those without a summary.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [path for path in runs.glob(f"*/{CHECKPOINT}") if not (path.parent / SUMMARY).exists()]
+    if not found:
+        raise CheckpointError(f"checkpoint: {runs} has no unfinished run with one; --name chooses a run")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: it has the lock, or both files that runs had before there was one."""
+    return (folder / LOCK).exists() or ((folder / CONFIG).exists() and (folder / METRICS).exists())
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` to write to. It takes that place when all is written, and goes if writing fails.
+
+    OSError, which names ``path``: the disk is full, or the like. What was there is there still.
+    """
+    beside = path.with_suffix(".tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Written beside and then renamed: whenever the program ends, there is one whole checkpoint."""
-    beside = path.with_suffix(".tmp")
-    torch.save(state, beside)
-    os.replace(beside, path)
+    """Whenever the program ends, there is one whole checkpoint."""
+    with (
+        written_whole(path) as beside,
+        beside.open("wb") as file,
+    ):  # a full disk is an OSError in a file that Python opened
+        torch.save(state, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -41,7 +174,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"checkpoint: {path} does not exist") from None
+        start = f"the run ended before its first one; remove {path.parent} to start it again"
+        raise CheckpointError(f"checkpoint: {path} does not exist: {start}") from None
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, AttributeError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"checkpoint: {path} cannot be read, it seems damaged ({reason})") from error
@@ -65,30 +199,10 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def unused_name(runs: Path, name: str) -> str:
-    """``name``, or name-2, name-3, …: a run is never written over."""
-    count = 1
-    while (runs / (name if count == 1 else f"{name}-{count}")).exists():
-        count += 1
-    return name if count == 1 else f"{name}-{count}"
-
-
-def newest_unfinished(runs: Path) -> Path:
-    """The folder whose checkpoint is the youngest, of those without a summary.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = [path for path in runs.glob(f"*/{CHECKPOINT}") if not (path.parent / SUMMARY).exists()]
-    if not found:
-        raise CheckpointError(f"checkpoint: {runs} has no unfinished run with one; --name chooses a run")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
 def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
     """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again."""
     metrics: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
@@ -98,8 +212,14 @@ def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
     return metrics
 
 
+def write_metrics(path: Path, metrics: list[dict[str, Any]]) -> None:
+    with written_whole(path) as beside:
+        beside.write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
@@ -116,5 +236,6 @@ def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy, nats a byte")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=150, format="png")
     plt.close(figure)

@@ -63,6 +63,24 @@ def run(script: ModuleType, capfd: pytest.CaptureFixture[str]) -> Iterator[Calla
 
 
 @pytest.fixture
+def at_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Call something before the update of one step, once."""
+
+    def call(step: int, happens: Callable[[], object]) -> None:
+        train_step = script.Trainer.train_step
+
+        def with_event(trainer: Any) -> Any:
+            if trainer.step == step:
+                monkeypatch.setattr(script.Trainer, "train_step", train_step)
+                happens()
+            return train_step(trainer)
+
+        monkeypatch.setattr(script.Trainer, "train_step", with_event)
+
+    return call
+
+
+@pytest.fixture
 def start() -> Callable[..., subprocess.Popen[str]]:
     """Run the script as a process of its own."""
 

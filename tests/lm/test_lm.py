@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,8 +79,33 @@ def test_generate(model: GPT) -> None:
     assert model.generate(b"abc", 40, seed=1) == one
     assert model.generate(b"abc", 40, seed=2) != one
     assert model.training
-    with pytest.raises(ValueError, match="prompt: expected at least one byte"):
-        model.generate(b"", 3)
+
+
+def test_generate_at_temperature_0_takes_the_likeliest(model: GPT) -> None:
+    made = model.generate(b"abc", 5, temperature=0)
+    assert made == model.generate(b"abc", 5, temperature=1e-40, seed=1)
+    for place in range(3, 8):
+        assert made[place] == model(torch.tensor([[*made[:place]]])).logits[0, -1].argmax()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((b"", 3), {}, "prompt: expected at least one byte"),
+        (("abc", 3), {}, "prompt: expected bytes, got str"),
+        ((b"abc", -1), {}, "num_bytes: expected at least 0, got -1"),
+        ((b"abc", 1.5), {}, "num_bytes: expected an int, got float"),
+        ((b"abc", 3), {"temperature": -1}, "temperature: expected a finite number of at least 0, got -1"),
+        ((b"abc", 3), {"temperature": math.nan}, "temperature: expected a finite number of at least 0, got nan"),
+        ((b"abc", 3), {"temperature": "hot"}, "temperature: expected a number, got str"),
+        ((b"abc", 3), {"seed": None}, "seed: expected an int, got NoneType"),
+    ],
+)
+def test_bad_arguments_of_generate(
+    arguments: tuple[Any, ...], options: dict[str, Any], message: str, model: GPT
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        model.generate(*arguments, **options)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ import torch
 Run = Callable[..., tuple[int, str]]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 Start = Callable[..., subprocess.Popen[str]]
+AtStep = Callable[[int, Callable[[], object]], None]
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
@@ -79,22 +84,14 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_bit(
     ],
 )
 def test_resume_from_the_middle(
-    options: str, tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path, script: Any, monkeypatch: Any
+    options: str, tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path, at_step: AtStep
 ) -> None:
     """Ten steps and ten steps are twenty, where a router has a state of its own too."""
     assert run(*tiny, *options.split(), "--out", tmp_path, "--name", "whole")[0] == 0
-    whole_step = script.Trainer.train_step
-
-    def step_and_interrupt(trainer: Any) -> Any:
-        if trainer.step == 9:
-            signal.raise_signal(signal.SIGINT)
-        return whole_step(trainer)
-
-    monkeypatch.setattr(script.Trainer, "train_step", step_and_interrupt)
+    at_step(9, interrupt)
     code, printed = run(*tiny, *options.split(), "--out", tmp_path, "--name", "cut")
     assert code == 0
     assert "stopped after step 10 of 20" in printed
-    monkeypatch.undo()
     torch.manual_seed(123)  # whatever state the process is in
     device = ["--device", "cuda"] if "cuda" in options else ["--device", "cpu"]
     assert run("--resume", "--out", tmp_path, *device)[0] == 0
@@ -153,7 +150,17 @@ def test_a_finished_run_is_left_alone(finished: Path, tiny: list[str], run: Run)
         (["--top-k", "9"], "top_k: expected at most num_experts=4, got 9"),
         (["--heads", "3"], r"d_model: expected a multiple of 2 \* heads = 6, got 32"),
         (["--steps", "0"], "steps: expected at least 1, got 0"),
+        (["--clip", "0"], "clip: expected a number above 0, got 0.0"),
+        (["--seed", str(2**64)], r"seed: expected an int in \[0, 4294967296\), got"),
+        (["--router", "aux-free"], "router: expected one of .*, got 'aux-free'; did you mean 'aux_free'?"),
+        (["--device", "foo"], "device: expected one of cpu.* on this machine, got 'foo'"),
+        (["--device", "cuda:99"], "device: expected one of cpu.* on this machine, got 'cuda:99'"),
+        (["--name", "a/b"], "name: expected a folder's name, .*, got 'a/b'"),
+        (["--out", "{tmp}/empty/nothing.txt"], "out: expected a folder that runs can be made in, got .*nothing.txt"),
+        (["--data", "/dev/null"], "data: expected a file or a folder that can be read, got /dev/null"),
+        (["--data", ""], "data: expected a file or a folder, got ''"),
         (["--resume"], "checkpoint: .* has no unfinished run"),
+        (["--resume", "--preset", "hopper"], "preset: expected none with --resume, .*, got 'hopper'"),
         (["--resume", "--name", "missing"], "checkpoint: .*missing.* cannot be read"),
     ],
 )
@@ -164,9 +171,9 @@ def test_bad_options_are_said(options: list[str], message: str, tiny: list[str],
     (tmp_path / "binary" / "a.bin").write_bytes(bytes(range(256)) * 100)
     filled = [option.format(tmp=tmp_path) for option in options]
     base = [] if "--resume" in options else tiny
-    code, printed = run(*base, *filled, "--out", tmp_path / "runs")
+    code, printed = run(*base, "--out", tmp_path / "runs", *filled)
     assert code == 2
-    assert re.search(f"^error: {message}", printed), printed
+    assert re.fullmatch(f"error: {message}.*\n", printed), printed
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,0 +1,185 @@
+"""The settings of scripts/train_lm.py: each with its default, what it may be, and what it does, in one place.
+
+    Config(router="aux_free", steps=300)    # checked here, and from the command line, alike
+    python -m scripts.train_lm --help       # is made from these lines too
+
+argparse is enough for that: it reads the fields of a dataclass, so a library such as typer would add a dependency and a second
+place to declare an option, and would still not check what Python code passes to ``Config``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blazeproto.autograd import SavePolicy
+from blazeproto.router import ROUTERS
+from blazeproto.runtime import checks
+
+# ---- what a setting may be ---------------------------------------------------------------------------------------
+
+
+def check(field: dataclasses.Field[Any], value: object) -> None:
+    """TypeError or ValueError unless ``value`` is one that the setting may have."""
+    kind, interval = type(field.default), field.metadata["interval"]
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{field.name}: expected {_article(kind)}, got {value!r}")
+    if field.metadata["names"]:
+        checks.one_of(field.name, value, field.metadata["names"])
+    if interval and not _inside(value, interval):
+        raise ValueError(f"{field.name}: expected {in_words(kind, interval)}, got {value}")
+
+
+def _inside(value: Any, interval: str) -> bool:
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    return (value > low or (value == low and interval[0] == "[")) and (
+        value < high or (value == high and interval[-1] == "]")
+    )
+
+
+def in_words(kind: type, interval: str) -> str:
+    """ "at least 1", "a finite number above 0", "an int in [0, 10)"."""
+    low, high = interval[1:-1].split(", ")
+    if high != "inf":
+        return f"{_article(kind)} in {interval}"
+    if kind is int:
+        return f"at least {low}"
+    return (
+        f"a {'' if interval[-1] == ']' else 'finite '}number {'above' if interval[0] == '(' else 'of at least'} {low}"
+    )
+
+
+def _article(kind: type) -> str:
+    return {int: "an int", float: "a number", bool: "True or False", str: "a string"}[kind]
+
+
+def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str] = ()) -> Any:
+    """A field of a settings class.
+
+    default: its type is the setting's.  text: what it does.  interval: where a number may lie, as mathematics writes it:
+    "[0, 1)" has 0 and not 1, "(0, inf]" has infinity.  names: the strings that there are, if not all are right.
+    """
+    return dataclasses.field(default=default, metadata={"text": text, "interval": interval, "names": tuple(names)})
+
+
+# ---- the settings ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The model's sizes, and how its MoE layers run (see :class:`blazeproto.layer.MoE`).
+
+    Raises:
+        TypeError, ValueError: a setting is of another type, or outside its range; or two do not fit each other.
+    """
+
+    layers: int = setting(4, "blocks of attention and experts", "[1, inf)")
+    d_model: int = setting(128, "the model's width, a multiple of 2 * heads", "[1, inf)")
+    heads: int = setting(4, "of attention, d_model / heads numbers each", "[1, inf)")
+    context: int = setting(256, "positions that the model can look at", "[1, inf)")
+    d_expert: int = setting(128, "an expert's width", "[1, inf)")
+    num_experts: int = setting(8, "of each layer", "[1, inf)")
+    top_k: int = setting(2, "experts a token, at most num_experts", "[1, inf)")
+    dropout: float = setting(0.0, "share of the residual's additions that training leaves out", "[0, 1)")
+    router: str = setting("top_k", "how tokens choose experts, see docs/routers.md", names=[*ROUTERS])
+    backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
+    save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check(field, getattr(self, field.name))
+        if self.d_model % (2 * self.heads):
+            raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class Config(GPTConfig):
+    """Every setting of a run, and option of the command line. The defaults are the CPU preset."""
+
+    bf16: bool = setting(False, "autocast; weights and optimizer stay fp32")
+    # optimizer
+    steps: int = setting(560, "updates of the weights", "[1, inf)")
+    batch: int = setting(8, "sequences of context bytes a step", "[1, inf)")
+    lr: float = setting(3e-3, "learning rate after the warmup", "(0, inf)")
+    warmup: int = setting(50, "steps in which the learning rate rises", "[1, inf)")
+    final_lr: float = setting(0.05, "the learning rate at the end of the cosine, as a share of lr", "[0, 1]")
+    weight_decay: float = setting(0.1, "AdamW's, of matrices", "[0, inf)")
+    beta2: float = setting(0.95, "AdamW's memory of squared gradients", "[0, 1)")
+    clip: float = setting(1.0, "largest norm of the gradient; inf clips nothing", "(0, inf]")
+    seed: int = setting(0, "of weights, batches, dropout and the sample", "[0, 4294967296)")
+    # data, and how often to look
+    data: str = setting("", "a file or a folder of text; without it, the standard library of this Python")
+    val_every: int = setting(80, "steps between validations", "[1, inf)")
+    val_bytes: int = setting(1 << 15, "of held-out text that is validated on, spread over all of it", "[1, inf)")
+    log_every: int = setting(10, "steps between lines of numbers", "[1, inf)")
+    checkpoint_every: int = setting(280, "steps between checkpoints", "[1, inf)")
+
+
+PRESETS = {
+    "cpu": Config(),
+    "hopper": Config(
+        layers=8,
+        d_model=512,
+        heads=8,
+        context=1024,
+        d_expert=256,
+        num_experts=64,
+        top_k=4,
+        dropout=0.1,
+        bf16=True,
+        steps=1200,
+        batch=64,
+        lr=1e-3,
+        warmup=100,
+        val_every=100,
+        val_bytes=1 << 20,
+        checkpoint_every=1000,
+    ),
+}
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each setting, None where it isn't given. Its help says what it may be, and its defaults."""
+    for field in dataclasses.fields(Config):
+        kind, flag = type(field.default), "--" + field.name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_help(field))
+        else:
+            letter = {int: "N", float: "X", str: "NAME"}[kind]
+            parser.add_argument(flag, type=_reader(kind), metavar=letter, help=_help(field))
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    defaults = {name: getattr(preset, field.name) for name, preset in PRESETS.items()}
+    notes = [in_words(type(field.default), interval)] if (interval := field.metadata["interval"]) else []
+    notes += [", ".join(names)] if (names := field.metadata["names"]) else []
+    if len(set(defaults.values())) > 1:
+        notes.append("default " + ", ".join(f"{_shown(value)} ({name})" for name, value in defaults.items()))
+    elif field.default != "":
+        notes.append(f"default {_shown(field.default)}")
+    return (field.metadata["text"] + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
+
+
+def _shown(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    """What makes a setting of a word; what the setting may be is left to `check`."""
+
+    def read(word: str) -> Any:
+        try:
+            return kind(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {_article(kind)}, got {word!r}") from None
+
+    return read

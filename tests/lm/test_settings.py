@@ -1,0 +1,59 @@
+"""scripts/lm/settings.py: the same checks for the command line and for Python, and a help that says them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from scripts.lm.settings import PRESETS, Config, add_options, in_words
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("steps", 0, "steps: expected at least 1, got 0"),
+    ("clip", -1.0, "clip: expected a number above 0, got -1.0"),
+    ("clip", math.nan, "clip: expected a number above 0, got nan"),
+    ("lr", 0.0, "lr: expected a finite number above 0, got 0.0"),
+    ("lr", math.inf, "lr: expected a finite number above 0, got inf"),
+    ("final_lr", -3.0, "final_lr: expected a number in [0, 1], got -3.0"),
+    ("weight_decay", -1.0, "weight_decay: expected a finite number of at least 0, got -1.0"),
+    ("beta2", 1.0, "beta2: expected a number in [0, 1), got 1.0"),
+    ("dropout", 1.0, "dropout: expected a number in [0, 1), got 1.0"),
+    ("seed", 2**32, "seed: expected an int in [0, 4294967296), got 4294967296"),
+    ("top_k", 9, "top_k: expected at most num_experts=8, got 9"),
+    ("heads", 3, "d_model: expected a multiple of 2 * heads = 6, got 128"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_a_setting_outside_its_range_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Config(**{name: value})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 2.0), ("steps", True), ("lr", "1"), ("bf16", 1), ("data", None)])
+def test_a_setting_of_another_type_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected .*, got {value!r}"):
+        Config(**{name: value})
+
+
+def test_the_ends_of_ranges() -> None:
+    Config(clip=math.inf, final_lr=0.0, beta2=0.0, dropout=0, seed=2**32 - 1, weight_decay=0)
+    Config(final_lr=1)
+
+
+def test_help_says_the_range_and_the_default_of_every_setting() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    helps = {action.dest: str(action.help).replace("%%", "%") for action in parser._actions}
+    for field in dataclasses.fields(Config):
+        text, interval = helps[field.name], field.metadata["interval"]
+        assert text.startswith(field.metadata["text"])
+        assert not interval or in_words(type(field.default), interval) in text
+        assert all(name in text for name in field.metadata["names"])
+        if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
+            assert interval, f"{field.name}: a number has a range"
+            assert all(str(getattr(preset, field.name)) in text for preset in PRESETS.values())

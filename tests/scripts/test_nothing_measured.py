@@ -1,0 +1,107 @@
+"""What measures nothing, or only a part, says so and leaves committed results, tables and pictures as they are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench import common, layer
+from scripts.checks import gpu_check
+from scripts.lm import compare_routers
+
+NEED_A_GPU = {
+    "scripts.bench.dispatch": [],
+    "scripts.bench.layer": [],
+    "scripts.bench.products": [],
+    "scripts.bench.rounding": [],
+    "scripts.checks.fuzz": [],
+    "scripts.checks.gpu_check": ["--steps", "fuzz"],
+    "scripts.checks.same_bits": ["--package-root", ".", "--out", "{tmp}/hashes.json"],
+    "scripts.checks.sanitize_target": [],
+    "scripts.lm.compare_backends": ["--train", "--results", "{tmp}/curves.json"],
+}
+
+
+@pytest.mark.parametrize("name", NEED_A_GPU)
+def test_without_a_gpu_there_is_one_line_and_no_file(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    module = importlib.import_module(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if hasattr(module, "RESULTS"):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in NEED_A_GPU[name])])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 2
+    expected = "error: needs a CUDA device of compute capability 9.0, there is none; nothing was run\n"
+    assert "".join(capfd.readouterr()) == expected
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("scripts.bench.layer", ["--configs", "24"], "argument --configs: expected numbers from 1 to 23"),
+        ("scripts.bench.layer", ["--peers", "sonik"], "--peers: expected some of"),
+        ("scripts.bench.products", ["--products", "up"], "--products: expected some of"),
+        ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
+        ("scripts.bench.cpu", ["--tokens", "-1"], "argument --tokens: expected"),
+        ("scripts.bench.plot_results", ["--results", "{tmp}"], "--results: expected a folder of results"),
+        (
+            "scripts.checks.sanitize_target",
+            ["--parts", "layer"],
+            "--parts: expected some of layers, dispatches, choices",
+        ),
+        ("scripts.checks.same_bits", ["--compare", "{tmp}/a", "{tmp}/b"], "--compare: expected two files"),
+        ("scripts.lm.compare_backends", ["--results", "{tmp}/none"], "--results: expected the losses of two runs"),
+        ("scripts.lm.compare_routers", ["--runs", "{tmp}"], "--runs: expected runs router-NAME that have ended"),
+    ],
+)
+def test_odd_options_are_said_in_one_line(
+    name: str,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, *(word.format(tmp=tmp_path) for word in words)])
+    before = compare_routers.PAGE.read_bytes()
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {message}") and printed.count("\n") == 1
+    assert compare_routers.PAGE.read_bytes() == before
+
+
+def test_a_benchmark_of_a_part_leaves_the_whole_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    (tmp_path / "rounding.json").write_text("whole")
+    for whole in (False, True):
+        common.write_json(common.part_file("rounding"), {"rows": [whole]})
+        assert (tmp_path / "rounding.json").read_text() == "whole"
+        file = common.finished("rounding", whole=whole)
+        assert json.loads(file.read_text()) == {"rows": [whole]}
+    assert [path.name for path in tmp_path.iterdir()] == ["rounding.json"]
+
+
+def test_rows_that_are_not_measured_again_stay() -> None:
+    earlier = {"measured": "then", "sources_sha256": "a", "rows": [{"cfg": 1}], "skew": [3]}
+    record = layer.resumed({"measured": "now", "sources_sha256": "a", "rows": []}, earlier, again=True)
+    mark = {"measured": "then", "sources_sha256": "a"}
+    assert record["rows"] == [{"other_sources": mark, "cfg": 1}] and record["skew"] == [3]
+
+
+def test_checks_that_are_not_run_again_stay() -> None:
+    earlier = {"sources_sha256": "a", "steps": {"fuzz": {"outcome": "ok"}}}
+    assert gpu_check.kept_steps(earlier, "a") == {"fuzz": {"outcome": "ok"}}
+    kept = gpu_check.kept_steps(earlier, "b")
+    assert kept == {"fuzz": {"outcome": "ok", "other_sources": "a"}}
+    assert gpu_check.kept_steps({"sources_sha256": "c", "steps": kept}, "b") == kept
