@@ -51,8 +51,8 @@ class MoE(nn.Module):
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
             of its experts' weights are then float32 sums, never rounded to x's dtype, to be added up over micro-batches.
 
-    Parameters, in the layout of the fused experts in Hugging Face's transformers (Mixtral, Qwen3-MoE, DeepSeek-V3), whose keys
-    have to be renamed; gpt-oss has its weights transposed, gate and up rows taking turns:
+    Parameters, shaped as in Hugging Face transformers 5 (Mixtral, Qwen3-MoE, DeepSeek-V3); a checkpoint's keys must be renamed,
+    and gpt-oss's weights rearranged (docs/glossary.md):
         gate_up_proj (E, 2n, d), gate rows then up rows; without a gate up_proj (E, n, d)
         down_proj (E, d, n)
         gate_up_proj_bias (E, 2n) or up_proj_bias (E, n), down_proj_bias (E, d)

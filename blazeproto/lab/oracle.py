@@ -182,7 +182,6 @@ def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None
 class Arithmetic:
     dtype: torch.dtype  # of sums
     rounds: bool  # results to bf16
-    rounds_before_bias: bool = False  # the product too, before a bias is added: as the torch backend does
 
     def round(self, value: Tensor) -> Tensor:
         return value.bfloat16() if self.rounds else value
@@ -191,7 +190,6 @@ class Arithmetic:
         """product (rows, m) + bias[expert of row], bias (E, m), rounded."""
         if bias is None:
             return self.round(product)
-        product = self.round(product) if self.rounds_before_bias else product
         return self.round(product.to(self.dtype) + bias[case.row_expert])
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
@@ -243,7 +241,6 @@ def _add_in_one_order(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 EXACT = Arithmetic(torch.float64, rounds=False)
 YARDSTICK = Arithmetic(torch.float32, rounds=True)
-YARDSTICK_OF_TORCH = Arithmetic(torch.float32, rounds=True, rounds_before_bias=True)
 
 
 def evaluate(arithmetic: Arithmetic, case: Case, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -32,7 +32,6 @@ from blazeproto.lab.oracle import (
     EXACT,
     ROUTINGS,
     YARDSTICK,
-    YARDSTICK_OF_TORCH,
     Shape,
     evaluate,
     make_case,
@@ -51,7 +50,7 @@ SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
 FP32_NOISE_OF_CHAINS = 2.0**-8
 # Limits that few values are near: the slope jumps there, and a rounded value may lie on the other side than the exact one.
 CLAMPED = [clamped_swiglu(limit, alpha) for limit, alpha in ((7.0, 1.702), (2.5, 1.3), (4.0, -0.7))]
-YARDSTICKS = {"hopper": YARDSTICK, "torch": YARDSTICK_OF_TORCH}  # of moe_mlp's backends
+BACKENDS = ["hopper", "torch"]  # of moe_mlp
 # (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.
 EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]
 
@@ -165,7 +164,8 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     names = ["dx", "d_up", "d_down", "d_scores"] + (["d_up_bias", "d_down_bias"] if case_options["biases"] else [])
     leaves = [t for t in leaves if t is not None]
     lines: list[str] = []
-    for backend in YARDSTICKS:
+    yardstick = evaluate(YARDSTICK, case)
+    for backend in BACKENDS:
         out = moe_mlp(x, up, down, scores, ids, up_bias=up_bias, down_bias=down_bias, backend=backend, **options)
         gradients = torch.autograd.grad(out, leaves, case.d_out)
         result = {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
@@ -173,7 +173,6 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
         if result["d_scores"][made.token_index_map < 0].any():
             lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
         pool = Pool()
-        yardstick = evaluate(YARDSTICKS[backend], case)
         pool.add_all(result, yardstick, {name: exact[name] for name in result})
         for failure in pool.failures(SINGLE_RUN_SLACK[backend], FP32_NOISE_OF_CHAINS):
             output = failure.partition(":")[0]
@@ -200,7 +199,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
-    "experts": Part(draw_experts, kernels_of_experts, check_experts, (*YARDSTICKS,)),
+    "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
 }
 
 
