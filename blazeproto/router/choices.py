@@ -10,8 +10,9 @@ number from host integers alone, so every shape is known before a kernel runs an
     Hash             a fixed pseudo-random function of the token id                                 Roller et al. 2021
 """
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +25,7 @@ RoundingRule = Literal["nr_f", "sr_f", "nr_s", "balance_f", "up", "down"]
 Priority = Literal["slot", "token", "score"]
 
 _MASK_32 = 0xFFFFFFFF
+_WORDS, _WIDE_WORDS = (torch.float32, torch.int32, 30), (torch.float64, torch.int64, 62)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,12 +61,14 @@ def chosen_first_keys(scores: Tensor, chosen: Tensor) -> Tensor:
     """Algorithm 4 (3), S': keys (T, E) that rank the tokens that chose an expert first, by score in both parts.
 
     The paper subtracts one from the other tokens' scores in [0, 1]. Here the order is exact however small the scores:
-    non-negative fp32 numbers sort like their bit patterns, which up to 1.0 leave bit 30 free to say "chosen".
-    A NaN token stands first where it chose (dropping it would hide the NaN) and last elsewhere. Returns int32.
+    non-negative floating-point numbers sort like their bit patterns, which up to 1.0 leave the second highest bit free to
+    say "chosen". A NaN token stands first where it chose (dropping it would hide the NaN) and last elsewhere.
+    Returns int32, for float64 scores int64.
     """
     filled = torch.where(scores.isnan(), chosen.to(scores.dtype), scores)
-    bits = filled.to(torch.float32).contiguous().view(torch.int32)
-    return bits + chosen.to(torch.int32) * (1 << 30)
+    wide, word, free_bit = _WIDE_WORDS if scores.dtype == torch.float64 else _WORDS
+    bits = filled.to(wide).contiguous().view(word)
+    return bits + chosen.to(word) * (1 << free_bit)
 
 
 def rounded_counts(
@@ -80,6 +84,7 @@ def rounded_counts(
 
     counts (E,) integers: the tokens that chose each expert; sorted_scores (E, T), for ``nr_s`` alone: every expert's
     scores in the order of `chosen_first_keys`. Returns (E,) int64, each the multiple below or above its count.
+    generator: what ``sr_f`` and ``nr_s`` draw from, one fp32 number an expert; default: torch's for the device.
     Rules, SonicMoE appendix E.2 (M the tile, f the count):
 
     - ``nr_f``       up where that is nearer; down on a tie.
@@ -98,8 +103,7 @@ def rounded_counts(
     if rule == "nr_f":
         up = ceil - counts < counts - floor
     elif rule == "sr_f":
-        draw = torch.rand(counts.shape, device=counts.device, generator=generator)
-        up = draw * tile < counts - floor
+        up = _draw(counts, generator) * tile < counts - floor
     elif rule == "nr_s":
         if sorted_scores is None:
             raise ValueError("rounded_counts: rule 'nr_s' needs sorted_scores (E, T), got None")
@@ -108,8 +112,7 @@ def rounded_counts(
         last_tile = torch.where(in_last_tile, sorted_scores.detach().nan_to_num(), 0.0)
         total = last_tile.sum(dim=1)
         chosen = torch.where(place < counts[:, None], last_tile, 0.0).sum(dim=1)
-        draw = torch.rand(counts.shape, device=counts.device, generator=generator)
-        up = draw * total < chosen
+        up = _draw(counts, generator) * total < chosen
     elif rule == "balance_f":
         # Algorithm 6 keeps an accumulator z of the rounding errors and takes the choice that leaves |z| smaller. Since
         # z + (sum of counts so far) is then the multiple of M nearest to that sum (the lower one on a tie), rounding
@@ -120,6 +123,11 @@ def rounded_counts(
     else:
         up = torch.full_like(fits, rule == "up")
     return torch.where(up & fits, ceil, floor)
+
+
+def _draw(counts: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A number in [0, 1) for each expert, in fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1."""
+    return torch.rand(counts.shape, device=counts.device, dtype=torch.float32, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -136,8 +144,9 @@ class TokenRounding:
     eval_top_k: bool = True  # §6.3.1: plain token choice when not training
 
     def __post_init__(self) -> None:
-        checks.integer("tile", self.tile, least=1)
+        object.__setattr__(self, "tile", checks.integer("tile", self.tile, least=1))
         checks.one_of("rule", self.rule, get_args(RoundingRule))
+        checks.boolean("eval_top_k", self.eval_top_k)
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
         padding = {  # the most rows that rounding can add
@@ -147,15 +156,24 @@ class TokenRounding:
         }.get(self.rule, num_experts * (self.tile - 1))
         return min(num_tokens * top_k + padding, num_tokens * num_experts)
 
-    def __call__(self, scores: Tensor, experts: Tensor) -> Tensor:
-        """scores (T, E) in [0, 1], experts (T, K) by token choice; returns the mask (T, E) of the pairs that run."""
+    def __call__(self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """scores (T, E) in [0, 1], experts (T, K) by token choice; returns the mask (T, E) of the pairs that run.
+
+        generator: what ``sr_f`` and ``nr_s`` draw from; default: torch's for the device.
+        """
         scores = scores.detach()
         num_tokens, num_experts = scores.shape
         chosen = choice_mask(experts, num_experts)
         order = rank_tokens(chosen_first_keys(scores, chosen))
         sorted_scores = scores.t().gather(1, order) if self.rule == "nr_s" else None
-        counts = chosen.sum(dim=0)
-        counts = rounded_counts(counts, self.tile, self.rule, num_tokens=num_tokens, sorted_scores=sorted_scores)
+        counts = rounded_counts(
+            chosen.sum(dim=0),
+            self.tile,
+            self.rule,
+            num_tokens=num_tokens,
+            sorted_scores=sorted_scores,
+            generator=generator,
+        )
         return keep_first(order, counts)
 
 
@@ -164,12 +182,34 @@ class TokenRounding:
 
 
 def expert_capacity(num_tokens: int, num_experts: int, top_k: int, factor: float) -> int:
-    """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3)."""
-    return min(num_tokens, math.ceil(factor * num_tokens * top_k / num_experts))
+    """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3).
+
+    Exact: a float counts as the decimal that Python prints for it, so that 1.1 times 10 is 11. (The float nearest to 1.1 is
+    a little larger, and would round up to 12.)
+    """
+    return ExpertChoice(factor).capacity(num_tokens, num_experts, top_k)
+
+
+class _WithCapacity:
+    """What `ExpertChoice` and `Capacity` share."""
+
+    capacity_factor: float
+    eval_top_k: bool
+    _factor: tuple[int, int]  # the capacity factor's numerator and denominator
+
+    def __post_init__(self) -> None:
+        checks.number("capacity_factor", self.capacity_factor, above=0)
+        checks.boolean("eval_top_k", self.eval_top_k)
+        object.__setattr__(self, "_factor", Fraction(str(self.capacity_factor)).as_integer_ratio())
+
+    def capacity(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        """`expert_capacity` with this choice's factor. In integers alone, which torch.compile can trace."""
+        numerator, denominator = self._factor
+        return min(num_tokens, -(-numerator * num_tokens * top_k // (denominator * num_experts)))
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
+class ExpertChoice(_WithCapacity):
     """Experts choose tokens: Zhou et al. 2022, "Mixture-of-experts with expert choice routing", §3.2.
 
     Each expert takes its ``capacity_factor * T * K / E`` best tokens by score, so the load is even by construction and
@@ -180,31 +220,29 @@ class ExpertChoice:
     capacity_factor: float = 1.0
     eval_top_k: bool = True
 
-    def __post_init__(self) -> None:
-        _check_positive("capacity_factor", self.capacity_factor)
-
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
-        return num_experts * expert_capacity(num_tokens, num_experts, top_k, self.capacity_factor)
+        return num_experts * self.capacity(num_tokens, num_experts, top_k)
 
     def __call__(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores (T, E), experts (T, K) of which only K counts; returns the mask (T, E). NaN tokens rank first."""
         num_tokens, num_experts = scores.shape
         keys = scores.detach()
         keys = torch.where(keys.isnan(), torch.inf, keys)
-        capacity = expert_capacity(num_tokens, num_experts, experts.shape[1], self.capacity_factor)
+        capacity = self.capacity(num_tokens, num_experts, experts.shape[1])
         counts = torch.full((num_experts,), capacity, device=scores.device)
         return keep_first(rank_tokens(keys), counts)
 
 
 @dataclass(frozen=True)
-class Capacity:
+class Capacity(_WithCapacity):
     """Token choice with at most ``capacity_factor * T * K / E`` tokens an expert; what overflows is dropped.
 
     GShard (Lepikhin et al. 2021) §2.2 and Switch Transformer (Fedus et al. 2022) §2.2. Who stays, by ``priority``:
 
     - ``slot``   all first choices before any second choice, by token within each (GShard Algorithm 1).
     - ``token``  by token; a token's choices together.
-    - ``score``  the highest scores (batch prioritised routing, Riquelme et al. 2021, V-MoE §4.1).
+    - ``score``  all first choices before any second choice; within each, tokens by their largest score, ties to the lower
+      token (batch prioritised routing: Riquelme et al. 2021, V-MoE §4.1, Algorithm 2). A NaN token comes first.
     """
 
     capacity_factor: float = 1.25
@@ -212,11 +250,11 @@ class Capacity:
     eval_top_k: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("capacity_factor", self.capacity_factor)
+        super().__post_init__()
         checks.one_of("priority", self.priority, get_args(Priority))
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
-        capacity = expert_capacity(num_tokens, num_experts, top_k, self.capacity_factor)
+        capacity = self.capacity(num_tokens, num_experts, top_k)
         return min(num_tokens * top_k, num_experts * capacity)
 
     def __call__(self, scores: Tensor, experts: Tensor) -> Tensor:
@@ -224,14 +262,17 @@ class Capacity:
         num_tokens, num_experts = scores.shape
         top_k = experts.shape[1]
         chosen = choice_mask(experts, num_experts)
-        if self.priority == "slot":
-            slot = torch.arange(top_k, device=experts.device).expand_as(experts)
-            keys = torch.full_like(chosen, -top_k, dtype=torch.int64).scatter(1, experts.long(), -slot)
-        elif self.priority == "token":
-            keys = chosen.to(torch.int32)
-        else:
-            keys = chosen_first_keys(scores.detach(), chosen)
-        capacity = expert_capacity(num_tokens, num_experts, top_k, self.capacity_factor)
+        place = torch.arange(num_tokens, device=experts.device)  # of a token among all
+        if self.priority == "score":
+            largest = scores.detach().amax(dim=1)
+            largest = torch.where(largest.isnan(), torch.inf, largest)
+            by_score = torch.sort(largest, descending=True, stable=True).indices
+            place = torch.zeros_like(place).scatter(0, by_score, place)
+        places = place[:, None].expand_as(experts)
+        if self.priority != "token":
+            places = places + num_tokens * torch.arange(top_k, device=experts.device)
+        keys = torch.full_like(chosen, -num_tokens * top_k, dtype=torch.int64).scatter(1, experts.long(), -places)
+        capacity = self.capacity(num_tokens, num_experts, top_k)
         return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=capacity))
 
 
@@ -260,6 +301,9 @@ class Hash:
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", checks.integer("seed", self.seed))
+
     def __call__(self, token_ids: Tensor, num_experts: int, top_k: int) -> Tensor:
         """K distinct experts of each token id: token_ids (T,) integers; returns (T, K) int32."""
         expert = torch.arange(num_experts, device=token_ids.device)
@@ -284,18 +328,21 @@ CHOICES: dict[str, type[Choice]] = {
 
 def make_choice(name: str, **options: Any) -> Choice | None:
     """The choice of this name, with its options; None for ``"top_k"``, which has none."""
-    if name == "top_k":
-        if options:
-            raise TypeError(f"choose='top_k' takes no options, got {sorted(options)}")
-        return None
+    check_options(name, options)
+    return None if name == "top_k" else CHOICES[name](**options)
+
+
+def check_options(name: str, options: Iterable[str], keywords: Iterable[str] = ()) -> None:
+    """ValueError unless there is a choice of this name, TypeError for an option that it does not take.
+
+    keywords: further names that may have been meant, those of `Router`.
+    """
     checks.one_of("choose", name, ("top_k", *CHOICES))
-    kind = CHOICES[name]
-    known = {field.name for field in fields(kind)}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"choose={name!r} takes the options {sorted(known)}, got {unknown}")
-    return kind(**options)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+    options_of = {other: [field.name for field in fields(kind)] for other, kind in CHOICES.items()} | {"top_k": []}
+    for option in options:
+        if option in options_of[name]:
+            continue
+        owner = next((other for other, names in options_of.items() if option in names), None)
+        hint = f"; choose={owner!r} takes it" if owner else checks.nearest(option, [*options_of[name], *keywords])
+        takes = f"the options {', '.join(options_of[name])}" if options_of[name] else "no options"
+        raise TypeError(f"{option}: unknown keyword (choose={name!r} takes {takes}){hint}")

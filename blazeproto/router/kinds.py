@@ -10,11 +10,17 @@ from typing import Literal, get_args
 Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
 
-# Added to a sum of scores before dividing by it: all K sigmoid scores of a token may underflow to zero.
-TINY = 1e-20
-
 
 def renormalizes(score: str, renormalize: bool | None) -> bool:
     """Whether a token's scores are divided by their sum: as asked for; where nothing is asked, sigmoid scores (DeepSeek-V3
     eq. 13). topk_softmax sums to one by itself."""
     return score == "sigmoid" if renormalize is None else bool(renormalize)
+
+
+def sums_to_one(score: str, renormalize: bool | None) -> bool:
+    """Whether a token's scores sum to one before scaling.
+
+    They are then a softmax over its chosen experts: of their logits, or of the logarithms of their sigmoids. So they are
+    computed, never by dividing scores by a sum, which underflows where the chosen logits lie far below 0 or below others.
+    """
+    return score == "topk_softmax" or renormalizes(score, renormalize)

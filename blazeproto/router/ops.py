@@ -14,8 +14,8 @@ from torch import Tensor
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import define
 from blazeproto.router import topk
-from blazeproto.router.kinds import TINY
-from blazeproto.router.scoring import dense_scores, gathered_scores, selection_keys
+from blazeproto.router.kinds import sums_to_one
+from blazeproto.router.scoring import dense_scores, gathered_scores, log_scores, selection_keys
 
 
 @define(
@@ -97,16 +97,19 @@ def route_top_k_backward(
         made: Tensor = topk.topk_route_backward(logits, experts, d_scores.contiguous(), **options)
         return made
     index = experts.long()
-    dense = dense_scores(logits, score)
-    chosen = dense.gather(1, index)
     d_chosen = d_scores * scale
-    if renormalize or score == "topk_softmax":  # a softmax over a subset is the whole one, renormalised
-        total = chosen.sum(dim=1, keepdim=True) + TINY
-        d_chosen = (d_chosen - (d_chosen * chosen).sum(dim=1, keepdim=True) / total) / total
+    if sums_to_one(score, renormalize):
+        chosen = logits.gather(1, index)
+        share = torch.softmax(log_scores(chosen, score), dim=1)
+        d_chosen = share * (d_chosen - (d_chosen * share).sum(dim=1, keepdim=True))
+        if score == "sigmoid":
+            d_chosen = d_chosen * torch.sigmoid(-chosen)  # the slope of log(sigmoid)
+        return torch.zeros_like(logits).scatter(1, index, d_chosen)
+    dense = dense_scores(logits, score)
     d_dense = torch.zeros_like(dense).scatter(1, index, d_chosen)
     if score == "sigmoid":
         return d_dense * dense * (1 - dense)
-    return dense * (d_dense - (d_chosen * chosen).sum(dim=1, keepdim=True))
+    return dense * (d_dense - (d_chosen * dense.gather(1, index)).sum(dim=1, keepdim=True))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

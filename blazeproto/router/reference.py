@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.router.kinds import TINY, renormalizes
+from blazeproto.router.kinds import sums_to_one
 
 
 def topk_route(
@@ -26,7 +26,10 @@ def topk_route(
     logits = np.where(finite, logits, 0)  # ties throughout: experts 0 … K-1
     keys = logits if bias is None else np.where(finite, _sigmoid(logits) + bias, 0)
     experts = np.argsort(-keys, axis=1, kind="stable")[:, :top_k].astype(np.int32)
-    scores, _, _ = _scores(logits, experts, score, renormalize)
+    if sums_to_one(score, renormalize):
+        scores = _softmax(_log_scores(np.take_along_axis(logits, experts, axis=1), score))
+    else:
+        scores = np.take_along_axis(_dense_scores(logits, score), experts, axis=1)
     return np.where(finite, scores * logits.dtype.type(scale), np.nan).astype(logits.dtype), experts
 
 
@@ -44,37 +47,39 @@ def topk_route_backward(
     """d_logits (T, E) from d_scores (T, K); see `blazeproto.router.topk_route_backward`."""
     finite = np.isfinite(logits).all(axis=1, keepdims=True)
     logits = np.where(finite, logits, 0)
-    scores, total, dense = _scores(logits, experts, score, renormalize)
-    gradient = d_scores * scale
-    if total is not None:
-        gradient = (gradient - (gradient * scores).sum(axis=1, keepdims=True)) / total
-    d_dense = np.zeros_like(dense)
-    np.put_along_axis(d_dense, experts, gradient.astype(dense.dtype), axis=1)
-    if score == "sigmoid":
-        d_logits = d_dense * dense * (1 - dense)
+    gradient = (d_scores * scale).astype(logits.dtype)
+    given = np.zeros_like(logits)  # by expert; 0 for those not chosen
+    if sums_to_one(score, renormalize):
+        chosen = np.take_along_axis(logits, experts, axis=1)
+        share = _softmax(_log_scores(chosen, score))
+        gradient = share * (gradient - (gradient * share).sum(axis=1, keepdims=True))
+        if score == "sigmoid":
+            gradient = gradient * _sigmoid(-chosen)  # the slope of log(sigmoid)
+        np.put_along_axis(given, experts, gradient, axis=1)
+        d_logits = given
     else:
-        d_logits = dense * (d_dense - (d_dense * dense).sum(axis=1, keepdims=True))
+        np.put_along_axis(given, experts, gradient, axis=1)
+        dense = _dense_scores(logits, score)
+        if score == "sigmoid":
+            d_logits = given * dense * (1 - dense)
+        else:
+            d_logits = dense * (given - (given * dense).sum(axis=1, keepdims=True))
     return np.where(finite, d_logits, 0).astype(logits.dtype)
 
 
-def _scores(
-    logits: np.ndarray, experts: np.ndarray, score: str, renormalize: bool | None
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """The chosen experts' scores (T, K) before scaling; the sum (T, 1) that they were divided by, None if by none; every
-    expert's score (T, E).
+def _dense_scores(logits: np.ndarray, score: str) -> np.ndarray:
+    """Every expert's score (T, E)."""
+    return _sigmoid(logits) if score == "sigmoid" else _softmax(logits)
 
-    A softmax over the chosen logits is a softmax over all, renormalised.
-    """
-    if score == "sigmoid":
-        dense = _sigmoid(logits)
-    else:
-        dense = np.exp(logits - logits.max(axis=1, keepdims=True))
-        dense = dense / dense.sum(axis=1, keepdims=True)
-    chosen = np.take_along_axis(dense, experts, axis=1)
-    if score != "topk_softmax" and not renormalizes(score, renormalize):
-        return chosen, None, dense
-    total = chosen.sum(axis=1, keepdims=True) + TINY
-    return chosen / total, total, dense
+
+def _log_scores(logits: np.ndarray, score: str) -> np.ndarray:
+    """Logarithms of scores, but for a term that all experts of a token share; see `blazeproto.router.scoring.log_scores`."""
+    return np.minimum(logits, 0) - np.log1p(np.exp(-np.abs(logits))) if score == "sigmoid" else logits
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(values - values.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ Scores are differentiable, choices are not. Nothing here waits for the device, a
 
 from __future__ import annotations
 
-import math
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd.private import refuse_transforms, saved_by_export
 from blazeproto.router import ops, scoring
-from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, make_choice
+from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, check_options, make_choice
 from blazeproto.router.kinds import SCORES, renormalizes
 from blazeproto.runtime import checks
 
@@ -55,8 +55,13 @@ class Router(nn.Module):
             ``expert_bias``.
         aux_loss, z_loss: coefficients of `scoring.load_balancing_loss` and `scoring.z_loss`; 0 leaves one out.
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords, or a choice object.
+        device, dtype: of ``weight``.
 
-    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None.
+    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None, and stays fp32,
+    its values untouched, when the module is cast: rounded to bf16 it would choose other experts.
+
+    Raises TypeError or ValueError that names the argument, what was expected and what came; for an unknown keyword, the
+    nearest that exists.
     """
 
     weight: nn.Parameter
@@ -80,34 +85,33 @@ class Router(nn.Module):
         **choose_options: Any,
     ) -> None:
         super().__init__()
-        for name, value in (("d_model", d_model), ("num_experts", num_experts), ("top_k", top_k)):
-            checks.integer(name, value, least=1)
+        self.d_model = checks.integer("d_model", d_model, least=1)
+        self.num_experts = checks.integer("num_experts", num_experts, least=1)
+        self.top_k = checks.integer("top_k", top_k, least=1)
         if top_k > num_experts:
             raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
         checks.one_of("score", score, SCORES)
+        if renormalize is not None:
+            checks.boolean("renormalize", renormalize)
+        checks.number("scale", scale)
         for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
-            if not 0 <= rate < math.inf:
-                raise ValueError(f"{name}: expected a finite number, at least 0, got {rate}")
-        if isinstance(choose, str):
-            self.choice = make_choice(choose, **choose_options)
-        elif choose_options:
-            raise TypeError(f"choose: a choice object carries its own options, got {sorted(choose_options)} too")
-        else:
-            self.choice = choose
+            checks.number(name, rate, least=0)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+        self.choice = _choice(choose, choose_options)
         if isinstance(self.choice, ExpertChoice | Hash) and (aux_loss or bias_update_rate):
             kind = type(self.choice).__name__
             raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {kind}, where scores do not make the load")
 
-        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
         self.score = score
         rounds = isinstance(self.choice, TokenRounding)
         self.renormalize = renormalizes(score, renormalize) or (renormalize is None and rounds)
-        self.scale = scale
-        self.bias_update_rate = bias_update_rate
-        self.aux_loss, self.z_loss = aux_loss, z_loss
-        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        self.scale = float(scale)
+        self.bias_update_rate = float(bias_update_rate)
+        self.aux_loss, self.z_loss = float(aux_loss), float(z_loss)
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.d_model, device=device, dtype=dtype))
         with_bias = score == "sigmoid" or bias_update_rate > 0
-        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if with_bias else None
+        bias = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if with_bias else None
         self.register_buffer("expert_bias", bias)
         self.reset_parameters()
 
@@ -118,10 +122,18 @@ class Router(nn.Module):
             nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
+        bias = self.expert_bias
         super()._apply(fn, recurse)
-        if self.expert_bias is not None:
-            self.expert_bias = self.expert_bias.float()  # a step of 1e-3 would vanish in bf16
+        moved = self.expert_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            self.expert_bias = (moved if bias.is_meta else bias).to(moved.device, torch.float32)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.expert_bias is not None:  # assign=True takes the checkpoint's tensor, of whatever dtype
+            self.expert_bias = self.expert_bias.float()
 
     def extra_repr(self) -> str:
         choice = "" if self.choice is None else f", choose={self.choice}"
@@ -153,10 +165,13 @@ class Router(nn.Module):
         """One step of the auxiliary-loss-free balancing; see `scoring.updated_bias`. Does nothing at rate 0.
 
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
-        steps and ranks. It is no part of forward, which activation checkpointing runs twice.
+        steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
+        checkpointing runs twice. TypeError or ValueError for another load, also at rate 0.
         """
-        if self.expert_bias is not None and self.bias_update_rate > 0:
-            self.expert_bias.copy_(scoring.updated_bias(self.expert_bias, load, self.bias_update_rate))
+        bias = self.expert_bias
+        scoring.check_load(load, self.num_experts, None if bias is None else bias.device)
+        if bias is not None and self.bias_update_rate > 0:
+            bias.copy_(scoring.updated_bias(bias, load, self.bias_update_rate))
 
     @property
     def _score_options(self) -> dict[str, Any]:
@@ -182,8 +197,8 @@ class Router(nn.Module):
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() != 2 or x.shape[1] != self.d_model:
             raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
         if x.device != self.weight.device:
@@ -192,12 +207,28 @@ class Router(nn.Module):
             return
         if token_ids is None:
             raise ValueError("token_ids: expected T integers for hash routing, got None")
+        if not isinstance(token_ids, Tensor):
+            raise TypeError(f"token_ids: expected an integer tensor, got {type(token_ids).__name__}")
         if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
             raise TypeError(f"token_ids: expected an integer tensor, got {token_ids.dtype}")
         if token_ids.numel() != x.shape[0]:
             raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
         if token_ids.device != x.device:
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+
+
+def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
+    """The choice that `Router` was asked for; every keyword that is not Router's own arrives in ``options``."""
+    keywords = [name for name in inspect.signature(Router).parameters if name != "choose_options"]
+    if isinstance(choose, str):
+        check_options(choose, options, keywords)
+        return make_choice(choose, **options)
+    if not isinstance(choose, Choice):
+        raise TypeError(f"choose: expected a name or a choice object, got {choose!r}")
+    if options:
+        near = "".join(checks.nearest(name, keywords) for name in sorted(options)[:1])
+        raise TypeError(f"choose: a choice object carries its own options, got {sorted(options)} too{near}")
+    return choose
 
 
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
@@ -238,6 +269,5 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrides: Any) -> Router:
     """The router of this name in `ROUTERS`; keywords of `Router` in ``overrides`` win over the named ones."""
-    if name not in ROUTERS:
-        raise ValueError(f"router: expected one of {sorted(ROUTERS)}, got {name!r}")
+    checks.one_of("router", name, sorted(ROUTERS))
     return Router(d_model, num_experts, top_k, **(ROUTERS[name] | overrides))

@@ -10,10 +10,12 @@ Everything here runs on any device, has static shapes and never waits for the de
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.operators import without_autocast
-from blazeproto.router.kinds import TINY
+from blazeproto.router.kinds import sums_to_one
+from blazeproto.runtime import checks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scores
@@ -61,6 +63,12 @@ def dense_scores(logits: Tensor, score: str) -> Tensor:
     return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, dim=1)
 
 
+def log_scores(logits: Tensor, score: str) -> Tensor:
+    """Logarithms of scores, but for a term that all experts of a token share. Their softmax over any of a token's experts is
+    those experts' scores divided by their sum, exact also where the scores themselves underflow."""
+    return F.logsigmoid(logits) if score == "sigmoid" else logits
+
+
 def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize: bool, scale: float) -> Tensor:
     """The scores (T, K) of the experts (T, K) that were chosen; differentiable in the logits (T, E).
 
@@ -69,12 +77,9 @@ def gathered_scores(logits: Tensor, experts: Tensor, *, score: str, renormalize:
     ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
     """
     index = experts.long()
-    if score == "topk_softmax":
-        return torch.softmax(logits.gather(1, index), dim=1) * scale
-    scores = dense_scores(logits, score).gather(1, index)
-    if renormalize:
-        scores = scores / (scores.sum(dim=1, keepdim=True) + TINY)
-    return scores * scale
+    if sums_to_one(score, renormalize):
+        return torch.softmax(log_scores(logits.gather(1, index), score), dim=1) * scale
+    return dense_scores(logits, score).gather(1, index) * scale
 
 
 def pair_scores(
@@ -82,19 +87,20 @@ def pair_scores(
 ) -> Tensor:
     """The scores (P,) of a flat list of distinct pairs, as `gathered_scores`; zero for the unused ones (expert -1).
 
-    With ``renormalize`` (and with ``topk_softmax``, which is the same thing: a softmax over a subset) a token's scores
-    sum to one over the experts that it has in the list.
+    With ``renormalize``, and with ``topk_softmax``, a token's scores sum to one over the experts that it has in the list.
     """
     num_tokens, num_experts = logits.shape
     used = experts >= 0
     entry = tokens.long() * num_experts + experts.long().clamp(min=0)  # of the flat (T, E) scores
-    scores = dense_scores(logits, score)
-    if renormalize or score == "topk_softmax":
+    if sums_to_one(score, renormalize):
         # One more entry takes the unused pairs. Sums over a token's row keep one order; adding up pairs would not.
         mask = torch.zeros(num_tokens * num_experts + 1, dtype=torch.bool, device=logits.device)
         mask = mask.scatter(0, torch.where(used, entry, num_tokens * num_experts), True)
-        kept = torch.where(mask[:-1].view_as(scores), scores, 0.0)
-        scores = scores / (kept.sum(dim=1, keepdim=True) + TINY)
+        # What is left out gets the lowest number and not -inf: a token without any pair would have NaN gradients.
+        kept = torch.where(mask[:-1].view_as(logits), logits, torch.finfo(logits.dtype).min)
+        scores = torch.softmax(log_scores(kept, score), dim=1)
+    else:
+        scores = dense_scores(logits, score)
     return torch.where(used, scores.flatten().gather(0, entry), 0.0) * scale
 
 
@@ -125,9 +131,7 @@ def load_balancing_loss(logits: Tensor, experts: Tensor, *, score: str = "softma
     through P alone. Returns a scalar; zero for T = 0.
     """
     num_tokens, num_experts = logits.shape
-    probabilities = dense_scores(logits, score)
-    if score == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(dim=1, keepdim=True) + TINY)
+    probabilities = torch.softmax(log_scores(logits, score), dim=1)
     fraction = expert_load(experts, num_experts).to(logits.dtype) / max(experts.numel(), 1)
     return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
 
@@ -141,7 +145,22 @@ def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     """The balancing bias after a step: up by ``rate`` where the load was below its mean, down where above.
 
     Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
-    load (E,) of the whole batch: sum it over ranks and accumulation steps first.
+    load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
+    first. Returns a new bias, of the old one's dtype. TypeError or ValueError for anything else.
     """
-    load = load.to(torch.float32)
-    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
+    checks.number("rate", rate, least=0)
+    check_load(load, bias.shape[0], bias.device)
+    load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all
+    return bias + rate * torch.sign(load.sum() - len(load) * load).to(bias.dtype)
+
+
+def check_load(load: Tensor, num_experts: int, device: torch.device | None) -> None:
+    """TypeError or ValueError unless ``load`` is (E,), integers or floating point, on this device (None: on any)."""
+    if not isinstance(load, Tensor):
+        raise TypeError(f"load: expected a tensor, got {type(load).__name__}")
+    if load.dtype == torch.bool or load.is_complex():
+        raise TypeError(f"load: expected an integer or floating-point tensor, got {load.dtype}")
+    if load.shape != (num_experts,):
+        raise ValueError(f"load: expected shape ({num_experts},), one count an expert, got {tuple(load.shape)}")
+    if device is not None and load.device != device:
+        raise ValueError(f"load: expected device {device} (the bias's), got {load.device}")

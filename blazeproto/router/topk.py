@@ -46,7 +46,7 @@ def topk_route(
     """
     view = _check_logits(logits)
     num_tokens, num_experts = view.shape
-    _check_options(num_experts, top_k, score)
+    _check_options(num_experts, top_k, score, scale)
     if bias is not None and score != "sigmoid":
         raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
     with memory.on_stream(view, stream) as stream:
@@ -89,7 +89,7 @@ def topk_route_backward(
     num_tokens, num_experts = view.shape
     chosen = arrays.expect("experts", experts, "int32", (num_tokens, None), device=view.device, alignment=4)
     top_k = chosen.shape[1]
-    _check_options(num_experts, top_k, score)
+    _check_options(num_experts, top_k, score, scale)
     incoming = arrays.expect("d_scores", d_scores, "float32", (num_tokens, top_k), device=view.device, alignment=4)
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, view.dtype, view.shape, view, 2)
@@ -175,8 +175,10 @@ def _check_logits(logits: Any) -> arrays.DeviceArray:
     return view
 
 
-def _check_options(num_experts: int, top_k: int, score: str) -> None:
+def _check_options(num_experts: int, top_k: int, score: str, scale: float) -> None:
     checks.one_of("score", score, SCORES)
+    checks.integer("top_k", top_k)
+    checks.number("scale", scale)
     most = min(MAX_TOP_K, num_experts)
     if not 1 <= top_k <= most:
         raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")

@@ -34,7 +34,6 @@ from typing import Any
 from numba import cuda, float32, int32, int64, uint16, uint32
 
 from blazeproto.router.best import GROUP, sort_group, swallow_of
-from blazeproto.router.kinds import TINY
 from blazeproto.runtime.warp import (
     bits_float,
     device,
@@ -80,6 +79,19 @@ def sortable(value):
     bits = float_bits(float32(value + float32(0.0)))
     negative = uint32(int32(bits) >> int32(31))  # all ones or none
     return uint32(bits ^ uint32(negative | uint32(0x80000000)))
+
+
+@device
+def from_sortable(key):
+    """The value that `sortable` made this of."""
+    positive = uint32(int32(key) >> int32(31))
+    return bits_float(uint32(key ^ uint32(~positive | uint32(0x80000000))))
+
+
+@device
+def depth_of(value):
+    """How far a logit lies below 0, as an integer that orders as the depth does."""
+    return float_bits(abs(min(float32(value), float32(0.0))))
 
 
 @device
@@ -232,10 +244,19 @@ def topk_route(
                     choices[s] = min(k, int32(top_k - 1))
                 results[s] = load(logits, row + choices[s])
             top = leading(results[0])
+            # Sigmoids that will be divided by their sum are 1 / (exp(-z) + exp(-z - logit)) first: exp(z) times too large,
+            # where z is how far the largest chosen logit lies below 0. So they cannot all underflow.
+            depth, one = float32(0.0), float32(1.0)
+            if sigmoid and renormalize:
+                least = uint32(0xFFFFFFFF)
+                for s in range(slots):
+                    least = min(least, depth_of(results[s])) if s * lanes + lane < top_k else least
+                depth = bits_float(minimum(least))
+                one = math.exp(-depth)
             chosen = float32(0.0)
             for s in range(slots):
                 if sigmoid:
-                    results[s] = fast_reciprocal(float32(float32(1.0) + math.exp(-results[s])))
+                    results[s] = fast_reciprocal(float32(one + math.exp(float32(-depth - results[s]))))
                 else:
                     results[s] = math.exp(float32(results[s] - top))
                 chosen += results[s] if s * lanes + lane < top_k else float32(0.0)
@@ -249,7 +270,7 @@ def topk_route(
                         exponentials += term if inside else float32(0.0)
                 factor = fast_reciprocal(total(exponentials))
             if sum_chosen:
-                factor = fast_reciprocal(float32(total(chosen) + float32(TINY)))
+                factor = fast_reciprocal(total(chosen))
             factor = float32(math.nan) if broken else float32(factor * float32(scale))
             if int32(first + (thread >> shift)) < tokens:
                 for s in range(slots):
@@ -278,7 +299,7 @@ def topk_route_backward(
     per_lane = -(-num_experts // lanes)
     groups, shift = threads // lanes, lanes.bit_length() - 1
     group = group_of(lanes, threads)
-    total, any_of, leading = group.total, group.any, group.first
+    maximum, minimum, total, any_of = group.maximum, group.minimum, group.total, group.any
     load, store = loader(half), storer(half)
     sum_all, sigmoid = score == "softmax_topk" and not renormalize, score == "sigmoid"
 
@@ -311,16 +332,25 @@ def topk_route_backward(
             broken = any_of(finite != float32(0.0))
 
             if sigmoid:
-                sigma = float32(1.0) / (float32(1.0) + math.exp(-logit))
-                slope = float32(sigma * (float32(1.0) - sigma))
+                depth, one = float32(0.0), float32(1.0)
+                if renormalize:  # as in the forward
+                    depth = bits_float(minimum(depth_of(logit)))
+                    one = math.exp(-depth)
+                sigma = float32(1.0) / (one + math.exp(float32(-depth - logit)))
+                slope = float32(sigma * (float32(1.0) - one * sigma))
                 if renormalize:
-                    whole = total(sigma if lane < top_k else float32(0.0)) + float32(TINY)
+                    whole = total(sigma if lane < top_k else float32(0.0))
                     mean = total(float32(gradient * sigma)) / whole
                     mine_d = float32(slope * (gradient - mean) / whole)
                 else:
                     mine_d = float32(slope * gradient)
             else:
-                top = leading(logit)  # the first choice is the best
+                # The largest of all that is summed. With a balancing bias the first choice may be far below it.
+                top = logit
+                if sum_all:
+                    for i in range(per_lane):
+                        top = max(top, values[i])
+                top = from_sortable(maximum(sortable(top)))
                 share = math.exp(float32(logit - top))
                 if sum_all:
                     exponentials = float32(0.0)

@@ -1,7 +1,9 @@
 """Checks of options. Each error names the argument, what was expected and what came."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 
@@ -17,13 +19,30 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     return int(value)
 
 
+def number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
+    """TypeError unless ``value`` is an int or a float, or NumPy's, but no bool; ValueError unless it is finite, at least
+    ``least`` and above ``above``."""
+    if isinstance(value, bool) or not issubclass(type(value), Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    bound = f", at least {least}" if least is not None else f" above {above}" if above is not None else ""
+    fits = (least is None or value >= least) and (above is None or value > above)
+    if not math.isfinite(value) or not fits:
+        raise ValueError(f"{name}: expected a finite number{bound}, got {value}")
+
+
+def boolean(name: str, value: object) -> None:
+    """TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """``"; did you mean 'X'?"`` for the known name that is nearest to ``name``; empty where none is near."""
+    near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """ValueError unless ``value`` is among the ``allowed`` names; it names the nearest of them."""
+    """ValueError unless ``value`` is among the ``allowed`` names, with the nearest of them."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{nearest(value, allowed)}")
-
-
-def nearest(value: object, allowed: Iterable[str]) -> str:
-    """For the end of an error: "; did you mean 'x'?", or nothing where no ``allowed`` name is near."""
-    near = difflib.get_close_matches(str(value).lower(), list(allowed), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -67,7 +67,8 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     logits[-1, (num_experts - 1) // 32 * 32] = 1  # the best of a lane is its last, the others are equal
     if num_tokens > 2:
         logits[1, num_experts // 2] = rng.choice([np.nan, np.inf, -np.inf])
-    logits = np.concatenate([logits, *nearly_tied(num_experts, top_k, rng)])
+    far_apart = rng.standard_normal((3, num_experts), np.float32) * [[1], [80], [3]] - [[200], [0], [92]]
+    logits = np.concatenate([logits, *nearly_tied(num_experts, top_k, rng), far_apart]).astype(np.float32)
     given = to_bfloat16(logits) if half else logits
     logits = from_bfloat16(given) if half else logits
 
@@ -79,11 +80,13 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
         yield f"scores\n{scores}\nexpected\n{right_scores}"
 
     d_scores = rng.standard_normal(scores.shape).astype(np.float32)
-    d_logits = topk_route_backward(given, right, d_scores, **options)
-    d_logits = from_bfloat16(d_logits) if half else d_logits
-    right_d = reference.topk_route_backward(logits, right, d_scores, **options)
-    if not np.allclose(d_logits, right_d, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-6):
-        yield f"d_logits\n{d_logits}\nexpected\n{right_d}"
+    anyhow = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (len(logits), 1)), axis=1)[:, :top_k].copy()
+    for chosen in (right, anyhow):  # by the kernel; as a balancing bias may choose, the best anywhere or not at all
+        d_logits = topk_route_backward(given, chosen, d_scores, **options)
+        d_logits = from_bfloat16(d_logits) if half else d_logits
+        right_d = reference.topk_route_backward(logits, chosen, d_scores, **options)
+        if not np.allclose(d_logits, right_d, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-6):
+            yield f"d_logits\n{d_logits}\nexpected\n{right_d}"
 
 
 def check_topk() -> Iterator[str]:

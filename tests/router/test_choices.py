@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -191,7 +193,7 @@ def test_expert_choice_takes_exactly_its_capacity_of_the_best(case: Case, factor
     top_k = case.experts.shape[1]
     choice = ExpertChoice(capacity_factor=factor)
     mask = choice(case.scores, case.experts)
-    capacity = min(num_tokens, math.ceil(factor * num_tokens * top_k / num_experts))
+    capacity = min(num_tokens, math.ceil(Fraction(str(factor)) * num_tokens * top_k / num_experts))
     assert (mask.sum(dim=0) == capacity).all()
     assert mask.sum() == choice.max_pairs(num_tokens, num_experts, top_k)
     for e in range(num_experts):
@@ -215,8 +217,8 @@ def capacity_loop(case: Case, capacity: int, priority: str) -> Tensor:
     pairs = [(t, k) for t in range(num_tokens) for k in range(top_k)]
     if priority == "slot":
         pairs.sort(key=lambda pair: pair[1])
-    elif priority == "score":
-        pairs.sort(key=lambda pair: -case.scores[pair[0], case.experts[pair]].item())
+    elif priority == "score":  # V-MoE's Algorithm 2
+        pairs.sort(key=lambda pair: (pair[1], -case.scores[pair[0]].max().item()))
     mask = torch.zeros_like(case.chosen)
     load = [0] * case.scores.shape[1]
     for pair in pairs:
@@ -239,6 +241,41 @@ def test_capacity_is_the_loop_over_pairs(priority: str, case: Case, factor: floa
     assert (mask.sum(dim=0) <= capacity).all()
     assert mask.sum() <= choice.max_pairs(num_tokens, num_experts, top_k)
     assert torch.equal(mask, capacity_loop(case, capacity, priority))
+
+
+def test_batch_priority_is_first_choices_first_then_the_surest_token() -> None:
+    scores = torch.tensor([[0.5, 0.4, 0.1], [0.3, 0.7, 0.0], [0.45, 0.55, 0.0]])
+    experts = choose_top_k(scores, 2)  # [0, 1], [1, 0], [1, 0]
+    mask = Capacity(capacity_factor=0.5, priority="score")(scores, experts)  # one token an expert
+    assert mask.tolist() == [[True, False, False], [False, True, False], [False, False, False]]
+    # Sorted by pair, whatever its slot, token 2's second choice of expert 0 (0.45) would come before token 3's first.
+    scores = torch.tensor([[0.1, 0.2, 0.7], [0.05, 0.05, 0.9], [0.45, 0.55, 0.0], [0.4, 0.3, 0.3]])
+    mask = Capacity(capacity_factor=0.375, priority="score")(scores, choose_top_k(scores, 2))
+    assert mask[:, 0].tolist() == [False, False, False, True]
+
+
+def test_batch_priority_ties_go_to_the_lower_token_and_nan_comes_first() -> None:
+    scores = torch.tensor([[0.5, 0.5]] * 3 + [[math.nan, math.nan]])
+    experts = choose_top_k(scores, 1)
+    one, two = (Capacity(capacity_factor=factor, priority="score")(scores, experts)[:, 0] for factor in (0.5, 1))
+    assert one.tolist() == [False, False, False, True] and two.tolist() == [True, False, False, True]
+
+
+def test_capacity_is_exact() -> None:
+    assert choices.expert_capacity(100, 10, 1, 1.1) == 11
+    assert (
+        choices.expert_capacity(100, 10, 1, np.float32(1.1))
+        == choices.expert_capacity(100, 10, 1, np.float64(1.1))
+        == 11
+    )
+    assert choices.expert_capacity(100, 10, 2, 2) == 40 and choices.expert_capacity(10, 10, 1, 1e-6) == 1
+    wrong = []
+    for hundredths in range(1, 400):
+        for num_tokens, num_experts in ((100, 10), (7, 3), (4096, 64), (1000, 128)):
+            exact = min(num_tokens, -(-hundredths * num_tokens * 2 // (100 * num_experts)))
+            if choices.expert_capacity(num_tokens, num_experts, 2, hundredths / 100) != exact:
+                wrong.append((hundredths, num_tokens, num_experts))
+    assert not wrong
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,8 +316,17 @@ def test_hash_is_even_and_seeds_differ() -> None:
     ("name", "options", "error", "message"),
     [
         ("nonsense", {}, ValueError, "choose: expected one of"),
-        ("top_k", {"tile": 8}, TypeError, "takes no options"),
-        ("token_rounding", {"tiles": 8}, TypeError, "takes the options"),
+        ("capasity", {}, ValueError, "choose: expected one of .*, got 'capasity'; did you mean 'capacity'?"),
+        ("top_k", {"tile": 8}, TypeError, "tile: .*choose='top_k' takes no options.; choose='token_rounding' takes it"),
+        ("token_rounding", {"tiles": 8}, TypeError, "tiles: .* takes the options tile, .*; did you mean 'tile'?"),
+        ("token_rounding", {"tile": True}, TypeError, "tile: expected an int, got bool"),
+        ("token_rounding", {"eval_top_k": "no"}, TypeError, "eval_top_k: expected True or False, got 'no'"),
+        ("token_rounding", {"rule": "nr_g"}, ValueError, "rule: expected one of .*, got 'nr_g'; did you mean 'nr_"),
+        ("hash", {"seed": "a"}, TypeError, "seed: expected an int, got str"),
+        ("hash", {"seed": 1.0}, TypeError, "seed: expected an int, got float"),
+        ("capacity", {"capacity_factor": "1"}, TypeError, "capacity_factor: expected a number, got str"),
+        ("capacity", {"capacity_factor": True}, TypeError, "capacity_factor: expected a number, got bool"),
+        ("capacity", {"eval_top_k": 1}, TypeError, "eval_top_k: expected True or False, got 1"),
         ("token_rounding", {"tile": 0}, ValueError, "tile: expected at least 1, got 0"),
         ("token_rounding", {"tile": 2.0}, TypeError, "tile: expected an int, got float"),
         ("token_rounding", {"rule": "nearest"}, ValueError, "rule: expected one of"),

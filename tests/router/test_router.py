@@ -263,7 +263,23 @@ def test_choice_objects_are_taken_as_they_are() -> None:
         ({"score": "tanh"}, ValueError, "score: expected one of"),
         ({"aux_loss": -1.0}, ValueError, "aux_loss: expected a finite number"),
         ({"z_loss": math.nan}, ValueError, "z_loss: expected a finite number"),
-        ({"tile": 8}, TypeError, "takes no options"),
+        ({"tile": 8}, TypeError, "takes no options.; choose='token_rounding' takes it"),
+        ({"chose": "hash"}, TypeError, "chose: unknown keyword .*; did you mean 'choose'?"),
+        ({"aux_los": 0.1}, TypeError, "aux_los: unknown keyword .*; did you mean 'aux_loss'?"),
+        ({"choose": "capacity", "capacity": 2}, TypeError, "capacity: .*; did you mean 'capacity_factor'?"),
+        ({"choose": TokenRounding(), "aux_los": 0.1}, TypeError, "carries its own options.*did you mean 'aux_loss'?"),
+        ({"choose": TokenRounding}, TypeError, "choose: expected a name or a choice object, got <class"),
+        ({"choose": None}, TypeError, "choose: expected a name or a choice object, got None"),
+        ({"choose": "hash", "seed": "a"}, TypeError, "seed: expected an int, got str"),
+        ({"score": "sigmod"}, ValueError, "score: expected one of .*, got 'sigmod'; did you mean 'sigmoid'?"),
+        ({"top_k": True}, TypeError, "top_k: expected an int, got bool"),
+        ({"renormalize": 1}, TypeError, "renormalize: expected True or False, got 1"),
+        ({"scale": math.inf}, ValueError, "scale: expected a finite number, got inf"),
+        ({"scale": "2"}, TypeError, "scale: expected a number, got str"),
+        ({"bias_update_rate": "a"}, TypeError, "bias_update_rate: expected a number, got str"),
+        ({"bias_update_rate": -0.1}, ValueError, "bias_update_rate: expected a finite number, at least 0, got -0.1"),
+        ({"dtype": torch.int32}, TypeError, "dtype: expected a floating-point torch.dtype or None, got torch.int32"),
+        ({"dtype": "float32"}, TypeError, "dtype: expected a floating-point torch.dtype or None, got 'float32'"),
         ({"choose": TokenRounding(), "tile": 8}, TypeError, "carries its own options"),
         ({"choose": "hash", "aux_loss": 0.1}, ValueError, "expected 0 with Hash"),
     ],
@@ -282,6 +298,8 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
         (torch.zeros(3, 16, device="meta"), None, ValueError, "x: expected device cpu"),
         (torch.zeros(3, 16), None, ValueError, "token_ids: expected T integers for hash routing, got None"),
         (torch.zeros(3, 16), torch.zeros(3), TypeError, "token_ids: expected an integer tensor"),
+        (torch.zeros(3, 16), [0, 1, 2], TypeError, "token_ids: expected an integer tensor, got list"),
+        ([[0.0] * 16], None, TypeError, "x: expected a floating-point tensor, got list"),
         (torch.zeros(3, 16), torch.zeros(4, dtype=torch.int64), ValueError, "token_ids: expected 3 ids"),
     ],
 )
@@ -293,6 +311,10 @@ def test_bad_input(x: Tensor, ids: Tensor | None, error: type[Exception], messag
 def test_unknown_router_name() -> None:
     with pytest.raises(ValueError, match="router: expected one of"):
         make_router("nonsense", 16, 8, 2)
+    with pytest.raises(ValueError, match=r"router: .*got .top-k.; did you mean .top_k.\?"):
+        make_router("top-k", 16, 8, 2)
+    with pytest.raises(TypeError, match=r"aux_los: unknown keyword .*; did you mean 'aux_loss'?"):
+        make_router("top_k", 16, 8, 2, aux_los=0.1)
 
 
 @pytest.mark.gpu

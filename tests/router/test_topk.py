@@ -143,6 +143,8 @@ def on_device(*shape, dtype="float32"):
         (on_device(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
         (on_device(4, 64), 17, {}, ValueError, "top_k: expected 1 to 16 for E=64, got 17"),
         (on_device(4, 8), 0, {}, ValueError, "top_k: expected 1 to 8"),
+        (on_device(4, 8), 2.0, {}, TypeError, "top_k: expected an int, got float"),
+        (on_device(4, 8), 2, {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
         (on_device(4, 1025), 2, {}, ValueError, r"logits: expected \(T, E\) with .* 1 <= E <= 1024, got \(4, 1025\)"),
         (on_device(8), 2, {}, ValueError, r"logits: expected shape \(any, any\), got \(8,\)"),
         (on_device(4, 8, dtype="float64"), 2, {}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),

@@ -43,6 +43,8 @@ def test_as_the_twin(options, dtype):
             logits[400:420] = close.int().view(torch.float32)
             logits[410:420].scatter_(1, logits[:10].argsort(1)[:, : top_k - 1], 5.0)
             logits[420:500] += 1000
+            logits[460:480] -= 1200  # so low that every sigmoid underflows
+            logits[480:500] = (logits[480:500] - 1000) * 80  # far apart
             logits[300:400:7, num_experts // 3] = torch.nan
             logits[301:400:7, num_experts // 2] = torch.inf
             logits[302:400:7, num_experts - 1] = -torch.inf
@@ -54,11 +56,16 @@ def test_as_the_twin(options, dtype):
         np.testing.assert_allclose(to_numpy(scores), right_scores, rtol=3e-6, atol=1e-8)
 
         d_scores = torch.randn_like(scores)
-        d_logits = topk_route_backward(logits, experts, d_scores, **options)
-        assert d_logits.dtype == dtype
-        exact = reference.topk_route_backward(host.astype(np.float64), right, to_numpy(d_scores), **options)
-        rtol, atol = (1e-2, 1e-4) if dtype == torch.bfloat16 else (1e-4, 2e-6)
-        np.testing.assert_allclose(to_numpy(d_logits.float()), exact, rtol=rtol, atol=atol)
+        anyhow = (
+            torch.rand_like(logits, dtype=torch.float32).argsort(1)[:, :top_k].int()
+        )  # as a balancing bias may choose
+        for chosen in (experts, anyhow):
+            d_logits = topk_route_backward(logits, chosen.contiguous(), d_scores, **options)
+            assert d_logits.dtype == dtype
+            given = to_numpy(chosen), to_numpy(d_scores)
+            exact = reference.topk_route_backward(host.astype(np.float64), *given, **options)
+            rtol, atol = (1e-2, 1e-4) if dtype == torch.bfloat16 else (1e-4, 2e-6)
+            np.testing.assert_allclose(to_numpy(d_logits.float()), exact, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,126 @@
+"""The balancing bias: its values through casts, moves and checkpoints, and what a step of it takes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from blazeproto.router import Router, scoring
+
+BIAS = torch.linspace(-0.1, 0.1, 8) + 1e-4  # no value is a bf16 or fp16 number
+
+
+def biased() -> Router:
+    router = Router(16, 8, 2, score="sigmoid", bias_update_rate=1e-3)
+    with torch.no_grad():
+        assert router.expert_bias is not None
+        router.expert_bias.copy_(BIAS)
+    return router
+
+
+def saved_and_loaded(router: Router) -> Router:
+    file = io.BytesIO()
+    torch.save(router, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+CASTS: dict[str, Callable[[Router], Any]] = {
+    "bf16": lambda r: r.to(torch.bfloat16),
+    "half": lambda r: r.half(),
+    "device and dtype": lambda r: r.to("cpu", torch.float16),
+    "like": lambda r: r.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "inside a model": lambda r: torch.nn.Sequential(r).bfloat16()[0],
+    "double": lambda r: r.double(),
+    "there and back": lambda r: r.bfloat16().float().half().double(),
+    "deepcopy": lambda r: copy.deepcopy(r.half()),
+    "save": lambda r: saved_and_loaded(r.half()),
+    "share_memory": lambda r: r.bfloat16().share_memory(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_cast_leaves_the_bias_as_it_is(cast: Callable[[Router], Router]) -> None:
+    bias = cast(biased()).expert_bias
+    assert bias is not None and bias.dtype == torch.float32 and torch.equal(bias, BIAS)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_bias_is_fp32(assign: bool) -> None:
+    router = biased().bfloat16()
+    state = biased().state_dict()
+    router.load_state_dict(state, assign=assign)
+    assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS)
+    state["expert_bias"] = BIAS.bfloat16()
+    router.load_state_dict(state, assign=assign)
+    assert router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, BIAS.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_from_the_meta_device(dtype: torch.dtype) -> None:
+    router = Router(16, 8, 2, score="sigmoid", device="meta").to(dtype)
+    assert router.expert_bias is not None
+    assert router.expert_bias.is_meta and router.expert_bias.dtype == torch.float32
+    router.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(router.expert_bias, torch.zeros(8)) and router.weight.dtype == dtype
+    router.load_state_dict(biased().state_dict())
+    assert torch.equal(router.expert_bias, BIAS)
+    assert biased().bfloat16().to("meta").expert_bias.is_meta
+
+
+def test_a_step_by_integers_and_floating_point_in_inference_mode_too() -> None:
+    loads = torch.tensor([9, 1, 0, 6, 4, 4, 4, 4])
+    signs = torch.tensor([-1.0, 1, 1, -1, 0, 0, 0, 0])
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64):
+        router = biased().half()
+        with torch.inference_mode():
+            router.update_bias(loads.to(dtype))
+        assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS + 1e-3 * signs)
+
+
+def test_the_mean_load_is_exact() -> None:
+    """2**24 pairs and more an expert, of which fp32 knows every second: the odd one out moves, and the others too."""
+    load = torch.full((8,), 2**24)
+    assert not scoring.updated_bias(BIAS, load, 1e-3).sub(BIAS).any()
+    load[3] += 1
+    moved = scoring.updated_bias(torch.zeros(8), load, 1.0)
+    assert moved.tolist() == [1, 1, 1, -1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("load", "error", "message"),
+    [
+        (torch.ones(1), ValueError, r"load: expected shape \(8,\), one count an expert, got \(1,\)"),
+        (torch.ones(4, 8), ValueError, r"load: expected shape \(8,\), one count an expert, got \(4, 8\)"),
+        (torch.ones(9), ValueError, r"load: expected shape \(8,\)"),
+        (torch.tensor(3), ValueError, r"load: expected shape \(8,\), one count an expert, got \(\)"),
+        (
+            torch.ones(8, dtype=torch.bool),
+            TypeError,
+            "load: expected an integer or floating-point tensor, got torch.bool",
+        ),
+        (torch.ones(8, dtype=torch.complex64), TypeError, "load: expected an integer or floating-point tensor"),
+        (torch.ones(8, device="meta"), ValueError, "load: expected device cpu .*, got meta"),
+        ([1] * 8, TypeError, "load: expected a tensor, got list"),
+        (np.ones(8), TypeError, "load: expected a tensor, got ndarray"),
+    ],
+)
+def test_loads_that_are_refused(load: Any, error: type[Exception], message: str) -> None:
+    router = biased()
+    without_a_rate = Router(16, 8, 2, score="sigmoid")
+    for step in (router.update_bias, without_a_rate.update_bias, lambda load: scoring.updated_bias(BIAS, load, 0.1)):
+        with pytest.raises(error, match=message):
+            step(load)
+    assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS)
+
+
+def test_rates_that_are_refused() -> None:
+    for rate, error in ((float("nan"), ValueError), (-1.0, ValueError), ("a", TypeError), (float("inf"), ValueError)):
+        with pytest.raises(error, match="rate: expected a"):
+            scoring.updated_bias(BIAS, torch.ones(8), rate)
