@@ -49,7 +49,7 @@ from scripts.command import argument_parser
 from scripts.lm import run_folder
 from scripts.lm.model import GPT, Batches, SavedBytes, load_data
 from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
-from scripts.lm.settings import PRESETS, Config, add_options
+from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -289,15 +289,6 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def device_named(name: str | None) -> torch.device:
-    """ValueError for a device that is not here."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
-    if name is not None and name not in here:
-        raise ValueError(f"device: expected one of {', '.join(here)} on this machine, got {name!r}")
-    return torch.device(name or ("cuda" if count else "cpu"))
-
-
 @contextmanager
 def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
     """A new run, or one that goes on; its folder is locked.
@@ -365,12 +356,12 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
-    torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only costs time
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: before and after training, KeyboardInterrupt
     trainer = None
     try:
+        torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only costs time
         with opened_run(args) as trainer:
             train(trainer, args)
         return 0

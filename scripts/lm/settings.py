@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from blazeproto.autograd import SavePolicy
 from blazeproto.router import ROUTERS
 from blazeproto.runtime import checks
@@ -183,3 +185,12 @@ def _reader(kind: type) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"expected {_article(kind)}, got {word!r}") from None
 
     return read
+
+
+def device_named(name: str | None) -> torch.device:
+    """ValueError for a device that is not here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cpu", *["cuda"][:count], *(f"cuda:{index}" for index in range(count))]
+    if name is not None and name not in here:
+        raise ValueError(f"device: expected one of {', '.join(here)} on this machine, got {name!r}")
+    return torch.device(name or ("cuda" if count else "cpu"))
