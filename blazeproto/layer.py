@@ -5,6 +5,8 @@
 >>> loss = criterion(out) + stats.aux_loss
 """
 
+import inspect
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,9 @@ from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import check_options
 from blazeproto.autograd.private import saved_by_export
-from blazeproto.router.router import make_router
-from blazeproto.runtime.checks import integer
+from blazeproto.router.choices import CHOICES
+from blazeproto.router.router import make_router, router_keywords
+from blazeproto.runtime.checks import integer, nearest
 
 
 @saved_by_export
@@ -103,6 +106,7 @@ class MoE(nn.Module):
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
+            _check_keywords(router_options)
             router = make_router(router, d_model, num_experts, top_k, **where, **router_options)
         elif not isinstance(router, nn.Module):
             raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
@@ -303,6 +307,15 @@ class SharedExpert(nn.Module):
     def extra_repr(self) -> str:
         d_model, d_hidden = self.down_proj.shape
         return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
+
+
+def _check_keywords(options: dict[str, Any]) -> None:
+    """TypeError for a keyword that neither the layer nor any router takes, with the nearest one that exists."""
+    of_choices = [option.name for kind in CHOICES.values() for option in fields(kind)]
+    known = {*router_keywords(), *of_choices, *inspect.signature(MoE).parameters} - {"router_options"}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name}: unknown keyword of MoE and its router{nearest(name, known)}")
 
 
 def _up_name(activation: str) -> str:

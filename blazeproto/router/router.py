@@ -217,9 +217,14 @@ class Router(nn.Module):
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
 
 
+def router_keywords() -> list[str]:
+    """What `Router` takes by name, without the options of choices."""
+    return [name for name in inspect.signature(Router).parameters if name != "choose_options"]
+
+
 def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
     """The choice that `Router` was asked for; every keyword that is not Router's own arrives in ``options``."""
-    keywords = [name for name in inspect.signature(Router).parameters if name != "choose_options"]
+    keywords = router_keywords()
     if isinstance(choose, str):
         check_options(choose, options, keywords)
         return make_choice(choose, **options)
