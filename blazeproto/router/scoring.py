@@ -31,7 +31,7 @@ class _WideLinear(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
         with without_autocast(x.device.type):
-            return x.to(wide) @ weight.to(wide).t()
+            return x.contiguous().to(wide) @ weight.to(wide).t()  # the same bits for any strides of x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -43,7 +43,7 @@ class _WideLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad
         with without_autocast(x.device.type):
             d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype) if need_x else None
-            d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype) if need_weight else None
+            d_weight = (d_logits.t() @ x.contiguous().to(d_logits.dtype)).to(weight.dtype) if need_weight else None
         return d_x, d_weight
 
 
