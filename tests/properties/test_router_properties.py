@@ -174,7 +174,7 @@ def check_gradients(
 
 @SHARDS
 def test_router_against_the_papers(shard: int) -> None:
-    check(try_router, shard, examples=900)
+    check(try_router, shard, examples=1900)
 
 
 def try_bad_tokens(data: Any) -> None:
@@ -208,7 +208,7 @@ def try_bad_tokens(data: Any) -> None:
 
 @SHARDS
 def test_a_bad_token_harms_no_other(shard: int) -> None:
-    check(try_bad_tokens, shard, examples=150)
+    check(try_bad_tokens, shard, examples=300)
 
 
 def try_hash(data: Any) -> None:

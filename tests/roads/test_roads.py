@@ -121,7 +121,7 @@ def test_no_checkpoint_loses_the_gradient_of_the_losses(place: Place) -> None:
     layer, (x, d_out) = place.build(), place.batch()
     with place.autocast():
         out, stats = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="aux_loss.*use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"aux_loss.*use_reentrant=False"):
         backward(out, stats.aux_loss, d_out)
 
 
