@@ -266,6 +266,37 @@ def test_experts_against_the_oracle(shard: int) -> None:
     check(try_experts, shard, examples=1800)
 
 
+def try_policies(data: Any) -> None:
+    """Every save policy gives the same bits, and a forward pass without gradients those of training: at any width."""
+    dtype = data.draw(st.sampled_from([F32, BF16, F16, F64]), "dtype")
+    d, n = (data.draw(st.integers(1, 24), name) for name in "dn")
+    activation = data.draw(st.sampled_from(ACTIVATIONS), "activation")
+    num_tokens, num_experts, top_k = data.draw(st.integers(20, 40), "T"), 4, data.draw(st.integers(1, 4), "K")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31), "seed of values"))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    width = activation_named(activation).halves * n
+    tensors = {"x": normal(num_tokens, d), "up_proj": normal(4, width, d), "down_proj": normal(4, d, n)}
+    scores = torch.rand(num_tokens, top_k, generator=generator).requires_grad_()
+    experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+    options = {"activation": activation, "backend": "torch"}
+    biases: dict[str, Tensor | None] = {"up_bias": None, "down_bias": None}
+    d_out = torch.randn(num_tokens, d, generator=generator).to(dtype)
+    case = Case(tensors | {"scores": scores} | biases, experts, {}, None, d_out, num_experts, None, None, options)
+    results = [case.run(save=policy) for policy in POLICIES]
+    for other in results[1:]:
+        assert_same(other, results[0])
+    with torch.no_grad():
+        assert torch.equal(case.forward(), results[0]["out"])
+
+
+@SHARDS
+def test_save_policies_agree_to_the_bit(shard: int) -> None:
+    check(try_policies, shard, examples=250)
+
+
 def try_bad_tokens(data: Any) -> None:
     """NaN or infinite features of some tokens: every other token's output, gradient and scores' gradients keep their bits, as
     do the gradients of experts that no bad token visits; the bad tokens' outputs are NaN or infinite where a pair runs."""

@@ -236,7 +236,11 @@ def test_hash(shard: int) -> None:
 
 def try_capacities(data: Any) -> None:
     """factor T K / E rounded up, at most T, whatever the factor's nearest binary number is: Switch Transformer eq. 3."""
-    num_tokens, num_experts = data.draw(st.integers(0, 5000), "T"), data.draw(st.integers(1, 64), "E")
+    # Sizes that make many products whole numbers, where rounding up goes wrong first.
+    num_tokens, num_experts = (
+        50 * data.draw(st.integers(0, 60), "T / 50"),
+        data.draw(st.sampled_from([1, 2, 5, 8, 10]), "E"),
+    )
     top_k = data.draw(st.integers(1, num_experts), "K")
     factor = data.draw(st.integers(1, 400), "hundredths") / 100
     want = min(num_tokens, -(-round(factor * 100) * num_tokens * top_k // (100 * num_experts)))
