@@ -191,8 +191,9 @@ def draw_case(data: Any) -> Case:
     if not varying and workspace is None and data.draw(st.booleans(), "dispatch="):
         dispatch = dispatch_fixed(experts, num_experts, row_capacity)
 
+    # Large numbers only where H's rounding errors stay small beside the curvature of an activation, which bounds neglect.
     variance = 1.0
-    if F16 not in (x_dtype, autocast):  # whose numbers end at 65504
+    if autocast is None and x_dtype in (F32, F64):
         variance = data.draw(st.sampled_from([1.0, 1.0, 1.0, 1e-12, 900.0]), "variance of x")
     x = normal(x_dtype, num_tokens, d, variance=variance)
     if num_tokens and data.draw(st.integers(0, 4), "one token many times") == 0:
