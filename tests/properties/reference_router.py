@@ -98,14 +98,13 @@ def _log_scores(logits: Tensor, score: str) -> Tensor:
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
 
-def token_choice(keys: Tensor, tolerances: Tensor, top_k: int, same_expert: Tensor, order: Order) -> list[list[int]]:
+def token_choice(keys: Tensor, tolerances: Tensor, top_k: int, exact: bool, order: Order) -> list[list[int]]:
     """The K experts with the largest keys (T, E) of each token, largest first. tolerances (T, E): how far a computed key
-    may be off. same_expert (E, E): experts with the same weights and bias, whose equal keys are equal anywhere."""
+    may be off. exact: keys are computed without rounding, so that equal ones are equal anywhere."""
     chosen = []
-    alike = same_expert.tolist()
     for token, (row, tolerance) in enumerate(zip(keys.tolist(), tolerances.tolist(), strict=True)):
         mine = Order()
-        best = mine.falling(row, lambda i, j: alike[i][j], max(tolerance), top_k)[:top_k]
+        best = mine.falling(row, lambda i, j: exact, max(tolerance), top_k)[:top_k]
         chosen.append(best)
         if mine.uncertain:
             order.uncertain = True
@@ -153,7 +152,7 @@ def choice_masks(
     """For each expert the sets of tokens that it may end up with: one, or two where a rounding draws.
 
     scores, tolerances (T, E): every expert's score in float64, and how far a computed one may be off.
-    same_token (T, T): tokens with the same features.
+    same_token (T, T): pairs of tokens whose scores have the same bits.
     """
     num_tokens, num_experts = scores.shape
     slot_of = [{expert: slot for slot, expert in enumerate(row)} for row in chosen]

@@ -174,7 +174,7 @@ def check_gradients(
 
 @SHARDS
 def test_router_against_the_papers(shard: int) -> None:
-    check(try_router, shard, examples=900)
+    check(try_router, shard, examples=1900)
 
 
 def try_bad_tokens(data: Any) -> None:
@@ -208,7 +208,7 @@ def try_bad_tokens(data: Any) -> None:
 
 @SHARDS
 def test_a_bad_token_harms_no_other(shard: int) -> None:
-    check(try_bad_tokens, shard, examples=150)
+    check(try_bad_tokens, shard, examples=300)
 
 
 def try_hash(data: Any) -> None:
@@ -236,7 +236,11 @@ def test_hash(shard: int) -> None:
 
 def try_capacities(data: Any) -> None:
     """factor T K / E rounded up, at most T, whatever the factor's nearest binary number is: Switch Transformer eq. 3."""
-    num_tokens, num_experts = data.draw(st.integers(0, 5000), "T"), data.draw(st.integers(1, 64), "E")
+    # Sizes that make many products whole numbers, where rounding up goes wrong first.
+    num_tokens, num_experts = (
+        50 * data.draw(st.integers(0, 60), "T / 50"),
+        data.draw(st.sampled_from([1, 2, 5, 8, 10]), "E"),
+    )
     top_k = data.draw(st.integers(1, num_experts), "K")
     factor = data.draw(st.integers(1, 400), "hundredths") / 100
     want = min(num_tokens, -(-round(factor * 100) * num_tokens * top_k // (100 * num_experts)))
