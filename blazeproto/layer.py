@@ -6,6 +6,7 @@
 """
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ from torch import Tensor, nn
 from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
-from blazeproto.autograd.checkpoint import refuse_lost_gradients
+from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
+from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.policy import check_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import make_router, router_keywords
-from blazeproto.runtime.checks import integer, nearest
+from blazeproto.runtime.checks import boolean, integer, nearest
 
 
 @saved_by_export
@@ -37,7 +39,11 @@ class MoEStats(NamedTuple):
     @property
     def aux_loss(self) -> Tensor | float:
         """The auxiliary losses' sum, to add to the loss; 0.0 where the router has none."""
-        return sum(self.aux_losses.values()) if self.aux_losses else 0.0
+        losses = self.aux_losses.values()
+        if not losses:
+            return 0.0
+        with torch.enable_grad() if any(map(is_watched, losses)) else nullcontext():
+            return sum(losses)
 
 
 class MoE(nn.Module):
@@ -93,6 +99,9 @@ class MoE(nn.Module):
         ):
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
+        boolean("bias", bias)
+        if dtype not in (None, *FLOAT_DTYPES):
+            raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
         if workspace_bytes is not None:
             integer("workspace_bytes", workspace_bytes, least=1)
         if row_capacity is not None:
@@ -112,8 +121,9 @@ class MoE(nn.Module):
             raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
         elif router_options:
             raise TypeError(f"router: a module brings its own options, got {sorted(router_options)} too")
-        elif (routed := getattr(router, "num_experts", num_experts)) != num_experts:
-            raise ValueError(f"router: expected one for num_experts={num_experts}, got one for {routed}")
+        for name, size in (("num_experts", num_experts), ("top_k", top_k)):
+            if (routed := getattr(router, name, size)) != size:
+                raise ValueError(f"router: expected one for {name}={size}, got one for {routed}")
         self.router = router
 
         up_width = d_expert * activation_named(activation).halves
@@ -152,6 +162,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, MoEStats]:
         """x (..., d) -> out (..., d) and what the router did. ``token_ids`` (...) are for hash routing alone."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.d_model)
@@ -189,6 +201,7 @@ class MoE(nn.Module):
         In parallel, where first use compiles one kernel after the other. To be called where the layer is on its GPU;
         on the torch backend there is nothing to do. The router's own kernels come with its first forward and backward.
         """
+        integer("num_tokens", num_tokens, least=0)
         device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
         if self.backend == "torch" or missing_for_hopper(device, torch.bfloat16, *sizes) is not None:
             return
@@ -242,6 +255,7 @@ class MoE(nn.Module):
             dtype = self.down_proj.dtype
             if dtype != torch.float64:
                 dtype = autocast_dtype(self.down_proj.device.type) or dtype
+        integer("num_tokens", num_tokens, least=0)
         choice, itemsize = self._varying_choice(), dtype.itemsize
         return saved_bytes(
             self.save,

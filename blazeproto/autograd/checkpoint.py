@@ -58,6 +58,11 @@ def refuse_lost_gradients(losses: dict[str, Tensor]) -> dict[str, Tensor]:
     return watched
 
 
+def is_watched(loss: Tensor) -> bool:
+    """Whether it comes from `refuse_lost_gradients`. Other losses that need a gradient have a history."""
+    return loss.requires_grad and loss.is_leaf
+
+
 def _runs_in_reentrant_checkpoint() -> bool:
     frame, forward = sys._getframe(1), CheckpointFunction.forward.__code__
     while frame.f_code is not forward and frame.f_back is not None:

@@ -133,6 +133,8 @@ def _check_dispatch(
     num_tokens: int, num_experts: int, device: torch.device, scores: Tensor, dispatch: Dispatch
 ) -> None:
     """Index arrays that no operator made: the kernels trust them."""
+    if not isinstance(dispatch, Dispatch):
+        raise TypeError(f"dispatch: expected a Dispatch, got {type(dispatch).__name__}")
     num_pairs, top_k = dispatch.num_pairs, dispatch.top_k
     came = tuple(dispatch.expert_token_offsets.shape)
     if came != (num_experts + 1,):

@@ -78,7 +78,8 @@ def moe_mlp(
             weight gradient may take a fifth of itself and of a chunk's dH or A' beside the bound.
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
-            token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]).
+            token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]). Their values are trusted,
+            for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
 
     Returns:
         (T, d) in the dtype of ``x`` (of autocast, under it).

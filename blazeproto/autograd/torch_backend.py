@@ -1,10 +1,10 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
 This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. It rounds where
-the Hopper kernels round (H, act, Y, dH, A' in the dtype of X), sums in float32 or better, saves the same and needs no loop over
-experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In float64, which that lacks,
-:func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32 (:func:`_multiplies`),
-several times as fast.
+the Hopper kernels round (H, act, Y, dH, A', dX~ in the dtype of X) and rounds dA' too, sums in float32 or better, saves the same
+and needs no loop over experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In
+float64, which that lacks, :func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32
+(:func:`_multiplies`), several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
 product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`. A pair
@@ -252,7 +252,9 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = Non
     if not _multiplies(a.device.type, a.dtype):
         return _grouped_mm(a.float(), b.float(), offsets).to(a.dtype)
     if _aligned(a) and _aligned(b):
-        return F.grouped_mm(a, b, offs=offsets[1:])
+        return F.grouped_mm(
+            a, b, offs=offsets[1:]
+        ).contiguous()  # or strided rows would take other code, which rounds otherwise
     k, m = b.shape[1:]
     padded_b = F.pad(b, (0, _pad_of(m, b), 0, _pad_of(k, b)))
     return F.grouped_mm(F.pad(a, (0, _pad_of(k, a))), padded_b, offs=offsets[1:])[:, :m].contiguous()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +117,8 @@ def builders(request, monkeypatch):
     """Both functions, or their twins. NumPy arrays take the place of device arrays, as in the simulator."""
     if request.param == "twin":
         return reference.build_dispatch, reference.build_dispatch_varying
+    with contextlib.suppress(ImportError):  # where there is no Numba
+        importlib.import_module("blazeproto.runtime.warp")  # which asks once, when it is imported
     for module in (arrays, memory):
         monkeypatch.setattr(module, "simulated", lambda: True)
     return build_dispatch, build_dispatch_varying

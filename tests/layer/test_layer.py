@@ -240,6 +240,17 @@ BAD = {
     "combine": ({"combine": "sum"}, ValueError, r"combine: expected one of 'gather'.* got 'sum'"),
     "router": ({"router": "random"}, ValueError, r"router: expected one of .* got 'random'"),
     "hopper on a CPU": ({"backend": "hopper"}, ValueError, r"backend: .* needs a CUDA GPU .* on cpu"),
+    "a bias in words": ({"bias": "no"}, TypeError, r"bias: expected True or False, got 'no'"),
+    "float8": (
+        {"dtype": torch.float8_e4m3fn},
+        TypeError,
+        r"dtype: expected None or one of .*, got torch.float8_e4m3fn",
+    ),
+    "router for another K": (
+        {"router": Router(16, 4, 3)},
+        ValueError,
+        r"router: expected one for top_k=2, got one for 3",
+    ),
     "router for other experts": ({"router": Router(16, 8, 2)}, ValueError, r"router: expected one for num_experts=4"),
 }
 

@@ -113,7 +113,7 @@ def test_a_tangent_is_refused():
             moe_mlp(forward_ad.make_dual(x, x), up, down, scores, experts, num_experts=E)
 
 
-@pytest.mark.parametrize("taken", ["in the stats", "beside the output"])
+@pytest.mark.parametrize("taken", ["in the stats", "from a module", "beside the output"])
 def test_auxiliary_losses_under_a_reentrant_checkpoint(taken):
     """Inside another object the checkpoint can't see them: an error, or their gradient were lost. Beside the output it can."""
     layer = MoE(D, N, E, K, aux_loss=1.0, z_loss=0.1, dtype=torch.float64)
@@ -130,9 +130,14 @@ def test_auxiliary_losses_under_a_reentrant_checkpoint(taken):
 
     def flat(x):
         out, stats = layer(x)
+        layer.kept = stats.aux_loss
         return out, stats.aux_loss
 
     out, aux_loss = checkpoint(flat, x, use_reentrant=True)
+    if taken == "from a module":
+        with pytest.raises(RuntimeError, match=r"stats\.aux_losses: expected .* got one inside checkpoint"):
+            layer.kept.backward()
+        return
     (out.square().sum() + aux_loss).backward()
     torch.testing.assert_close(layer.router.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
