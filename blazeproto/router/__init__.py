@@ -1,7 +1,7 @@
-"""Who gets which experts: logits, scores, choices, losses, the router module, and the top-k kernels.
+"""Who gets which experts: logits, scores, choices, losses, the router module, and its kernels.
 
     from blazeproto.router import Router, make_router     # the module, with torch
-    from blazeproto.router import topk_route              # the kernel, without: any DLPack or CUDA array
+    from blazeproto.router import topk_route              # a kernel, without: any DLPack or CUDA array
 
 Names load when they are first used, so that the kernels stay usable where torch is not imported. `reference` holds the kernels'
 functions in NumPy.
@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blazeproto.router.logits import finish_logits, split_gradient
+    from blazeproto.router.losses import routing_losses, routing_losses_backward
     from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
     from blazeproto.router.topk import topk_route, topk_route_backward
 
@@ -18,13 +20,29 @@ _MODULE_OF = {
     "ROUTERS": "router",
     "Router": "router",
     "Routing": "router",
+    "finish_logits": "logits",
     "make_router": "router",
+    "routing_losses": "losses",
+    "routing_losses_backward": "losses",
     "routing_stats": "router",
+    "split_gradient": "logits",
     "topk_route": "topk",
     "topk_route_backward": "topk",
 }
 
-__all__ = ["ROUTERS", "Router", "Routing", "make_router", "routing_stats", "topk_route", "topk_route_backward"]
+__all__ = [
+    "ROUTERS",
+    "Router",
+    "Routing",
+    "finish_logits",
+    "make_router",
+    "routing_losses",
+    "routing_losses_backward",
+    "routing_stats",
+    "split_gradient",
+    "topk_route",
+    "topk_route_backward",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 keep what was chosen instead of choosing again.
 
     choose_top_k      keys (T, E) -> experts (T, K)
+    routing_losses    logits, experts -> the load and the auxiliary losses; on a Hopper GPU in two kernels, with a backward
     route_top_k       logits (T, E) -> scores and experts (T, K); on a Hopper GPU one fused kernel, with its backward
     pairs_from_mask   mask (T, E) -> a flat list of pairs
 """
@@ -13,9 +14,17 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import define
-from blazeproto.router import topk
+from blazeproto.router import losses, topk
 from blazeproto.router.kinds import sums_to_one
-from blazeproto.router.scoring import dense_scores, gathered_scores, log_scores, selection_keys
+from blazeproto.router.scoring import (
+    dense_scores,
+    expert_load,
+    gathered_scores,
+    load_balancing_loss,
+    log_scores,
+    selection_keys,
+    z_loss,
+)
 
 
 @define(
@@ -150,3 +159,90 @@ def route_top_k(
         return topk.topk_route(logits, top_k, **options)
     experts = choose_top_k.kernel(selection_keys(logits, score, bias), top_k)
     return gathered_scores(logits, experts, score=score, renormalize=renormalize, scale=scale), experts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The load and the losses
+
+
+def _loss_kernels_take(logits: Tensor) -> bool:
+    """Whether `losses.routing_losses` can do it; as `_fused_kernel_takes`."""
+    return (
+        logits.dtype == torch.float32
+        and logits.shape[0] > 0
+        and logits.shape[1] <= topk.MAX_EXPERTS
+        and has_dispatch_kernels("auto", logits.device)
+    )
+
+
+@define(
+    "routing_losses_backward(Tensor logits, Tensor load, Tensor d_balance_loss, Tensor d_z_loss, int top_k, str score, "
+    "float balance, float z) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits),
+)
+def routing_losses_backward(
+    logits: Tensor,
+    load: Tensor,
+    d_balance_loss: Tensor,
+    d_z_loss: Tensor,
+    top_k: int,
+    score: str,
+    balance: float,
+    z: float,
+) -> Tensor:
+    """d_logits (T, E) of the two losses; losses_kernels.py has the formulas."""
+    if _loss_kernels_take(logits):
+        options: dict[str, Any] = {"score": score, "balance": balance, "z": z}
+        made: Tensor = losses.routing_losses_backward(logits, load, d_balance_loss, d_z_loss, top_k, **options)
+        return made
+    num_tokens, num_experts = logits.shape
+    weights = d_balance_loss * (balance * num_experts) * load.to(logits.dtype) / max(num_tokens * top_k, 1)
+    shares = torch.softmax(log_scores(logits, score), dim=1)
+    d_logits = shares * (weights - (weights * shares).sum(dim=1, keepdim=True))
+    if score == "sigmoid":
+        d_logits *= torch.sigmoid(-logits)
+    if z:
+        log_sums = torch.logsumexp(logits, dim=1, keepdim=True)
+        d_logits += d_z_loss * (2 * z) * log_sums * torch.softmax(logits, dim=1)
+    return d_logits / max(num_tokens, 1)
+
+
+def _keep_for_losses(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, experts, *ctx.options = inputs
+    ctx.top_k = experts.shape[1]
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(logits, output[2])
+
+
+def _losses_backward(ctx: Any, d_balance_loss: Tensor, d_z_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    logits, load = ctx.saved_tensors
+    d_logits = routing_losses_backward(logits, load, d_balance_loss, d_z_loss, ctx.top_k, *ctx.options)
+    return d_logits, None, None, None, None
+
+
+def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return logits.new_empty(()), logits.new_empty(()), logits.new_empty(logits.shape[1], dtype=torch.int32)
+
+
+@define(
+    "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z) "
+    "-> (Tensor balance_loss, Tensor z_loss, Tensor load)",
+    _losses_fake,
+    setup=_keep_for_losses,
+    backward=_losses_backward,
+)
+def routing_losses(
+    logits: Tensor, experts: Tensor, score: str, balance: float, z: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scoring.load_balancing_loss` and `scoring.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
+    coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load."""
+    if _loss_kernels_take(logits):
+        made = _losses_fake(logits)
+        workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
+        options: dict[str, Any] = {"score": score, "balance": balance, "z": z, "workspace": workspace}
+        out = (made[2], made[0], made[1])
+        losses.routing_losses(logits, experts.to(torch.int32).contiguous(), out=out, **options)
+        return made
+    balance_loss = balance * load_balancing_loss(logits, experts, score=score) if balance else logits.new_zeros(())
+    z_of_logits = z * z_loss(logits) if z else logits.new_zeros(())
+    return balance_loss, z_of_logits, expert_load(experts, logits.shape[1])

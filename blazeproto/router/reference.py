@@ -1,4 +1,4 @@
-"""The specification: what the top-k kernels compute, in NumPy. Same names and signatures as in this package."""
+"""The specification: what the router's kernels compute, in NumPy. Same names and signatures as in this package."""
 
 from typing import Any
 
@@ -85,3 +85,84 @@ def _softmax(values: np.ndarray) -> np.ndarray:
 def _sigmoid(values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-values))
+
+
+def routing_losses(
+    logits: np.ndarray,
+    experts: np.ndarray,
+    *,
+    score: str = "softmax_topk",
+    balance: float = 1.0,
+    z: float = 1.0,
+    out: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """load (E,) int32 and the two losses (), of the logits' dtype; see `blazeproto.router.routing_losses`."""
+    num_tokens, num_experts = logits.shape
+    here = experts[(experts >= 0) & (experts < num_experts)]
+    load = np.bincount(here, minlength=num_experts).astype(np.int32)
+    balance_loss = z_loss = np.zeros((), logits.dtype)
+    if balance:
+        probabilities = _softmax(_log_scores(logits, score))
+        balance_loss = balance * num_experts * (load / experts.size * probabilities.sum(axis=0)).sum() / num_tokens
+    if z:
+        z_loss = z * (_log_sum(logits) ** 2).sum() / num_tokens
+    return load, np.asarray(balance_loss, logits.dtype), np.asarray(z_loss, logits.dtype)
+
+
+def routing_losses_backward(
+    logits: np.ndarray,
+    load: np.ndarray,
+    d_balance_loss: np.ndarray,
+    d_z_loss: np.ndarray,
+    top_k: int,
+    *,
+    score: str = "softmax_topk",
+    balance: float = 1.0,
+    z: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> np.ndarray:
+    """d_logits (T, E); see `blazeproto.router.routing_losses_backward`."""
+    num_tokens, num_experts = logits.shape
+    finite = np.isfinite(logits).all(axis=1, keepdims=True)
+    logits = np.where(finite, logits, 0)
+    weights = d_balance_loss * balance * num_experts * load / (num_tokens * top_k) / num_tokens
+    probabilities = _softmax(_log_scores(logits, score))
+    d_logits = probabilities * (weights - (weights * probabilities).sum(axis=1, keepdims=True))
+    if score == "sigmoid":
+        d_logits = d_logits * _sigmoid(-logits)
+    d_logits = d_logits + d_z_loss * z * 2 * _log_sum(logits) * _softmax(logits) / num_tokens
+    return np.where(finite, d_logits, 0).astype(logits.dtype)
+
+
+def finish_logits(products: np.ndarray, parts: int = 1, *, out: Any = None, stream: Any = None) -> np.ndarray:
+    """logits (T, E) of products (T, parts E); see `blazeproto.router.finish_logits`. Here always a new array."""
+    logits = products.reshape(len(products), parts, products.shape[1] // parts).sum(axis=1)
+    return np.where(np.isfinite(logits).all(axis=1, keepdims=True), logits, np.nan).astype(products.dtype)
+
+
+def split_gradient(
+    d_logits: np.ndarray, logits: np.ndarray, parts: int = 2, *, out: Any = None, stream: Any = None
+) -> np.ndarray:
+    """(T, parts E) bf16, as the upper halves of fp32 numbers in uint16; see `blazeproto.router.split_gradient`."""
+    values = np.where(np.isnan(logits[:, :1]), 0, d_logits).astype(np.float32)
+    high = _bfloat16(values)
+    with np.errstate(invalid="ignore"):
+        low = _bfloat16(values - (high.astype(np.uint32) << 16).view(np.float32))
+    return np.concatenate((high, low, high)[:parts], axis=1)
+
+
+def _log_sum(logits: np.ndarray) -> np.ndarray:
+    """(T, 1) logsumexp."""
+    top = logits.max(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bf16 number, ties to even; a NaN stays one."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)

@@ -21,6 +21,7 @@ from blazeproto.autograd.private import refuse_transforms, saved_by_export
 from blazeproto.router import ops, scoring
 from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, check_options, make_choice
 from blazeproto.router.kinds import SCORES, renormalizes
+from blazeproto.router.linear import router_logits
 from blazeproto.runtime import checks
 
 
@@ -145,7 +146,7 @@ class Router(nn.Module):
         In eval mode a choice with ``eval_top_k`` gives way to plain top-k.
         """
         self._check_input(x, token_ids)
-        logits = scoring.router_logits(x, self.weight)
+        logits = router_logits(x, self.weight)
         choice = self.choice
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
@@ -157,8 +158,8 @@ class Router(nn.Module):
         else:
             keys = scoring.selection_keys(logits, self.score, self.expert_bias)
             return self._varying(logits, ops.choose_top_k(keys, self.top_k), choice)
-        load = scoring.expert_load(experts, self.num_experts)
-        return Routing(scores, experts, logits, load, self._aux_losses(logits, experts))
+        load, aux_losses = self._load_and_losses(logits, experts)
+        return Routing(scores, experts, logits, load, aux_losses)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -183,17 +184,14 @@ class Router(nn.Module):
         pair_experts, pair_tokens, token_offsets = ops.pairs_from_mask(mask, max_pairs)
         scores = scoring.pair_scores(logits, pair_experts, pair_tokens, **self._score_options)
         load = scoring.expert_load(pair_experts, self.num_experts)
-        aux_losses = self._aux_losses(logits, experts)
+        _, aux_losses = self._load_and_losses(logits, experts)
         return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
 
-    def _aux_losses(self, logits: Tensor, experts: Tensor) -> dict[str, Tensor]:
-        """By the token choice ``experts`` (T, K), before any rounding or dropping."""
-        losses = {}
-        if self.aux_loss:
-            losses["load_balancing"] = self.aux_loss * scoring.load_balancing_loss(logits, experts, score=self.score)
-        if self.z_loss:
-            losses["z"] = self.z_loss * scoring.z_loss(logits)
-        return losses
+    def _load_and_losses(self, logits: Tensor, experts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of the token choice ``experts`` (T, K), before any rounding or dropping."""
+        balance_loss, z_loss, load = ops.routing_losses(logits, experts, self.score, self.aux_loss, self.z_loss)
+        losses = {"load_balancing": balance_loss} if self.aux_loss else {}
+        return load, losses | ({"z": z_loss} if self.z_loss else {})
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))

@@ -7,55 +7,15 @@
 Everything here runs on any device, has static shapes and never waits for the device.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blazeproto.autograd.operators import without_autocast
 from blazeproto.router.kinds import sums_to_one
 from blazeproto.runtime import checks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scores
-
-
-class _WideLinear(torch.autograd.Function):
-    """x (T, d) @ weight (E, d)^T in fp32 (fp64 if either is), whatever their dtypes, outside autocast.
-
-    Saves x as it came. F.linear on a converted x would save the fp32 copy, 4 * T * d bytes that outlive the forward.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        with without_autocast(x.device.type):
-            return x.contiguous().to(wide) @ weight.to(wide).t()  # the same bits for any strides of x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
-        with without_autocast(x.device.type):
-            d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype) if need_x else None
-            d_weight = (d_logits.t() @ x.contiguous().to(d_logits.dtype)).to(weight.dtype) if need_weight else None
-        return d_x, d_weight
-
-
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast; returns (T, E).
-
-    Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4 ("selective precision"). A token with a NaN
-    or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
-    """
-    logits: Tensor = _WideLinear.apply(x, weight)
-    finite = torch.isfinite(logits).all(dim=1, keepdim=True)
-    return torch.where(finite, logits, torch.nan)
 
 
 def dense_scores(logits: Tensor, score: str) -> Tensor:

@@ -51,16 +51,17 @@ def load(code: bytes, entry: str, device: int, shared_bytes: int | None = None) 
     """A kernel of a cubin on a device (a CUDA ordinal): a ``cupy.cuda.Function``, whose ``ptr`` is the CUfunction, and which
     keeps the code loaded.
 
-    shared_bytes: of dynamic shared memory that launches may ask for; None: all that a block may have.
+    shared_bytes: of dynamic shared memory that launches may ask for; None: all that a block may have beside its static memory.
     """
     from cupy.cuda import Device, Module, driver, runtime
 
-    if shared_bytes is None:
-        shared_bytes = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
     with Device(device):
         module = Module()
         module.load(code)
         function = module.get_function(entry)
+        if shared_bytes is None:
+            most = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+            shared_bytes = most - driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
     return function
 

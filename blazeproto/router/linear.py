@@ -1,0 +1,153 @@
+"""The router's linear map, logits = x W^T, accurate as in fp32: by bf16 tensor cores on a Hopper GPU, in fp32 elsewhere.
+
+A product of two bf16 numbers is exact in fp32, and a number in fp32 is the sum of two in bf16 but for 2^-16 of it. So an fp32
+operand becomes two bf16 ones (logits_kernels.py has the formulas), and cuBLAS multiplies with fp32 sums. Tensor cores cut the low
+bits off their running sums, which shows after some thousand terms: sums over more than `LONGEST_SUM` are made of shorter ones.
+
+    forward     x [high W; low W]^T                        one product of E columns, of 2 E for a weight in fp32
+    backward    dX = [high dL | low dL] [W; W]             dL: the gradient of the logits, fp32
+                dW = [high dL | low dL]^T x                in parts of LONGEST_SUM tokens
+
+Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4, "selective precision".
+
+Floor: forward max(2 T d E / 785 TFLOP/s, (2 T d + 4 T E) bytes / 4.24 TB/s); backward max(8 T d E / 785 TFLOP/s, (4 T d + 4 T E)
+bytes / 4.24 TB/s).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.backends import has_dispatch_kernels
+from blazeproto.autograd.operators import Gradients, define, without_autocast
+from blazeproto.router import logits as kernels
+from blazeproto.router.topk import MAX_EXPERTS
+
+LONGEST_SUM = 4096  # terms that tensor cores add up at once
+PARTS_AT_ONCE = 64  # of the sum over tokens, whose results are in memory together
+ALIGNED = 8  # bf16 numbers in the 16 bytes that a row's length is a multiple of
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
+    """Whether bf16 products make the logits. Asked inside the operators, which torch.compile does not trace."""
+    return (
+        x.dtype == torch.bfloat16
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and x.shape[0] > 0
+        and x.shape[1] % ALIGNED == 0
+        and weight.shape[0] <= MAX_EXPERTS
+        and has_dispatch_kernels("auto", x.device)
+    )
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """a @ b of bf16 matrices, or batches of them, with sums in fp32, rounded to ``dtype`` alone."""
+    multiply = torch.bmm if a.dim() == 3 else torch.mm
+    return multiply(a, b, out_dtype=dtype) if dtype != a.dtype else multiply(a, b)
+
+
+def _stacked(weight: Tensor) -> Tensor:
+    """(E, d) in fp32 -> (2 E, d) in bf16: what is nearest to it, over the rest."""
+    nearest = weight.bfloat16()
+    return torch.cat((nearest, (weight - nearest.float()).bfloat16()))
+
+
+def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+
+
+# ---- forward -----------------------------------------------------------------------------------------------------
+
+
+def _logits_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=_wide(x, weight))
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
+    x, weight, logits = ctx.saved_tensors
+    return tuple(router_logits_backward.gradients(ctx.needs_input_grad[:2], d_logits, x, weight, logits))
+
+
+@define("router_logits(Tensor x, Tensor weight) -> Tensor", _logits_fake, setup=_setup, backward=_backward)
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast -> (T, E).
+
+    A token with a NaN or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
+    Backward keeps x, the weight and the logits.
+    """
+    x = x.contiguous()  # so that other strides give the same bits
+    with without_autocast(x.device.type):
+        if not _on_tensor_cores(x, weight):
+            wide = _wide(x, weight)
+            logits = x.to(wide) @ weight.to(wide).t()
+            return logits.masked_fill_(~torch.isfinite(logits).all(dim=1, keepdim=True), torch.nan)
+        parts = 2 if weight.dtype == torch.float32 else 1
+        operand = _stacked(weight) if parts == 2 else weight
+        begins = range(0, x.shape[1], LONGEST_SUM)
+        shorter = ((x[:, i : i + LONGEST_SUM], operand[:, i : i + LONGEST_SUM].t()) for i in begins)
+        products = _product(*next(shorter))
+        for a, b in shorter:
+            products += _product(a, b)
+        made: Tensor = kernels.finish_logits(products, parts)
+        return made
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------
+
+
+def _gradients_fake(needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, logits: Tensor) -> Gradients:
+    return [torch.empty_like(t) if need else None for t, need in zip((x, weight), needs, strict=True)]
+
+
+@define(
+    "router_logits_backward(bool[] needs, Tensor d_logits, Tensor x, Tensor weight, Tensor logits) -> Tensor[]",
+    _gradients_fake,
+)
+def router_logits_backward(
+    needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, logits: Tensor
+) -> Gradients:
+    """d_logits (T, E) -> those needed of dX (T, d) and dW (E, d), in the dtypes of x and the weight.
+
+    A token with NaN logits passes no gradient.
+    """
+    (needs_x, needs_weight), x, num_experts = needs, x.contiguous(), len(weight)
+    d_x = d_weight = None
+    with without_autocast(x.device.type):
+        if not _on_tensor_cores(x, weight):
+            d_logits = d_logits.masked_fill(logits[:, :1].isnan(), 0)
+            if needs_x:
+                d_x = (d_logits @ weight.to(d_logits.dtype)).to(x.dtype)
+            if needs_weight:
+                d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype)
+            return d_x, d_weight
+        wide = weight.dtype == torch.float32
+        split: Tensor = kernels.split_gradient(d_logits.contiguous(), logits, 3 if wide else 2)
+        if needs_x:  # high high + low high + high low, where the weight has a low part
+            high = weight.bfloat16()
+            d_x = _product(split, torch.cat((high, _stacked(weight)) if wide else (high, high)), x.dtype)
+        if needs_weight:
+            halves = _sum_over_tokens(split[:, : 2 * num_experts], x)
+            d_weight = (halves[:num_experts] + halves[num_experts:]).to(weight.dtype)
+    return d_x, d_weight
+
+
+def _sum_over_tokens(split: Tensor, x: Tensor) -> Tensor:
+    """split (T, C)^T x (T, d) -> (C, d) fp32, a part of LONGEST_SUM tokens after the other."""
+    num_tokens, total = x.shape[0], None
+    whole = num_tokens - num_tokens % LONGEST_SUM
+    for begin in range(0, whole, PARTS_AT_ONCE * LONGEST_SUM):
+        part = slice(begin, min(begin + PARTS_AT_ONCE * LONGEST_SUM, whole))
+        a, b = (t[part].unflatten(0, (-1, LONGEST_SUM)) for t in (split, x))
+        made = _product(a.transpose(1, 2), b).sum(0)
+        total = made if total is None else total.add_(made)
+    if whole < num_tokens:
+        made = _product(split[whole:].t(), x[whole:])
+        total = made if total is None else total.add_(made)
+    assert total is not None
+    return total

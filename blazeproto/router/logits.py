@@ -1,0 +1,106 @@
+"""``finish_logits`` and ``split_gradient``: what a router's products on tensor cores need before and after.
+
+Plain functions on device arrays, as `topk_route`: kernels and formulas are in logits_kernels.py.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.router.losses import lanes_of
+from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.numba_kernel import Kernel
+
+THREADS = 256  # of a block
+MAX_BLOCKS = 132 * 16
+
+
+def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
+    """logits (T, E) fp32: the sum of the ``parts`` (1 or 2) of products (T, parts E) fp32, each part a neighbouring E columns.
+
+    A token with a NaN or infinite logit gets NaN throughout, so that it shows in that token's output and in no other's.
+    With one part that is written over the products, which are returned; with two, out is filled, or a new array made.
+    stream: a raw cudaStream_t; default: the caller's current one.
+
+    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    """
+    parts = _check_parts(parts, 1)
+    view = arrays.expect("products", products, "float32", (None, None), alignment=4)
+    num_tokens, num_experts = view.shape[0], _experts("products", view.shape[1], parts)
+    if parts == 1 and out is not None:
+        raise ValueError("out: expected None with one part, which is finished in place, got an array")
+    with memory.on_stream(view, stream) as stream:
+        logits, made = products, view
+        if parts == 2:
+            logits, made = arrays.output("out", out, "float32", (num_tokens, num_experts), view, 4)
+        kernel = finish_kernel(num_experts, parts)
+        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
+        if num_tokens:
+            kernel.launch(view.device, stream, blocks, 0, memory.argument(view), memory.argument(made), num_tokens)
+    return logits
+
+
+def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
+    """d_logits (T, E) fp32 as a sum of bf16 numbers: (T, parts E), the nearest, the rest, and with ``parts`` 3 the nearest again.
+
+    A token whose logits (T, E) fp32 are NaN, as `finish_logits` leaves them, gets zeros.
+    """
+    parts = _check_parts(parts, 2)
+    view = arrays.expect("d_logits", d_logits, "float32", (None, None), alignment=4)
+    num_tokens, num_experts = view.shape[0], _experts("d_logits", view.shape[1], 1)
+    marks = arrays.expect("logits", logits, "float32", view.shape, device=view.device, alignment=4)
+    with memory.on_stream(view, stream) as stream:
+        split, made = arrays.output("out", out, "bfloat16", (num_tokens, parts * num_experts), view, 4)
+        units, word = num_tokens * num_experts, "uint16"
+        if num_experts % 2 == 0:  # two bf16 numbers at a time
+            units, word = units // 2, "uint32"
+        if units:
+            inputs = (memory.argument(view), memory.argument(marks))
+            words = memory.part(memory.argument(made), 0, parts * units, word)
+            blocks = min(-(-units // THREADS), MAX_BLOCKS)
+            split_kernel(num_experts, parts).launch(view.device, stream, blocks, 0, *inputs, words, num_tokens)
+    return split
+
+
+def _check_parts(parts: int, least: int) -> int:
+    if checks.integer("parts", parts) not in (least, least + 1):
+        raise ValueError(f"parts: expected {least} or {least + 1}, got {parts}")
+    return int(parts)
+
+
+def _experts(name: str, columns: int, parts: int) -> int:
+    if columns % parts or not 1 <= columns // parts <= MAX_EXPERTS:
+        raise ValueError(f"{name}: expected {parts} E columns with 1 <= E <= {MAX_EXPERTS}, got {columns}")
+    return columns // parts
+
+
+@lru_cache(maxsize=256)
+def finish_kernel(num_experts: int, parts: int) -> Kernel:
+    """`logits_kernels.finish_logits`."""
+    from blazeproto.router import logits_kernels
+
+    return Kernel(
+        logits_kernels.finish_logits,
+        "float32* float32* int64",
+        threads=THREADS,
+        min_blocks=4,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        parts=parts,
+    )
+
+
+@lru_cache(maxsize=256)
+def split_kernel(num_experts: int, parts: int) -> Kernel:
+    """`logits_kernels.split_gradient`."""
+    from blazeproto.router import logits_kernels
+
+    kind = "uint32*" if num_experts % 2 == 0 else "uint16*"
+    return Kernel(
+        logits_kernels.split_gradient,
+        f"float32* float32* {kind} int64",
+        threads=THREADS,
+        min_blocks=4,
+        num_experts=num_experts,
+        parts=parts,
+    )

@@ -1,0 +1,191 @@
+"""``routing_losses``: the load of every expert, the balancing loss and the z-loss of a batch, and the gradient back.
+
+Plain functions on device arrays, as `topk_route`: kernels and pictures are in losses_kernels.py. Nothing waits for the device,
+and repetitions have the same bits.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from blazeproto.router.kinds import SCORES, Score
+from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.numba_kernel import Kernel
+
+THREADS = 256  # of a block
+SUM_THREADS = 1024  # of the one block that adds up
+MAX_BACKWARD_BLOCKS = 132 * 8
+
+
+def routing_losses(
+    logits: Any,
+    experts: Any,
+    *,
+    score: Score = "softmax_topk",
+    balance: float = 1.0,
+    z: float = 1.0,
+    out: tuple[Any, Any, Any] | None = None,
+    workspace: Any = None,
+    stream: int | None = None,
+) -> tuple[Any, Any, Any]:
+    """(load (E,) int32, balance_loss () fp32, z_loss () fp32) of logits (T, E) fp32 and the experts (T, K) int32 they chose.
+
+    load: how many pairs each expert has; ids outside [0, E) count nowhere.
+    balance_loss: E Σ f P, Switch Transformer §2.2, eq. 4; f the share of the T K choices that fell on an expert, P its mean
+        probability (softmax; sigmoid scores divided by their sum).
+    z_loss: the mean of logsumexp(logits)², ST-MoE eq. 5.
+    balance, z: the losses' coefficients; what has the coefficient 0 is 0 and costs nothing.
+    score: kinds.py says what they are.  out: the three, to fill.  workspace: `losses_workspace(T, E)` fp32 elements.
+    stream: a raw cudaStream_t; default: the caller's current one.
+
+    E up to 1024, T at least 1. Raises ValueError or TypeError naming the argument, what was expected and what came.
+    """
+    view, chosen = _check(logits, experts, score)
+    _check_coefficients(balance, z)
+    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
+    with memory.on_stream(view, stream) as stream:
+        given = out or (None, None, None)
+        load, load_view = arrays.output("out[0] (load)", given[0], "int32", (num_experts,), view, 4)
+        balance_loss, balance_view = arrays.output("out[1] (balance_loss)", given[1], "float32", (), view, 4)
+        z_loss, z_view = arrays.output("out[2] (z_loss)", given[2], "float32", (), view, 4)
+        blocks, tokens = _blocks(num_tokens, num_experts)
+        elements = (losses_workspace(num_tokens, num_experts),)
+        _, parts = arrays.output("workspace", workspace, "float32", elements, view, 4)
+        size = blocks * num_experts
+        begin = memory.argument(parts)
+        loads = memory.part(begin, 0, size, "int32")
+        probabilities = memory.part(begin, 4 * size, size, "float32")
+        squares = memory.part(begin, 8 * size, blocks, "float32")
+        partials, sums = forward_kernels(num_experts, score == "sigmoid", float(balance), float(z))
+        inputs = (memory.argument(view), memory.argument(chosen))
+        partials.launch(
+            view.device, stream, blocks, 0, *inputs, loads, probabilities, squares, num_tokens, top_k, tokens
+        )
+        outputs = map(memory.argument, (load_view, balance_view, z_view))
+        sums.launch(view.device, stream, 1, 0, loads, probabilities, squares, *outputs, blocks, num_tokens, top_k)
+    return load, balance_loss, z_loss
+
+
+def routing_losses_backward(
+    logits: Any,
+    load: Any,
+    d_balance_loss: Any,
+    d_z_loss: Any,
+    top_k: int,
+    *,
+    score: Score = "softmax_topk",
+    balance: float = 1.0,
+    z: float = 1.0,
+    out: Any = None,
+    stream: int | None = None,
+) -> Any:
+    """d_logits (T, E) fp32 from the gradients () fp32 of both losses, and the logits and load (E,) int32 of the forward.
+
+    The load passes no gradient, and a token with a NaN or infinite logit gets zeros. balance, z: as in the forward.
+    """
+    view = _check_logits(logits, score)
+    num_tokens, num_experts = view.shape
+    top_k = checks.integer("top_k", top_k, least=1)
+    counts = arrays.expect("load", load, "int32", (num_experts,), device=view.device, alignment=4)
+    _check_coefficients(balance, z)
+    d_balance = arrays.expect("d_balance_loss", d_balance_loss, "float32", (), device=view.device, alignment=4)
+    d_z = arrays.expect("d_z_loss", d_z_loss, "float32", (), device=view.device, alignment=4)
+    with memory.on_stream(view, stream) as stream:
+        d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
+        kernel = backward_kernel(num_experts, score == "sigmoid", float(balance), float(z))
+        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
+        views = map(memory.argument, (view, counts, d_balance, d_z, outgoing))
+        kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, top_k)
+    return d_logits
+
+
+def losses_workspace(num_tokens: int, num_experts: int) -> int:
+    """Elements of the workspace of `routing_losses`: the parts of all blocks."""
+    blocks, _ = _blocks(num_tokens, num_experts)
+    return blocks * (2 * num_experts + 1)
+
+
+def lanes_of(num_experts: int) -> int:
+    """Threads that share a token: four experts each, up to a warp."""
+    return min(32, 1 << (-(-num_experts // 4) - 1).bit_length())
+
+
+def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
+    """How many blocks sum up, and how many tokens each has. Few where a block's parts are long."""
+    groups = THREADS // lanes_of(num_experts)
+    most = 132 * (4 if num_experts <= 128 else 2)
+    tokens = -(-num_tokens // min(most, -(-num_tokens // groups)))
+    return -(-num_tokens // tokens), tokens
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def forward_kernels(num_experts: int, sigmoid: bool, balance: float, z: float) -> tuple[Kernel, Kernel]:
+    """`losses_kernels.routing_partials` and `.routing_sums`."""
+    from blazeproto.router import losses_kernels
+
+    partials = Kernel(
+        losses_kernels.routing_partials,
+        "float32* int32* int32* float32* float32* int64 int64 int64",
+        threads=THREADS,
+        min_blocks=4 if num_experts <= 128 else 2,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        sigmoid=sigmoid,
+        balance=balance > 0,
+        z=z > 0,
+    )
+    sums = Kernel(
+        losses_kernels.routing_sums,
+        "int32* float32* float32* int32* float32* float32* int64 int64 int64",
+        threads=SUM_THREADS,
+        columns=1 << (num_experts - 1).bit_length(),
+        num_experts=num_experts,
+        balance=balance,
+        z=z,
+    )
+    return partials, sums
+
+
+@lru_cache(maxsize=256)
+def backward_kernel(num_experts: int, sigmoid: bool, balance: float, z: float) -> Kernel:
+    """`losses_kernels.routing_losses_backward`."""
+    from blazeproto.router import losses_kernels
+
+    return Kernel(
+        losses_kernels.routing_losses_backward,
+        "float32* int32* float32* float32* float32* int64 int64",
+        threads=THREADS,
+        min_blocks=4 if num_experts <= 256 else 2,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        sigmoid=sigmoid,
+        balance=balance,
+        z=z,
+    )
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_logits(logits: Any, score: str) -> arrays.DeviceArray:
+    checks.one_of("score", score, SCORES)
+    view = arrays.expect("logits", logits, "float32", (None, None), alignment=4)
+    if not (1 <= view.shape[1] <= MAX_EXPERTS and view.shape[0] >= 1):
+        raise ValueError(f"logits: expected (T, E) with T >= 1 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
+    return view
+
+
+def _check_coefficients(balance: float, z: float) -> None:
+    checks.number("balance", balance, least=0)
+    checks.number("z", z, least=0)
+
+
+def _check(logits: Any, experts: Any, score: str) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
+    view = _check_logits(logits, score)
+    chosen = arrays.expect("experts", experts, "int32", (view.shape[0], None), device=view.device, alignment=4)
+    if not chosen.shape[1]:
+        raise ValueError(f"experts: expected (T, K) with K >= 1, got {chosen.shape}")
+    return view, chosen

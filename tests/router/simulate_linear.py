@@ -1,0 +1,78 @@
+"""The kernels of the router's linear map and losses in Numba's simulator, compared with their twins. Prints what differs.
+
+NUMBA_ENABLE_CUDASIM=1 python simulate_linear.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from blazeproto.router import (
+    finish_logits,
+    logits,
+    losses,
+    reference,
+    routing_losses,
+    routing_losses_backward,
+    split_gradient,
+)
+
+# (T, E, K, score, coefficients): one lane to 32 a token; several tokens a group; each loss alone, both, none.
+CASES = [
+    (5, 1, 1, "softmax_topk", 1.0, 1.0),
+    (9, 8, 2, "sigmoid", 0.5, 2.0),
+    (40, 37, 5, "softmax_topk", 1.0, 0.0),
+    (3, 128, 8, "topk_softmax", 0.0, 1.0),
+    (33, 70, 3, "sigmoid", 1.0, 0.0),
+    (4, 7, 2, "softmax_topk", 0.0, 0.0),
+]
+
+
+def check_losses() -> Iterator[str]:
+    for num_tokens, num_experts, top_k, score, balance, z in CASES:
+        rng = np.random.default_rng(num_experts)
+        values = 3 * rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+        # some ids are not here
+        everyone = np.tile(np.arange(-1, num_experts + 1, dtype=np.int32), (num_tokens, 1))
+        experts = rng.permuted(everyone, axis=1)[:, :top_k].copy()
+        options = {"score": score, "balance": balance, "z": z}
+        made, right = routing_losses(values, experts, **options), reference.routing_losses(values, experts, **options)
+        for name, a, b in zip(("load", "balance_loss", "z_loss"), made, right, strict=True):
+            if not np.allclose(a, b, rtol=1e-5):
+                yield f"{CASES} {name}: {a}, expected {b}"
+        if num_tokens > 2:
+            values[1, 0], values[2] = np.inf, np.nan
+        slopes = (right[0], np.array(0.7, np.float32), np.array(-1.3, np.float32), top_k)
+        d_logits = routing_losses_backward(values, *slopes, **options)
+        right_d = reference.routing_losses_backward(values, *slopes, **options)
+        if not np.allclose(d_logits, right_d, rtol=1e-4, atol=1e-6 * np.abs(right_d).max()):
+            yield f"{CASES} d_logits: {d_logits}, expected {right_d}"
+
+
+def check_logits() -> Iterator[str]:
+    for num_tokens, num_experts in ((1, 1), (9, 8), (20, 37), (3, 70)):
+        rng = np.random.default_rng(num_experts)
+        for parts in (1, 2):
+            products = rng.standard_normal((num_tokens, parts * num_experts)).astype(np.float32)
+            products[-1, 0] = np.inf
+            right = reference.finish_logits(products, parts)
+            if not np.array_equal(finish_logits(products.copy(), parts), right, equal_nan=True):
+                yield f"finish_logits: T={num_tokens} E={num_experts}, {parts} parts"
+        for parts in (2, 3):
+            d_logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+            d_logits[0, :4] = [np.nan, np.inf, 3.4e38, 1e-44][:num_experts]
+            with np.errstate(invalid="ignore"):
+                made = split_gradient(d_logits, right, parts)
+            if not np.array_equal(made, reference.split_gradient(d_logits, right, parts)):
+                yield f"split_gradient: T={num_tokens} E={num_experts}, {parts} parts"
+
+
+if __name__ == "__main__":
+    losses.THREADS = logits.THREADS = 64  # the simulator runs a Python thread for each CUDA thread
+    losses.SUM_THREADS = 128
+    wrong = [*check_losses(), *check_logits()]
+    print("\n".join(wrong) or "as the twins")
+    sys.exit(bool(wrong))

@@ -1,0 +1,207 @@
+"""The router's linear map and losses: kernels and operators against twins, torch and float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_topk import check_kernel
+
+from blazeproto.router import Router, linear, logits, losses, ops, reference, scoring
+from blazeproto.router.kinds import SCORES
+
+
+@pytest.mark.slow
+def test_simulated():
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(Path(__file__).with_name("simulate_linear.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("num_experts", [8, 128, *(pytest.param(E, marks=FULL) for E in (37, 512, 1024))])
+def test_kernels_compile(num_experts, tmp_path, monkeypatch):
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    pytest.importorskip("cuda.core", reason="needs cuda.core")
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    sigmoid = num_experts == 8
+    for kernel in (
+        *losses.forward_kernels(num_experts, sigmoid, 0.01, 1e-3),
+        losses.backward_kernel(num_experts, sigmoid, 0.01, 1e-3),
+        logits.finish_kernel(num_experts, 2),
+        logits.split_kernel(num_experts, 3),
+    ):
+        check_kernel(kernel)
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def draw(num_tokens=40, num_experts=7, top_k=3):
+    values = (2 * torch.randn(num_tokens, num_experts, dtype=torch.float64)).requires_grad_()
+    return values, torch.rand(num_tokens, num_experts).topk(top_k).indices.int()
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("balance", "z"), [(1.0, 1.0), (0.3, 0.0), (0.0, 2.0), (0.0, 0.0)])
+def test_losses_and_their_gradient_are_torch_s(score, balance, z):
+    values, experts = draw()
+    balance_loss, z_loss, load = ops.routing_losses(values, experts, score, balance, z)
+    plain = (
+        scoring.expert_load(experts, 7),
+        balance * scoring.load_balancing_loss(values, experts, score=score),
+        z * scoring.z_loss(values),
+    )
+    twin = reference.routing_losses(values.detach().numpy(), experts.numpy(), score=score, balance=balance, z=z)
+    for made, expected, of_twin in zip((load, balance_loss, z_loss), plain, twin, strict=True):
+        torch.testing.assert_close(made, expected)
+        np.testing.assert_allclose(made.detach(), of_twin, rtol=1e-12)
+    d_values = torch.autograd.grad(0.7 * balance_loss - 1.3 * z_loss, values)[0]
+    expected = torch.autograd.grad(0.7 * plain[1] - 1.3 * plain[2], values)[0]
+    torch.testing.assert_close(d_values, expected, rtol=1e-12, atol=1e-15)
+    slopes = (twin[0], np.array(0.7), np.array(-1.3), 3)
+    options = {"score": score, "balance": balance, "z": z}
+    of_twin = reference.routing_losses_backward(values.detach().numpy(), *slopes, **options)
+    np.testing.assert_allclose(d_values, of_twin, rtol=1e-9, atol=1e-15)
+
+
+def test_operators_are_sound():
+    values, experts = draw(num_tokens=5)
+    torch.library.opcheck(torch.ops.blazeproto.routing_losses.default, (values, experts, "sigmoid", 0.5, 0.1))
+    x, weight = torch.randn(5, 16, dtype=torch.float64).requires_grad_(), torch.randn(7, 16).requires_grad_()
+    torch.library.opcheck(torch.ops.blazeproto.router_logits.default, (x, weight))
+
+
+# ---- the linear map, its tensor cores played by fp32 products ----------------------------------------------------
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """The road that a Hopper GPU takes, with the kernels' twins and products in fp32."""
+
+    def as_torch(twin):
+        def call(*arguments):
+            made = twin(*(t.detach().numpy() if isinstance(t, torch.Tensor) else t for t in arguments))
+            return torch.from_numpy(made).view(torch.bfloat16) if made.dtype == np.uint16 else torch.from_numpy(made)
+
+        return call
+
+    def product(a, b, dtype=torch.float32):
+        assert a.dtype == b.dtype == torch.bfloat16
+        return (a.float() @ b.float()).to(dtype)
+
+    monkeypatch.setattr(linear, "_on_tensor_cores", lambda x, weight: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear, "_product", product)
+    monkeypatch.setattr(linear.kernels, "finish_logits", as_torch(reference.finish_logits))
+    monkeypatch.setattr(linear.kernels, "split_gradient", as_torch(reference.split_gradient))
+    monkeypatch.setattr(linear, "LONGEST_SUM", 24)
+    monkeypatch.setattr(linear, "PARTS_AT_ONCE", 2)
+
+
+def check_linear(x, weight, tolerance):
+    """Logits and gradients against float64; the relative error, in norms, of what has fp32, and of bf16 beside its rounding."""
+    made = linear.router_logits(x, weight)
+    d_logits = torch.randn_like(made)
+    d_x, d_weight = torch.autograd.grad(made, (x, weight), d_logits)
+    x64, w64, d64 = (t.detach().double() for t in (x, weight, d_logits))
+    for name, t, exact in (("logits", made, x64 @ w64.t()), ("dX", d_x, d64 @ w64), ("dW", d_weight, d64.t() @ x64)):
+        assert t.shape == exact.shape
+        allowed = (
+            tolerance[name] if t.dtype == torch.float32 else 1.05 * (exact.to(t.dtype) - exact).norm() / exact.norm()
+        )
+        assert (t - exact).norm() <= allowed * exact.norm(), name
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 24, 60, 100])
+@pytest.mark.parametrize("num_experts", [1, 7, 8])
+def test_split_operands_keep_the_accuracy(tensor_cores, weight_dtype, num_tokens, num_experts):
+    x = torch.randn(num_tokens, 40).bfloat16().requires_grad_()
+    weight = torch.randn(num_experts, 40).to(weight_dtype).requires_grad_()
+    check_linear(x, weight, {"logits": 1e-5, "dW": 2e-5})
+
+
+def test_a_broken_token_passes_no_gradient(tensor_cores):
+    x, weight = torch.randn(50, 40).bfloat16(), torch.randn(7, 40).requires_grad_()
+    clean = linear.router_logits(x, weight)
+    x[3, 0] = torch.inf
+    made = linear.router_logits(x, weight)
+    assert made[3].isnan().all() and torch.equal(made[4:], clean[4:])
+    x[3, 0] = 0  # what is multiplied by a gradient of 0 must be finite
+    d_logits = torch.ones_like(made)
+    d_weight = linear.router_logits_backward.gradients((False, True), d_logits, x, weight, made)[1]
+    rest = linear.router_logits_backward.gradients((False, True), d_logits[4:], x[4:], weight, made[4:])[1]
+    first = linear.router_logits_backward.gradients((False, True), d_logits[:3], x[:3], weight, made[:3])[1]
+    torch.testing.assert_close(d_weight, rest + first, rtol=1e-5, atol=1e-5)
+
+
+# ---- on the GPU --------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 8, 1), (300, 72, 8), (5000, 4104, 37), (9001, 256, 1000), (4096, 64, 1024), (270_000, 16, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [*SHAPES, (32768, 2048, 128), (16384, 4096, 512)])
+def test_accuracy(sizes, weight_dtype):
+    num_tokens, d_model, num_experts = sizes
+    x = torch.randn(num_tokens, d_model, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(num_experts, d_model, device="cuda") * d_model**-0.5).to(weight_dtype).requires_grad_()
+    assert linear._on_tensor_cores(x, weight)
+    check_linear(x, weight, {"logits": 1e-5, "dW": 2e-5})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (300, 8, 2), (5000, 37, 5), (33_000, 128, 8), (3000, 1000, 3)])
+def test_losses_against_float64(sizes, score):
+    num_tokens, num_experts, top_k = sizes
+    values = (3 * torch.randn(num_tokens, num_experts, device="cuda")).requires_grad_()
+    experts = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices.int()
+    made = ops.routing_losses(values, experts, score, 0.5, 0.1)
+    exact_values = values.detach().double().requires_grad_()
+    exact = ops.routing_losses(exact_values, experts, score, 0.5, 0.1)
+    for a, b in zip(made, exact, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=3e-6, atol=1e-12)
+    d_values, exact_d = (
+        torch.autograd.grad(b + 2 * z, v)[0] for (b, z, _), v in ((made, values), (exact, exact_values))
+    )
+    assert (d_values - exact_d).norm() <= 1e-5 * exact_d.norm()
+    again = ops.routing_losses(values, experts, score, 0.5, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_router_compiles_and_is_captured():
+    router = Router(64, 8, 2, aux_loss=0.1, z_loss=0.1, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 64, device="cuda").bfloat16().requires_grad_()
+
+    def step(function):
+        routing = function(x)
+        total = routing.scores.square().sum() + sum(routing.aux_losses.values())
+        return [routing.logits, *torch.autograd.grad(total, (x, router.weight))]
+
+    expected = step(router)
+    assert all(torch.equal(a, b) for a, b in zip(step(torch.compile(router, fullgraph=True)), expected, strict=True))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(router)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            captured = step(router)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
