@@ -114,6 +114,7 @@ def tensors_in(result: object) -> list[torch.Tensor]:
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """||a - b|| / ||b|| in fp32, a slice at a time; NaN where either is."""
     difference = norm = 0.0
+    a, b = torch.atleast_1d(a, b)
     step = max(1, (1 << 27) // max(1, b[0].numel()))
     for x, y in zip(a.split(step), b.split(step), strict=True):
         difference += float((x.float() - y.float()).square().sum())

@@ -90,7 +90,7 @@ STEPS = {
     "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5, last_lines=60),
     "dispatch": Step("python -m scripts.bench.dispatch", 4),
     "rounding": Step(
-        "python -m scripts.bench.rounding --quick", 2, "python -m scripts.bench.rounding", 4, last_lines=60
+        "python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8, last_lines=60
     ),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),

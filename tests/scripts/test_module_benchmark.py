@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from enum import Enum
@@ -110,7 +111,7 @@ def test_without_sonic_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("stub")
-def test_a_row_has_what_the_issue_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel_times(calls: dict[str, timing.Rotation], rounds: int, **_: Any) -> dict[str, KernelTime]:
         for call in calls.values():
             call()
@@ -141,7 +142,7 @@ def measured(shape: LayerShape, ratio: float, peak: float = 1.0, saved: int = 0)
     return {"cfg": shape.dict(), "table": common.table_of(shape), **times, **peaks, **saves}
 
 
-def test_the_shapes_of_the_issue() -> None:
+def test_the_shapes_and_which_may_be_close() -> None:
     assert len(module.MODULE_SHAPES) == 27 and set(module.QUICK_SHAPES) <= set(module.MODULE_SHAPES)
     close = {(24576, 1536, 256, 128, 8), (32768, 4096, 1024, 64, 4), (8192, 4096, 1536, 256, 6)}
     close |= {(16384, 5120, 1536, 160, 6)}
@@ -217,6 +218,14 @@ def test_a_run_of_a_part_goes_on_with_the_file(
     assert ran == list(common.SHAPES[1:2] if resume else common.SHAPES[:2])
     ratios = [module.ratio(row) for row in json.loads(out.read_text())["rows"]]
     assert ratios == [1.1 if resume else 1.2, 1.2, 1.3]
+
+
+def test_what_sonic_compiles_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("QUACK_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    module.use_caches(tmp_path)
+    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 # -------------------------------------------------------------------------------------------------------- kernel times
