@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import math
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,17 @@ def table_of(shape: LayerShape) -> str:
     return next((table for table, shapes in TABLES.items() if shape in shapes), "")
 
 
-def parse_shapes(text: str) -> list[LayerShape]:
-    """ "1-3,23": numbers from 1 in the order of the results file; or a table's name."""
+def parse_shapes(text: str, shapes: Sequence[LayerShape] = SHAPES) -> list[LayerShape]:
+    """ "1-3,23": numbers from 1 in the order of ``shapes``; or a table's name."""
     chosen: list[LayerShape] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if part in TABLES:
             chosen += TABLES[part]
-        elif first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first) <= len(SHAPES):
-            chosen += SHAPES[int(first) - 1 : int(last or first)]
+        elif first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first) <= len(shapes):
+            chosen += shapes[int(first) - 1 : int(last or first)]
         else:
-            expected = f"numbers from 1 to {len(SHAPES)} such as 1-3,23, or one of {', '.join(TABLES)}"
+            expected = f"numbers from 1 to {len(shapes)} such as 1-3,23, or one of {', '.join(TABLES)}"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {part!r}")
     return chosen
 

@@ -281,7 +281,7 @@ def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False
     extras = {name: earlier[name] for name in EXTRAS if name in earlier}
     marks = {name: earlier.get("extras_of_other_sources", {}).get(name, where) for name in extras}
     rows = [{"other_sources": where} | row for row in earlier["rows"]]
-    return record | extras | {"rows": rows, "extras_of_other_sources": marks}
+    return record | extras | {"rows": rows} | ({"extras_of_other_sources": marks} if marks else {})
 
 
 def arguments() -> argparse.Namespace:

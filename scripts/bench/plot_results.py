@@ -1,6 +1,6 @@
 """Fill the tables and measured sentences of README.md and docs/*.md, and draw docs/*.png, from results/.
 
-python -m scripts.bench.plot_results             # every page that has markers; docs/speed.png, memory.png, dispatch.png
+python -m scripts.bench.plot_results             # every page that has markers; docs/{speed,experts,memory,dispatch}.png
 python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, and names, if a page is out of date
 """
 
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.result_tables import LABELS, MARKED, OURS, Record, fill, layer_peers, load, rows_measured_on
+from scripts.bench.markdown import LABELS, OURS, Record, rows_measured_on
+from scripts.bench.module_tables import compared
+from scripts.bench.result_tables import MARKED, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
 DOCS = REPOSITORY / "docs"
+
+Share = Callable[[str, Record, str], float | None]  # of "fwd" or "fwdbwd", a row, and a program's name
 
 COLORS = {
     OURS: "#d1495b",
@@ -46,22 +51,37 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Callabl
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def plot_speed(record: Record, path: Path) -> None:
-    """Share of the floor's speed that each program reaches (1 = the floor): forward, and forward + backward."""
+def plot_modules(record: Record, path: Path) -> None:
+    """Share of the floor's speed that whole layers reach, ours and SonicMoE's: forward, and forward + backward."""
+
+    def share(part: str, row: Record, name: str) -> float | None:
+        ms = row.get(f"{'ours' if name == OURS else name}_{part}_ms")
+        return None if ms is None else row[f"floor_{part}_ms"] / ms
+
+    names = [OURS, "sonic"] if compared(record) else [OURS]
+    plot_speed(record, names, share, "One MoE layer with its router", path)
+
+
+def plot_experts(record: Record, path: Path) -> None:
+    """The same of the experts alone, with all peers."""
+
+    def share(part: str, row: Record, name: str) -> float | None:
+        floor = row["floor_fwd_ms"] + (row["floor_bwd_ms"] if part == "fwdbwd" else 0.0)
+        return floor / row["peers"][name][f"gpu_{part}_ms"] if name in row["peers"] else None
+
+    plot_speed(record, [OURS, *layer_peers(record)], share, "The experts of one MoE layer", path)
+
+
+def plot_speed(record: Record, names: Sequence[str], share: Share, what: str, path: Path) -> None:
+    """Share of the floor's speed (1 = the floor) that each program reaches: forward, and forward + backward."""
     import matplotlib.pyplot as plt
 
-    names = [OURS, *layer_peers(record)]
     figure, axes = plt.subplots(2, 1, figsize=(16, 8), constrained_layout=True)
-    for axis, field, title in ((axes[0], "gpu_fwd_ms", "forward"), (axes[1], "gpu_fwdbwd_ms", "forward + backward")):
-
-        def share(row: Record, name: str, field: str = field) -> float | None:
-            floor = row["floor_fwd_ms"] + (row["floor_bwd_ms"] if field == "gpu_fwdbwd_ms" else 0.0)
-            return floor / row["peers"][name][field] if name in row["peers"] else None
-
-        bars(axis, record["rows"], names, share)
+    for axis, part, title in ((axes[0], "fwd", "forward"), (axes[1], "fwdbwd", "forward + backward")):
+        bars(axis, record["rows"], names, partial(share, part))
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_ylabel("floor time / measured time")
-        axis.set_title(f"The experts of one MoE layer, {title}: share of the hardware floor's speed (higher is faster)")
+        axis.set_title(f"{what}, {title}: share of the hardware floor's speed (higher is faster)")
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
     figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
     figure.savefig(path, dpi=110)
@@ -144,8 +164,10 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    if (module := load("module", options.results)) is not None:
+        plot_modules(module, options.docs / "speed.png")
     if (layer := load("layer", options.results)) is not None:
-        plot_speed(layer, options.docs / "speed.png")
+        plot_experts(layer, options.docs / "experts.png")
         plot_memory(layer, options.docs / "memory.png")
     if (dispatch := load("dispatch", options.results)) is not None:
         plot_dispatch(dispatch, options.docs / "dispatch.png")

@@ -7,50 +7,30 @@ stands between empty lines, or by a sentence, which stands in its paragraph. Whe
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
-
-OURS = "blazeproto"
-LABELS = {
-    OURS: "blazeproto",
-    "sonic": "SonicMoE",
-    "bmm_ub": "bmm bound",
-    "torch_grouped": "torch grouped_mm",
-    "scattermoe": "ScatterMoE",
-    "mb_sparse": "MegaBlocks",
-}
+from scripts.bench.markdown import (
+    LABELS,
+    NOT_MEASURED,
+    OURS,
+    Record,
+    layer_shape,
+    markdown_table,
+    measured_on,
+    number,
+    rows_measured_on,
+    shape_of,
+)
+from scripts.bench.module_tables import module_claim, module_table, readme_table, router_table
 
 
 def load(name: str, results: Path) -> Record | None:
     path = results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
-
-NOT_MEASURED = "Not measured with these sources."
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return NOT_MEASURED
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-# The rows of README's table: small and large experts, and from few wide to many narrow ones.
-README_SHAPES = (
-    (40960, 768, 256, 128, 8),
-    (24576, 1536, 512, 64, 4),
-    (32768, 4096, 256, 256, 16),
-    (32768, 4096, 1024, 64, 4),
-    (65536, 1024, 4096, 8, 2),
-    (131072, 256, 256, 128, 4),
-)
 
 HOST_FIGURES = {
     "host_fwdbwd_without_dispatch_ms": "with autograd's thread",
@@ -59,37 +39,8 @@ HOST_FIGURES = {
 }
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:,.{digits}f}".replace(",", " ")
-
-
-def shape_of(row: Record) -> list[str]:
-    return [str(row["cfg"][key]) for key in ("T", "d", "n", "E", "K") if key in row["cfg"]]
-
-
-def layer_shape(row: Record) -> str:
-    """Marked where the row was measured with other sources than the rest."""
-    return ", ".join(shape_of(row)) + (" †" if "other_sources" in row else "")
-
-
 def backward_ms(figures: Record) -> float:
     return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
-
-
-def measured_on(record: Record) -> str:
-    return f"{record['gpu']}; {record['measured']}; sources `{record['sources_sha256'][:12]}`."
-
-
-def dagger(marks: Iterable[Record]) -> str:
-    """A note on what was measured with other sources than the rest, empty where nothing was."""
-    marked = sorted({(mark["measured"], mark["sources_sha256"][:12]) for mark in marks})
-    return " ".join(f"†: {measured}, sources `{sources}`." for measured, sources in marked)
-
-
-def rows_measured_on(record: Record) -> str:
-    """:func:`measured_on` of a layer record, and a note on its marked rows."""
-    marks = [row["other_sources"] for row in record["rows"] if "other_sources" in row]
-    return f"{measured_on(record)} {dagger(marks)}".rstrip()
 
 
 def with_extra_note(table: str, record: Record, name: str) -> str:
@@ -127,23 +78,6 @@ def layer_table(record: Record) -> str:
         means.append(f"{LABELS[name]} {number(forward)}× forward, {number(backward)}× backward ({len(pairs)} shapes)")
     note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {rows_measured_on(record)}"
     return f"{markdown_table(header, rows)}\n\n{note}"
-
-
-def readme_table(record: Record) -> str:
-    """Six shapes: forward + backward of the experts against SonicMoE, the share of the floor's speed, and the peak."""
-    measured = {tuple(row["cfg"][key] for key in ("T", "d", "n", "E", "K")): row for row in record["rows"]}
-    rows = []
-    for shape in README_SHAPES:
-        row = measured.get(shape)
-        if row is None or "sonic" not in row["peers"]:
-            continue
-        ours, sonic = row["peers"][OURS], row["peers"]["sonic"]
-        share = (row["floor_fwd_ms"] + row["floor_bwd_ms"]) / ours["gpu_fwdbwd_ms"]
-        line = [layer_shape(row), f"**{number(ours['gpu_fwdbwd_ms'])}**", number(sonic["gpu_fwdbwd_ms"])]
-        line += [number(sonic["gpu_fwdbwd_ms"] / ours["gpu_fwdbwd_ms"]), number(share)]
-        rows.append([*line, number(ours["peak_fwdbwd_MiB"] / sonic["peak_fwdbwd_MiB"])])
-    header = ["T, d, n, E, K", "blazeproto, ms", "SonicMoE, ms", "SonicMoE / ours", "floor / ours"]
-    return f"{markdown_table([*header, 'peak memory, ours / SonicMoE'], rows)}\n\nGPU time. {rows_measured_on(record)}"
 
 
 def layer_claim(record: Record) -> str:
@@ -339,6 +273,25 @@ def rounding_table(record: Record) -> str:
     return f"{markdown_table(header, rows)}\n\nModel TFLOP/s. {measured_on(record)}"
 
 
+def rounding_layers_table(record: Record) -> str:
+    """The same in whole layers: time with each router, and the gain in model TFLOP/s."""
+    names = {"top_k": "top-k", "rounded": "rounded", "down": "DOWN", "up": "UP"}
+    rows = []
+    for row in record["rows"]:
+        if (layers := row.get("layers")) is None:
+            continue
+        line = [", ".join(shape_of(row))]
+        for part in ("gpu_fwd_ms", "gpu_fwdbwd_ms"):
+            line += [number(layers[name][part]) for name in names]
+        rows.append(line + [number(layers[f"{part}_gain"], 3) for part in ("fwd", "bwd", "fwdbwd")])
+    if not rows:
+        return NOT_MEASURED
+    first, *others = names.values()
+    header = ["T, d, n, E, K", f"forward ms: {first}", *others, f"forward + backward ms: {first}", *others]
+    header += ["gain forward", "backward", "both"]
+    return f"{markdown_table(header, rows)}\n\nGPU time; gain: model TFLOP/s, rounded over top-k. {measured_on(record)}"
+
+
 def training_table(record: Record) -> str:
     """One preset of scripts/train_lm.py: its model, its length and where it ended."""
     summary, config = record["summary"], record["config"]
@@ -352,7 +305,9 @@ def training_table(record: Record) -> str:
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "readme": ("layer", readme_table),
+    "readme": ("module", readme_table),
+    "module": ("module", module_table),
+    "router": ("router", router_table),
     "layer": ("layer", layer_table),
     "eager": ("layer", eager_table),
     "memory": ("layer", memory_table),
@@ -363,12 +318,14 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "small_dispatch": ("dispatch", small_dispatch_table),
     "topk": ("topk", topk_table),
     "rounding": ("rounding", rounding_table),
+    "rounding_layers": ("rounding", rounding_layers_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
 }
 
 # name of a sentence -> (results file, what makes it)
 SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "module_claim": ("module", module_claim),
     "layer_claim": ("layer", layer_claim),
     "many_tokens": ("layer", many_tokens),
     "gather_cost": ("products", gather_cost),

@@ -14,10 +14,12 @@ the ends of each range; in between stand powers of two:
     bottom-right 16384  4096   1024   4   32 … 256
 
 Every expert's last tile of 128 rows is half empty on average; token rounding (NR-f, tile 128, as the paper measures it)
-makes the counts multiples of 128. Both routings start from the same logits, and both layers from the same weights. As
-in the paper the router is not timed, and neither is the dispatch. Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d
-of backward over the time, R being each routing's own rows: T·K of top-k, a little more or less after rounding. GPU time
-by CUDA-graph replay, the two in turn (A B A B), medians of 20 rounds.
+makes the counts multiples of 128. Measured twice: the experts alone, and whole layers.
+
+Experts alone: as in the paper neither router nor dispatch is timed. Whole layers: `MoE` with the routers top_k and
+token_rounding, and with token_rounding_up and _down as bounds, auxiliary loss 0.01. All have the same weights, tokens and logits.
+Model TFLOP/s are 6·R·n·d operations of forward and 12·R·n·d of backward over the time, R being each routing's own rows: T·K of
+top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in turn (A B A B), medians of 20 rounds.
 """
 
 from __future__ import annotations
@@ -30,14 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from blazeproto import cost
+from blazeproto import MoE, cost
 from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
-from blazeproto.router.choices import TokenRounding
-from blazeproto.router.ops import choose_top_k, pairs_from_mask
-from blazeproto.router.router import Routing
-from blazeproto.router.scoring import dense_scores, expert_load, gathered_scores, pair_scores
+from blazeproto.router import Routing
 from scripts.bench import peers
 from scripts.bench.common import (
     RESULTS,
@@ -50,11 +50,17 @@ from scripts.bench.common import (
     provenance,
     write_json,
 )  # fmt: skip
+from scripts.bench.peers.modules import AUX_LOSS, router_weight
 from scripts.bench.timing import gpu_ms
 from scripts.command import argument_parser, need_hopper, positive
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
-SCORES: dict[str, Any] = {"score": "softmax_topk", "renormalize": True, "scale": 1.0}
+ROUTERS = {
+    "top_k": "top_k",
+    "rounded": "token_rounding",
+    "down": "token_rounding_down",
+    "up": "token_rounding_up",
+}  # name in results -> MoE's
 
 
 def _doubling(T: int, d: int, n: int, K: int, first: int, last: int) -> tuple[LayerShape, ...]:
@@ -70,22 +76,26 @@ SUBFIGURES: dict[str, tuple[LayerShape, ...]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- routings
+# ------------------------------------------------------------------------------------------------ layers and routings
 
 
-def routings(logits: torch.Tensor, top_k: int, tile: int = TILE) -> dict[str, Routing]:
-    """Plain top-k, and the same rounded to tiles (SonicMoE Algorithm 4, NR-f), of logits (T, E)."""
-    num_tokens, num_experts = logits.shape
-    experts = choose_top_k(logits, top_k)
-    plain = Routing(
-        gathered_scores(logits, experts, **SCORES), experts, logits, expert_load(experts, num_experts), aux_losses={}
-    )
-    rounding = TokenRounding(tile=tile, rule="nr_f")
-    mask = rounding(dense_scores(logits, "softmax_topk"), experts)
-    pairs, tokens, offsets = pairs_from_mask(mask, rounding.max_pairs(num_tokens, num_experts, top_k))
-    scores = pair_scores(logits, pairs, tokens, **SCORES)
-    rounded = Routing(scores, pairs, logits, expert_load(pairs, num_experts), {}, offsets, tokens)
-    return {"top_k": plain, "rounded": rounded}
+def whole_layers(shape: LayerShape, inputs: peers.LayerInputs, tile: int = TILE) -> dict[str, MoE]:
+    """A layer for each of ROUTERS, all with the same weights."""
+    layers = {}
+    for name, router in ROUTERS.items():
+        options: dict[str, Any] = {"aux_loss": AUX_LOSS, "device": inputs.x.device, "dtype": torch.bfloat16}
+        options |= {"backend": "hopper" if inputs.x.is_cuda else "auto"} | ({"tile": tile} if name != "top_k" else {})
+        layers[name] = MoE(shape.d, shape.n, shape.E, shape.K, router=router, **options)
+        layers[name].gate_up_proj = nn.Parameter(inputs.gate_up_proj.detach())
+        layers[name].down_proj = nn.Parameter(inputs.down_proj.detach())
+        layers[name].router.weight = nn.Parameter(router_weight(shape, inputs))
+    return layers
+
+
+@torch.no_grad()
+def routings(layers: dict[str, MoE], x: torch.Tensor) -> dict[str, Routing]:
+    """Plain top-k of x, and the same rounded to tiles (SonicMoE Algorithm 4, NR-f)."""
+    return {name: layers[name].router(x) for name in ("top_k", "rounded")}
 
 
 def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
@@ -113,6 +123,21 @@ def layer(shape: LayerShape, inputs: peers.LayerInputs, routing: Routing) -> tup
     return forward, forward_backward
 
 
+def with_router(layer: MoE, inputs: peers.LayerInputs) -> tuple[Callable[..., Any], ...]:
+    """(forward, forward and backward) of a whole layer, auxiliary loss included."""
+    leaves = (inputs.x, *layer.parameters())
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        out, stats = layer(inputs.x)
+        return out, torch.as_tensor(stats.aux_loss)
+
+    def forward_backward() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        out, loss = forward()
+        return out, torch.autograd.grad((out, loss), leaves, (inputs.grad_output, torch.ones_like(loss)))
+
+    return forward, forward_backward
+
+
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
@@ -127,31 +152,70 @@ def model_tflops(shape: LayerShape, rows: int, forward_ms: float, both_ms: float
     return {f"{name}_tflops": round(1e-9 * operations / ms, 1) for name, (operations, ms) in parts.items()}
 
 
-def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
-    """One row of the results: both routings of one configuration."""
-    inputs = peers.make_inputs(shape)
-    generator = torch.Generator("cuda").manual_seed(1)
-    routed = routings(torch.randn(shape.T, shape.E, device="cuda", generator=generator), shape.K)
-    calls = {name: layer(shape, inputs, routing) for name, routing in routed.items()}
+def figures(
+    shape: LayerShape, calls: dict[str, tuple[Callable[..., Any], ...]], loads: dict[str, torch.Tensor], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Rows, GPU times and model TFLOP/s by name, of (forward, forward and backward) and the experts' loads."""
     forward = gpu_ms({name: call for name, (call, _) in calls.items()}, list(calls), rounds)
     both = gpu_ms({name: call for name, (_, call) in calls.items()}, list(calls), rounds)
-    row: dict[str, Any] = {"subfigure": subfigure, "cfg": shape.dict()}
-    for name, routing in routed.items():
-        rows = int(routing.load.sum())
-        row[name] = {
+    found: dict[str, dict[str, Any]] = {}
+    for name, load in loads.items():
+        rows = int(load.sum())
+        found[name] = {
             "rows": rows,
-            "padded_rows": padded_rows(routing.load),
+            "padded_rows": padded_rows(load),
             "gpu_fwd_ms": round(forward.ms[name], 4),
             "gpu_fwdbwd_ms": round(both.ms[name], 4),
             "gpu_method": f"{forward.method[name]}/{both.method[name]}",
             **model_tflops(shape, rows, forward.ms[name], both.ms[name]),
         }
-    for part in ("fwd", "bwd", "fwdbwd"):
-        row[f"{part}_gain"] = round(row["rounded"][f"{part}_tflops"] / row["top_k"][f"{part}_tflops"], 4)
-    return row
+    return found
+
+
+def gains(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Model TFLOP/s with token rounding over those of plain top-k."""
+    return {
+        f"{part}_gain": round(found["rounded"][f"{part}_tflops"] / found["top_k"][f"{part}_tflops"], 4)
+        for part in ("fwd", "bwd", "fwdbwd")
+    }
+
+
+def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
+    """One row of the results: the experts alone on both routings of one configuration, and under "layers" whole layers."""
+    inputs = peers.make_inputs(shape)
+    whole = whole_layers(shape, inputs)
+    routed = routings(whole, inputs.x)
+    calls = {name: layer(shape, inputs, routing) for name, routing in routed.items()}
+    experts = figures(shape, calls, {name: routing.load for name, routing in routed.items()}, rounds)
+    loads = {name: one(inputs.x)[1].load for name, one in whole.items()}
+    layers = figures(shape, {name: with_router(one, inputs) for name, one in whole.items()}, loads, rounds)
+    row: dict[str, Any] = {"subfigure": subfigure, "cfg": shape.dict()} | experts | gains(experts)
+    return row | {"layers": layers | gains(layers)}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
+    print_experts(rows)
+    header = [
+        *"TdnEK",
+        *(f"{part} {name}" for part in ("fwd", "fwd+bwd") for name in ROUTERS),
+        "x fwd",
+        "x bwd",
+        "x both",
+    ]
+    lines = []
+    for row in rows:
+        line = [str(row["cfg"][key]) for key in "TdnEK"]
+        for part in ("gpu_fwd_ms", "gpu_fwdbwd_ms"):
+            line += [number(row["layers"][name][part]) for name in ROUTERS]
+        lines.append(line + [number(row["layers"][f"{part}_gain"]) for part in ("fwd", "bwd", "fwdbwd")])
+    print(format_table(header, lines))
+    print("whole layers, ms; x: model TFLOP/s, rounded over top-k")
+    for part in ("fwd", "bwd", "fwdbwd"):
+        mean = geometric_mean([row["layers"][f"{part}_gain"] for row in rows])
+        print(f"geometric mean of the gain, whole layers, {part}: {mean:.3f}")
+
+
+def print_experts(rows: list[dict[str, Any]]) -> None:
     header = ["T", "d", "n", "E", "K", "rows", "rounded", "empty %", "fwd top-k", "rounded", "bwd top-k", "rounded"]
     lines = []
     for row in rows:
@@ -162,9 +226,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             line += [number(figures[f"{part}_tflops"], 0) for figures in (plain, rounded)]
         lines.append(line + [number(row[f"{part}_gain"]) for part in ("fwd", "bwd", "fwdbwd")])
     print(format_table([*header, "x fwd", "x bwd", "x both"], lines))
-    print("model TFLOP/s; empty: rows of tiles that hold no pair under top-k, over the pairs; x: rounded over top-k")
+    print(
+        "experts alone, model TFLOP/s; empty: rows of tiles that hold no pair under top-k, over the pairs; x: rounded over top-k"
+    )
     for part in ("fwd", "bwd", "fwdbwd"):
-        print(f"geometric mean of the gain, {part}: {geometric_mean([row[f'{part}_gain'] for row in rows]):.3f}")
+        print(
+            f"geometric mean of the gain, experts alone, {part}: {geometric_mean([row[f'{part}_gain'] for row in rows]):.3f}"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -194,14 +262,15 @@ def main() -> None:
     options = arguments()
     need_hopper()
     begin = time.monotonic()
-    protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    protocol = " ".join(" ".join((__doc__ or "").split("\n\n")[-2:]).split())
     record = provenance() | {"benchmark": "rounding", "protocol": protocol, "tile": TILE, "rule": "nr_f", "rows": []}
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     for subfigure, shape in options.configs:
         row = measure(subfigure, shape, options.rounds)
         record["rows"].append(row)
         write_json(options.out or part_file("rounding"), record)
-        print(f"{shape.name}: x {row['fwd_gain']} forward, {row['fwdbwd_gain']} forward + backward", flush=True)
+        both, whole = row["fwdbwd_gain"], row["layers"]["fwdbwd_gain"]
+        print(f"{shape.name}: forward + backward x {both} of the experts, x {whole} of whole layers", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     print_table(record["rows"])

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ LONG_ROUNDS = 8
 HOST_CALLS = 9  # their launches fit into a stream's queue, or the host would wait
 BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
 HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the host queues what is timed
+MOST_HOLD_CYCLES = 64 * HOLD_CYCLES  # for a call that waits for the GPU no hold is long enough
+MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 
 
 class Rotation:
@@ -112,6 +114,7 @@ def tensors_in(result: object) -> list[torch.Tensor]:
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """||a - b|| / ||b|| in fp32, a slice at a time; NaN where either is."""
     difference = norm = 0.0
+    a, b = torch.atleast_1d(a, b)
     step = max(1, (1 << 27) // max(1, b[0].numel()))
     for x, y in zip(a.split(step), b.split(step), strict=True):
         difference += float((x.float() - y.float()).square().sum())
@@ -151,30 +154,78 @@ def captured(call: Call, pool: Pool) -> Rotation:
     return Rotation([capture(member, pool).replay for member in members])
 
 
-def kernel_ms(calls: Mapping[str, Call], rounds: int = ROUNDS) -> dict[str, float]:
-    """Median over the rounds of the sum of a call's kernel, copy and fill durations in ms, by name, from the profiler.
+class KernelTime(NamedTuple):
+    """Milliseconds that a call's kernels, copies and fills take."""
 
-    A marker kernel ends each call; on the one stream events sort into calls by their start.
+    busy: float  # in which at least one of them runs
+    total: float  # their durations' sum: more than busy where one begins early (programmatic dependent launch)
+
+
+def kernel_times(
+    calls: Mapping[str, Call], rounds: int = ROUNDS, *, burst: Mapping[str, int] | None = None, queued: bool = False
+) -> dict[str, KernelTime]:
+    """Median over the rounds of a call's kernel times, by name, from the profiler.
+
+    burst: how many calls of a name make up its part of a round, which is then their mean; 1 for a name that is left out.
+    queued: the GPU is held until the host has queued a call, so that its kernels follow each other without a gap.
     """
-    marker = "spin_kernel"
+    burst = burst or {}
+    holds = dict.fromkeys(calls, HOLD_CYCLES)
+
+    def run(name: str) -> None:
+        if queued:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(holds[name])
+            (held := torch.cuda.Event()).record()
+        calls[name]()
+        if queued and held.query():  # the GPU went on before the host was through
+            holds[name] = min(2 * holds[name], MOST_HOLD_CYCLES)
+        torch.cuda._sleep(1)  # a marker ends each call
+
+    for name in [name for name in calls for _ in range(6 if queued else 0)]:
+        run(name)
+    holds = {name: 2 * hold for name, hold in holds.items()}  # the profiler slows the host down
+    order = [name for _ in range(rounds) for name in calls for _ in range(burst.get(name, 1))]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(rounds):
-            for call in calls.values():
-                call()
-                torch.cuda._sleep(1)
+        for name in order:
+            run(name)
         torch.cuda.synchronize()
     device = torch.autograd.DeviceType.CUDA
-    events = sorted((e for e in profile.events() if e.device_type == device), key=lambda e: e.time_range.start)
-    sums = [0.0]
-    for event in events:
-        if marker in event.name:
-            sums.append(0.0)
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == device]
+    times = split_by_marker(spans)[:-1]
+    if queued:
+        times = times[1::2]  # before each stands what lies between a marker and a hold: nothing
+    if len(times) != len(order):
+        raise RuntimeError(f"profiler: expected {len(order)} marked calls, got {len(times)}")
+    return {
+        name: _median_of_rounds([t for n, t in zip(order, times, strict=True) if n == name], rounds) for name in calls
+    }
+
+
+def split_by_marker(spans: Sequence[tuple[str, float, float]]) -> list[KernelTime]:
+    """The kernel times before, between and after the markers, of (name, begin, end) in microseconds on one stream."""
+    groups: list[list[tuple[float, float]]] = [[]]
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        if MARKER in name:
+            groups.append([])
         else:
-            sums[-1] += event.time_range.elapsed_us() / 1e3
-    if len(sums) != rounds * len(calls) + 1:
-        raise RuntimeError(f"profiler: expected {rounds * len(calls)} marked calls, got {len(sums) - 1}")
-    return {name: statistics.median(sums[index : -1 : len(calls)]) for index, name in enumerate(calls)}
+            groups[-1].append((begin, end))
+    times = []
+    for group in groups:
+        busy, last = 0.0, -math.inf
+        for begin, end in group:
+            busy += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        times.append(KernelTime(busy / 1e3, sum(end - begin for begin, end in group) / 1e3))
+    return times
+
+
+def _median_of_rounds(times: Sequence[KernelTime], rounds: int) -> KernelTime:
+    each = len(times) // rounds
+    parts = [times[index * each : (index + 1) * each] for index in range(rounds)]
+    busy, total = (statistics.median(statistics.fmean(t[field] for t in part) for part in parts) for field in (0, 1))
+    return KernelTime(busy, total)
 
 
 @dataclass(frozen=True)
@@ -206,7 +257,7 @@ def gpu_ms(calls: Mapping[str, Call], must_agree: Sequence[str], rounds: int = R
     graphs.clear()
     rest = {name: call for name, call in calls.items() if name not in ms}
     if rest:
-        ms |= kernel_ms(rest, rounds)
+        ms |= {name: time.total for name, time in kernel_times(rest, rounds).items()}
     return GpuTimes(ms, method, refused)
 
 

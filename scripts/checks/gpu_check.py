@@ -72,6 +72,14 @@ STEPS = {
         4.6,
         last_lines=60,
     ),
+    "module": Step(
+        "python -m scripts.bench.module --quick",
+        4,
+        "python -m scripts.bench.module --resume --time-budget 480",
+        9.5,
+        last_lines=60,
+    ),
+    "router": Step("python -m scripts.bench.router --quick", 2, "python -m scripts.bench.router", 3),
     "products": Step(
         "python -m scripts.bench.products --quick",
         2,
@@ -82,7 +90,7 @@ STEPS = {
     "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5, last_lines=60),
     "dispatch": Step("python -m scripts.bench.dispatch", 4),
     "rounding": Step(
-        "python -m scripts.bench.rounding --quick", 2, "python -m scripts.bench.rounding", 4, last_lines=60
+        "python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8, last_lines=60
     ),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
@@ -93,7 +101,7 @@ STEPS = {
     "initcheck": _sanitizer("initcheck"),
 }
 GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
-DEFAULT_STEPS = "tests,layer,products,dispatch,fuzz"
+DEFAULT_STEPS = "tests,module,router,layer,products,dispatch,fuzz"
 
 
 def sanitizer_path() -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.bench import common, layer, rounding, timing
+from scripts.bench import common, layer, peers, rounding, timing
 from scripts.bench.common import LayerShape
 from scripts.checks import gpu_check
 
@@ -49,6 +50,13 @@ def test_what_is_timed_begins_when_all_is_queued(monkeypatch: pytest.MonkeyPatch
     holds = [timing.HOLD_CYCLES * factor for factor in (1, 2, 4)] if queued else [None]
     tries = [([hold] if hold else []) + ["start", "call", "call", "end"] for hold in holds]
     assert log == ["event", "event", *itertools.chain.from_iterable(tries)]
+
+
+def test_a_replay_is_compared_scalars_included() -> None:
+    a = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert timing.relative_difference(1.1 * a, a) == pytest.approx(0.1)
+    assert timing.relative_difference(torch.tensor(2.5), torch.tensor(2.0)) == 0.25
+    assert math.isnan(timing.relative_difference(torch.tensor(math.nan), torch.tensor(2.0)))
 
 
 def test_what_is_resumed_of_other_sources_is_marked() -> None:
@@ -96,13 +104,18 @@ def test_the_configurations_of_figure_7() -> None:
 
 
 def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
-    logits = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
-    routed = rounding.routings(logits, 2, tile=32)
+    shape = LayerShape(600, 32, 16, 8, 2)
+    inputs = peers.make_inputs(shape, device="cpu")
+    layers = rounding.whole_layers(shape, inputs, tile=32)
+    routed = rounding.routings(layers, inputs.x)
     plain, rounded = routed["top_k"].load, routed["rounded"].load
     assert int(plain.sum()) == 1200 < rounding.padded_rows(plain, 32)
     assert rounding.padded_rows(rounded, 32) == int(rounded.sum())
     assert (rounded - plain).abs().max() <= 16  # NR-f: to the nearest multiple
     assert routed["rounded"].pair_tokens is not None
+    assert torch.equal(routed["rounded"].logits, routed["top_k"].logits)
+    bounds = [int(layers[name](inputs.x)[1].load.sum()) for name in ("down", "up")]
+    assert bounds[0] <= int(rounded.sum()) <= bounds[1] and bounds[0] < 1200 < bounds[1]
     # 6·R·n·d operations in 1 ms, 12·R·n·d in 2
     shape = LayerShape(600, 1000, 500, 8, 2)
     assert rounding.model_tflops(shape, 1_000_000, 1.0, 3.0) == {

@@ -16,8 +16,10 @@ from scripts.lm import compare_routers
 NEED_A_GPU = {
     "scripts.bench.dispatch": [],
     "scripts.bench.layer": [],
+    "scripts.bench.module": [],
     "scripts.bench.products": [],
     "scripts.bench.rounding": [],
+    "scripts.bench.router": [],
     "scripts.checks.fuzz": [],
     "scripts.checks.gpu_check": ["--steps", "fuzz"],
     "scripts.checks.same_bits": ["--package-root", ".", "--out", "{tmp}/hashes.json"],
@@ -49,6 +51,8 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
     [
         ("scripts.bench.layer", ["--configs", "24"], "argument --configs: expected numbers from 1 to 23"),
         ("scripts.bench.layer", ["--peers", "sonik"], "--peers: expected some of"),
+        ("scripts.bench.module", ["--configs", "28"], "argument --configs: expected numbers from 1 to 27"),
+        ("scripts.bench.router", ["--configs", "3"], "argument --configs: expected numbers from 1 to 2"),
         ("scripts.bench.products", ["--products", "up"], "--products: expected some of"),
         ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
         ("scripts.bench.cpu", ["--tokens", "-1"], "argument --tokens: expected"),

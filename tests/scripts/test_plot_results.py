@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.bench import plot_results, result_tables
+from scripts.bench import module, module_tables, plot_results, result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -72,25 +73,61 @@ def test_the_claim_counts_the_shapes_that_are_behind() -> None:
     assert result_tables.layer_claim(record).startswith("faster than SonicMoE's on 1 of 2 shapes")
 
 
+ORIGIN = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
+
+
+def module_row(*shape: int) -> dict[str, Any]:
+    """Ours 1.5 ms, SonicMoE 1.8, floor 1.2; 80 of 100 MiB."""
+    times = {"ours_fwd_ms": 0.5, "ours_fwdbwd_ms": 1.5, "sonic_fwd_ms": 0.6, "sonic_fwdbwd_ms": 1.8}
+    times |= {"router_fwd_ms": 0.05, "router_fwdbwd_ms": 0.15, "floor_fwd_ms": 0.4, "floor_fwdbwd_ms": 1.2}
+    bytes_ = {"ours_peak_fwdbwd_MiB": 80.0, "sonic_peak_fwdbwd_MiB": 100.0, "router_saved_bytes": 3 << 20}
+    return {"cfg": dict(zip("TdnEK", shape, strict=True))} | times | bytes_
+
+
 def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
-    record = json.loads(FIXTURE.read_text())
-    assert "Not measured" in result_tables.readme_table(record)  # 8192 tokens are not among them
-    shapes = result_tables.README_SHAPES
-    assert len(shapes) == 6
-    for shape in shapes:
-        row = json.loads(json.dumps(record["rows"][0]))
-        row["cfg"] = dict(zip("TdnEK", shape, strict=True))
-        record["rows"].append(row)
-    table = result_tables.readme_table(record)
-    assert table.count("**1.50** | 2.00 | 1.33 | 0.08 | 0.77 |") == 6
+    record = {"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}
+    assert "Not measured" in module_tables.readme_table(record)  # 8192 tokens are not among them
+    assert len(module_tables.README_SHAPES) == 6
+    record["rows"] += [module_row(*shape) for shape in module_tables.README_SHAPES]
+    table = module_tables.readme_table(record)
+    assert table.count("**1.50** | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
     assert "8192, 256" not in table
 
 
-def test_the_committed_results_have_the_shapes_of_readme() -> None:
-    record = result_tables.load("layer", plot_results.RESULTS)
-    assert record is not None
-    table = result_tables.readme_table(record)
-    assert all(", ".join(map(str, shape)) in table for shape in result_tables.README_SHAPES)
+def test_the_benchmark_measures_the_shapes_of_readme() -> None:
+    measured = {tuple(shape.dict().values()) for shape in module.MODULE_SHAPES}
+    assert set(module_tables.README_SHAPES) <= measured
+
+
+def test_the_headline_is_the_module_s() -> None:
+    record = {"rows": [module_row(8192, 256, 256, 128, 4), module_row(4096, 256, 256, 128, 4)]}
+    record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
+    said = module_tables.module_claim(record)
+    assert "faster than SonicMoE's module on 1 of 2 shapes, 0.98 times in the geometric mean (0.80 to 1.20)" in said
+    assert "at 0.80 of its peak memory" in said
+    without = {name: value for name, value in record["rows"][0].items() if not name.startswith("sonic")}
+    assert module_tables.module_claim({"rows": [without]}) == result_tables.NOT_MEASURED
+
+
+def test_without_its_results_the_headline_stays(results: Path) -> None:
+    page = "<!-- results:module_claim -->As it was.<!-- /results:module_claim -->"
+    assert result_tables.fill(page, results) == page
+    (results / "module.json").write_text(json.dumps({"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}))
+    assert "A whole layer" in result_tables.fill(page, results)
+
+
+def test_the_tables_of_modules_and_router() -> None:
+    row = module_row(8192, 256, 256, 128, 4)
+    table = module_tables.module_table({"rows": [row], **ORIGIN})
+    assert "| **0.50** | 0.60 | 0.40 | **1.50** | 1.80 | 1.20 | 1.20 | 1.20 | 0.05 | 0.15 | 80 | 100 | 3 |" in table
+    without = {name: value for name, value in row.items() if not name.startswith("sonic")}
+    table = module_tables.module_table({"rows": [without | {"other_sources": ORIGIN}], **ORIGIN})
+    assert "| 8192, 256, 256, 128, 4 † | **0.50** | – | 0.40 |" in table and "| – | – | 0.05 |" in table
+    found = {"logits": 1.234e-6, "dX": 2e-3, "dW": 1e-5, "other_tokens": 2, "tokens": 1000}
+    router = {"cfg": {"T": 1000, "d": 256, "E": 128, "K": 4}, "weight": "fp32", "fwd_ms": 0.1, "fwdbwd_ms": 0.3}
+    router |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.12, "accuracy": {"plain": found, "autocast": found}}
+    table = module_tables.router_table({"rows": [router], **ORIGIN})
+    assert "| fp32 | 0.100 | 0.040 | 0.300 | 0.120 | 1.2e-06 | 2.0e-03 | 1.0e-05 | 4 of 2000 |" in table
 
 
 def test_a_row_of_other_sources_is_marked(results: Path) -> None:
@@ -120,9 +157,10 @@ def test_an_unknown_table_is_refused(results: Path) -> None:
 def test_plots_are_drawn(results: Path) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     record = json.loads(FIXTURE.read_text())
-    for draw in (plot_results.plot_speed, plot_results.plot_memory):
+    modules = {"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}
+    for draw in (plot_results.plot_experts, plot_results.plot_memory, plot_results.plot_modules):
         path = results / f"{draw.__name__}.png"
-        draw(record, path)
+        draw(modules if draw is plot_results.plot_modules else record, path)
         assert path.stat().st_size > 5000
     series = [{"T": T, "E": 128, "K": 8, "tiled_ms": T / 1e6, "floor_ms": T / 4e6} for T in (8192, 65536)]
     assert plot_results.plot_dispatch({"rows": [], "series": {"T": series}}, results / "dispatch.png")
@@ -161,6 +199,12 @@ def test_the_table_of_rounding() -> None:
     origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
     table = result_tables.rounding_table({"rows": [row], **origin})
     assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
+    assert result_tables.rounding_layers_table({"rows": [row], **origin}) == result_tables.NOT_MEASURED
+    times = {"top_k": (1, 3), "rounded": (0.9, 2.8), "down": (0.8, 2.6), "up": (1.1, 3.3)}
+    layers = {name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both} for name, (forward, both) in times.items()}
+    gains = {"fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
+    table = result_tables.rounding_layers_table({"rows": [row | {"layers": layers | gains}], **origin})
+    assert "| 1.00 | 0.90 | 0.80 | 1.10 | 3.00 | 2.80 | 2.60 | 3.30 | 1.100 | 1.050 | 1.066 |" in table
 
 
 def test_sentences_of_products_and_dispatch() -> None:

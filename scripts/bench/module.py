@@ -1,0 +1,337 @@
+"""Module against module: `MoE(router="topk_softmax")` of ours and SonicMoE's own `MoE`, as their users call them.
+
+    python -m scripts.bench.module                             # 27 shapes -> results/h200/module.json
+    python -m scripts.bench.module --quick                     # four shapes
+    python -m scripts.bench.module --configs 1-12,25           # 1-23 as scripts.bench.layer, 24-27: EXTRA_SHAPES
+    python -m scripts.bench.module --resume --time-budget 480  # goes on where the last run of the same sources stopped
+    python -m scripts.bench.module --caches FOLDER             # keeps what SonicMoE compiles and tunes; needs minutes without
+
+Both modules in bf16, router weights too, training mode, auxiliary loss 0.01, no z-loss; x requires a gradient, and no leaf has
+one before a backward. Same weights, same random tokens. All programs run in one process, in turn (A B A B), five rounds, after
+SonicMoE has tuned itself. Times are the durations of the kernels, by the profiler; the GPU is held until the host has queued a
+call. SonicMoE's products begin before the kernel in front of them ends (programmatic dependent launch): an overlap is counted
+once, and `*_sum_ms` are the plain sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto import cost
+from scripts.bench import peers
+from scripts.bench.common import (
+    MIB,
+    RESULTS,
+    SHAPES,
+    TABLES,
+    LayerShape,
+    format_table,
+    geometric_mean,
+    number,
+    parse_shapes,
+    provenance,
+    table_of,
+    write_json,
+)  # fmt: skip
+from scripts.bench.layer import FLOOR, input_sets, resumed
+from scripts.bench.peers import modules
+from scripts.bench.router import router_floor_ms
+from scripts.bench.timing import KernelTime, Rotation, kernel_times, peak_bytes, saved_bytes
+from scripts.command import argument_parser, need_hopper, positive, refuse
+
+Row = dict[str, Any]
+Programs = dict[str, list[modules.ModuleProgram]]
+
+EXTRA_SHAPES = (
+    LayerShape(16384, 4096, 512, 512, 8),
+    LayerShape(16384, 2880, 2880, 128, 4),
+    LayerShape(8192, 4096, 1536, 256, 6),
+    LayerShape(16384, 5120, 1536, 160, 6),
+)
+MODULE_SHAPES = (*SHAPES, *EXTRA_SHAPES)
+QUICK_SHAPES = (SHAPES[0], SHAPES[8], SHAPES[20], EXTRA_SHAPES[0])
+
+# What SonicMoE's time over ours has to be, forward + backward: least on a shape, and the geometric mean of the large ones.
+LEAST_RATIO, LEAST_MEAN = 1.05, 1.07
+CLOSE_SHAPES = dict.fromkeys((SHAPES[3], SHAPES[8], *EXTRA_SHAPES[2:]), 1.03)
+LARGE_TABLES = ("sonicmoe-9a", "moeblaze-1")
+
+ROUNDS = 5
+ROUND_MS = 20.0  # a program's part of a round holds enough calls to last about this long
+MOST_CALLS = 12
+LARGEST_DIFFERENCE = 0.05  # of a row of the two modules' outputs, or gradients of x, in the median over the tokens
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+
+
+def build_programs(
+    shape: LayerShape, names: list[str], sets: int, device: str = "cuda"
+) -> tuple[Programs, dict[str, str]]:
+    """Programs by name ("ours", its "router", "sonic"), one for each set of inputs, each run once; why SonicMoE is absent."""
+    programs: Programs = {name: [] for name in names}
+    absent: dict[str, str] = {}
+    for seed in range(sets):
+        inputs = peers.make_inputs(shape, seed=seed, device=device)
+        weight = modules.router_weight(shape, inputs, seed)
+        layer = modules.ours(shape, inputs, weight)
+        programs["ours"].append(layer)
+        if "router" in programs:
+            programs["router"].append(modules.router_of(layer, torch.randn_like(inputs.scores)))
+        if "sonic" in programs:
+            begin = time.perf_counter()
+            try:
+                programs["sonic"].append(modules.sonic(shape, inputs, weight))
+                programs["sonic"][-1].forward_backward()
+                _wait(device)
+            except Exception as error:  # noqa: BLE001  whatever it raises, ours is measured
+                del programs["sonic"]
+                absent["sonic"] = f"{type(error).__name__}: {str(error)[:200]}"
+                print(f"  SonicMoE is absent: {absent['sonic']}", flush=True)
+            if (seconds := time.perf_counter() - begin) > 5:
+                print(f"  SonicMoE: {seconds:.0f} s to compile and tune", flush=True)
+    for each in programs.values():
+        for program in each:
+            program.forward_backward()
+            program.clear()
+    return programs, absent
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def row_differences(a: Tensor, b: Tensor) -> Tensor:
+    """(T,) norm of each row's difference over that of b's row, in fp32, a slice at a time."""
+    step = max(1, (1 << 27) // max(1, b.shape[1]))
+    pairs = zip(a.split(step), b.split(step), strict=True)
+    return torch.cat([(x.float() - y.float()).norm(dim=1) / y.float().norm(dim=1).clamp_min(1e-30) for x, y in pairs])
+
+
+def agreement(a: modules.ModuleProgram, b: modules.ModuleProgram) -> dict[str, float]:
+    """Median over the tokens by how much two modules' outputs and gradients of x differ, and the share of tokens that went to
+    other experts: SonicMoE's logits are rounded to bf16. RuntimeError where the median says that the layers are not the same.
+    """
+    ours, theirs = ([t.clone() for t in program.forward_backward()] for program in (a, b))
+    out, x_grad = (row_differences(x, y) for x, y in zip(ours, theirs, strict=True))
+    found = {
+        "median_out": float(out.median()),
+        "median_x_grad": float(x_grad.median()),
+        "other_experts": float((out > 0.1).float().mean()),
+    }
+    if not (found["median_out"] < LARGEST_DIFFERENCE and found["median_x_grad"] < LARGEST_DIFFERENCE):
+        raise RuntimeError(f"the modules compute different layers: {found}")
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def times_of(calls: dict[str, Rotation], rounds: int) -> dict[str, KernelTime]:
+    once = kernel_times(calls, 1)
+    burst = {}
+    for name, call in calls.items():
+        wanted = min(MOST_CALLS, math.ceil(ROUND_MS / max(once[name].busy, 1e-3)))
+        burst[name] = len(call) * math.ceil(wanted / len(call))  # each set of inputs as often
+    return kernel_times(calls, rounds, burst=burst, queued=True)
+
+
+def router_saves(shape: LayerShape) -> int:
+    """Bytes that a router may keep for backward: x, (T, E) in fp32, scores and ids (T, K), and a few vectors of E."""
+    return shape.T * (2 * shape.d + 4 * shape.E + 8 * shape.K) + 64 * shape.E + 4096
+
+
+def peak_of(program: modules.ModuleProgram) -> int:
+    program.clear()
+    peak = peak_bytes(program.forward_backward)
+    program.clear()
+    return peak
+
+
+def measure(shape: LayerShape, names: list[str], rounds: int) -> Row:
+    """One row of the results."""
+    programs, absent = build_programs(shape, names, input_sets(shape))
+    differences = agreement(programs["ours"][0], programs["sonic"][0]) if "sonic" in programs else {}
+    peaks = {name: peak_of(programs[name][0]) for name in ("ours", "sonic") if name in programs}
+    router = programs["router"][0]
+    saved = saved_bytes(router.forward, list(router.module.parameters()))
+    calls: dict[str, Callable[[modules.ModuleProgram], Callable[[], object]]] = {
+        "fwd": lambda program: program.forward,
+        "fwdbwd": lambda program: program.forward_backward,
+    }
+    floors = cost.layer_floor_ms(shape.sizes), router_floor_ms(shape)
+    forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
+    row: Row = {"cfg": shape.dict(), "table": table_of(shape)}
+    for part, call_of in calls.items():
+        rotations = {name: Rotation([call_of(program) for program in each]) for name, each in programs.items()}
+        for name, kernels in times_of(rotations, rounds).items():
+            row |= {f"{name}_{part}_ms": round(kernels.busy, 4), f"{name}_{part}_sum_ms": round(kernels.total, 4)}
+    row |= {"floor_fwd_ms": round(forward, 4), "floor_fwdbwd_ms": round(forward + backward, 4)}
+    row |= {f"{name}_peak_fwdbwd_MiB": round(peak / MIB, 1) for name, peak in peaks.items()}
+    row |= {"router_saved_bytes": saved, "router_may_save_bytes": router_saves(shape)}
+    return row | {"difference": differences} | ({"absent": absent} if absent else {})
+
+
+# -------------------------------------------------------------------------------------------------- bounds and table
+
+
+def ratio(row: Row, part: str = "fwdbwd") -> float | None:
+    """SonicMoE's time over ours; above 1 we are ahead."""
+    theirs = row.get(f"sonic_{part}_ms")
+    return None if theirs is None else float(theirs / row[f"ours_{part}_ms"])
+
+
+def least_ratio(row: Row) -> float:
+    return CLOSE_SHAPES.get(LayerShape(**row["cfg"]), LEAST_RATIO)
+
+
+def bounds(row: Row) -> dict[str, bool | None]:
+    """Whether a row holds what is asked of it, by name; None: not measured."""
+    faster, peaks = ratio(row), [row.get(f"{name}_peak_fwdbwd_MiB") for name in ("ours", "sonic")]
+    return {
+        "time": None if faster is None else faster >= least_ratio(row),
+        "peak": None if peaks[1] is None else peaks[0] <= peaks[1],
+        "saved": row["router_saved_bytes"] <= row["router_may_save_bytes"],
+    }
+
+
+def mean_of_large(rows: list[Row]) -> tuple[float, int]:
+    """Geometric mean of `ratio` over the shapes of LARGE_TABLES, and how many of them were measured."""
+    found = [value for row in rows if row["table"] in LARGE_TABLES and (value := ratio(row)) is not None]
+    return geometric_mean(found), len(found)
+
+
+def print_table(rows: list[Row]) -> None:
+    header = [*"TdnEK", "ours f", "fb", "sonic f", "fb", "x f", "x fb", "bound", "router f", "fb", "floor/ours"]
+    header += ["peak", "sonic's", "saved/may", "fails"]
+    lines, judged = [], []
+    for row in rows:
+        line = [str(row["cfg"][key]) for key in "TdnEK"]
+        line += [number(row.get(f"{name}_{part}_ms")) for name in ("ours", "sonic") for part in ("fwd", "fwdbwd")]
+        line += [number(ratio(row, "fwd")), number(ratio(row)), number(least_ratio(row), 2)]
+        line += [number(row[f"router_{part}_ms"]) for part in ("fwd", "fwdbwd")]
+        line.append(number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"], 2))
+        line += [number(row.get(f"{name}_peak_fwdbwd_MiB"), 0) for name in ("ours", "sonic")]
+        line.append(number(row["router_saved_bytes"] / row["router_may_save_bytes"], 2))
+        judged.append(bounds(row))
+        lines.append([*line, ",".join(name for name, holds in judged[-1].items() if holds is False) or "-"])
+    print(format_table(header, lines))
+    print("kernel time, ms; f, fb: forward, forward + backward; x: SonicMoE's time over ours; peak: MiB over fb")
+    for name, what in (
+        ("time", "x fb at least its bound"),
+        ("peak", "peak not above SonicMoE's"),
+        ("saved", "the router saves at most x, (T, E) fp32 and (T, K)"),
+    ):
+        holds = [found[name] for found in judged]
+        print(verdict(f"{what}: {holds.count(True)} of {len(rows)} shapes", holds.count(True) == len(rows)))
+    mean, measured = mean_of_large(rows)
+    large = sum(len(TABLES[table]) for table in LARGE_TABLES)
+    what = f"geometric mean of x fb over {measured} of the {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
+    print(verdict(what, mean >= LEAST_MEAN and measured == large))
+
+
+def verdict(what: str, holds: bool) -> str:
+    return f"{'holds' if holds else 'FAILS'}  {what}"
+
+
+# -------------------------------------------------------------------------------------------------------------- main
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argument_parser("scripts.bench.module", __doc__)
+    parser.add_argument(
+        "--configs",
+        type=partial(parse_shapes, shapes=MODULE_SHAPES),
+        default=None,
+        help="numbers such as 1-3,27, or a table: " + ", ".join(TABLES),
+    )
+    parser.add_argument("--quick", action="store_true", help="four shapes, three rounds -> module-quick.json")
+    parser.add_argument("--only-ours", action="store_true", help="without SonicMoE -> module-quick.json")
+    parser.add_argument("--rounds", type=positive, default=None, help=f"default {ROUNDS}")
+    parser.add_argument("--resume", action="store_true", help="leave out what the results file has of the same sources")
+    parser.add_argument(
+        "--time-budget", type=float, default=math.inf, metavar="SECONDS", help="skip what would start later"
+    )
+    parser.add_argument("--caches", type=Path, default=None, help="folder for what SonicMoE compiles and tunes")
+    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/module.json)")
+    options = parser.parse_args(words)
+    part = options.quick or options.only_ours
+    options.rounds = options.rounds or (3 if options.quick else ROUNDS)
+    options.configs = options.configs or list(QUICK_SHAPES if options.quick else MODULE_SHAPES)
+    options.names = ["ours", "router", *([] if options.only_ours else ["sonic"])]
+    options.out = options.out or RESULTS / f"module{'-quick' if part else ''}.json"
+    return options
+
+
+def use_caches(folder: Path) -> None:
+    """Before SonicMoE is imported: its QuACK products, their tuning, and its Triton kernels are kept under ``folder``."""
+    os.environ |= {f"{owner}_CACHE_DIR": str(folder.resolve() / owner.lower()) for owner in ("QUACK", "TRITON")}
+
+
+def wanted(shape: LayerShape, rows: list[Row], names: list[str]) -> bool:
+    """Whether a shape has no row of these sources with all programs of ``names``."""
+    have = [row for row in rows if row["cfg"] == shape.dict() and "other_sources" not in row]
+    return not any(all(f"{name}_fwdbwd_ms" in row or name in row.get("absent", {}) for name in names) for row in have)
+
+
+def with_row(rows: list[Row], row: Row) -> list[Row]:
+    """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
+    order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
+    rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
+    return sorted(rows, key=lambda row: order.get(LayerShape(**row["cfg"]), len(order)))
+
+
+def main() -> None:
+    options = arguments()
+    need_hopper()
+    if options.caches is not None:
+        use_caches(options.caches)
+    if "sonic" in options.names and importlib.util.find_spec("sonicmoe") is None:
+        if not options.quick:
+            refuse("sonic-moe is not installed: --only-ours measures without it; nothing was run")
+        options.names.remove("sonic")
+    begin = time.monotonic()
+    floor = f"{FLOOR}; and over the router's three products"
+    protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
+    record = provenance() | {"benchmark": "module", "protocol": protocol, "floor": floor, "rows": []}
+    if options.out.exists():
+        record = resumed(record, json.loads(options.out.read_text()))
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    skipped = []
+    for shape in options.configs:
+        if options.resume and not wanted(shape, record["rows"], options.names):
+            continue
+        if time.monotonic() - begin > options.time_budget:
+            skipped.append(shape.name)
+            continue
+        started = time.monotonic()
+        row = measure(shape, options.names, options.rounds)
+        record["rows"] = with_row(record["rows"], row)
+        write_json(options.out, record)
+        times = ", ".join(
+            f"{name} {row[f'{name}_fwdbwd_ms']:.3f}" for name in options.names if f"{name}_fwdbwd_ms" in row
+        )
+        print(f"{shape.name}: {times} ms; {row['difference']}; {time.monotonic() - started:.0f} s", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    rows = [row for row in record["rows"] if "other_sources" not in row]
+    print(
+        f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
+    )
+    if rows:
+        print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Module against module and the router's accuracy, on a CPU: made-up measurements, and a stub in SonicMoE's place."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scripts.bench import common, module, router, timing
+from scripts.bench.common import LayerShape
+from scripts.bench.timing import KernelTime
+
+SMALL = LayerShape(64, 32, 16, 8, 2)
+
+
+class SonicMoE(nn.Module):
+    """SonicMoE's module as its users see it: constructor, names of weights, gate and up rows in turn, a bf16 router."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_function: Enum,
+        add_bias: bool,
+        std: float,
+    ) -> None:
+        super().__init__()
+        assert activation_function.value == "swiglu" and not add_bias
+        self.top_k = num_experts_per_tok
+        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.c_fc, self.c_proj = nn.Module(), nn.Module()
+        self.c_fc.weight = nn.Parameter(std * torch.randn(num_experts, 2 * intermediate_size, hidden_size))
+        self.c_proj.weight = nn.Parameter(std * torch.randn(num_experts, hidden_size, intermediate_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        chosen, experts = logits.topk(self.top_k, dim=1)
+        h = torch.einsum("td,eid->tei", x, self.c_fc.weight)
+        y = torch.einsum("tei,edi->ted", F.silu(h[..., ::2]) * h[..., 1::2], self.c_proj.weight)
+        scores = torch.zeros_like(logits).scatter(1, experts, chosen.float().softmax(dim=1).to(x.dtype))
+        share = torch.bincount(experts.flatten(), minlength=logits.shape[1]) / experts.numel()
+        loss = logits.shape[1] * (share * logits.float().softmax(dim=1).mean(dim=0)).sum()
+        return torch.einsum("te,ted->td", scores, y), loss
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, enums = ModuleType("sonicmoe"), ModuleType("sonicmoe.enums")
+    package.__spec__ = importlib.machinery.ModuleSpec("sonicmoe", None)
+    package.MoE = SonicMoE  # type: ignore[attr-defined]
+    enums.ActivationType = Enum("ActivationType", {"SWIGLU": "swiglu"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sonicmoe", package)
+    monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
+
+
+@pytest.mark.usefixtures("stub")
+def test_both_modules_compute_the_same_layer() -> None:
+    programs, absent = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=2, device="cpu")
+    assert not absent and [len(each) for each in programs.values()] == [2, 2, 2]
+    ours, sonic = programs["ours"][1], programs["sonic"][1]
+    found = module.agreement(ours, sonic)
+    assert found["median_out"] < 0.01 and found["other_experts"] < 0.1
+    gradients = {}
+    for name, program, weight in (("ours", ours, "router.weight"), ("sonic", sonic, "router.weight")):
+        program.forward_backward()
+        gradients[name] = dict(program.module.named_parameters())[weight].grad
+    assert gradients["ours"].shape == (SMALL.E, SMALL.d)
+    # With the auxiliary loss's coefficient in both: without, the router's gradients would be a hundred times apart.
+    assert float((gradients["ours"] - gradients["sonic"]).norm() / gradients["sonic"].norm()) < 0.1
+
+
+@pytest.mark.usefixtures("stub")
+def test_no_leaf_has_a_gradient_before_a_backward() -> None:
+    programs, _ = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=1, device="cpu")
+    for (program,) in programs.values():
+        first = program.forward_backward()[1].clone()
+        assert torch.equal(program.forward_backward()[1], first), "gradients were added up"
+        program.clear()
+        assert all(leaf.grad is None for leaf in (program.x, *program.module.parameters()))
+
+
+@pytest.mark.usefixtures("stub")
+def test_another_layer_is_refused() -> None:
+    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    sonic = programs["sonic"][0]
+    with torch.no_grad():
+        weight = sonic.module.c_fc.weight  # gate rows, then up rows: not what SonicMoE reads
+        weight.copy_(torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1))
+    with pytest.raises(RuntimeError, match="the modules compute different layers"):
+        module.agreement(programs["ours"][0], sonic)
+
+
+def test_without_sonic_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sonicmoe", None)
+    programs, absent = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=1, device="cpu")
+    assert set(programs) == {"ours", "router"} and absent["sonic"].startswith("ModuleNotFoundError")
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel_times(calls: dict[str, timing.Rotation], rounds: int, **_: Any) -> dict[str, KernelTime]:
+        for call in calls.values():
+            call()
+        return {name: KernelTime(2.0 + rounds, 3.0) for name in calls}
+
+    build = module.build_programs
+    monkeypatch.setattr(module, "build_programs", lambda *words: build(*words, device="cpu"))
+    monkeypatch.setattr(module, "input_sets", lambda shape: 1)
+    monkeypatch.setattr(module, "kernel_times", kernel_times)
+    monkeypatch.setattr(module, "peak_bytes", lambda call: 2**20 * len(call()))
+    row = module.measure(SMALL, ["ours", "router", "sonic"], rounds=5)
+    fields = {f"{name}_{part}_ms" for name in ("ours", "sonic", "router", "floor") for part in ("fwd", "fwdbwd")}
+    assert fields <= row.keys() and row["cfg"] == SMALL.dict()
+    assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0
+    assert row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0
+    assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"]
+    module.print_table([row])
+
+
+# ------------------------------------------------------------------------------------------------------------- bounds
+
+
+def measured(shape: LayerShape, ratio: float, peak: float = 1.0, saved: int = 0) -> dict[str, Any]:
+    times = {f"{name}_{part}_ms": 1.0 for name in ("ours", "router") for part in ("fwd", "fwdbwd")}
+    times |= {"sonic_fwd_ms": ratio, "sonic_fwdbwd_ms": ratio, "floor_fwd_ms": 0.5, "floor_fwdbwd_ms": 0.8}
+    peaks = {"ours_peak_fwdbwd_MiB": 100.0 * peak, "sonic_peak_fwdbwd_MiB": 100.0}
+    saves = {"router_saved_bytes": saved, "router_may_save_bytes": module.router_saves(shape)}
+    return {"cfg": shape.dict(), "table": common.table_of(shape), **times, **peaks, **saves}
+
+
+def test_the_shapes_and_which_may_be_close() -> None:
+    assert len(module.MODULE_SHAPES) == 27 and set(module.QUICK_SHAPES) <= set(module.MODULE_SHAPES)
+    close = {(24576, 1536, 256, 128, 8), (32768, 4096, 1024, 64, 4), (8192, 4096, 1536, 256, 6)}
+    close |= {(16384, 5120, 1536, 160, 6)}
+    assert {tuple(shape.dict().values()) for shape in module.CLOSE_SHAPES} == close
+    assert module.arguments(["--configs", "24-27"]).configs == list(module.EXTRA_SHAPES)
+    assert module.arguments(["--only-ours"]).out.name == module.arguments(["--quick"]).out.name == "module-quick.json"
+    with pytest.raises(SystemExit):
+        module.arguments(["--configs", "28"])
+
+
+@pytest.mark.parametrize(("number", "ratio", "holds"), [(0, 1.05, True), (0, 1.0499, False), (3, 1.03, True)])
+def test_the_bound_of_a_shape(number: int, ratio: float, holds: bool) -> None:
+    assert module.bounds(measured(common.SHAPES[number], ratio))["time"] is holds
+
+
+def test_bounds_of_memory_and_of_what_is_not_measured() -> None:
+    row = measured(SMALL, 2.0, peak=1.0, saved=module.router_saves(SMALL))
+    assert module.bounds(row) == {"time": True, "peak": True, "saved": True}
+    row = measured(SMALL, 2.0, peak=1.01, saved=module.router_saves(SMALL) + 1)
+    assert module.bounds(row) == {"time": True, "peak": False, "saved": False}
+    alone = {name: value for name, value in row.items() if not name.startswith("sonic")}
+    assert module.bounds(alone) == {"time": None, "peak": None, "saved": False}
+
+
+def test_what_a_router_may_save() -> None:
+    shape = LayerShape(32768, 2048, 256, 128, 8)
+    assert 0 <= module.router_saves(shape) - 32768 * (2 * 2048 + 4 * 128 + 8 * 8) < 20_000
+
+
+def test_the_mean_is_of_the_large_shapes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [measured(shape, 1.08) for shape in common.SHAPES[:18]] + [measured(common.SHAPES[20], 5.0)]
+    assert module.mean_of_large(rows) == (pytest.approx(1.08), 18)
+    module.print_table(rows)
+    printed = capsys.readouterr().out
+    assert printed.count("holds  ") == 4 and "FAILS" not in printed
+    module.print_table(rows[:17])  # one of the 18 is missing
+    assert "FAILS  geometric mean of x fb over 17 of the 18" in capsys.readouterr().out
+    assert math.isnan(module.mean_of_large([])[0])
+
+
+def test_one_shape_measured_again_keeps_the_others() -> None:
+    rows = [measured(shape, 1.1) for shape in (module.EXTRA_SHAPES[0], common.SHAPES[2])]
+    again = module.with_row(rows, measured(module.EXTRA_SHAPES[0], 1.2))
+    assert [row["cfg"]["T"] for row in again] == [40960, 16384]  # in the order of the shapes
+    assert [module.ratio(row) for row in again] == [1.1, 1.2]
+    names = ["ours", "router", "sonic"]
+    assert not module.wanted(common.SHAPES[2], again, names)
+    assert module.wanted(common.SHAPES[3], again, names)
+    assert module.wanted(common.SHAPES[2], [row | {"other_sources": {}} for row in again], names)
+    without = {name: value for name, value in again[0].items() if not name.startswith("sonic")}
+    assert module.wanted(common.SHAPES[2], [without], names)
+    assert not module.wanted(common.SHAPES[2], [without | {"absent": {"sonic": "an error"}}], names)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_of_a_part_goes_on_with_the_file(
+    resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stub: None
+) -> None:
+    out = tmp_path / "module.json"
+    words = ["module", "--configs", "1-2", "--out", str(out), *(["--resume"] if resume else [])]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(module, "need_hopper", lambda: None)
+    ran: list[LayerShape] = []
+
+    def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
+        ran.append(shape)
+        return measured(shape, 1.2) | {"difference": {}}
+
+    monkeypatch.setattr(module, "measure", measure)
+    rows = [measured(common.SHAPES[0], 1.1), measured(common.SHAPES[5], 1.3)]
+    out.write_text(json.dumps(module.provenance() | {"rows": rows}))
+    module.main()
+    assert ran == list(common.SHAPES[1:2] if resume else common.SHAPES[:2])
+    ratios = [module.ratio(row) for row in json.loads(out.read_text())["rows"]]
+    assert ratios == [1.1 if resume else 1.2, 1.2, 1.3]
+
+
+def test_what_sonic_compiles_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("QUACK_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    module.use_caches(tmp_path)
+    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+
+
+# -------------------------------------------------------------------------------------------------------- kernel times
+
+
+def test_an_overlap_is_counted_once() -> None:
+    spans = [("a", 10.0, 40.0), ("b", 30.0, 60.0), ("c", 35.0, 50.0), ("void spin_kernel()", 70.0, 71.0)]
+    spans += [("d", 2000.0, 3000.0), ("early", 1.0, 2.0)]
+    assert timing.split_by_marker(spans) == [KernelTime(0.051, 0.076), KernelTime(1.0, 1.0)]
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_kernels_are_summed_by_call(monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    """A stream that runs what is queued at once: call A takes 1 ms, call B 2 ms and in every other call 4."""
+    log: list[tuple[str, float]] = []
+    durations = {"A": iter([1000.0] * 99), "B": iter([2000.0, 4000.0] * 99)}
+
+    class Profile:
+        def __enter__(self) -> Profile:
+            log.clear()
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def events(self) -> list[Any]:
+            made, now = [], 0.0
+            for name, duration in log:
+                event = ModuleType("event")
+                event.name, event.device_type = name, torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+                span = ModuleType("span")
+                span.start, span.end = now, now + duration  # type: ignore[attr-defined]
+                event.time_range = span  # type: ignore[attr-defined]
+                made.append(event)
+                now += duration
+            return made
+
+    class Event:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("spin_kernel", 1.0)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    calls = {name: lambda name=name: log.append((name, next(durations[name]))) for name in "AB"}
+    found = timing.kernel_times(calls, 3, burst={"B": 2}, queued=queued)
+    assert found == {"A": KernelTime(1.0, 1.0), "B": KernelTime(3.0, 3.0)}
+
+
+# -------------------------------------------------------------------------------------------------------------- router
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_router_s_accuracy(dtype: torch.dtype, autocast: bool) -> None:
+    found = router.accuracy(*router.make_case(replace(SMALL, T=300), dtype, "cpu"), autocast)
+    assert found["logits"] < 1e-6 and found["aux"] < 1e-6 and found["z"] < 1e-6
+    assert ("dW_of_rounding" in found) == (dtype == torch.bfloat16)
+    assert all(found.get(name, 0.0) <= most for name, most in router.LARGEST.items() if name != "dW")
+    assert found["dW"] < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert found["wrong_tokens"] == 0 and found["load_exact"] and found["bit_identical"]
+
+
+def test_what_may_be_chosen_otherwise() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0 - 1e-5], [3.0, 1.0, 2.0]], dtype=torch.float64)
+    experts = torch.tensor([[1, 0], [0, 2], [0, 1]])
+    found = router.choices(experts, logits)
+    assert found == {"close_tokens": 1, "other_tokens": 2, "wrong_tokens": 1, "tokens": 3}
+    assert router.choices(torch.tensor([[2, 1, 0]] * 3), logits)["wrong_tokens"] == 0  # all of them
+
+
+def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"logits": 1e-6, "dX": 2e-3, "dW": 1e-5, "dX_of_rounding": 1.01, "load_exact": True, "bit_identical": True}
+    found |= {"close_tokens": 5, "other_tokens": 2, "wrong_tokens": 0, "tokens": 1000}
+    shape, (forward, both) = next(iter(router.BOUNDS_MS.items()))
+    cfg = {key: value for key, value in shape.dict().items() if key != "n"}
+    row = {"cfg": cfg, "weight": "fp32", "fwd_ms": 2 * forward, "fwdbwd_ms": 2 * both, "fwd_method": "graph"}
+    row |= {"fwdbwd_method": "graph", "accuracy": {"plain": found, "autocast": found}}
+    row |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.1}
+    assert router.failures(row) == []
+    assert router.failures(row | {"weight": "bf16"}) == [f"{p} at most {ms} ms by graph" for p, ms in
+                                                         (("fwd", forward), ("fwdbwd", both))]  # fmt: skip
+    assert len(router.failures(row | {"fwd_method": "kernels"})) == 1
+    for worse in (
+        {"logits": math.nan},
+        {"dW": 3e-5},
+        {"wrong_tokens": 1},
+        {"close_tokens": 6},
+        {"bit_identical": False},
+    ):
+        assert len(router.failures(row | {"accuracy": {"plain": found | worse, "autocast": found}})) == 1, worse
+    rounded = found | {"dW": 2e-3, "dW_of_rounding": 1.0}
+    assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
+    router.print_table([row])
+    assert "holds  {'T': 32768" in capsys.readouterr().out
+
+
+def test_the_router_s_floor() -> None:
+    forward, backward = router.router_floor_ms(LayerShape(32768, 2048, 8, 128, 8))
+    assert 0.032 < forward < 0.04 and backward == pytest.approx(2 * forward, rel=0.1)  # x alone is read in 0.032
+    forward, _ = router.router_floor_ms(LayerShape(16384, 4096, 8, 512, 8))
+    assert forward == pytest.approx(0.0875, rel=0.01)  # one pass of the product
