@@ -39,11 +39,11 @@ class MoEStats(NamedTuple):
     @property
     def aux_loss(self) -> Tensor | float:
         """The auxiliary losses' sum, to add to the loss; 0.0 where the router has none."""
-        losses = self.aux_losses.values()
+        losses = list(self.aux_losses.values())
         if not losses:
             return 0.0
         with torch.enable_grad() if any(map(is_watched, losses)) else nullcontext():
-            return sum(losses)
+            return sum(losses[1:], losses[0])
 
 
 class MoE(nn.Module):
