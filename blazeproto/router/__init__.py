@@ -1,7 +1,7 @@
-"""Who gets which experts: logits, scores, choices, losses, the router module, and the top-k kernels.
+"""Who gets which experts: logits, scores, choices, losses, the router module, and the kernels of all that.
 
     from blazeproto.router import Router, make_router     # the module, with torch
-    from blazeproto.router import topk_route              # the kernel, without: any DLPack or CUDA array
+    from blazeproto.router import topk_route              # a kernel, without: any DLPack or CUDA array
 
 Names load when they are first used, so that the kernels stay usable where torch is not imported. `reference` holds the kernels'
 functions in NumPy.
@@ -11,20 +11,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blazeproto.router.hashing import hash_route
+    from blazeproto.router.pairs import choose_pairs, score_pairs, score_pairs_backward
     from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
     from blazeproto.router.topk import topk_route, topk_route_backward
 
 _MODULE_OF = {
+    "choose_pairs": "pairs",
+    "hash_route": "hashing",
     "ROUTERS": "router",
     "Router": "router",
     "Routing": "router",
     "make_router": "router",
     "routing_stats": "router",
+    "score_pairs": "pairs",
+    "score_pairs_backward": "pairs",
     "topk_route": "topk",
     "topk_route_backward": "topk",
 }
 
-__all__ = ["ROUTERS", "Router", "Routing", "make_router", "routing_stats", "topk_route", "topk_route_backward"]
+__all__ = [
+    "ROUTERS",
+    "Router",
+    "Routing",
+    "choose_pairs",
+    "hash_route",
+    "make_router",
+    "routing_stats",
+    "score_pairs",
+    "score_pairs_backward",
+    "topk_route",
+    "topk_route_backward",
+]
 
 
 def __getattr__(name: str) -> Any:
