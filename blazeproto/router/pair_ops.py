@@ -21,13 +21,13 @@ from blazeproto.router.kinds import sums_to_one
 # The list of pairs
 
 
-def _kernels_take(matrix: Tensor, num_tokens: int) -> bool:
+def _kernels_take(matrix: Tensor) -> bool:
     """Whether `pairs` and its kernels take a (T, E) matrix and lists of pairs beside it."""
     return (
         matrix.dtype == torch.float32
         and matrix.is_contiguous()
         and 1 <= matrix.shape[1] <= pairs.MAX_EXPERTS
-        and num_tokens <= pairs.MAX_TOKENS
+        and matrix.shape[0] <= pairs.MAX_TOKENS
         and has_dispatch_kernels("auto", matrix.device)
     )
 
@@ -49,7 +49,7 @@ def choose_pairs(
     scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, size: int, max_pairs: int
 ) -> tuple[Tensor, ...]:
     """The pairs of `choices.choose_mask` as `ops.pairs_from_mask` lists them, and load (E,) int32, the tokens of each expert."""
-    if _kernels_take(scores, scores.shape[0]) and experts.dtype == torch.int32 and max_pairs < 2**31:
+    if _kernels_take(scores) and experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31:
         return pairs.choose_pairs(scores, experts.contiguous(), by, size, max_pairs, draws=draws)
     mask = choices.choose_mask(scores, experts, by, size, draws)
     return *ops.pairs_from_mask.kernel(mask, max_pairs), mask.sum(dim=0, dtype=torch.int32)
@@ -99,7 +99,7 @@ def score_pairs_backward(
 ) -> Tensor:
     """d_logits (T, E) from d_scores (P,): the derivative of `scoring.pair_scores`."""
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale}
-    if _kernels_take(logits, logits.shape[0]):
+    if _kernels_take(logits):
         made: Tensor = pairs.score_pairs_backward(logits, pair_experts, token_offsets, d_scores.contiguous(), **options)
         return made
     num_tokens, num_experts = logits.shape
@@ -154,7 +154,7 @@ def score_pairs(
 ) -> Tensor:
     """The scores (P,) of the pairs that `choose_pairs` lists, as `scoring.pair_scores`; differentiable in the logits (T, E)."""
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale}
-    if _kernels_take(logits, logits.shape[0]):
+    if _kernels_take(logits):
         made: Tensor = pairs.score_pairs(logits, pair_experts, token_offsets, **options)
         return made
     return scoring.pair_scores(logits, pair_experts, pair_tokens, **options)
