@@ -1,4 +1,4 @@
-"""Who gets which experts: logits, scores, choices, losses, the router module, and its kernels.
+"""Who gets which experts: logits, scores, choices, losses, the router module, and the kernels of all that.
 
     from blazeproto.router import Router, make_router     # the module, with torch
     from blazeproto.router import topk_route              # a kernel, without: any DLPack or CUDA array
@@ -11,8 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blazeproto.router.hashing import hash_route
     from blazeproto.router.logits import finish_logits, split_gradient
     from blazeproto.router.losses import routing_losses, routing_losses_backward
+    from blazeproto.router.pairs import choose_pairs, score_pairs, score_pairs_backward
     from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
     from blazeproto.router.topk import topk_route, topk_route_backward
 
@@ -20,11 +22,15 @@ _MODULE_OF = {
     "ROUTERS": "router",
     "Router": "router",
     "Routing": "router",
+    "choose_pairs": "pairs",
     "finish_logits": "logits",
+    "hash_route": "hashing",
     "make_router": "router",
     "routing_losses": "losses",
     "routing_losses_backward": "losses",
     "routing_stats": "router",
+    "score_pairs": "pairs",
+    "score_pairs_backward": "pairs",
     "split_gradient": "logits",
     "topk_route": "topk",
     "topk_route_backward": "topk",
@@ -34,11 +40,15 @@ __all__ = [
     "ROUTERS",
     "Router",
     "Routing",
+    "choose_pairs",
     "finish_logits",
+    "hash_route",
     "make_router",
     "routing_losses",
     "routing_losses_backward",
     "routing_stats",
+    "score_pairs",
+    "score_pairs_backward",
     "split_gradient",
     "topk_route",
     "topk_route_backward",

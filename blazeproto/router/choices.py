@@ -4,6 +4,9 @@ Each is a frozen dataclass of options. Those whose number of experts varies from
 scores (T, E) and the token choice (T, K) and return a mask (T, E) of the pairs that run; `max_pairs` bounds their
 number from host integers alone, so every shape is known before a kernel runs and nothing waits for the device.
 
+All in plain torch, for any device and dtype. `Router` calls the operators of `pair_ops`, which choose the same by kernels
+(`choose_pairs`, `hash_route`) where these run.
+
     TokenRounding    token choice, each expert's count rounded to a multiple of the kernel's tile   SonicMoE §5
     ExpertChoice     every expert takes the same number of tokens, its best                         Zhou et al. 2022
     Capacity         token choice, what overflows an expert's capacity is dropped                   GShard, Switch
@@ -13,18 +16,16 @@ number from host integers alone, so every shape is known before a kernel runs an
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from blazeproto.router.hashing import GOLDEN, MASK_32, start_of
+from blazeproto.router.kinds import DRAWING_RULES, RULES, Priority, RoundingRule
 from blazeproto.router.ops import choose_top_k
 from blazeproto.runtime import checks
 
-RoundingRule = Literal["nr_f", "sr_f", "nr_s", "balance_f", "up", "down"]
-Priority = Literal["slot", "token", "score"]
-
-_MASK_32 = 0xFFFFFFFF
 _WORDS, _WIDE_WORDS = (torch.float32, torch.int32, 30), (torch.float64, torch.int64, 62)
 
 
@@ -53,6 +54,20 @@ def choice_mask(experts: Tensor, num_experts: int) -> Tensor:
     return mask.scatter(1, experts.long(), True)
 
 
+def choose_mask(scores: Tensor, experts: Tensor, by: str, size: int, draws: Tensor | None = None) -> Tensor:
+    """The mask (T, E) of the pairs that run, of scores (T, E) and the token choice (T, K).
+
+    by: a rule of `TokenRounding` (``size`` is the tile), "expert_choice" (``size`` tokens each expert), or a priority of
+    `Capacity` (``size`` tokens an expert at most). draws (E,): see `rounded_counts`.
+    """
+    if by in RULES:
+        return _rounding_mask(scores, experts, by, size, draws)
+    if by == "expert_choice":
+        keys = torch.where(scores.isnan(), torch.inf, scores)
+        return keep_first(rank_tokens(keys), torch.full((scores.shape[1],), size, device=scores.device))
+    return _capacity_mask(scores, experts, by, size)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Token rounding
 
@@ -78,13 +93,14 @@ def rounded_counts(
     *,
     num_tokens: int,
     sorted_scores: Tensor | None = None,
+    draws: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """``round_and_sparsify`` of Algorithm 4: each count rounded down or up to a multiple of the tile.
 
     counts (E,) integers: the tokens that chose each expert; sorted_scores (E, T), for ``nr_s`` alone: every expert's
     scores in the order of `chosen_first_keys`. Returns (E,) int64, each the multiple below or above its count.
-    generator: what ``sr_f`` and ``nr_s`` draw from, one fp32 number an expert; default: torch's for the device.
+    draws (E,) fp32 in [0, 1): what ``sr_f`` and ``nr_s`` compare with a probability; default: `draw` with the generator.
     Rules, SonicMoE appendix E.2 (M the tile, f the count):
 
     - ``nr_f``       up where that is nearer; down on a tie.
@@ -95,7 +111,9 @@ def rounded_counts(
 
     An expert cannot take more tokens than there are: where the multiple above passes T, every rule rounds down.
     """
-    checks.one_of("rule", rule, get_args(RoundingRule))
+    checks.one_of("rule", rule, RULES)
+    if draws is None:
+        draws = draw(counts.shape[0], counts.device, generator) if rule in DRAWING_RULES else counts.new_zeros(())
     counts = counts.to(torch.int64)
     floor = counts // tile * tile
     ceil = (counts + tile - 1) // tile * tile
@@ -103,7 +121,7 @@ def rounded_counts(
     if rule == "nr_f":
         up = ceil - counts < counts - floor
     elif rule == "sr_f":
-        up = _draw(counts, generator) * tile < counts - floor
+        up = draws * tile < counts - floor
     elif rule == "nr_s":
         if sorted_scores is None:
             raise ValueError("rounded_counts: rule 'nr_s' needs sorted_scores (E, T), got None")
@@ -112,7 +130,7 @@ def rounded_counts(
         last_tile = torch.where(in_last_tile, sorted_scores.detach().nan_to_num(), 0.0)
         total = last_tile.sum(dim=1)
         chosen = torch.where(place < counts[:, None], last_tile, 0.0).sum(dim=1)
-        up = _draw(counts, generator) * total < chosen
+        up = draws * total < chosen
     elif rule == "balance_f":
         # Algorithm 6 keeps an accumulator z of the rounding errors and takes the choice that leaves |z| smaller. Since
         # z + (sum of counts so far) is then the multiple of M nearest to that sum (the lower one on a tie), rounding
@@ -125,9 +143,28 @@ def rounded_counts(
     return torch.where(up & fits, ceil, floor)
 
 
-def _draw(counts: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A number in [0, 1) for each expert, in fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1."""
-    return torch.rand(counts.shape, device=counts.device, dtype=torch.float32, generator=generator)
+def draw(num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """A number in [0, 1) for each expert, in fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1.
+
+    generator: default: torch's for the device.
+    """
+    return torch.rand(num_experts, device=device, dtype=torch.float32, generator=generator)
+
+
+def _rounding_mask(scores: Tensor, experts: Tensor, rule: str, tile: int, draws: Tensor | None) -> Tensor:
+    """Algorithm 4: scores (T, E), experts (T, K) by token choice; returns the mask (T, E)."""
+    num_tokens, num_experts = scores.shape
+    chosen = choice_mask(experts, num_experts)
+    order = rank_tokens(chosen_first_keys(scores, chosen))
+    counts = rounded_counts(
+        chosen.sum(dim=0),
+        tile,
+        rule,
+        num_tokens=num_tokens,
+        sorted_scores=scores.t().gather(1, order) if rule == "nr_s" else None,
+        draws=draws,
+    )
+    return keep_first(order, counts)
 
 
 @dataclass(frozen=True)
@@ -145,7 +182,7 @@ class TokenRounding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tile", checks.integer("tile", self.tile, least=1))
-        checks.one_of("rule", self.rule, get_args(RoundingRule))
+        checks.one_of("rule", self.rule, RULES)
         checks.boolean("eval_top_k", self.eval_top_k)
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
@@ -161,20 +198,17 @@ class TokenRounding:
 
         generator: what ``sr_f`` and ``nr_s`` draw from; default: torch's for the device.
         """
-        scores = scores.detach()
-        num_tokens, num_experts = scores.shape
-        chosen = choice_mask(experts, num_experts)
-        order = rank_tokens(chosen_first_keys(scores, chosen))
-        sorted_scores = scores.t().gather(1, order) if self.rule == "nr_s" else None
-        counts = rounded_counts(
-            chosen.sum(dim=0),
-            self.tile,
-            self.rule,
-            num_tokens=num_tokens,
-            sorted_scores=sorted_scores,
-            generator=generator,
-        )
-        return keep_first(order, counts)
+        draws = self.draws(scores.shape[1], scores.device, generator)
+        by, size = self.way(scores.shape[0], scores.shape[1], experts.shape[1])
+        return choose_mask(scores.detach(), experts, by, size, draws)
+
+    def way(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[str, int]:
+        """``by`` and ``size`` of `choose_mask`."""
+        return self.rule, self.tile
+
+    def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
+        """What the rule compares with a probability; None for one that draws nothing."""
+        return draw(num_experts, device, generator) if self.rule in DRAWING_RULES else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,12 +259,12 @@ class ExpertChoice(_WithCapacity):
 
     def __call__(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores (T, E), experts (T, K) of which only K counts; returns the mask (T, E). NaN tokens rank first."""
-        num_tokens, num_experts = scores.shape
-        keys = scores.detach()
-        keys = torch.where(keys.isnan(), torch.inf, keys)
-        capacity = self.capacity(num_tokens, num_experts, experts.shape[1])
-        counts = torch.full((num_experts,), capacity, device=scores.device)
-        return keep_first(rank_tokens(keys), counts)
+        by, size = self.way(scores.shape[0], scores.shape[1], experts.shape[1])
+        return choose_mask(scores.detach(), experts, by, size)
+
+    def way(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[str, int]:
+        """``by`` and ``size`` of `choose_mask`."""
+        return "expert_choice", self.capacity(num_tokens, num_experts, top_k)
 
 
 @dataclass(frozen=True)
@@ -259,21 +293,30 @@ class Capacity(_WithCapacity):
 
     def __call__(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores (T, E) in [0, 1], experts (T, K) by token choice; returns the mask (T, E) of the pairs that stay."""
-        num_tokens, num_experts = scores.shape
-        top_k = experts.shape[1]
-        chosen = choice_mask(experts, num_experts)
-        place = torch.arange(num_tokens, device=experts.device)  # of a token among all
-        if self.priority == "score":
-            largest = scores.detach().amax(dim=1)
-            largest = torch.where(largest.isnan(), torch.inf, largest)
-            by_score = torch.sort(largest, descending=True, stable=True).indices
-            place = torch.zeros_like(place).scatter(0, by_score, place)
-        places = place[:, None].expand_as(experts)
-        if self.priority != "token":
-            places = places + num_tokens * torch.arange(top_k, device=experts.device)
-        keys = torch.full_like(chosen, -num_tokens * top_k, dtype=torch.int64).scatter(1, experts.long(), -places)
-        capacity = self.capacity(num_tokens, num_experts, top_k)
-        return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=capacity))
+        by, size = self.way(scores.shape[0], scores.shape[1], experts.shape[1])
+        return choose_mask(scores.detach(), experts, by, size)
+
+    def way(self, num_tokens: int, num_experts: int, top_k: int) -> tuple[str, int]:
+        """``by`` and ``size`` of `choose_mask`."""
+        return self.priority, self.capacity(num_tokens, num_experts, top_k)
+
+
+def _capacity_mask(scores: Tensor, experts: Tensor, priority: str, capacity: int) -> Tensor:
+    """scores (T, E), experts (T, K) by token choice; returns the mask (T, E) of the pairs that stay."""
+    num_tokens, num_experts = scores.shape
+    top_k = experts.shape[1]
+    chosen = choice_mask(experts, num_experts)
+    place = torch.arange(num_tokens, device=experts.device)  # of a token among all
+    if priority == "score":
+        largest = scores.amax(dim=1)
+        largest = torch.where(largest.isnan(), torch.inf, largest)
+        by_score = torch.sort(largest, descending=True, stable=True).indices
+        place = torch.zeros_like(place).scatter(0, by_score, place)
+    places = place[:, None].expand_as(experts)
+    if priority != "token":
+        places = places + num_tokens * torch.arange(top_k, device=experts.device)
+    keys = torch.full_like(chosen, -num_tokens * top_k, dtype=torch.int64).scatter(1, experts.long(), -places)
+    return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=capacity))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,9 +325,9 @@ class Capacity(_WithCapacity):
 
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words (held in int64) that scatters them: xor-shift-multiply, no product passes 2**63."""
-    x = x & _MASK_32
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK_32
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK_32
+    x = x & MASK_32
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK_32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK_32
     return x ^ (x >> 15)
 
 
@@ -307,8 +350,7 @@ class Hash:
     def __call__(self, token_ids: Tensor, num_experts: int, top_k: int) -> Tensor:
         """K distinct experts of each token id: token_ids (T,) integers; returns (T, K) int32."""
         expert = torch.arange(num_experts, device=token_ids.device)
-        start = 0x9E3779B9 * (self.seed + 1) & _MASK_32
-        words = _mix(token_ids.long() + start)[:, None] + 0x9E3779B9 * expert
+        words = _mix(token_ids.long() + start_of(self.seed))[:, None] + GOLDEN * expert
         weights = (_mix(words) >> 8).to(torch.float32)  # (T, E), exact below 2**24
         experts: Tensor = choose_top_k(weights, top_k)
         return experts

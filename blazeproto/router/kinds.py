@@ -1,4 +1,5 @@
-"""The three kinds of scores, and what sums to one: the same for `scoring`, the kernels and their twins. No torch in here.
+"""The three kinds of scores, what sums to one, and the names of choices: the same for torch, the kernels and their twins. No
+torch in here.
 
 softmax_topk    softmax over all experts, then the K largest    MoEBlaze §2.1; Switch Transformer eq. 1
 topk_softmax    softmax over the K largest logits               Shazeer et al. 2017 eq. 3; Mixtral §2.1
@@ -9,6 +10,13 @@ from typing import Literal, get_args
 
 Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
+
+RoundingRule = Literal["nr_f", "sr_f", "nr_s", "balance_f", "up", "down"]  # of token rounding: SonicMoE appendix E.2
+Priority = Literal["slot", "token", "score"]  # of a capacity: who stays
+RULES: tuple[str, ...] = get_args(RoundingRule)
+DRAWING_RULES = ("sr_f", "nr_s")
+WAYS = (*RULES, "expert_choice", *get_args(Priority))
+"""Of choosing a number of experts that varies from token to token; see `choices.choose_mask`."""
 
 
 def renormalizes(score: str, renormalize: bool | None) -> bool:

@@ -39,6 +39,8 @@ def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
     """
     lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
     left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
+    if _fused_kernel_takes(left, None, top_k, "softmax_topk"):
+        return topk.topk_route(left, top_k)[1]  # type: ignore[no-any-return]
     chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
     # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
     for slot in range(top_k):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.autograd.private import refuse_transforms, saved_by_export
-from blazeproto.router import ops, scoring
+from blazeproto.router import ops, pair_ops, scoring
 from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, check_options, make_choice
 from blazeproto.router.kinds import SCORES, renormalizes
 from blazeproto.router.linear import router_logits
@@ -150,7 +150,7 @@ class Router(nn.Module):
         choice = self.choice
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
-            experts = choice(token_ids.flatten(), self.num_experts, self.top_k)
+            experts = pair_ops.hashed(choice, token_ids.flatten(), self.num_experts, self.top_k)
             scores = scoring.gathered_scores(logits, experts, **self._score_options)
         elif choice is None or (choice.eval_top_k and not self.training):
             options = self._score_options.values()
@@ -179,12 +179,11 @@ class Router(nn.Module):
         return {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
 
     def _varying(self, logits: Tensor, experts: Tensor, choice: TokenRounding | ExpertChoice | Capacity) -> Routing:
-        mask = choice(scoring.dense_scores(logits.detach(), self.score), experts)
-        max_pairs = choice.max_pairs(logits.shape[0], self.num_experts, self.top_k)
-        pair_experts, pair_tokens, token_offsets = ops.pairs_from_mask(mask, max_pairs)
-        scores = scoring.pair_scores(logits, pair_experts, pair_tokens, **self._score_options)
-        load = scoring.expert_load(pair_experts, self.num_experts)
-        _, aux_losses = self._load_and_losses(logits, experts)
+        dense = scoring.dense_scores(logits.detach(), self.score)
+        pair_experts, pair_tokens, token_offsets, load = pair_ops.pairs_of(choice, dense, experts)
+        pairs = pair_experts, pair_tokens, token_offsets
+        scores = pair_ops.score_pairs(logits, *pairs, *self._score_options.values())
+        aux_losses = self._load_and_losses(logits, experts)[1] if self.aux_loss or self.z_loss else {}
         return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
 
     def _load_and_losses(self, logits: Tensor, experts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -85,6 +85,19 @@ if simulated():
         results = [scratch[:threads][: thread + 1], scratch[:threads], scratch[threads : threads + thread + 1]]
         return tuple(int32(sum(values)) for values in [*results, scratch[threads : 2 * threads]])
 
+    @device
+    def ballot(scratch, thread, value):
+        """A bit for each lane of the warp: whether it brings True. Two barriers here, none on the GPU.
+
+        scratch: int32 shared memory, a place a thread, which the GPU leaves alone.
+        """
+        scratch[thread] = int32(value)
+        cuda.syncthreads()
+        first = thread // WARP * WARP
+        word = sum(int(scratch[first + lane]) << lane for lane in range(WARP))
+        cuda.syncthreads()
+        return uint32(word)
+
 else:
     from llvmlite import ir
     from numba.cuda import types
@@ -168,6 +181,10 @@ else:
             first_total = int32(first_total + scratch[warp])
             second_total = int32(second_total + scratch[warps + warp])
         return first, first_total, second, second_total
+
+    @device
+    def ballot(scratch, thread, value):
+        return uint32(cuda.ballot_sync(FULL, value))
 
 
 class Group(NamedTuple):

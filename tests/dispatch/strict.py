@@ -88,7 +88,8 @@ class View:
         place = self._place(index)
         for half in self._halves(place):
             self.memory.writing(half, threading.current_thread(), atomic=False)
-        if not np.iinfo(self.elements.dtype).min <= int(value) <= np.iinfo(self.elements.dtype).max:
+        whole = self.elements.dtype.kind in "iu"
+        if whole and not np.iinfo(self.elements.dtype).min <= int(value) <= np.iinfo(self.elements.dtype).max:
             raise OverflowError(f"{value} in {self.elements.dtype}")
         self.elements[place] = value
 
@@ -121,9 +122,12 @@ class Shared:
     def __init__(self, size: int) -> None:
         self.size = size
         self.memory = Memory(size // 2)
+        self.static: dict[int, np.ndarray] = {}  # what warp.py's simulated helpers use, which is not looked at
 
-    def array(self, shape, dtype, alignment=None) -> View:
-        assert shape == 0 and dtype.bitwidth >= 16
+    def array(self, shape, dtype, alignment=None) -> View | np.ndarray:
+        if shape:
+            return self.static.setdefault(shape, np.zeros(shape, dtype.name))
+        assert dtype.bitwidth >= 16
         elements = self.memory.halves[: self.size // (dtype.bitwidth // 8) * (dtype.bitwidth // 16)].view(dtype.name)
         return View(self.memory, elements, 0, len(elements))
 

@@ -11,16 +11,20 @@ import pytest
 import blazeproto
 
 PACKAGE = Path(blazeproto.__file__).parent
-TOPK = ("kinds", "topk", "topk_kernels", "best", "reference")
+ROUTER = (
+    *("kinds", "topk", "topk_kernels", "best", "reference"),
+    *("pairs", "select_kernels", "pair_kernels", "hashing", "hash_kernels"),
+)
 MODULES = [
     *(
         f"blazeproto.{room}.{path.stem}"
         for room in ("runtime", "dispatch")
         for path in (PACKAGE / room).glob("[!_]*.py")
     ),
-    *(f"blazeproto.router.{name}" for name in TOPK),
+    *(f"blazeproto.router.{name}" for name in ROUTER),
 ]
-NEED_NUMBA = {"warp", "tiled", "place", "dense", "limit", "best", "topk_kernels"}
+NEED_NUMBA = {"warp", "tiled", "place", "dense", "limit", "best"}
+NEED_NUMBA |= {"topk_kernels", "select_kernels", "pair_kernels", "hash_kernels"}
 
 
 def run(code: str) -> None:
@@ -31,7 +35,7 @@ def run(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from blazeproto.router import topk_route, topk_route_backward",
+        "from blazeproto.router import choose_pairs, hash_route, score_pairs, topk_route, topk_route_backward",
         "from blazeproto.dispatch import build_dispatch",
         "from blazeproto import build_dispatch",
     ],

@@ -1,0 +1,126 @@
+"""The kernels of choices and hash routing in Numba's simulator: small shapes, compared with the twins. Prints what differs.
+
+    NUMBA_ENABLE_CUDASIM=1 python simulate_choices.py select|scores
+
+A process of its own, because Numba looks at that variable when it is first imported. The selection runs in the strict simulator
+of tests/dispatch, where a race or an index outside an array is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dispatch"))
+from strict import strict
+
+from blazeproto.router import (
+    choose_pairs,
+    hash_route,
+    hashing,
+    pairs,
+    reference,
+    score_pairs,
+    score_pairs_backward,
+)
+from blazeproto.router.kinds import RULES, WAYS
+
+# (T, E, K, kind): no token, one; E = 1; K = E; tokens and experts that are no multiples of a word; more experts than a tile
+SHAPES = [(0, 3, 2, "normal"), (1, 1, 1, "normal"), (70, 5, 2, "normal"), (75, 3, 3, "ties"), (40, 140, 3, "normal")]
+ADVERSE = [(67, 4, 2, "same"), (65, 6, 2, "one_expert"), (66, 5, 2, "saturated"), (70, 3, 1, "nan")]
+
+
+def make_scores(kind: str, num_tokens: int, num_experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """scores (T, E) and the token choice (T, K)."""
+    rng = np.random.default_rng(num_tokens)
+    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits)
+    if kind == "same":
+        logits[:] = 0
+    if kind == "one_expert":
+        logits[:, 1] += 10
+    if kind == "saturated":  # scores of exactly 0 and 1
+        logits = np.sign(logits) * 200
+    with np.errstate(over="ignore"):
+        scores = (1 / (1 + np.exp(-logits))).astype(np.float32)
+    if kind == "nan" and num_tokens:
+        scores[[2, num_tokens // 2, num_tokens - 1]] = np.nan
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    return scores, experts
+
+
+def sizes_of(by: str, num_tokens: int, top_k: int, num_experts: int) -> list[int]:
+    if by in RULES:
+        return [8]
+    even = -(-num_tokens * top_k // num_experts)
+    return [min(even, num_tokens)]
+
+
+def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: str, size: int) -> Iterator[str]:
+    scores, experts = make_scores(kind, num_tokens, num_experts, top_k)
+    draws = np.random.default_rng(0).random(num_experts, dtype=np.float32)
+    max_pairs = num_tokens * num_experts + 3
+    expected = reference.choose_pairs(scores, experts, by, size, max_pairs, draws=draws)
+    out = [np.full(right.shape, -7, np.int32) for right in expected]
+    choose_pairs(scores, experts, by, size, max_pairs, draws=draws, out=out)
+    for name, got, right in zip(("pair_experts", "pair_tokens", "token_offsets", "load"), out, expected, strict=True):
+        if not np.array_equal(got, right):
+            yield f"{kind} T={num_tokens} E={num_experts} K={top_k} {by} {size}: {name}\n{got}\nexpected\n{right}"
+
+
+def check_select() -> Iterator[str]:
+    pairs.SELECT_THREADS = pairs.THREADS = 32  # the simulator runs a Python thread for each CUDA thread
+    pairs.LIST_CHUNKS = 2  # some of several groups of tokens
+    pairs.COUNT_CHUNKS = 3
+    with strict():
+        for num_tokens, num_experts, top_k, kind in SHAPES + ADVERSE:
+            for by in WAYS if num_experts < 100 else ("nr_f", "score"):
+                for size in sizes_of(by, num_tokens, top_k, num_experts):
+                    yield from check_choice(kind, num_tokens, num_experts, top_k, by, size)
+        for by in ("expert_choice", "slot", "score", "token"):
+            for size in (0, 40):  # nothing and everything
+                yield from check_choice("ties", 40, 3, 2, by, size)
+        yield from check_choice("one_expert", 65, 2, 1, "up", 1)
+        yield from check_choice("one_expert", 65, 2, 1, "up", 128)  # no multiple fits
+
+
+def check_scores() -> Iterator[str]:
+    pairs.THREADS = hashing.THREADS = 32
+    rng = np.random.default_rng(0)
+    for num_tokens, num_experts in [(0, 4), (6, 5), (4, 70)]:
+        logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32) * 3
+        mask = rng.random(logits.shape) < 0.6
+        if num_tokens:
+            logits[1], mask[2] = np.nan, False  # a broken token, and one without a pair
+            logits[0] -= 200  # every sigmoid underflows
+        used = int(mask.sum())
+        listed = np.concatenate([np.nonzero(mask)[1], [-1] * 5]).astype(np.int32)
+        offsets = np.concatenate([[0], mask.sum(axis=1).cumsum()]).astype(np.int32)
+        d_scores = rng.standard_normal(used + 5).astype(np.float32)
+        for score in ("softmax_topk", "sigmoid"):
+            for renormalize in (False, True):
+                options = {"score": score, "renormalize": renormalize, "scale": 1.5}
+                got = score_pairs(logits, listed, offsets, **options)
+                right = reference.score_pairs(logits, listed, offsets, **options)
+                if not np.allclose(got, right, rtol=1e-5, atol=1e-12, equal_nan=True):
+                    yield f"T={num_tokens} E={num_experts} {options}: scores\n{got}\nexpected\n{right}"
+                got = score_pairs_backward(logits, listed, offsets, d_scores, **options)
+                right = reference.score_pairs_backward(logits, listed, offsets, d_scores, **options)
+                if not np.allclose(got, right, rtol=1e-4, atol=1e-6):
+                    yield f"T={num_tokens} E={num_experts} {options}: d_logits\n{got}\nexpected\n{right}"
+    ids = np.array([0, 5, -1, 2**40 + 3, 50256], np.int64)
+    for num_experts, top_k in [(1, 1), (7, 7), (40, 3), (100, 5)]:
+        got, right = (f(ids, num_experts, top_k, seed=3) for f in (hash_route, reference.hash_route))
+        if not np.array_equal(got, right):
+            yield f"hash E={num_experts} K={top_k}\n{got}\nexpected\n{right}"
+
+
+if __name__ == "__main__":
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        lines = list({"select": check_select, "scores": check_scores}[sys.argv[1]]())
+    print("\n".join(lines) or "as the twins")
+    sys.exit(bool(lines))
