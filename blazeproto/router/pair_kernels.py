@@ -30,7 +30,7 @@ WORD = 32  # tokens, or experts
 
 
 def count_tokens(threads: int) -> Any:
-    """totals[chunk] = pairs of ``group_words`` words of the bits, all E of whole groups of 32 tokens."""
+    """totals[chunk] = pairs in ``chunk_words`` words of the bits: all E words of some groups of 32 tokens."""
 
     def count_tokens(bits, totals, num_words, chunk_words):
         scratch = cuda.shared.array(0, int32)  # two places a thread

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from blazeproto.router import ROUTERS, Router, Routing, make_router
+from blazeproto.router import ROUTERS, Router, make_router
+from blazeproto.router.kinds import DRAWING_RULES
 from scripts.bench.common import format_table, number
 from scripts.bench.timing import gpu_ms
 from scripts.command import argument_parser, need_hopper, positive
@@ -26,19 +27,23 @@ BASE = "top_k"
 
 
 def calls_of(router: Router, x: torch.Tensor, ids: torch.Tensor | None) -> dict[str, Callable[[], object]]:
-    """The forward, and the forward with its backward; each returns tensors, by which a replay is compared with a call."""
+    """The forward, and the forward with its backward; each returns tensors, by which a replay is compared with a call.
 
-    def results(routing: Routing) -> tuple[torch.Tensor, ...]:
-        return routing.scores, routing.load.float(), *routing.aux_losses.values()
+    A rule that draws has another routing in each call: then these are its losses alone, which are of the token choice.
+    """
+    draws = getattr(router.choice, "rule", "") in DRAWING_RULES
 
     def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            return results(router(x, token_ids=ids))
+            routing = router(x, token_ids=ids)
+        losses = tuple(routing.aux_losses.values())
+        return losses if draws else (routing.scores, routing.load.float(), *losses)
 
     def both() -> tuple[torch.Tensor, ...]:
-        scores, _, *losses = results(router(x, token_ids=ids))
-        loss = scores.square().sum() + sum(losses)
-        return torch.autograd.grad(loss, (x, router.weight))
+        routing = router(x, token_ids=ids)
+        losses = tuple(routing.aux_losses.values())
+        gradients = torch.autograd.grad(routing.scores.square().sum() + sum(losses), (x, router.weight))
+        return losses if draws else gradients
 
     return {"forward": forward, "both": both}
 

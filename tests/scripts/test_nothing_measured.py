@@ -14,6 +14,7 @@ from scripts.checks import gpu_check
 from scripts.lm import compare_routers
 
 NEED_A_GPU = {
+    "scripts.bench.choices": [],
     "scripts.bench.dispatch": [],
     "scripts.bench.layer": [],
     "scripts.bench.module": [],
