@@ -292,14 +292,17 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
                 high, high_want, high_ties = threshold(keys, first, count, ceil, shared, thread, tokens)
                 theirs, others = float64(0.0), float64(0.0)
                 low_before, high_before = int32(0), int32(0)
+                split_ties = low_want < low_ties or high_want < high_ties  # else all tokens at a threshold are in
                 start = int32(0)
                 while start < tokens:
                     token = int32(start + thread)
                     mine = keys[first + token] if token < tokens else uint32(0)
                     low_tie = int32(token < tokens and mine == low)
                     high_tie = int32(token < tokens and mine == high)
-                    low_here, low_all, high_here, high_all = block_scan(scratch, thread, threads, low_tie, high_tie)
-                    cuda.syncthreads()
+                    low_here, low_all, high_here, high_all = low_tie, int32(0), high_tie, int32(0)
+                    if split_ties:
+                        low_here, low_all, high_here, high_all = block_scan(scratch, thread, threads, low_tie, high_tie)
+                        cuda.syncthreads()
                     in_low = mine > low or (low_tie == 1 and low_before + low_here <= low_want)
                     in_high = mine > high or (high_tie == 1 and high_before + high_here <= high_want)
                     if token < tokens and in_high and not in_low:

@@ -72,6 +72,16 @@ def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: s
             yield f"{kind} T={num_tokens} E={num_experts} K={top_k} {by} {size}: {name}\n{got}\nexpected\n{right}"
 
 
+def check_few() -> Iterator[str]:
+    """Each way once, of `check_select`'s."""
+    pairs.SELECT_THREADS = pairs.THREADS = 32
+    pairs.LIST_CHUNKS = pairs.COUNT_CHUNKS = 2
+    with strict():
+        for by in WAYS:
+            for size in sizes_of(by, 36, 2, 3):
+                yield from check_choice("ties", 36, 3, 2, by, size)
+
+
 def check_select() -> Iterator[str]:
     pairs.SELECT_THREADS = pairs.THREADS = 32  # the simulator runs a Python thread for each CUDA thread
     pairs.LIST_CHUNKS = 2  # some of several groups of tokens
@@ -121,6 +131,6 @@ def check_scores() -> Iterator[str]:
 
 if __name__ == "__main__":
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        lines = list({"select": check_select, "scores": check_scores}[sys.argv[1]]())
+        lines = list({"few": check_few, "select": check_select, "scores": check_scores}[sys.argv[1]]())
     print("\n".join(lines) or "as the twins")
     sys.exit(bool(lines))

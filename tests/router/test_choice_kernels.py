@@ -19,6 +19,8 @@ from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRoundin
 from blazeproto.router.kinds import RULES, SCORES, WAYS
 from blazeproto.router.ops import choose_top_k
 
+FULL = pytest.mark.full
+
 EVERY: list[Any] = [
     *(TokenRounding(tile=8, rule=rule) for rule in RULES),
     ExpertChoice(),
@@ -167,10 +169,8 @@ def test_the_kernels_are_called_as_their_twins_expect(monkeypatch: pytest.Monkey
 
 # --- The kernels without a GPU -------------------------------------------------------------------------------------------
 
-FULL = pytest.mark.full
 
-
-@pytest.mark.parametrize("by", ["nr_f", "nr_s", "expert_choice", "score", *(pytest.param(w, marks=FULL) for w in WAYS)])
+@pytest.mark.parametrize("by", ["nr_f", "score", *(pytest.param(w, marks=FULL) for w in WAYS)])
 def test_choosing_compiles(fresh_cache: None, by: str) -> None:  # noqa: F811
     kernels = [kernel for kernel in pairs.choosing_kernels(128, 8, by) if kernel is not None]
     assert len(kernels) == (6 if by == "score" else 5)
@@ -189,7 +189,7 @@ def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["select", "scores"])
+@pytest.mark.parametrize("part", ["few", pytest.param("select", marks=FULL), "scores"])
 def test_simulated(part: str) -> None:
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])

@@ -104,9 +104,10 @@ def test_scores_and_their_gradient_as_torch(
     choice = ExpertChoice()  # from no expert to many a token
     experts = ops.choose_top_k(logits.detach(), top_k)
     listed = pair_ops.pairs_of(choice, scoring.dense_scores(logits.detach(), score), experts)[:3]
+    unused = 7 if num_tokens else 0
     listed = (
-        torch.cat([listed[0], listed[0].new_full((7,), -1)]),
-        torch.cat([listed[1], listed[1].new_zeros(7)]),
+        torch.cat([listed[0], listed[0].new_full((unused,), -1)]),
+        torch.cat([listed[1], listed[1].new_zeros(unused)]),
         listed[2],
     )
     d_scores = torch.randn(len(listed[0]), device="cuda")

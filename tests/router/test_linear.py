@@ -191,17 +191,18 @@ def test_a_router_compiles_and_is_captured():
         total = routing.scores.square().sum() + sum(routing.aux_losses.values())
         return [routing.logits, *torch.autograd.grad(total, (x, router.weight))]
 
-    expected = step(router)
-    assert all(torch.equal(a, b) for a, b in zip(step(torch.compile(router, fullgraph=True)), expected, strict=True))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step(router)
-    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step(router)
+        compiled = step(torch.compile(router, fullgraph=True))
+        assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(router)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            captured = step(router)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(router)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
