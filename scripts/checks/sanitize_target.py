@@ -21,7 +21,7 @@ from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch.build import Method
-from blazeproto.router import topk_route, topk_route_backward
+from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
 from blazeproto.router.topk import Score
 from scripts.command import argument_parser, need_hopper
 
@@ -179,9 +179,29 @@ def choices() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"topk_route {score} {num_experts} {top_k} {dtype} {bias=}", run
 
 
+def route(name: str, num_tokens: int, num_experts: int, top_k: int, weight_dtype: torch.dtype) -> None:
+    """A named router forward and backward: its products, choice, losses and scores."""
+    losses = {} if name in ("expert_choice", "hash") else {"aux_loss": 0.1}
+    router = make_router(name, 64, num_experts, top_k, z_loss=0.1, device=DEVICE, dtype=weight_dtype, **losses)
+    x = torch.randn(num_tokens, 64, device=DEVICE).bfloat16().requires_grad_()
+    routing = router(x, torch.arange(num_tokens, device=DEVICE))
+    total = routing.scores.square().sum() + sum(routing.aux_losses.values())
+    gradients = torch.autograd.grad(total, (x, router.weight))
+    torch.cuda.synchronize()
+    if not all(gradient.isfinite().all() for gradient in gradients):
+        raise AssertionError(f"not finite: {name} {num_tokens} {num_experts} {top_k}")
+
+
+def routers() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name in ROUTERS:
+        for sizes, dtype in (((300, 8, 2), torch.bfloat16), ((77, 37, 5), torch.float32)):
+            yield f"router {name} {sizes} {dtype}", partial(route, name, *sizes, dtype)
+    yield "router of long sums", partial(route, "top_k", 9000, 130, 8, torch.float32)
+
+
 def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
-    parts = {"layers": layers, "dispatches": dispatches, "choices": choices}
+    parts = {"layers": layers, "dispatches": dispatches, "choices": choices, "routers": routers}
     parser.add_argument("--parts", default=",".join(parts), help="some of " + ", ".join(parts))
     names = parser.parse_args().parts.split(",")
     if unknown := set(names) - parts.keys():
