@@ -78,12 +78,15 @@ def gathered_sum(values: Bounded, index: Tensor, length: int, unit: float) -> Bo
 
 def function_of(h: Bounded, function: Callable[[Tensor], Tensor], sizes: Tensor, unit: float) -> Bounded:
     """A function of H, which may have jumps. sizes: of what is multiplied in it. Looked up at H's value and at the corners of
-    where H may lie: gate and up move each both ways. Inside, a smooth function leaves the corners' range by second-order
-    terms only."""
+    where H may lie: gate and up move each both ways; and with up as near to 0 as it may lie, for two clamps may be nearer to
+    each other than the corners. Inside, a smooth function leaves the corners' range by second-order terms only."""
     value, half = function(h.value), h.value.shape[-1] // 2
     both = torch.ones_like(h.value)
     mixed = torch.cat([both[:, :half], -both[:, half:]], dim=1)
     corners = [function(h.value + signs * h.error) for signs in (both, -both, mixed, -mixed)]
+    nearest_0 = h.value.sign() * (h.value.abs() - h.error).clamp_min(0)
+    gates = (h.value + h.error, h.value - h.error, nearest_0)
+    corners += [function(torch.cat([gate[:, :half], nearest_0[:, half:]], dim=1)) for gate in gates]
     error = torch.stack([(corner - value).abs() for corner in corners]).amax(dim=0)
     return Bounded(value, 1.1 * error + FUNCTION_ULPS * unit * sizes)
 
