@@ -189,7 +189,7 @@ def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["few", pytest.param("select", marks=FULL), "scores"])
+@pytest.mark.parametrize("part", ["few", *(pytest.param(part, marks=FULL) for part in ("select", "scores"))])
 def test_simulated(part: str) -> None:
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
