@@ -268,7 +268,7 @@ class MoE(nn.Module):
             itemsize=itemsize,
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
-            varying_pairs=choice and choice.max_pairs(num_tokens, self.num_experts, self.top_k),
+            varying_pairs=None if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k),
         )
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ Priority = Literal["slot", "token", "score"]  # of a capacity: who stays
 RULES: tuple[str, ...] = get_args(RoundingRule)
 DRAWING_RULES = ("sr_f", "nr_s")
 WAYS = (*RULES, "expert_choice", *get_args(Priority))
-"""Of choosing a number of experts that varies from token to token; see `choices.choose_mask`."""
+"""Of choosing a number of experts that varies from token to token, those that kernels know; see `choices.choose_mask`."""
 
 
 def renormalizes(score: str, renormalize: bool | None) -> bool:

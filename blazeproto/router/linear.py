@@ -129,8 +129,8 @@ def router_logits_backward(
         wide = weight.dtype == torch.float32
         split: Tensor = kernels.split_gradient(d_logits.contiguous(), logits, 3 if wide else 2)
         if needs_x:  # high high + low high + high low, where the weight has a low part
-            high = weight.bfloat16()
-            d_x = _product(split, torch.cat((high, _stacked(weight)) if wide else (high, high)), x.dtype)
+            operand = _stacked(weight) if wide else weight
+            d_x = _product(split, torch.cat((operand[:num_experts], operand)), x.dtype)
         if needs_weight:
             halves = _sum_over_tokens(split[:, : 2 * num_experts], x)
             d_weight = (halves[:num_experts] + halves[num_experts:]).to(weight.dtype)

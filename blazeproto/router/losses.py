@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.router.kinds import SCORES, Score
-from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.numba_kernel import Kernel
 
@@ -22,8 +22,8 @@ def routing_losses(
     experts: Any,
     *,
     score: Score = "softmax_topk",
-    balance: float = 1.0,
-    z: float = 1.0,
+    balance: bool = True,
+    z: bool = True,
     out: tuple[Any, Any, Any] | None = None,
     workspace: Any = None,
     stream: int | None = None,
@@ -34,14 +34,14 @@ def routing_losses(
     balance_loss: E Σ f P, Switch Transformer §2.2, eq. 4; f the share of the T K choices that fell on an expert, P its mean
         probability (softmax; sigmoid scores divided by their sum).
     z_loss: the mean of logsumexp(logits)², ST-MoE eq. 5.
-    balance, z: the losses' coefficients; what has the coefficient 0 is 0 and costs nothing.
+    balance, z: whether that loss is wanted; else it is 0 and costs nothing.
     score: kinds.py says what they are.  out: the three, to fill.  workspace: `losses_workspace(T, E)` fp32 elements.
     stream: a raw cudaStream_t; default: the caller's current one.
 
     E up to 1024, T at least 1. Raises ValueError or TypeError naming the argument, what was expected and what came.
     """
     view, chosen = _check(logits, experts, score)
-    _check_coefficients(balance, z)
+    _check_wanted(balance, z)
     (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
     with memory.on_stream(view, stream) as stream:
         given = out or (None, None, None)
@@ -56,7 +56,7 @@ def routing_losses(
         loads = memory.part(begin, 0, size, "int32")
         probabilities = memory.part(begin, 4 * size, size, "float32")
         squares = memory.part(begin, 8 * size, blocks, "float32")
-        partials, sums = forward_kernels(num_experts, score == "sigmoid", float(balance), float(z))
+        partials, sums = forward_kernels(num_experts, score == "sigmoid", balance, z)
         inputs = (memory.argument(view), memory.argument(chosen))
         partials.launch(
             view.device, stream, blocks, 0, *inputs, loads, probabilities, squares, num_tokens, top_k, tokens
@@ -74,8 +74,8 @@ def routing_losses_backward(
     top_k: int,
     *,
     score: Score = "softmax_topk",
-    balance: float = 1.0,
-    z: float = 1.0,
+    balance: bool = True,
+    z: bool = True,
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
@@ -87,12 +87,12 @@ def routing_losses_backward(
     num_tokens, num_experts = view.shape
     top_k = checks.integer("top_k", top_k, least=1)
     counts = arrays.expect("load", load, "int32", (num_experts,), device=view.device, alignment=4)
-    _check_coefficients(balance, z)
+    _check_wanted(balance, z)
     d_balance = arrays.expect("d_balance_loss", d_balance_loss, "float32", (), device=view.device, alignment=4)
     d_z = arrays.expect("d_z_loss", d_z_loss, "float32", (), device=view.device, alignment=4)
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
-        kernel = backward_kernel(num_experts, score == "sigmoid", float(balance), float(z))
+        kernel = backward_kernel(num_experts, score == "sigmoid", balance, z)
         blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
         views = map(memory.argument, (view, counts, d_balance, d_z, outgoing))
         kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, top_k)
@@ -107,7 +107,7 @@ def losses_workspace(num_tokens: int, num_experts: int) -> int:
 
 def lanes_of(num_experts: int) -> int:
     """Threads that share a token: four experts each, up to a warp."""
-    return min(32, 1 << (-(-num_experts // 4) - 1).bit_length())
+    return min(32, power_of_two(-(-num_experts // 4)))
 
 
 def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, sigmoid: bool, balance: float, z: float) -> tuple[Kernel, Kernel]:
+def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
     """`losses_kernels.routing_partials` and `.routing_sums`."""
     from blazeproto.router import losses_kernels
 
@@ -134,14 +134,14 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: float, z: float) -
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
         sigmoid=sigmoid,
-        balance=balance > 0,
-        z=z > 0,
+        balance=balance,
+        z=z,
     )
     sums = Kernel(
         losses_kernels.routing_sums,
         "int32* float32* float32* int32* float32* float32* int64 int64 int64",
         threads=SUM_THREADS,
-        columns=1 << (num_experts - 1).bit_length(),
+        columns=power_of_two(num_experts),
         num_experts=num_experts,
         balance=balance,
         z=z,
@@ -150,7 +150,7 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: float, z: float) -
 
 
 @lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, sigmoid: bool, balance: float, z: float) -> Kernel:
+def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Kernel:
     """`losses_kernels.routing_losses_backward`."""
     from blazeproto.router import losses_kernels
 
@@ -178,9 +178,9 @@ def _check_logits(logits: Any, score: str) -> arrays.DeviceArray:
     return view
 
 
-def _check_coefficients(balance: float, z: float) -> None:
-    checks.number("balance", balance, least=0)
-    checks.number("z", z, least=0)
+def _check_wanted(balance: bool, z: bool) -> None:
+    checks.boolean("balance", balance)
+    checks.boolean("z", z)
 
 
 def _check(logits: Any, experts: Any, score: str) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:

@@ -131,10 +131,10 @@ def routing_partials(threads: int, lanes: int, num_experts: int, sigmoid: bool, 
     return routing_partials
 
 
-def routing_sums(threads: int, columns: int, num_experts: int, balance: float, z: float) -> Any:
+def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z: bool) -> Any:
     """load (E,) int32 and the losses, an fp32 number each, from the parts of all blocks; one block.
 
-    balance_loss is ``balance`` E Σ f P / T with f = load / (T K); z_loss is ``z`` times the sum of logsumexp² over T.
+    balance_loss is E Σ f P / T with f = load / (T K), z_loss the sum of logsumexp² over T; 0 where one is not asked for.
     ``columns`` is a power of two, of at least E: as many threads add up the experts of every ``threads / columns``-th block.
     """
     strides = threads // columns
@@ -150,7 +150,7 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: float, z
         if expert < num_experts:
             for block in range(stride, num_blocks, strides):
                 count += loads[block * num_experts + expert]
-                if balance > 0.0:
+                if balance:
                     total += probabilities[block * num_experts + expert]
         counts[thread] = count
         sums[thread] = total
@@ -164,10 +164,10 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: float, z
         cuda.syncthreads()
 
         square, share = float32(0.0), float32(0.0)
-        if z > 0.0:
+        if z:
             for block in range(thread, num_blocks, threads):
                 square += squares[block]
-        if balance > 0.0 and thread < num_experts:
+        if balance and thread < num_experts:
             share = float32(float32(float32(count) / float32(num_tokens * top_k)) * total)
         sums[thread] = share
         square_sums[thread] = square
@@ -179,18 +179,18 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: float, z
                 square_sums[thread] += square_sums[thread + distance]
             cuda.syncthreads()
         if thread == 0:
-            balance_loss[0] = float32(float32(sums[0] * float32(balance * num_experts)) / float32(num_tokens))
-            z_loss[0] = float32(float32(square_sums[0] * float32(z)) / float32(num_tokens))
+            balance_loss[0] = float32(float32(sums[0] * float32(num_experts)) / float32(num_tokens))
+            z_loss[0] = float32(square_sums[0] / float32(num_tokens))
 
     return routing_sums
 
 
-def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid: bool, balance: float, z: float) -> Any:
+def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Any:
     """d_logits (T, E) from the gradients of the two losses.
 
-    With p a token's probabilities, c = d_balance ``balance`` E f / T, q the softmax of its logits and l their logsumexp:
+    With p a token's probabilities, c = d_balance E f / T, q the softmax of its logits and l their logsumexp:
 
-        softmax    d_logit[e] = p[e] (c[e] - Σ c p)                        + d_z ``z`` 2 l q[e] / T
+        softmax    d_logit[e] = p[e] (c[e] - Σ c p)                        + d_z 2 l q[e] / T
         sigmoid    d_logit[e] = p[e] (c[e] - Σ c p) σ(-logit[e])           + the same
 
     A token with a NaN or infinite logit gets zeros.
@@ -208,8 +208,8 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid:
         slopes = cuda.local.array(per_lane, float32)
         weights = cuda.local.array(per_lane, float32)
 
-        if balance > 0.0:
-            factor = float32(float32(d_balance[0] * float32(balance * num_experts)) / float32(num_tokens))
+        if balance:
+            factor = float32(float32(d_balance[0] * float32(num_experts)) / float32(num_tokens))
             for i in range(per_lane):
                 count = load[min(int32(i * lanes + lane), int32(num_experts - 1))]
                 weights[i] = float32(factor * float32(float32(count) / float32(num_tokens * top_k)))
@@ -223,17 +223,17 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid:
                 finite += values[i] * float32(0.0)
                 slopes[i] = float32(0.0)
             broken = any_of(finite != float32(0.0))
-            if z > 0.0:
+            if z:
                 top, whole = softmax(values, lane, powers)
                 log_sum = float32(top + math.log(whole))
-                factor = float32(float32(float32(2.0 * z) * d_z[0]) * log_sum / float32(num_tokens) / whole)
+                factor = float32(float32(float32(2.0) * d_z[0]) * log_sum / float32(num_tokens) / whole)
                 for i in range(per_lane):
                     slopes[i] = float32(factor * powers[i])
-            if balance > 0.0:
+            if balance:
                 if sigmoid:
                     for i in range(per_lane):
                         values[i] = log_sigmoid(values[i])
-                if sigmoid or z == 0.0:
+                if sigmoid or not z:
                     top, whole = softmax(values, lane, powers)
                 mean = float32(0.0)
                 for i in range(per_lane):

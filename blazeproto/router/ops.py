@@ -171,10 +171,17 @@ def _loss_kernels_take(logits: Tensor) -> bool:
     """Whether `losses.routing_losses` can do it; as `_fused_kernel_takes`."""
     return (
         logits.dtype == torch.float32
+        and logits.is_contiguous()
         and logits.shape[0] > 0
         and logits.shape[1] <= topk.MAX_EXPERTS
         and has_dispatch_kernels("auto", logits.device)
     )
+
+
+def _times(loss: Tensor, coefficient: float) -> Tensor:
+    """Not in the kernels, where another coefficient would be another constant, and another kernel to compile. What has the
+    coefficient 0 is 0 already, or not read."""
+    return loss if coefficient in (0, 1) else loss * coefficient
 
 
 @define(
@@ -194,8 +201,9 @@ def routing_losses_backward(
 ) -> Tensor:
     """d_logits (T, E) of the two losses; losses_kernels.py has the formulas."""
     if _loss_kernels_take(logits):
-        options: dict[str, Any] = {"score": score, "balance": balance, "z": z}
-        made: Tensor = losses.routing_losses_backward(logits, load, d_balance_loss, d_z_loss, top_k, **options)
+        options: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z)}
+        slopes = _times(d_balance_loss, balance), _times(d_z_loss, z)
+        made: Tensor = losses.routing_losses_backward(logits, load, *slopes, top_k, **options)
         return made
     num_tokens, num_experts = logits.shape
     weights = d_balance_loss * (balance * num_experts) * load.to(logits.dtype) / max(num_tokens * top_k, 1)
@@ -239,12 +247,13 @@ def routing_losses(
     """`scoring.load_balancing_loss` and `scoring.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
     coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load."""
     if _loss_kernels_take(logits):
-        made = _losses_fake(logits)
+        of_balance, of_z, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
-        options: dict[str, Any] = {"score": score, "balance": balance, "z": z, "workspace": workspace}
-        out = (made[2], made[0], made[1])
-        losses.routing_losses(logits, experts.to(torch.int32).contiguous(), out=out, **options)
-        return made
-    balance_loss = balance * load_balancing_loss(logits, experts, score=score) if balance else logits.new_zeros(())
-    z_of_logits = z * z_loss(logits) if z else logits.new_zeros(())
-    return balance_loss, z_of_logits, expert_load(experts, logits.shape[1])
+        options: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "workspace": workspace}
+        ids = experts.to(torch.int32).contiguous()
+        losses.routing_losses(logits, ids, out=(load, of_balance, of_z), **options)
+    else:
+        of_balance = load_balancing_loss(logits, experts, score=score) if balance else logits.new_zeros(())
+        of_z = z_loss(logits) if z else logits.new_zeros(())
+        load = expert_load(experts, logits.shape[1])
+    return _times(of_balance, balance), _times(of_z, z), load

@@ -15,7 +15,7 @@ from torch import Tensor
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import define
 from blazeproto.router import choices, hashing, ops, pairs, scoring
-from blazeproto.router.kinds import sums_to_one
+from blazeproto.router.kinds import WAYS, sums_to_one
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The list of pairs
@@ -49,7 +49,8 @@ def choose_pairs(
     scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, size: int, max_pairs: int
 ) -> tuple[Tensor, ...]:
     """The pairs of `choices.choose_mask` as `ops.pairs_from_mask` lists them, and load (E,) int32, the tokens of each expert."""
-    if _kernels_take(scores) and experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31:
+    fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
+    if by in WAYS and fits and _kernels_take(scores):  # `choose_mask` may have ways that no kernel has
         return pairs.choose_pairs(scores, experts.contiguous(), by, size, max_pairs, draws=draws)
     mask = choices.choose_mask(scores, experts, by, size, draws)
     return *ops.pairs_from_mask.kernel(mask, max_pairs), mask.sum(dim=0, dtype=torch.int32)

@@ -255,8 +255,8 @@ def routing_losses(
     experts: np.ndarray,
     *,
     score: str = "softmax_topk",
-    balance: float = 1.0,
-    z: float = 1.0,
+    balance: bool = True,
+    z: bool = True,
     out: Any = None,
     workspace: Any = None,
     stream: Any = None,
@@ -268,9 +268,9 @@ def routing_losses(
     balance_loss = z_loss = np.zeros((), logits.dtype)
     if balance:
         probabilities = _softmax(_log_scores(logits, score))
-        balance_loss = balance * num_experts * (load / experts.size * probabilities.sum(axis=0)).sum() / num_tokens
+        balance_loss = num_experts * (load / experts.size * probabilities.sum(axis=0)).sum() / num_tokens
     if z:
-        z_loss = z * (_log_sum(logits) ** 2).sum() / num_tokens
+        z_loss = (_log_sum(logits) ** 2).sum() / num_tokens
     return load, np.asarray(balance_loss, logits.dtype), np.asarray(z_loss, logits.dtype)
 
 
@@ -282,8 +282,8 @@ def routing_losses_backward(
     top_k: int,
     *,
     score: str = "softmax_topk",
-    balance: float = 1.0,
-    z: float = 1.0,
+    balance: bool = True,
+    z: bool = True,
     out: Any = None,
     stream: Any = None,
 ) -> np.ndarray:

@@ -102,7 +102,8 @@ def topk_route_backward(
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
+    """The smallest one that is at least ``least``."""
     return 1 << (least - 1).bit_length()
 
 
@@ -125,7 +126,7 @@ def forward_kernel(
         threads=THREADS,
         min_blocks=MIN_BLOCKS,
         # that share a token: up to 32 experts each, and four choices where E has groups of eight enough
-        lanes=_power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
+        lanes=power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
         num_experts=num_experts,
         top_k=top_k,
         score=score,
@@ -149,7 +150,7 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
         threads=THREADS,
         min_blocks=4 if num_experts <= 256 else 2,
         # that share a token: four experts each, and a lane for each choice and one more
-        lanes=min(32, _power_of_two(max(-(-num_experts // 4), top_k + 1))),
+        lanes=min(32, power_of_two(max(-(-num_experts // 4), top_k + 1))),
         num_experts=num_experts,
         top_k=top_k,
         score=score,

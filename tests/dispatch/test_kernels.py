@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from simulator import simulate
 
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["tiled", "dense", "strict"])
 def test_simulated(what):
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(HERE / "simulate.py"), what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    simulate(Path(__file__).with_name("simulate.py"), what)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,9 @@ wrappers, threads, streams, graphs. The same layer gives the same bits on each.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +102,15 @@ def plain(place: Place, seed: int = 2, **options: Any) -> Results:
             assert values.dtype == torch.float32
             assert (values.bfloat16().float() == values).float().mean() < 0.1, f"{name} was rounded to bf16"
     return results
+
+
+def in_two_threads(work: Callable[[int], None]) -> None:
+    """``work(0)`` and ``work(1)``, which begin at the same time. Raises what they raise, once both have ended."""
+    start = threading.Barrier(2)
+
+    def begin(number: int) -> None:
+        start.wait()
+        work(number)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(begin, range(2)))

@@ -4,13 +4,24 @@ on it. On the CPU with the torch backend, on a Hopper GPU with the kernels."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from roads import D_MODEL, PLACES, TOKENS, Place, Results, assert_same_bits, backward, collect, plain, train
+from roads import (
+    D_MODEL,
+    PLACES,
+    TOKENS,
+    Place,
+    Results,
+    assert_same_bits,
+    backward,
+    collect,
+    in_two_threads,
+    plain,
+    train,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -221,31 +232,19 @@ def test_two_threads(place: Place, one_layer: bool) -> None:
     layers = [place.build()] * 2 if one_layer else [place.build(), place.build()]
     expected = [plain(place, seed) for seed in (2, 3)]
     names = ["x", *dict(layers[0].named_parameters())]
-    failures: list[BaseException] = []
-    start = threading.Barrier(2)
 
     def work(number: int) -> None:
-        try:
-            start.wait()
-            for _ in range(5):
-                x, d_out = place.batch(2 + number)
-                with place.autocast():
-                    out, stats = layers[number](x)
-                inputs = [x, *layers[number].parameters()]
-                ones = torch.ones_like(stats.aux_loss)
-                made = torch.autograd.grad([out, stats.aux_loss], inputs, [d_out, ones])
-                got: Results = {"out": out.detach(), **dict(zip(names, made, strict=True))}
-                assert_same_bits(got, expected[number])
-        except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
-            failures.append(error)
+        for _ in range(5):
+            x, d_out = place.batch(2 + number)
+            with place.autocast():
+                out, stats = layers[number](x)
+            inputs = [x, *layers[number].parameters()]
+            ones = torch.ones_like(stats.aux_loss)
+            made = torch.autograd.grad([out, stats.aux_loss], inputs, [d_out, ones])
+            got: Results = {"out": out.detach(), **dict(zip(names, made, strict=True))}
+            assert_same_bits(got, expected[number])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    in_two_threads(work)
 
 
 @PLACES

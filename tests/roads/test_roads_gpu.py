@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from roads import TOKENS, Place, Results, assert_same_bits, plain, train
+from roads import TOKENS, Place, Results, assert_same_bits, in_two_threads, plain, train
 from torch import Tensor, nn
 
 from blazeproto import MoE
@@ -223,27 +222,15 @@ def test_two_threads_with_a_stream_each(place: Place) -> None:
     layers = [place.build(seed=1), place.build(seed=4)]
     expected = [train(place, layer, *place.batch()) for layer in layers]
     torch.cuda.synchronize()
-    start = threading.Barrier(2)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                start.wait()
-                for _ in range(5):
-                    got = train(place, layers[number], *place.batch())
-                    torch.cuda.current_stream().synchronize()
-                    assert_same_bits(got, expected[number])
-        except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(5):
+                got = train(place, layers[number], *place.batch())
+                torch.cuda.current_stream().synchronize()
+                assert_same_bits(got, expected[number])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    in_two_threads(work)
 
 
 @PLACES

@@ -1,6 +1,8 @@
 """The kernels of the router's linear map and losses in Numba's simulator, compared with their twins. Prints what differs.
 
-NUMBA_ENABLE_CUDASIM=1 python simulate_linear.py
+    NUMBA_ENABLE_CUDASIM=1 python simulate_linear.py
+
+A process of its own, because Numba looks at that variable when it is first imported.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from blazeproto.router import (
     split_gradient,
 )
 
-# (T, E, K, score, coefficients): one lane to 32 a token; several tokens a group; each loss alone, both, none.
+# (T, E, K, score, balance, z): one lane to 32 a token; several tokens a group; each loss alone, both, none.
 CASES = [
-    (5, 1, 1, "softmax_topk", 1.0, 1.0),
-    (9, 8, 2, "sigmoid", 0.5, 2.0),
-    (40, 37, 5, "softmax_topk", 1.0, 0.0),
-    (3, 128, 8, "topk_softmax", 0.0, 1.0),
-    (33, 70, 3, "sigmoid", 1.0, 0.0),
-    (4, 7, 2, "softmax_topk", 0.0, 0.0),
+    (5, 1, 1, "softmax_topk", True, True),
+    (9, 8, 2, "sigmoid", True, True),
+    (40, 37, 5, "softmax_topk", True, False),
+    (3, 128, 8, "topk_softmax", False, True),
+    (33, 70, 3, "sigmoid", True, False),
+    (4, 7, 2, "softmax_topk", False, False),
 ]
 
 
 def check_losses() -> Iterator[str]:
-    for num_tokens, num_experts, top_k, score, balance, z in CASES:
+    for case in CASES:
+        num_tokens, num_experts, top_k, score, balance, z = case
         rng = np.random.default_rng(num_experts)
         values = 3 * rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
         # some ids are not here
@@ -42,14 +45,14 @@ def check_losses() -> Iterator[str]:
         made, right = routing_losses(values, experts, **options), reference.routing_losses(values, experts, **options)
         for name, a, b in zip(("load", "balance_loss", "z_loss"), made, right, strict=True):
             if not np.allclose(a, b, rtol=1e-5):
-                yield f"{CASES} {name}: {a}, expected {b}"
+                yield f"{case} {name}: {a}, expected {b}"
         if num_tokens > 2:
             values[1, 0], values[2] = np.inf, np.nan
         slopes = (right[0], np.array(0.7, np.float32), np.array(-1.3, np.float32), top_k)
         d_logits = routing_losses_backward(values, *slopes, **options)
         right_d = reference.routing_losses_backward(values, *slopes, **options)
         if not np.allclose(d_logits, right_d, rtol=1e-4, atol=1e-6 * np.abs(right_d).max()):
-            yield f"{CASES} d_logits: {d_logits}, expected {right_d}"
+            yield f"{case} d_logits: {d_logits}, expected {right_d}"
 
 
 def check_logits() -> Iterator[str]:

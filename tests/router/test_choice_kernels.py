@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from simulator import simulate
 from test_topk import check_kernel, fresh_cache, on_device  # noqa: F401  fresh_cache is a fixture
 
 from blazeproto.router import choose_pairs, hash_route, pair_ops, pairs, reference, score_pairs, scoring
 from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding
 from blazeproto.router.kinds import RULES, SCORES, WAYS
-from blazeproto.router.ops import choose_top_k
+from blazeproto.router.ops import choose_top_k, pairs_from_mask
 
 FULL = pytest.mark.full
 
@@ -167,6 +165,14 @@ def test_the_kernels_are_called_as_their_twins_expect(monkeypatch: pytest.Monkey
     assert calls == {"choose_pairs", "score_pairs", "score_pairs_backward", "hash_route"}
 
 
+def test_a_way_that_no_kernel_has_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, experts = torch.rand(30, 5) < 0.4, torch.zeros(30, 2, dtype=torch.int32)
+    monkeypatch.setattr(pair_ops, "has_dispatch_kernels", lambda *_: True)
+    monkeypatch.setattr(pair_ops.choices, "choose_mask", lambda *_: mask)
+    made = pair_ops.choose_pairs(torch.rand(30, 5), experts, None, "threshold", 0, 100)
+    torch.testing.assert_close(made, (*pairs_from_mask(mask, 100), mask.sum(0, dtype=torch.int32)))
+
+
 # --- The kernels without a GPU -------------------------------------------------------------------------------------------
 
 
@@ -191,12 +197,7 @@ def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["few", *(pytest.param(part, marks=FULL) for part in ("select", "scores"))])
 def test_simulated(part: str) -> None:
-    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(Path(__file__).with_name("simulate_choices.py")), part]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    simulate(Path(__file__).with_name("simulate_choices.py"), part)
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------------------
