@@ -14,7 +14,7 @@ from blazeproto.runtime.numba_kernel import Kernel
 
 THREADS = 256  # of a block
 SUM_THREADS = 1024  # of the one block that adds up
-MAX_BACKWARD_BLOCKS = 132 * 8
+MAX_BLOCKS, MAX_BACKWARD_BLOCKS = 132 * 4, 132 * 8
 
 
 def routing_losses(
@@ -113,7 +113,7 @@ def lanes_of(num_experts: int) -> int:
 def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
     """How many blocks sum up, and how many tokens each has. Few where a block's parts are long."""
     groups = THREADS // lanes_of(num_experts)
-    most = 132 * (4 if num_experts <= 128 else 2)
+    most = MAX_BLOCKS if num_experts <= 128 else MAX_BLOCKS // 2
     tokens = -(-num_tokens // min(most, -(-num_tokens // groups)))
     return -(-num_tokens // tokens), tokens
 

@@ -1,6 +1,6 @@
 """The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate.py tiled|dense|strict
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py few|tiled|dense|strict
 
 A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
 thread for each CUDA thread, so blocks are cut to 32 of them.
@@ -35,6 +35,7 @@ CASES = [
     ("sentinels", 70, 99, 3, "int32"),
     ("one_expert_busy", 33, 70, 35, "int32"),
 ]
+FEW = CASES[2:6]
 
 
 # Many chunks of one tile: blocks that sum the table take it in two turns.
@@ -53,8 +54,8 @@ def set_sizes(**changes: int) -> None:
     tiled.SIZES = tiled.SIZES._replace(**changes)
 
 
-def check_method(method: str) -> Iterator[str]:
-    for kind, num_tokens, num_experts, top_k, dtype in CASES:
+def check_method(method: str, cases: list[tuple[str, int, int, int, str]] = CASES) -> Iterator[str]:
+    for kind, num_tokens, num_experts, top_k, dtype in cases:
         ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
         expected = reference.build_dispatch(ids, num_experts)
         got = build_dispatch(ids, num_experts, method=method, validate=True)
@@ -131,8 +132,8 @@ def check_duplicates(method: str) -> Iterator[str]:
 DEFAULT_CASES = [("random", 256, 8), ("sentinels", 384, 8), ("random", 512, 10), ("random", 8, 2)]
 
 
-def check_strictly() -> Iterator[str]:
-    """Bounds, races and unset memory of method="tiled": the small shapes, then the plans that a million tokens get."""
+def check_small_strictly() -> Iterator[str]:
+    """Bounds, races and unset memory of method="tiled"."""
     for number, (kind, num_tokens, num_experts, top_k, dtype) in enumerate(CASES):
         set_sizes(few_chunks=8 * (number % 2))
         ids = make_routing(kind, num_tokens, num_experts, top_k, dtype=dtype)
@@ -147,6 +148,10 @@ def check_strictly() -> Iterator[str]:
     lines = differences(got, reference.build_dispatch(ids, 2, row_capacity=9))
     yield from (f"capacity 9 of {ids.shape} E=2: {line}" for line in lines)
 
+
+def check_strictly() -> Iterator[str]:
+    """`check_small_strictly`, then many chunks, then the plans that a million tokens get."""
+    yield from check_small_strictly()
     set_sizes(**MANY_CHUNKS)
     ids = make_routing("sentinels", 64 * 20 - 3, 9, 2)
     assert tiled.plan(*ids.shape, 9).num_chunks == 20
@@ -167,6 +172,13 @@ def check_strictly() -> Iterator[str]:
         yield from (f"{kind} {ids.shape} E={num_experts}, default sizes: {line}" for line in lines)
 
 
+def check_few() -> Iterator[str]:
+    """Some of what the others check: every kernel, each way of summing the table."""
+    yield from check_small_strictly()
+    for method in ("tiled", "dense"):
+        yield from check_method(method, FEW)
+
+
 def main(what: str) -> None:
     set_sizes(
         count_threads=32,
@@ -183,7 +195,8 @@ def main(what: str) -> None:
         few_chunks=0,
     )
     dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
-    lines = list(check_strictly() if what == "strict" else check_method(what))
+    checks = {"few": check_few, "strict": check_strictly}
+    lines = list(checks[what]() if what in checks else check_method(what))
     if what == "tiled":  # again, with blocks that sum the table themselves
         assert tiled.plan(75, 2, 8).scanned
         set_sizes(few_chunks=8)

@@ -10,8 +10,11 @@ from simulator import simulate
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 
 
+FULL = pytest.mark.full
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tiled", "dense", "strict"])
+@pytest.mark.parametrize("what", ["few", *(pytest.param(what, marks=FULL) for what in ("tiled", "dense", "strict"))])
 def test_simulated(what):
     simulate(Path(__file__).with_name("simulate.py"), what)
 
@@ -30,15 +33,12 @@ def compiled(kernel) -> str:
     return kernel.ptx((9, 0))
 
 
-FULL = pytest.mark.full
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "dtype"),
     [
         (2**20, 512, 10, "int64"),
-        (2**20, 8, 1, "int32"),
         (2**10, 128, 8, "int32"),
+        pytest.param(2**20, 8, 1, "int32", marks=FULL),
         pytest.param(2**20, 128, 8, "int32", marks=FULL),
         pytest.param(2**20, 512, 10, "int32", marks=FULL),
         pytest.param(2**10, 512, 10, "int64", marks=FULL),

@@ -1,6 +1,6 @@
 """The kernels of choices and hash routing in Numba's simulator: small shapes, compared with the twins. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate_choices.py select|scores
+    NUMBA_ENABLE_CUDASIM=1 python simulate_choices.py few|select|scores
 
 A process of its own, because Numba looks at that variable when it is first imported. The selection runs in the strict simulator
 of tests/dispatch, where a race or an index outside an array is an error.
@@ -9,7 +9,7 @@ of tests/dispatch, where a race or an index outside an array is an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,13 +73,14 @@ def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: s
 
 
 def check_few() -> Iterator[str]:
-    """Each way once, of `check_select`'s."""
+    """Each way once, of `check_select`'s, and some of `check_scores`'s."""
     pairs.SELECT_THREADS = pairs.THREADS = 32
     pairs.LIST_CHUNKS = pairs.COUNT_CHUNKS = 2
     with strict():
         for by in WAYS:
             for size in sizes_of(by, 36, 2, 3):
                 yield from check_choice("ties", 36, 3, 2, by, size)
+    yield from check_scores([(6, 5)], [(7, 3)])
 
 
 def check_select() -> Iterator[str]:
@@ -98,10 +99,14 @@ def check_select() -> Iterator[str]:
         yield from check_choice("one_expert", 65, 2, 1, "up", 128)  # no multiple fits
 
 
-def check_scores() -> Iterator[str]:
+def check_scores(
+    shapes: Sequence[tuple[int, int]] = ((0, 4), (6, 5), (4, 70)),
+    hashed: Sequence[tuple[int, int]] = ((1, 1), (7, 7), (40, 3), (100, 5)),
+) -> Iterator[str]:
+    """shapes: (T, E), of scores and their gradients.  hashed: (E, K)."""
     pairs.THREADS = hashing.THREADS = 32
     rng = np.random.default_rng(0)
-    for num_tokens, num_experts in [(0, 4), (6, 5), (4, 70)]:
+    for num_tokens, num_experts in shapes:
         logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32) * 3
         mask = rng.random(logits.shape) < 0.6
         if num_tokens:
@@ -123,7 +128,7 @@ def check_scores() -> Iterator[str]:
                 if not np.allclose(got, right, rtol=1e-4, atol=1e-6):
                     yield f"T={num_tokens} E={num_experts} {options}: d_logits\n{got}\nexpected\n{right}"
     ids = np.array([0, 5, -1, 2**40 + 3, 50256], np.int64)
-    for num_experts, top_k in [(1, 1), (7, 7), (40, 3), (100, 5)]:
+    for num_experts, top_k in hashed:
         got, right = (f(ids, num_experts, top_k, seed=3) for f in (hash_route, reference.hash_route))
         if not np.array_equal(got, right):
             yield f"hash E={num_experts} K={top_k}\n{got}\nexpected\n{right}"

@@ -72,9 +72,9 @@ def test_ties_go_to_the_lower_id():
 
 FULL = pytest.mark.full
 FORWARD = [
-    (8, 2, "softmax_topk", False, False, True),
     (128, 8, "softmax_topk", False, False, True),
-    (512, 10, "sigmoid", True, False, True),
+    pytest.param(8, 2, "softmax_topk", False, False, True, marks=FULL),
+    pytest.param(512, 10, "sigmoid", True, False, True, marks=FULL),
     pytest.param(1000, 9, "softmax_topk", False, False, False, marks=FULL),
     pytest.param(1024, 16, "sigmoid", True, True, True, marks=FULL),
 ]
@@ -167,5 +167,6 @@ def test_bad_backward_input():
 
 
 @pytest.mark.slow
-def test_simulated():
-    simulate(Path(__file__).with_name("simulate_topk.py"))
+@pytest.mark.parametrize("part", ["few", pytest.param("all", marks=FULL)])
+def test_simulated(part):
+    simulate(Path(__file__).with_name("simulate_topk.py"), part)
