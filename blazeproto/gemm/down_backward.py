@@ -11,7 +11,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
-from blazeproto.gemm.tiles import BM, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
 
 
@@ -82,6 +82,7 @@ def kernel(config: TileConfig | None = None, *, activation: str = "swiglu", debu
         "down_backward",
         config,
         debug,
+        tickets=True,
         GATHER=1,
         B_MN=1,
         GATE_UP="HALVES",
@@ -130,10 +131,12 @@ def launch(
 ) -> None:
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it."""
     if at.num_rows:
-        plan = _plan(at.where, down_proj.shape, activation, config or TILES["down_backward_act"], product.DEBUG)
+        config = config or with_tickets("down_backward_act", at.num_rows, at.num_experts, down_proj.shape[1])
+        plan = _plan(at.where, down_proj.shape, activation, config, product.DEBUG)
         dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
         addresses = words(
             at,
+            config=config,
             source=d_out.data_ptr(),
             out0=dh_at,
             out1=a_at,
@@ -147,9 +150,15 @@ def launch(
 DOWN_BACKWARD_ACT = Product(
     "down_backward_act",
     down_backward_act,
-    kernels=lambda: [kernel(activation=activation) for activation in ACTIVATIONS],
+    kernels=lambda: [
+        *(kernel(activation=activation) for activation in ACTIVATIONS),
+        *(kernel(config) for config in CANDIDATES["down_backward_act"]),
+    ],
     for_layer=lambda layer: [
-        kernel(activation=layer.activation, debug=product.DEBUG),
+        *(
+            kernel(config, activation=layer.activation, debug=product.DEBUG)
+            for config in tiles_of_layer("down_backward_act", layer.d_model)
+        ),
         reduce.kernel("reduce_scores_grad", 0),
     ],
     operations=lambda s: 2.0 * s.rows * s.n * s.d,

@@ -11,11 +11,12 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Arguments
+from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
+from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
 from blazeproto.gemm.rows import rows_plan, weight_box, words
-from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, WIDTHS, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
 
@@ -125,15 +126,21 @@ def check(
     given.read(experts, weights, "E reduction width" if transposed else "E width reduction")
     given.read(rows, a, "T reduction" if gather else "R reduction", gathered=gather)
     given.read("bias", bias, "E width", optional=True)
-    width, tile = given.sizes["width"], tiles(config, transposed).tile_n
+    width = given.sizes["width"]
     count = len(columns_within(columns, width, given.multiple))
+    tile = tiles(config, transposed, count).tile_n
     whole_rows = not gather and count == width == given.sizes["reduction"] <= tile
     return given.write(made, out, f"R {count}", over=rows if whole_rows else None)
 
 
-def tiles(config: TileConfig | None, transposed: bool) -> TileConfig:
-    """``config``, or else the entry of the table."""
-    return config or TILES["up_backward_act" if transposed else "down_forward"]
+def tiles(config: TileConfig | None, transposed: bool, columns: int) -> TileConfig:
+    """``config``, or else the table's for so many columns."""
+    return config or tiles_for(name_of(transposed), columns)
+
+
+def name_of(transposed: bool) -> str:
+    """The product whose tiles they are."""
+    return "up_backward_act" if transposed else "down_forward"
 
 
 def _checked_launch(
@@ -183,8 +190,9 @@ def kernel(
     return tiled_kernel(
         "linear.cu",
         "linear",
-        tiles(config, transposed),
+        config or TILES[name_of(transposed)],
         debug,
+        widths=WIDTHS,
         epilogue_warpgroups=int(gather),  # where all of the producer's warps gather, others must store
         GATHER=gather,
         B_MN=transposed,
@@ -235,14 +243,14 @@ def launch(
     """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all."""
     if not at.num_rows:
         return
-    config = tiles(config, transposed)
     _, outer, inner = shape = weights.shape
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
+    config = tiles(config, transposed, count)
     plan = _plan(at.where, shape, count, gather, transposed, bias is not None, False, config, product.DEBUG)
     a_at, out_at = a.data_ptr(), out.data_ptr()
     weights_at = weights.data_ptr() + OPERAND_BYTES * first * (1 if transposed else inner)
     maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
-    addresses = words(at, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
+    addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     driver.launch(*plan.fill(maps, addresses), at.stream)
 
 
@@ -261,20 +269,32 @@ def launch_fused(
         return
     shape, config = down_proj.shape, config or TILES["down_forward"]
     plan = _plan(at.where, shape, shape[1], False, False, bias is not None, True, config, product.DEBUG)
-    addresses = words(at, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
+    addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
     driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
 
 
 # --- The registry's entries ------------------------------------------------------------------------------------------------
 
+
+def _tiles_of_layer(name: str, layer: Layer) -> list[TileConfig]:
+    """Tiles for every slice of columns (combine.py) that the layer may make."""
+    return list(dict.fromkeys(tiles_for(name, width) for width in slice_widths(layer.d_model)))
+
+
 DOWN_FORWARD = Product(
     "down_forward",
     down_forward,
     kernels=lambda: [
-        *(kernel(gather=gather, bias=bias) for bias in (False, True) for gather in (False, True)),
-        *(kernel(config) for config in CANDIDATES["down_forward"]),
+        kernel(config, gather=gather, bias=bias)
+        for config in CANDIDATES["down_forward"]
+        for bias in (False, True)
+        for gather in (False, True)
     ],
-    for_layer=lambda layer: [] if layer.fused else [kernel(bias=layer.down_bias, debug=product.DEBUG)],
+    for_layer=lambda layer: [
+        kernel(config, bias=layer.down_bias, debug=product.DEBUG)
+        for config in _tiles_of_layer("down_forward", layer)
+        if not layer.fused
+    ],
     operations=lambda s: 2.0 * s.rows * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d + s.rows * s.d),
     kernel=kernel,
@@ -295,10 +315,13 @@ UP_BACKWARD_ACT = Product(
     "up_backward_act",
     up_backward_act,
     kernels=lambda: [
-        *(kernel(gather=gather, transposed=True) for gather in (False, True)),
-        *(kernel(config, transposed=True) for config in CANDIDATES["up_backward_act"]),
+        kernel(config, gather=gather, transposed=True)
+        for config in CANDIDATES["up_backward_act"]
+        for gather in (False, True)
     ],
-    for_layer=lambda layer: [kernel(transposed=True, debug=product.DEBUG)],
+    for_layer=lambda layer: [
+        kernel(config, transposed=True, debug=product.DEBUG) for config in _tiles_of_layer("up_backward_act", layer)
+    ],
     operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.halves * s.E * s.n * s.d + s.rows * s.d),
     kernel=lambda config=None, **variant: kernel(config, transposed=True, **variant),

@@ -74,22 +74,30 @@ def tiled_kernel(
     debug: tuple[str, ...],
     *,
     clusters: bool = False,
+    tickets: bool = False,
+    widths: tuple[int, ...] = (128, 256),
     epilogue_warpgroups: int = 0,
     epilogue_registers: int = 40,
     **macros: int | str,
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
 
-    clusters: whether it may run in clusters, which only weight gradients do; ValueError for a config that does elsewhere.
+    clusters, tickets: whether it may run in clusters, or take tickets; ValueError for a config that does elsewhere.
+    widths: the columns that its tiles may have; ValueError for a config of others.
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     """
+    if config.tile_n not in widths:
+        raise ValueError(f"config: expected tile_n={' or '.join(map(str, widths))} for {entry}, got {config}")
     if config.cluster != 1 and not clusters:
         raise ValueError(f"config: expected cluster=1 for {entry}, got {config}")
+    if config.tickets and not tickets:
+        raise ValueError(f"config: expected tickets=False for {entry}, got {config}")
     macros = {
         "BN": config.tile_n,
         "CLUSTER": config.cluster,
         "STAGES": config.stages,
         "DEFERRED": config.deferred,
+        "TICKETS": config.tickets,
         "EPILOGUE_WARPGROUPS": epilogue_warpgroups,
         "EPILOGUE_REGISTERS": epilogue_registers,
         **macros,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses
+from blazeproto.gemm import tickets
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.tiles import BK, BM, OPERAND_BYTES, SLAB, TileConfig
@@ -22,6 +23,7 @@ ROWS_PARAMS = Params(
         "bias",
         "scores",
         "reduction_out",
+        "tickets",
     ),
     numbers=("rows", "experts", "reduction", "columns", "bias_stride"),
 )
@@ -46,6 +48,8 @@ def rows_plan(
     num_rows, num_experts, device = where
     a = None if gather else dense_box((reduction, num_rows), (BK, BM))
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
+    if config.tickets:
+        tickets.counters(device)  # now, because a later launch may be captured, and then no memory can be had
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
     numbers = (num_rows, num_experts, reduction, columns, bias_stride)
     return Plan(kernel, ROWS_PARAMS, (a, weights, h, out0, out1), numbers, grid=grid, device=device)
@@ -54,6 +58,7 @@ def rows_plan(
 def words(
     at: Addresses,
     *,
+    config: TileConfig,
     source: int = 0,
     out0: int = 0,
     out1: int = 0,
@@ -62,9 +67,10 @@ def words(
     scores: int = 0,
     sums: int = 0,
 ) -> tuple[int, ...]:
-    """The struct's addresses. first_column: of the bias, where the output is some columns only."""
+    """The struct's addresses. config: the kernel's. first_column: of the bias, where the output is some columns only."""
     bias_at = 0 if bias is None else bias.data_ptr() + OPERAND_BYTES * first_column
-    return (source, *at.pair_to_token, at.expert_token_offsets, out0, out1, bias_at, scores, sums)
+    counter = tickets.counters(at.device).take(at.stream) if config.tickets else 0
+    return (source, *at.pair_to_token, at.expert_token_offsets, out0, out1, bias_at, scores, sums, counter)
 
 
 def h_box(n: int, halves: int, num_rows: int, box: tuple[int, int, int]) -> Box:

@@ -3,7 +3,7 @@
 Measured on an H200 (`python -m scripts.bench.products --tune`); docs/kernels.md tells why the winners win.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OPERAND_BYTES = 2  # of a bf16 number, which all operands are
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
@@ -23,28 +23,32 @@ DEVICE_CONSTANTS = {
     "WARPGROUP": WARPGROUP,
     "SLAB": SLAB,
 }
-WIDTHS, DEPTHS, CLUSTERS = (128, 256), (2, 4), (1, 2)  # what the device code is written for
+WIDTHS, DEPTHS, CLUSTERS, SWITCH = (128, 192, 256), (2, 4), (1, 2), (False, True)  # what the device code is written for
 
 
 @dataclass(frozen=True)
 class TileConfig:
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
-    tile_n: columns of a tile (128 or 256), which has 128 rows.  stages: depth of the ring (2 or 4).
+    tile_n: columns of a tile (128 or 256; 192 in linear.cu alone), which has 128 rows.  stages: depth of the ring (2 or 4).
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
     cluster: CTAs of a weight gradient that share their B tiles (1 or 2); 1 for the other products.
+    tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward
+    and down_backward_act alone.
     """
 
     tile_n: int = 256
     stages: int = 4
     deferred: bool = True
     cluster: int = 1
+    tickets: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("tile_n", WIDTHS),
             ("stages", DEPTHS),
-            ("deferred", (False, True)),
+            ("deferred", SWITCH),
+            ("tickets", SWITCH),
             ("cluster", CLUSTERS),
         ):
             value = getattr(self, name)
@@ -62,14 +66,55 @@ TILES = {
     "up_backward_weight": TileConfig(cluster=2),
 }
 
+# Products that take narrower tiles where those of the table would leave many columns idle: of 2880 columns, 15 tiles of 192
+# leave none, 12 of 256 a sixteenth. Elsewhere wide tiles win, since they read rows fewer times.
+NARROW = {"down_forward": 192, "up_backward_act": 192}
+WORTH_NARROWING = 1 / 32  # of all columns that tiles cover
+
+
+def tiles_for(product: str, columns: int) -> TileConfig:
+    """Tiles for so many columns of the output."""
+    wide = TILES[product]
+    narrow = replace(wide, tile_n=NARROW.get(product, wide.tile_n))
+    covered, by_narrow = (-(-columns // config.tile_n) * config.tile_n for config in (wide, narrow))
+    return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
+
+
+WITH_TICKETS = ("up_forward", "down_backward_act")
+# Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter
+# little. With fewer, half tiles are so many that those who share weights no longer read them at the same time. And a short
+# reduction takes hardly longer than to find a tile.
+TICKET_ROWS, TICKET_REDUCTION = range(384, 769), 1024
+
+
+def with_tickets(product: str, num_rows: int, num_experts: int, reduction: int) -> TileConfig:
+    """The table's tiles of up_forward or down_backward_act, with tickets where they pay."""
+    config = TILES[product]
+    pays = reduction >= TICKET_REDUCTION and num_rows // num_experts in TICKET_ROWS
+    return replace(config, tickets=True) if pays else config
+
+
+def tiles_of_layer(product: str, reduction: int) -> list[TileConfig]:
+    """Those that `with_tickets` may choose."""
+    config = TILES[product]
+    return [config, replace(config, tickets=True)] if reduction >= TICKET_REDUCTION and not config.tickets else [config]
+
+
+def give_tickets(value: bool) -> None:
+    """Has the table's tiles take tickets, whatever the sizes, or only where they pay: for checks of small layers."""
+    for product in WITH_TICKETS:
+        TILES[product] = replace(TILES[product], tickets=value)
+
+
 # What the tuner times beside them.
 _ROWS = (TileConfig(), TileConfig(deferred=False))
+_NARROW = (*_ROWS, TileConfig(tile_n=192))
 _WEIGHTS = tuple(TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1))
 CANDIDATES = {
-    "up_forward": _ROWS,
-    "down_forward": _ROWS,
-    "down_backward_act": (TileConfig(deferred=False),),
-    "up_backward_act": _ROWS,
+    "up_forward": (*_ROWS, TileConfig(tickets=True)),
+    "down_forward": _NARROW,
+    "down_backward_act": (TileConfig(deferred=False), TileConfig(deferred=False, tickets=True)),
+    "up_backward_act": _NARROW,
     "down_backward_weight": _WEIGHTS,
     "up_backward_weight": _WEIGHTS,
 }

@@ -11,7 +11,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, words
-from blazeproto.gemm.tiles import BK, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig
+from blazeproto.gemm.tiles import BK, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
 
 
@@ -55,6 +55,7 @@ def kernel(
         "up_forward",
         config or TILES["up_forward"],
         debug,
+        tickets=True,
         epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
         epilogue_registers=40 if bias else 56,
@@ -107,10 +108,12 @@ def launch(
     """`up_forward` of arrays that have been checked (torch tensors or DeviceArrays)."""
     if not at.num_rows:
         return
-    plan = _plan(at.where, up_proj.shape, activation, bias is not None, config or TILES["up_forward"], product.DEBUG)
+    config = config or with_tickets("up_forward", at.num_rows, at.num_experts, up_proj.shape[2])
+    plan = _plan(at.where, up_proj.shape, activation, bias is not None, config, product.DEBUG)
     h_at, act_at = h.data_ptr(), act.data_ptr()
     filled = plan.fill(
-        (up_proj.data_ptr(), h_at, act_at), words(at, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias)
+        (up_proj.data_ptr(), h_at, act_at),
+        words(at, config=config, source=x.data_ptr(), out0=h_at, out1=act_at, bias=bias),
     )
     driver.launch(*filled, at.stream)
 
@@ -122,7 +125,10 @@ UP_FORWARD = Product(
         *(kernel(activation=activation, bias=bias) for activation in ACTIVATIONS for bias in (False, True)),
         *(kernel(config) for config in CANDIDATES["up_forward"]),
     ],
-    for_layer=lambda layer: [kernel(activation=layer.activation, bias=layer.up_bias, debug=product.DEBUG)],
+    for_layer=lambda layer: [
+        kernel(config, activation=layer.activation, bias=layer.up_bias, debug=product.DEBUG)
+        for config in tiles_of_layer("up_forward", layer.d_model)
+    ],
     operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.halves * s.E * s.n * s.d + (s.halves + 1) * s.rows * s.n),
     kernel=kernel,

@@ -262,8 +262,10 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
 
 
 def describe(config: gemm.TileConfig) -> str:
-    """n256 s4 c2 deferred: 256 columns a tile, 4 stages, clusters of 2 CTAs, the epilogue under the next tile's mainloop."""
-    return f"n{config.tile_n} s{config.stages} c{config.cluster}{' deferred' if config.deferred else ''}"
+    """n256 s4 c2 deferred: 256 columns a tile, 4 stages, clusters of 2 CTAs, the epilogue under the next tile's mainloop;
+    tickets: CTAs take tiles as they get done."""
+    words = [name for name in ("deferred", "tickets") if getattr(config, name)]
+    return " ".join([f"n{config.tile_n} s{config.stages} c{config.cluster}", *words])
 
 
 def print_products(rows: list[dict[str, Any]]) -> None:

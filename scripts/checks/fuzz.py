@@ -27,6 +27,7 @@ from blazeproto.autograd import SavePolicy, moe_mlp
 from blazeproto.gemm import product, reduce
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.oracle import (
     EXACT,
@@ -90,8 +91,11 @@ def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
 
 def kernels_of_shapes(drawn: Iterable[tuple[Shape, dict[str, Any]]]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
-    of_activation = ("up_forward", "down_backward_act")
-    kernels = [*gemm.all_kernels(), *(gemm.kernel_for(name, activation=a) for a in CLAMPED for name in of_activation)]
+    kernels = [*gemm.all_kernels()]
+    for activation in (*ACTIVATIONS, *CLAMPED):
+        for up, dh in zip(*(tiles_of_layer(name, TICKET_REDUCTION) for name in WITH_TICKETS), strict=True):
+            kernels += [gemm.kernel_for("up_forward", up, activation=activation, bias=bias) for bias in (False, True)]
+            kernels.append(gemm.kernel_for("down_backward_act", dh, activation=activation))
     for shape, options in drawn:
         top_k = 0 if options["varying"] else shape.top_k
         kernels += [combine_kernel(shape.d, top_k, has_scores) for has_scores in (False, True)]
@@ -106,6 +110,7 @@ def kernels_of_products(seeds: range) -> list[Kernel]:
 def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, options = draw_products(seed)
+    give_tickets(bool(seed % 2))
     case = make_case(shape, **options, seed=seed)
     chained = evaluate(YARDSTICK, case)
     lines: list[str] = []
@@ -150,6 +155,7 @@ def kernels_of_experts(seeds: range) -> list[Kernel]:
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, case_options, options = draw_experts(seed)
+    give_tickets(bool(seed % 2))
     case = make_case(shape, **case_options, seed=seed)
     exact = evaluate(EXACT, case)
     made, sizes = case.dispatch, (shape.tokens, shape.top_k)

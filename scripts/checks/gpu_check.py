@@ -94,10 +94,10 @@ STEPS = {
     ),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
-    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 90", 4),
-    "memcheck": _sanitizer("memcheck"),
+    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 150", 6),
+    "memcheck": _sanitizer("memcheck", minutes=4),
     "synccheck": _sanitizer("synccheck"),
-    "racecheck": _sanitizer("racecheck", minutes=4),
+    "racecheck": _sanitizer("racecheck", minutes=6),
     "initcheck": _sanitizer("initcheck"),
 }
 GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}

@@ -21,6 +21,7 @@ from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch.build import Method
+from blazeproto.gemm.tiles import give_tickets
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
 from blazeproto.router.topk import Score
 from scripts.command import argument_parser, need_hopper
@@ -58,6 +59,14 @@ def layer(
     for tensor in (out, *gradients):
         if not tensor.isfinite().all():
             raise AssertionError(f"not finite: {shape} {activation} {options.keys()}")
+
+
+def with_tickets(run: Callable[[], None]) -> None:
+    give_tickets(True)
+    try:
+        run()
+    finally:
+        give_tickets(False)
 
 
 def slices_of_columns() -> None:
@@ -126,6 +135,8 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         )
         for options in variants:
             yield f"{shape} {options}", partial(layer, shape, **options)
+        for combine in ("gather", "fused"):
+            yield f"{shape} {combine}, tickets", partial(with_tickets, partial(layer, shape, combine=combine))
     yield f"{Y_OVER_ACT}: Y over act", partial(layer, Y_OVER_ACT, bias=True)
     yield "slices of columns", slices_of_columns
     for dtype, gather in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)):

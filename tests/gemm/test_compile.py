@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -15,10 +16,12 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.gemm import nvrtc
+from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
+from blazeproto.gemm.product import Layer
 from blazeproto.gemm.rows import ROWS_PARAMS
-from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, TileConfig
+from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, WITH_TICKETS, TileConfig, tiles_for, tiles_of_layer, with_tickets
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
 
@@ -226,6 +229,39 @@ def test_a_changed_entry_of_the_table_holds_from_the_next_call_on(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("columns", "tile_n"), [(64, 192), (256, 256), (768, 256), (1440, 256), (2880, 192), (4096, 256), (5120, 256)]
+)
+def test_tiles_are_as_wide_as_leaves_few_columns_idle(columns: int, tile_n: int) -> None:
+    for product in ("down_forward", "up_backward_act"):
+        assert tiles_for(product, columns) == replace(TILES[product], tile_n=tile_n)
+    assert tiles_for("up_forward", columns) == TILES["up_forward"]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "reduction", "tickets"),
+    [
+        (65536, 128, 2880, True),  # 512 rows an expert
+        (49152, 256, 4096, False),  # 192
+        (131072, 64, 4096, False),  # 2048
+        (65536, 128, 768, False),
+        (0, 128, 4096, False),
+    ],
+)
+def test_tickets_are_taken_where_they_pay(num_rows: int, num_experts: int, reduction: int, tickets: bool) -> None:
+    for product in WITH_TICKETS:
+        config = with_tickets(product, num_rows, num_experts, reduction)
+        assert config == replace(TILES[product], tickets=tickets) and config in tiles_of_layer(product, reduction)
+
+
+def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:
+    """2880 columns in one slice take tiles of 192, and so do some of the slices that many tokens are summed in."""
+    layer = Layer(2880, 4, "swiglu", up_bias=False, down_bias=False, fused=False, f32_weight_grads=False)
+    for product, variant in (("down_forward", {"bias": False}), ("up_backward_act", {})):
+        wanted = {gemm.kernel_for(product, tiles_for(product, width), **variant) for width in slice_widths(2880)}
+        assert set(gemm.PRODUCTS[product].for_layer(layer)) == wanted and len(wanted) == 2
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: gemm.kernel_for("up_forwrd"), ValueError, "product: .*got 'up_forwrd'; did you mean 'up_forward'"),
@@ -241,10 +277,25 @@ def test_a_changed_entry_of_the_table_holds_from_the_next_call_on(monkeypatch: p
             ValueError,
             "config: expected tile_n=256 and deferred=False",
         ),
-        (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 128, 256, got 100"),
+        (
+            lambda: gemm.kernel_for("up_forward", TileConfig(tile_n=192)),
+            ValueError,
+            "config: expected tile_n=128 or 256 for up_forward",
+        ),
+        (
+            lambda: gemm.kernel_for("up_backward_weight", TileConfig(tile_n=192)),
+            ValueError,
+            "config: expected tile_n=128 or 256 for weight_gradient",
+        ),
+        (
+            lambda: gemm.kernel_for("down_forward", TileConfig(tickets=True)),
+            ValueError,
+            "config: expected tickets=False for linear",
+        ),
+        (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 128, 192, 256, got 100"),
         (lambda: TileConfig(stages=3), ValueError, "stages: expected one of 2, 4, got 3"),
         (lambda: TileConfig(deferred=1), ValueError, "deferred: expected one of False, True, got 1"),
-        (lambda: TileConfig(tile_n=256.0), ValueError, "tile_n: expected one of 128, 256, got 256.0"),
+        (lambda: TileConfig(tile_n=256.0), ValueError, "tile_n: expected one of 128, 192, 256, got 256.0"),
         (
             lambda: gemm.kernel_for("up_forward", {"tile_n": 256}),
             TypeError,

@@ -5,6 +5,7 @@ Outputs are poisoned with NaN before each run, rows of no pair in inputs and out
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from functools import partial
 
@@ -14,9 +15,10 @@ import torch
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS, activate, clamped_swiglu
 from blazeproto.gemm import product as products
+from blazeproto.gemm import tickets
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import compile_many
-from blazeproto.gemm.tiles import BM
+from blazeproto.gemm.tiles import BM, give_tickets
 from blazeproto.lab.accuracy import Pool, worst_mismatches
 from blazeproto.lab.oracle import (
     EXACT,
@@ -57,18 +59,34 @@ def _compiled() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _table_back():
+    yield
+    give_tickets(False)
+
+
+@pytest.fixture(autouse=True)
 def _memory_back():
     yield
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def check_products(shape: Shape, routing: str = "uniform", *, configs: dict | None = None, **options) -> None:
-    """Every product of a layer, each fed with the yardstick's inputs, over seeds until small outputs are big enough to judge."""
+def check_products(
+    shape: Shape, routing: str = "uniform", *, configs: dict | None = None, counts: tuple[int, ...] = (), **options
+) -> None:
+    """Every product of a layer, each fed with the yardstick's inputs, over seeds until small outputs are big enough to judge.
+
+    counts: rows of each expert, where K is 1, instead of a routing.
+    """
     pool, seeds = Pool(), max(1, min(MOST_SEEDS, POOLED_ELEMENTS // max(1, shape.tokens * shape.d)))
     report: list[str] = []
     for seed in range(seeds):
         case = make_case(shape, routing, seed=seed, **options)
+        if counts:
+            experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+            shuffled = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(seed))]
+            dispatch = dispatch_fixed(shuffled.int().cuda()[:, None], len(counts), None)
+            case = dataclasses.replace(case, dispatch=dispatch)
         given = evaluate(YARDSTICK, case)
         result = run_kernels(case, given, configs)
         report += [f"seed {seed}: {line}" for line in stray_writes(case, result)]
@@ -106,6 +124,20 @@ def test_pairs_without_a_row(share: float, varying: bool) -> None:
     check_products(SMALL, "zipf", sentinels=share, varying=varying, biases=True)
 
 
+@pytest.fixture(params=[False, True], ids=["round robin", "tickets"])
+def with_tickets(request: pytest.FixtureRequest) -> None:
+    give_tickets(request.param)
+
+
+@pytest.mark.usefixtures("with_tickets")
+@pytest.mark.parametrize(("d", "n"), [(576, 328), (776, 136), (256, 640)])
+def test_rows_that_end_in_every_strip(d: int, n: int) -> None:
+    """Experts that end in the first or the second strip of a tile, after groups of tiles too; an odd number of columns."""
+    counts = (1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 1024, 1025, 1088, 1089, 40, 0)
+    check_products(Shape(sum(counts), d, n, len(counts), 1), counts=counts, biases=True)
+
+
+@pytest.mark.usefixtures("with_tickets")
 def test_experts_left_empty() -> None:
     check_products(SMALL, "half_empty", biases=True)
 
@@ -177,6 +209,7 @@ def _same_bits(case: Case, given: dict, first: dict, times: int) -> None:
             assert torch.equal(a, b), f"{name} differs in repeat {repeat}"
 
 
+@pytest.mark.usefixtures("with_tickets")
 @pytest.mark.parametrize("shape", [Shape(4096, 1536, 512, 40, 8), SMALL], ids=str)
 def test_twenty_repeats_have_the_same_bits(shape: Shape) -> None:
     case = make_case(shape, "zipf", biases=True)
@@ -184,6 +217,7 @@ def test_twenty_repeats_have_the_same_bits(shape: Shape) -> None:
     _same_bits(case, given, run_kernels(case, given), times=20)
 
 
+@pytest.mark.usefixtures("with_tickets")
 def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random sleeps around every barrier: what a race would get wrong."""
     case = make_case(Shape(2000, 256, 384, 6, 2), "zipf", biases=True)
@@ -193,8 +227,39 @@ def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _same_bits(case, given, calm, times=3)
 
 
-def test_graph_replays_another_routing() -> None:
+def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
+    """Twelve launches of each product, four streams at once, and a graph that is replayed meanwhile."""
+    import cupy
+
+    case = make_case(Shape(2000, 1032, 264, 40, 2), "zipf", biases=True)
+    given = evaluate(YARDSTICK, case)
+    give_tickets(False)
+    expected = run_kernels(case, given)
+    give_tickets(True)
+    _same_bits(case, given, expected, times=3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_kernels(case, given)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for _ in range(3):
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run_kernels(case, given))
+    torch.cuda.synchronize()
+    for result in (captured, *results):
+        for name in expected.keys() - {"fused"}:
+            assert torch.equal(*(torch.nan_to_num(r[name], nan=12345.0) for r in (result, expected))), name
+    of_device = tickets.counters(torch.cuda.current_device())
+    memory = cupy.cuda.UnownedMemory(of_device.address, tickets.COUNTERS * 4, of_device)
+    assert not cupy.ndarray(tickets.COUNTERS, "int32", cupy.cuda.MemoryPointer(memory, 0)).any()
+
+
+@pytest.mark.parametrize("replayed_with_tickets", [False, True])
+def test_graph_replays_another_routing(replayed_with_tickets: bool) -> None:
     """Captured once, replayed with other tokens and another routing written into the same arrays."""
+    give_tickets(replayed_with_tickets)
     shape = SMALL
     case = make_case(shape, "uniform", biases=True, seed=0)
     other = make_case(shape, "zipf", biases=True, seed=1)

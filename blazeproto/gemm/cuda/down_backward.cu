@@ -86,6 +86,13 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         store_score_gradient();
     }
 
+    // The tile before is stored before its last stage is needed again: no stage would come otherwise.
+    template <class SkipTile>
+    DEVICE void skip(SkipTile skip_tile) {
+        release_stored();
+        skip_tile();
+    }
+
     DEVICE void work_on_stage(const float* d_acts, const Ring& ring, int column) {
         const uint32_t gates = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, scaled = gates + 2 * PLANE_BYTES;
 #pragma unroll

@@ -17,6 +17,8 @@
 //                       of the reduction, which is stored at `partial(t)`
 //   count(), at(i)      how many tiles this CTA computes; the i-th of them
 //   strip_at(i, strip)  the strip of it that this consumer, number `strip`, multiplies
+//   SKIPS               whether some strips are not computed: then `computes(tile, strip)` tells which, and the count is known
+//                       no sooner than the last tile
 //
 // A Producer has
 //   MN_A, MN_B          1 where that operand lies MN-major in a stage
@@ -26,6 +28,12 @@
 // An Epilogue has SMEM_BYTES (for each consumer), a constructor (params) for the consumers, `hold(acc, tile, ring)`, which
 // takes over the accumulators of a strip, and parts (below). A product with VARLEN_K also has `store_partial(acc, at)`.
 // PlainEpilogue has defaults for the rest.
+//
+// A consumer whose strip is not computed calls `skip` instead of `hold`. Its parts run as ever, with whatever is in the
+// registers, so that epilogue warps count the same parts for both strips; of a strip without rows they store nothing.
+//
+//   consumer 0   | tile 0 | hold | half tile, and parts of 0 .......| hold | tile 2, and parts of the half tile
+//   consumer 1   | tile 0 | hold | parts of 0 | give its stages back       | tile 2, and parts that nobody stores
 #pragma once
 #include "mainloop.cuh"
 
@@ -40,6 +48,12 @@ struct PlainEpilogue {
     // Called while a tile is multiplied: with its first stage if LOOKS_AHEAD, else with its last.
     static constexpr bool LOOKS_AHEAD = false;
     DEVICE void look_ahead(const Tile&) {}
+
+    // Instead of `hold`, for a strip that is not computed: calls `skip_tile()`, which gives all of the tile's stages back.
+    template <class SkipTile>
+    DEVICE void skip(SkipTile skip_tile) {
+        skip_tile();
+    }
 
     // Whether the next part can run without waiting.
     DEVICE static bool ready(int) { return true; }
@@ -95,7 +109,7 @@ struct Parts {
 // By a consumer warpgroup.
 template <class Scheduler, class Producer, class Epilogue>
 DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& scheduler) {
-    constexpr bool VARLEN_K = Scheduler::VARLEN_K;
+    constexpr bool VARLEN_K = Scheduler::VARLEN_K, SKIPS = Scheduler::SKIPS;
     Epilogue epilogue(p);
     Ring ring;
     int steps = 0;
@@ -103,7 +117,12 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
     const int strip = uniform(consumer_index());
     Parts<Epilogue> parts(epilogue);
     const int count = uniform(scheduler.count());  // VARLEN_K needs more registers, so it reads the count again for every tile
-    for (int position = 0; position < (VARLEN_K ? scheduler.count() : count); ++position) {
+    bool computes = true;                          // this consumer's strip of the tile
+    const auto look_at = [&](int position) {
+        if constexpr (SKIPS) computes = uniform(scheduler.computes(scheduler.at(position), strip));
+    };
+    look_at(0);
+    for (int position = 0; position < (SKIPS ? uniform(scheduler.count()) : VARLEN_K ? scheduler.count() : count); ++position) {
         typename Scheduler::Tile tile;
         if constexpr (VARLEN_K) {
             tile = scheduler.strip_at(position, strip);
@@ -115,6 +134,14 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
                 parts.start();
                 continue;
             }
+        } else if constexpr (SKIPS) {
+            if (!computes) {
+                parts.run(1);  // nothing is multiplied that they could run under
+                epilogue.skip([&] { skip_stages(ring, steps + Epilogue::ring_stages(p, scheduler.at(position))); });
+                parts.start();
+                look_at(position + 1);
+                continue;
+            }
         }
         float acc[BN / 2];
         multiply<Producer>(acc, ring, strip, steps, [&](int left) {
@@ -123,6 +150,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
                 if constexpr (!VARLEN_K) tile = scheduler.strip_at(position, strip);
                 epilogue.look_ahead(tile);
             }
+            if (left == 1) look_at(position + 1);
         });
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {

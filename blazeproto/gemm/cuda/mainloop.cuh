@@ -8,7 +8,12 @@
 //                                 empty[s]: both consumers are done, the producer may write
 //
 // A stage holds BK elements of the reduction: K-major, as a 128-byte swizzled row for each row of A; MN-major, as a row for
-// each element. A consumer multiplies one strip of the tile, STRIP rows.
+// each element. A consumer multiplies one strip of the tile, STRIP rows. A strip that lies
+// past its expert's end may be skipped: its rows of A are not loaded, its consumer only gives the stages back, and the
+// other one has the tensor cores for itself.
+//
+//   rows 0..63      consumer 0    | wgmma 0 .. | wgmma 1 .. | ...       | w 0 | w 1 | w 2 | ...
+//   rows 64..127    consumer 1    | wgmma 0 .. | wgmma 1 .. | ...       |skip |skip |skip |          past the expert's end
 //
 // CLUSTER 2 (weight gradients): two CTAs compute neighbouring blocks of gathered columns and the same block of ordered
 // columns. Each loads half of the B stage and multicasts it to both, which halves what B costs in L2 bandwidth.
@@ -30,11 +35,12 @@ constexpr int THREADS = (1 + CONSUMERS + EPILOGUE_WARPGROUPS) * WARPGROUP;
 constexpr int A_BYTES = BM * BK * OPERAND_BYTES;
 constexpr int B_BYTES = BN * BK * OPERAND_BYTES;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int STRIP_BYTES = A_BYTES / CONSUMERS;  // a strip's part of A
 constexpr int PANEL_BYTES = BK * SWIZZLE_ROW;  // an MN-major panel: BK rows
 
 static_assert(WARPGROUP_WARPS == 4, "what the hardware calls a warpgroup");
 static_assert(BM == CONSUMERS * STRIP, "a consumer for every strip of a tile");
-static_assert(BN == 128 || BN == 256, "the widths that wgmma.cuh has");
+static_assert(BN == 128 || BN == 192 || BN == 256, "the widths that wgmma.cuh has");
 static_assert(BK == PANEL, "a K-major stage is one panel wide");
 static_assert(EPILOGUE_WARPGROUPS == 0 || EPILOGUE_WARPGROUPS == 1, "one is built");
 
@@ -153,4 +159,14 @@ DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Mea
     wgmma_wait_group<0>();
     pin_registers(acc);
     ring.before(1).release();
+}
+
+// Gives back `stages` stages without reading them.
+DEVICE void skip_stages(Ring& ring, int stages) {
+#pragma unroll 1
+    for (; stages > 0; --stages) {
+        ring.wait_until_full();
+        ring.release();
+        ring.advance();
+    }
 }

@@ -9,7 +9,7 @@
 #pragma once
 #include "epilogue.cuh"
 
-constexpr int PLANES = 2;  // slabs of a part
+constexpr int PLANES = BN / SLAB % 2 ? 1 : 2;  // slabs of a part
 constexpr int PART_COLUMNS = PLANES * SLAB;
 constexpr int PIPELINE_BYTES = SLAB_PAIR_BYTES + 2 * BARRIER_BYTES;  // of a strip: slabs and barriers
 constexpr int PIPELINE_BARRIERS = EPILOGUE_OFFSET + CONSUMERS * SLAB_PAIR_BYTES;

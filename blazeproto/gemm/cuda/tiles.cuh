@@ -1,16 +1,26 @@
 // The tiles of the row products: how the rows of all experts are cut into tiles, and which CTA computes which, in what order.
 //
 // A tile is BM rows of one expert by COLUMNS columns of the output. CTAs are persistent, one a multiprocessor, and take
-// tiles round robin from one list. The list goes expert by expert; within an expert by groups of ROW_GROUP row blocks;
-// within a group column by column, and within a column row block by row block. So tiles that read the same rows or weights
-// run close together in time, and find them in L2.
+// tiles from one list. The list goes expert by expert; within an expert by groups of ROW_GROUP row blocks; within a group
+// column by column, and within a column row block by row block. So tiles that read the same rows or weights run close
+// together in time, and find them in L2.
+//
+// CTAs take tiles round robin. With TICKETS, which only kernels that gather have, a tile whose second strip lies past the expert's end is half a
+// tile: its second strip is skipped. It takes less time than a whole one, so CTAs would drift apart, and the weights of too
+// many experts would be wanted at a time. So whoever is done takes the next tile of the list, by an atomic addition:
+//
+//   CTA 0   | tile 0      | tile 3     | tile 6
+//   CTA 1   | 1    | tile 4     | 5    | tile 7          tiles 1 and 5 are half
+//   CTA 2   | tile 2      | ...
 //
 // To find a tile takes a binary search and three divisions, some 700 cycles by estimate; a tile with a short reduction
 // takes 4000. So a warp of the producer finds BATCH tiles at a time, one a lane, and writes them to shared memory for all
-// warps:
+// warps. With TICKETS it finds one at a time, which long reductions hide (gemm/rows.py says which launches take them).
 //
 //   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then tiles 32 .. 47 in place of 0 .. 15: consumers are at most
 //                                                           STAGES tiles behind the producer, the epilogue warps one more
+//
+// -D: TICKETS   as above
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"
@@ -29,6 +39,7 @@ struct RowsParams {
     const bf16* bias;      // of the first expert's first column
     const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
+    uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
     int rows, experts, reduction, columns;
     int bias_stride;  // elements from one expert's bias to the next's
 };
@@ -41,7 +52,7 @@ struct alignas(16) RowTile {
 
 constexpr int BATCH = 16;
 constexpr int SLOTS_OFFSET = BARRIER_OFFSET - 2 * BATCH * int(sizeof(RowTile));
-static_assert(BATCH > STAGES + 2, "a slot is written again only when no warp can still need it");
+static_assert(BATCH > STAGES + 3, "a slot is written again only when no warp can still need it");
 
 // COLUMNS: of the output, in a tile. BN, or less where several blocks of weights belong to the same output columns.
 template <int COLUMNS>
@@ -49,7 +60,7 @@ struct TileScheduler {
     using Params = RowsParams;
     using Tile = RowTile;
     static constexpr int SMEM_OFFSET = SLOTS_OFFSET;  // the schedule takes shared memory from here on
-    static constexpr bool VARLEN_K = false;
+    static constexpr bool VARLEN_K = false, SKIPS = TICKETS;
     static constexpr int TILE_COLUMNS = COLUMNS;
 
     const RowsParams& p;
@@ -60,18 +71,41 @@ struct TileScheduler {
         sum_before_experts(p.experts, [=](int e) { return (offsets[e + 1] - offsets[e] + BM - 1) / BM; });
         if (threadIdx.x == 0) count() = tiles_of_this_cta();
         __syncthreads();
+        if constexpr (TICKETS) {
+            if (threadIdx.x == 0 && count()) slots()[0] = find(blockIdx.x);
+            __syncthreads();
+        }
     }
 
-    // Of this CTA's tiles. In shared memory, because consumers are short of registers.
+    // Of this CTA's tiles. In shared memory, because consumers are short of registers. With TICKETS it is a huge number until
+    // the producer has found the last one.
     DEVICE static int& count() { return before_expert()[MAX_EXPERTS + 1]; }
 
     // Steps of the reduction, the same for every tile.
     DEVICE int steps() const { return (p.reduction + BK - 1) / BK; }
 
-    // By the producer's first warp, when `position` reaches a multiple of BATCH: finds this CTA's tiles from there on.
-    DEVICE void fill_slots(int position) const {
-        const int mine = position + threadIdx.x;
-        if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(mine);
+    // Whether the producer has to find tiles before it reads the one at `position`.
+    DEVICE static bool begins_batch(int position) { return TICKETS ? position > 0 : position % BATCH == 0; }
+
+    // By the producer's first warp, at its start: the ticket of this CTA's second tile.
+    DEVICE uint32_t first_ticket() const { return TICKETS && threadIdx.x == 0 && count() ? take_ticket() : 0; }
+
+    // By the producer's first warp, where `position` begins a batch: finds this CTA's tiles from there on. With TICKETS it does so
+    // before it loads the tile before that. So who has seen a stage of a tile may read `count` and the slot of the next one.
+    DEVICE void fill_slots(int position, uint32_t& ticket) const {
+        if constexpr (TICKETS) {
+            if (threadIdx.x == 0) {
+                if (const int index = gridDim.x + ticket; index < tiles()) {
+                    slots()[position % (2 * BATCH)] = find(index);
+                    ticket = take_ticket();  // arrives while a tile is loaded
+                } else {
+                    count() = position;
+                }
+            }
+        } else {
+            const int mine = position + threadIdx.x;
+            if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(blockIdx.x + mine * gridDim.x);
+        }
         __syncwarp();
     }
 
@@ -88,18 +122,28 @@ struct TileScheduler {
         return tile;
     }
 
+    // Whether a strip of a tile is computed.
+    DEVICE static bool computes(const RowTile& tile, int strip) { return !SKIPS || tile.row + strip * STRIP < tile.row_end; }
+
    private:
     DEVICE static RowTile* slots() { return reinterpret_cast<RowTile*>(shared_memory() + SLOTS_OFFSET); }
     DEVICE int column_blocks() const { return (p.columns + COLUMNS - 1) / COLUMNS; }
 
+    DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
+
     DEVICE int tiles_of_this_cta() const {
-        const int tiles = before_expert()[p.experts] * column_blocks();
-        return (tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+        if (TICKETS) return int(blockIdx.x) < tiles() ? 1 << 30 : 0;
+        return (tiles() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     }
 
-    DEVICE RowTile find(int position) const {
+    // The first tile of a CTA needs no ticket, and its last ticket is for no tile. So as many are taken as there are tiles,
+    // after which the counter is zero again.
+    DEVICE uint32_t take_ticket() const { return atomicInc(p.tickets, tiles() - 1); }
+
+    // The tile at `index` of the list.
+    DEVICE RowTile find(int index) const {
         const int* blocks = before_expert();  // row blocks
-        const int columns = column_blocks(), index = blockIdx.x + position * gridDim.x, block = index / columns;
+        const int columns = column_blocks(), block = index / columns;
         const int low = expert_at(block, p.experts);
         const int local = index - blocks[low] * columns;
         const int group = local / (ROW_GROUP * columns);

@@ -27,6 +27,7 @@
 #include "varlen_m.cuh"
 
 static_assert(EPILOGUE_WARPGROUPS == 1, "it makes act and stores");
+static_assert(PLANES == 2, "gate and up of the same hidden units are a part");
 static_assert(!B_MN, "weights (E, d, 2n) are not built yet: their B tile takes a box for each of gate and up");
 
 constexpr int HALVES = is_gated(ACTIVATION) ? 2 : 1;  // of a tile's columns: gate and up, or one
@@ -66,6 +67,15 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
             for (int plane = 0; plane < PLANES; ++plane)
 #pragma unroll
                 for (int i = 0; i < PAIRS_IN_SLAB; ++i) h[plane * PAIRS_IN_SLAB + i] = packed(first_pair(1, plane) + i);
+        }
+    }
+
+    // Part 0 will tell of full slabs, as after `hold`: what is in them has no rows and is not stored. A vote, because behind a
+    // wait that each thread leaves by itself ptxas would keep stages and descriptors in vector registers.
+    template <class SkipTile>
+    DEVICE void skip(SkipTile skip_tile) {
+        skip_tile();
+        while (!pipeline.empty()) {
         }
     }
 

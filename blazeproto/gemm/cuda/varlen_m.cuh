@@ -39,9 +39,11 @@ struct RowProducer {
     // By one warp: all its lanes find tiles, one thread loads.
     template <class Scheduler>
     DEVICE static void produce_contiguous(const RowsParams& p, const Scheduler& scheduler) {
+        static_assert(!TICKETS, "taken where rows are gathered");
         Ring ring;
+        uint32_t ticket = 0;
         for (int position = 0; position < scheduler.count(); ++position) {
-            if (position % BATCH == 0) scheduler.fill_slots(position);
+            if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
                 const RowTile tile = scheduler.at(position);
                 for (int k = 0; k < p.reduction; k += BK) {
@@ -64,11 +66,13 @@ struct RowProducer {
         const uint32_t offset = gather_offset();
         const int column = gather_column();
         int next_pair = -1;
+        uint32_t ticket = threadIdx.x < 32 ? scheduler.first_ticket() : 0;
         const auto look_ahead = [&](int position) {
             if (position >= scheduler.count()) return;
-            if (position % BATCH == 0) {
-                if (threadIdx.x < 32) scheduler.fill_slots(position);
+            if (scheduler.begins_batch(position)) {
+                if (threadIdx.x < 32) scheduler.fill_slots(position, ticket);
                 named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
+                if (TICKETS && position >= scheduler.count()) return;
             }
             const RowTile tile = scheduler.at(position);
             next_pair = load_pair(p.pairs, tile.row, tile.row_end, tile.row_end - 1);
@@ -79,13 +83,16 @@ struct RowProducer {
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
             look_ahead(position + 1);
             const RowTile tile = scheduler.at(position);
+            const bool both = scheduler.computes(tile, 1);
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
                 if (threadIdx.x == 0) {
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
                     load_weights(p, ring, tile, k);
                 }
-                copy_rows<1, true>(ring.a() + offset, rows, p.reduction - k - column);
+                const int width_left = p.reduction - k - column;
+                if (both) copy_rows<1, true, BM / PASS_ROWS>(ring.a() + offset, rows, width_left);
+                else copy_rows<1, true, STRIP / PASS_ROWS>(ring.a() + offset, rows, width_left);
                 cp_async_mbarrier_arrive(ring.full_barrier());
                 ring.advance();
                 rows.next_panel();

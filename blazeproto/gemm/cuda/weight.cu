@@ -23,6 +23,7 @@
 #include "weight_schedule.cuh"
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
+static_assert(B_PANELS % 2 == 0, "the CTAs of a cluster share them, and the epilogue's slabs alternate");
 constexpr int PASSES = BK / PASS_ROWS;
 constexpr int NUMBERED_STEPS = NUMBERED_ROWS / BK;  // steps for which the producer holds row numbers
 
@@ -87,10 +88,10 @@ struct WeightProducer {
                 }
             }
             if (tail) {
-                copy_rows<A_PANELS, false>(ring.a() + offset, rows, p.gathered_width - column);
+                copy_rows<A_PANELS, false, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
                 copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
             } else {
-                copy_rows<A_PANELS, true>(ring.a() + offset, rows, p.gathered_width - column);
+                copy_rows<A_PANELS, true, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
             }
             cp_async_mbarrier_arrive(ring.full_barrier());
             ring.advance();

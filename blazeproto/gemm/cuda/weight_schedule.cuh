@@ -50,7 +50,7 @@ struct WeightTile {
 struct WeightScheduler {
     using Params = WeightParams;
     using Tile = WeightTile;
-    static constexpr bool VARLEN_K = true;
+    static constexpr bool VARLEN_K = true, SKIPS = false;
 
     // Costs are in steps, of which there are fewer than 2^31: a GPU would need half a minute for those. A tile's epilogue
     // counts as one step. Stream-K costs more steps, for weight_sum.cu reads the partial tiles; and no two of its clusters
