@@ -85,8 +85,9 @@ struct RowChunks {
     }
 };
 
-// Copies PANELS panels of the rows of the first COPIED passes. dst: this thread's chunk in the stage's first row. width_left: columns of the matrix
-// from this thread's chunk on; chunks past them become zeros. EVERY_ROW false: rows that are not present become zeros too.
+// Copies PANELS panels of the rows of the first COPIED passes. dst: this thread's chunk in the stage's first row. width_left:
+// columns of the matrix from this thread's chunk on; chunks past them become zeros. EVERY_ROW false: rows that are not present
+// become zeros too.
 // The copies are only issued here; cp_async_mbarrier_arrive tells the stage's barrier when they have landed.
 template <int PANELS, bool EVERY_ROW, int COPIED, int PASSES>
 DEVICE void copy_rows(uint32_t dst, const RowChunks<PASSES>& rows, int width_left) {

@@ -5,17 +5,17 @@
 // column by column, and within a column row block by row block. So tiles that read the same rows or weights run close
 // together in time, and find them in L2.
 //
-// CTAs take tiles round robin. With TICKETS, which only kernels that gather have, a tile whose second strip lies past the expert's end is half a
-// tile: its second strip is skipped. It takes less time than a whole one, so CTAs would drift apart, and the weights of too
-// many experts would be wanted at a time. So whoever is done takes the next tile of the list, by an atomic addition:
+// CTAs take tiles round robin. With TICKETS, which only kernels that gather have, a strip that lies past the expert's end is
+// skipped. Such a half tile takes less time than a whole one, so CTAs would drift apart, and the weights of too many experts
+// would be wanted at a time. So whoever is done takes the next tile of the list, by an atomic addition:
 //
-//   CTA 0   | tile 0      | tile 3     | tile 6
-//   CTA 1   | 1    | tile 4     | 5    | tile 7          tiles 1 and 5 are half
-//   CTA 2   | tile 2      | ...
+//   CTA 0   | tile 0      | tile 4      | tile 7 ...
+//   CTA 1   | 1    | tile 3      | 6    | tile 8 ...     tiles 1 and 6 are half
+//   CTA 2   | tile 2      | tile 5      | tile 9 ...
 //
 // To find a tile takes a binary search and three divisions, some 700 cycles by estimate; a tile with a short reduction
 // takes 4000. So a warp of the producer finds BATCH tiles at a time, one a lane, and writes them to shared memory for all
-// warps. With TICKETS it finds one at a time, which long reductions hide (gemm/rows.py says which launches take them).
+// warps. With TICKETS it finds one at a time, which long reductions hide (gemm/tiles.py says which launches take them).
 //
 //   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then tiles 32 .. 47 in place of 0 .. 15: consumers are at most
 //                                                           STAGES tiles behind the producer, the epilogue warps one more
@@ -90,8 +90,8 @@ struct TileScheduler {
     // By the producer's first warp, at its start: the ticket of this CTA's second tile.
     DEVICE uint32_t first_ticket() const { return TICKETS && threadIdx.x == 0 && count() ? take_ticket() : 0; }
 
-    // By the producer's first warp, where `position` begins a batch: finds this CTA's tiles from there on. With TICKETS it does so
-    // before it loads the tile before that. So who has seen a stage of a tile may read `count` and the slot of the next one.
+    // By the producer's first warp, where `position` begins a batch: finds this CTA's tiles from there on. With TICKETS it does
+    // so before it loads the tile before that: who has seen a stage of a tile may read `count` and the slot of the next one.
     DEVICE void fill_slots(int position, uint32_t& ticket) const {
         if constexpr (TICKETS) {
             if (threadIdx.x == 0) {

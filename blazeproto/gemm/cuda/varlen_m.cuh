@@ -68,12 +68,12 @@ struct RowProducer {
         int next_pair = -1;
         uint32_t ticket = threadIdx.x < 32 ? scheduler.first_ticket() : 0;
         const auto look_ahead = [&](int position) {
-            if (position >= scheduler.count()) return;
+            if (!TICKETS && position >= scheduler.count()) return;
             if (scheduler.begins_batch(position)) {
                 if (threadIdx.x < 32) scheduler.fill_slots(position, ticket);
                 named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
-                if (TICKETS && position >= scheduler.count()) return;
             }
+            if (TICKETS && position >= scheduler.count()) return;  // not before the barrier: fill_slots changes the count
             const RowTile tile = scheduler.at(position);
             next_pair = load_pair(p.pairs, tile.row, tile.row_end, tile.row_end - 1);
         };
