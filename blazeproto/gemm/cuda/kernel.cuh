@@ -17,8 +17,8 @@
 //                       of the reduction, which is stored at `partial(t)`
 //   count(), at(i)      how many tiles this CTA computes; the i-th of them
 //   strip_at(i, strip)  the strip of it that this consumer, number `strip`, multiplies
-//   SKIPS               whether some strips are not computed: then `computes(tile, strip)` tells which, and the count is known
-//                       no sooner than the last tile
+//   SKIPS               whether some strips are not computed: then `computes(tile, strip)` tells which, there is no count
+//   has(i)              whether there is an i-th tile
 //
 // A Producer has
 //   MN_A, MN_B          1 where that operand lies MN-major in a stage
@@ -122,7 +122,10 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
         if constexpr (SKIPS) computes = uniform(scheduler.computes(scheduler.at(position), strip));
     };
     look_at(0);
-    for (int position = 0; position < (SKIPS ? uniform(scheduler.count()) : VARLEN_K ? scheduler.count() : count); ++position) {
+    for (int position = 0; SKIPS      ? uniform(scheduler.has(position))
+                           : VARLEN_K ? scheduler.has(position)
+                                      : position < count;
+         ++position) {
         typename Scheduler::Tile tile;
         if constexpr (VARLEN_K) {
             tile = scheduler.strip_at(position, strip);

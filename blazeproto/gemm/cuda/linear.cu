@@ -59,7 +59,7 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         const int strip = warpgroup_thread() / 32 - 1, lane = threadIdx.x % 32;
         if (PARTS == 0 || strip < 0 || strip >= CONSUMERS) return;
         uint32_t phase = 0;
-        for (int position = 0; position < scheduler.count(); ++position) {
+        for (int position = 0; scheduler.has(position); ++position) {
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
                 mbarrier_wait(filled_barrier(strip), phase);

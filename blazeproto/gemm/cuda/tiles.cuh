@@ -72,14 +72,16 @@ struct TileScheduler {
         if (threadIdx.x == 0) count() = tiles_of_this_cta();
         __syncthreads();
         if constexpr (TICKETS) {
-            if (threadIdx.x == 0 && count()) slots()[0] = find(blockIdx.x);
+            if (threadIdx.x == 0) slots()[0] = find_or_end(blockIdx.x);
             __syncthreads();
         }
     }
 
-    // Of this CTA's tiles. In shared memory, because consumers are short of registers. With TICKETS it is a huge number until
-    // the producer has found the last one.
+    // Of this CTA's tiles, without TICKETS. In shared memory, because consumers are short of registers.
     DEVICE static int& count() { return before_expert()[MAX_EXPERTS + 1]; }
+
+    // Whether this CTA has a `position`-th tile. With TICKETS its slot says so.
+    DEVICE bool has(int position) const { return TICKETS ? at(position).expert >= 0 : position < count(); }
 
     // Steps of the reduction, the same for every tile.
     DEVICE int steps() const { return (p.reduction + BK - 1) / BK; }
@@ -88,19 +90,15 @@ struct TileScheduler {
     DEVICE static bool begins_batch(int position) { return TICKETS ? position > 0 : position % BATCH == 0; }
 
     // By the producer's first warp, at its start: the ticket of this CTA's second tile.
-    DEVICE uint32_t first_ticket() const { return TICKETS && threadIdx.x == 0 && count() ? take_ticket() : 0; }
+    DEVICE uint32_t first_ticket() const { return TICKETS && threadIdx.x == 0 && has(0) ? take_ticket() : 0; }
 
     // By the producer's first warp, where `position` begins a batch: finds this CTA's tiles from there on. With TICKETS it does
-    // so before it loads the tile before that: who has seen a stage of a tile may read `count` and the slot of the next one.
+    // so before it loads the tile before that: who has seen a stage of a tile may read the slot of the next one.
     DEVICE void fill_slots(int position, uint32_t& ticket) const {
         if constexpr (TICKETS) {
             if (threadIdx.x == 0) {
-                if (const int index = gridDim.x + ticket; index < tiles()) {
-                    slots()[position % (2 * BATCH)] = find(index);
-                    ticket = take_ticket();  // arrives while a tile is loaded
-                } else {
-                    count() = position;
-                }
+                const RowTile tile = slots()[position % (2 * BATCH)] = find_or_end(gridDim.x + ticket);
+                if (tile.expert >= 0) ticket = take_ticket();  // arrives while a tile is loaded
             }
         } else {
             const int mine = position + threadIdx.x;
@@ -132,13 +130,14 @@ struct TileScheduler {
     DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
 
     DEVICE int tiles_of_this_cta() const {
-        if (TICKETS) return int(blockIdx.x) < tiles() ? 1 << 30 : 0;
         return (tiles() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     }
 
     // The first tile of a CTA needs no ticket, and its last ticket is for no tile. So as many are taken as there are tiles,
     // after which the counter is zero again.
     DEVICE uint32_t take_ticket() const { return atomicInc(p.tickets, tiles() - 1); }
+
+    DEVICE RowTile find_or_end(int index) const { return index < tiles() ? find(index) : RowTile{-1, 0, 0, 0}; }
 
     // The tile at `index` of the list.
     DEVICE RowTile find(int index) const {

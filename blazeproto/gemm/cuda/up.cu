@@ -148,7 +148,7 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
 
 DEVICE void UpEpilogue::store_staged(const RowsParams& p, const Scheduler& scheduler) {
     uint32_t phase = 0;
-    for (int position = 0; position < scheduler.count(); ++position) {
+    for (int position = 0; scheduler.has(position); ++position) {
 #pragma unroll 1
         for (int part = 0; part < STRIP_PARTS; ++part) {
 #pragma unroll 1

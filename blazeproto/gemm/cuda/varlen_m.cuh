@@ -42,7 +42,7 @@ struct RowProducer {
         static_assert(!TICKETS, "taken where rows are gathered");
         Ring ring;
         uint32_t ticket = 0;
-        for (int position = 0; position < scheduler.count(); ++position) {
+        for (int position = 0; scheduler.has(position); ++position) {
             if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
                 const RowTile tile = scheduler.at(position);
@@ -68,17 +68,17 @@ struct RowProducer {
         int next_pair = -1;
         uint32_t ticket = threadIdx.x < 32 ? scheduler.first_ticket() : 0;
         const auto look_ahead = [&](int position) {
-            if (!TICKETS && position >= scheduler.count()) return;
+            if (!TICKETS && !scheduler.has(position)) return;
             if (scheduler.begins_batch(position)) {
                 if (threadIdx.x < 32) scheduler.fill_slots(position, ticket);
                 named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
             }
-            if (TICKETS && position >= scheduler.count()) return;  // not before the barrier: fill_slots changes the count
+            if (TICKETS && !scheduler.has(position)) return;
             const RowTile tile = scheduler.at(position);
             next_pair = load_pair(p.pairs, tile.row, tile.row_end, tile.row_end - 1);
         };
         look_ahead(0);
-        for (int position = 0; position < scheduler.count(); ++position) {
+        for (int position = 0; scheduler.has(position); ++position) {
             const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
             look_ahead(position + 1);

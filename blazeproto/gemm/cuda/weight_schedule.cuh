@@ -99,6 +99,7 @@ struct WeightScheduler {
     }
 
     DEVICE static int count() { return uniform(assignment().count); }
+    DEVICE static bool has(int position) { return position < count(); }
     DEVICE static int rank() { return blockIdx.x % CLUSTER; }
 
     // The `position`-th tile of this cluster, this CTA's part of it.
