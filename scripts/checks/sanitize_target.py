@@ -214,7 +214,9 @@ def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
     parts = {"layers": layers, "dispatches": dispatches, "choices": choices, "routers": routers}
     parser.add_argument("--parts", default=",".join(parts), help="some of " + ", ".join(parts))
-    names = parser.parse_args().parts.split(",")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name, such as tickets")
+    options = parser.parse_args()
+    names = options.parts.split(",")
     if unknown := set(names) - parts.keys():
         parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
     need_hopper()
@@ -222,6 +224,8 @@ def main() -> None:
     failed = []
     for part in names:
         for name, run in parts[part]():
+            if options.only not in name:
+                continue
             try:
                 run()
                 print("ran", name, flush=True)
