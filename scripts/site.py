@@ -54,22 +54,37 @@ def turn_links(text: str, page: str) -> tuple[str, list[str]]:
     return LINK.sub(turn, text), linked
 
 
-def text_of(page: str) -> str:
-    """What a page says, in Markdown; a notebook's pictures are laid beside it."""
-    path, suffix = ROOT / page, PurePosixPath(page).suffix
-    if suffix in LANGUAGE:
-        return f'# {path.name}\n\n``````{LANGUAGE[suffix]} title="{page}" linenums="1"\n{path.read_text()}``````\n'
-    if suffix != ".ipynb":
-        return path.read_text()
+def source_page(path: str) -> str:
+    """A source as a page."""
+    name, text = PurePosixPath(path), (ROOT / path).read_text()
+    return f'# {name.name}\n\n``````{LANGUAGE[name.suffix]} title="{path}"\n{text}``````\n'
+
+
+def notebook_page(path: str) -> tuple[str, list[str]]:
+    """A notebook with its stored outputs as a page, and the files that it links to. Its pictures are laid beside it."""
+    import nbformat
     from nbconvert import MarkdownExporter
 
-    names = {"output_files_dir": f"{path.stem}_files", "unique_key": path.stem}
-    text, resources = MarkdownExporter().from_filename(str(path), names)
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    notebook.metadata.setdefault("language_info", {"name": "python"})
+    linked = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source, found = turn_links(cell.source, path)
+            linked += found
+    name = PurePosixPath(path).stem
+    names = {"output_files_dir": f"{name}_files", "unique_key": name}
+    text, resources = MarkdownExporter().from_notebook_node(notebook, names)
     for picture, content in resources["outputs"].items():
-        beside = STAGE / PurePosixPath(place(page)).parent / picture
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(content)
-    return text
+        write(str(PurePosixPath(place(path)).parent / picture), content)
+    return text, linked
+
+
+def write(there: str, content: str | bytes) -> None:
+    """A file of build/docs."""
+    target = STAGE / there
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def stage() -> None:
@@ -80,17 +95,18 @@ def stage() -> None:
         if (path := wanted.pop()) in done:
             continue
         done.add(path)
-        target = STAGE / place(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        suffix = PurePosixPath(path).suffix
-        if suffix in LANGUAGE:
-            target.write_text(text_of(path))
-        elif suffix in (".md", ".ipynb"):
-            text, linked = turn_links(text_of(path), path)
-            target.write_text(text)
-            wanted += linked
+        suffix, linked = PurePosixPath(path).suffix, list[str]()
+        content: str | bytes
+        if suffix == ".md":
+            content, linked = turn_links((ROOT / path).read_text(), path)
+        elif suffix == ".ipynb":
+            content, linked = notebook_page(path)
+        elif suffix in LANGUAGE:
+            content = source_page(path)
         else:
-            shutil.copy(ROOT / path, target)
+            content = (ROOT / path).read_bytes()
+        write(place(path), content)
+        wanted += linked
 
 
 def build() -> int:
