@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
+from scripts.command import argument_parser, refuse
+
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "docs"
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -41,13 +43,13 @@ def pages() -> list[str]:
 
 
 def turn_links(text: str, page: str) -> tuple[str, list[str]]:
-    """The text with links as the site has them, and the files of the repository that they lead to."""
+    """The text with links as the site has them, and the files of the repository that they lead to. ValueError for one that is none."""
     linked = []
 
     def turn(match: re.Match[str]) -> str:
         path = os.path.normpath(PurePosixPath(page).parent / match[1])
         if path.startswith("..") or not (ROOT / path).is_file():
-            raise SystemExit(f"{page}: links to {match[1]}, which is no file of the repository")
+            raise ValueError(f"{page}: links to {match[1]}, which is no file of the repository")
         linked.append(path)
         return os.path.relpath(place(path), PurePosixPath(place(page)).parent)
 
@@ -117,6 +119,14 @@ def build() -> int:
     return run.returncode or int(COMPLAINT.search(run.stdout) is not None)
 
 
-if __name__ == "__main__":
-    stage()
+def main() -> None:
+    argument_parser("scripts.site", __doc__).parse_args()
+    try:
+        stage()
+    except ValueError as error:
+        refuse(str(error))
     sys.exit(build())
+
+
+if __name__ == "__main__":
+    main()
