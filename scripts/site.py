@@ -43,7 +43,7 @@ def pages() -> list[str]:
 
 
 def turn_links(text: str, page: str) -> tuple[str, list[str]]:
-    """The text with links as the site has them, and the files of the repository that they lead to. ValueError for one that is none."""
+    """The text with links as the site has them, and the files that they lead to. ValueError for a link to none."""
     linked = []
 
     def turn(match: re.Match[str]) -> str:
