@@ -2,6 +2,7 @@
 # make test      lint, types and tests; what CI runs
 # make test-all  the same with the tests marked `full`, which take longer; results/cpu/test-all.log keeps what it prints
 # make lint      ruff, and mypy on the package and the scripts
+# make site      the documentation, built strictly into site/; what CI runs after the tests
 # make bench     the layer against its peers (an H200 or H100)
 # make clean     remove the environment (VENV, if it is one) and caches; runs/ stays
 #
@@ -30,7 +31,7 @@ TORCH := $(if $(CUDA),$(TORCH_FOR_GPU),'torch==2.13.0')
 PY := $(if $(VENV),"$$VENV/bin/python",PYTHONPATH="$$PWD" "$$PYTHON")
 PIP := $(PY) -m pip install --disable-pip-version-check -q
 
-.PHONY: train test test-all lint bench clean ready ready-for-tests environment tools
+.PHONY: train test test-all lint site bench clean ready ready-for-tests ready-for-site environment tools site-tools
 
 train: ready
 	$(PY) -m scripts.train_lm $(ARGS)
@@ -50,6 +51,9 @@ lint: ready-for-tests
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+site: ready-for-site
+	$(PY) -m scripts.site
+
 bench: ready
 	$(PY) -m scripts.bench.layer
 
@@ -59,6 +63,9 @@ ready:
 
 ready-for-tests: ready
 	@test -z "$$VENV" || test "$$VENV/.ready-for-tests" -nt "$$VENV/.ready" || $(MAKE) --no-print-directory tools
+
+ready-for-site: ready
+	@test -z "$$VENV" || test "$$VENV/.ready-for-site" -nt "$$VENV/.ready" || $(MAKE) --no-print-directory site-tools
 
 environment:
 	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
@@ -71,10 +78,14 @@ tools:
 	$(PIP) -e '.[$(EXTRA),dev]'
 	@touch "$$VENV/.ready-for-tests"
 
+site-tools:
+	$(PIP) -e '.[$(EXTRA),docs]'
+	@touch "$$VENV/.ready-for-site"
+
 clean:
 	@if [[ -z $$VENV || ! -e $$VENV ]]; then true; \
 	elif [[ ! -f $$VENV/pyvenv.cfg ]]; then echo "$$VENV stays: it is no virtual environment"; \
 	elif [[ "$$(pwd -P)/" == "$$(cd "$$VENV" && pwd -P)"/* ]]; then echo "$$VENV stays: this folder is in it"; \
 	else echo "rm -rf '$$VENV'"; rm -rf -- "$$VENV"; fi
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -56,7 +56,7 @@ class MoE(nn.Module):
             with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        save, backend, combine, row_capacity, workspace_bytes: see :func:`blazeproto.autograd.moe_mlp`.
+        save, backend, combine, row_capacity, workspace_bytes: see `blazeproto.autograd.moe_mlp`.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
             of its experts' weights are then float32 sums, never rounded to x's dtype, to be added up over micro-batches.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,20 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
     assert x.grad is not None
     assert torch.isfinite(x.grad).all()
     assert "torch.Size([8, 128, 512])" in capsys.readouterr().out
+
+
+def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
+    """In a process of their own, for Numba decides at its import whether to simulate."""
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BLOCKS[1]]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "imbalance" in run.stdout, "the picture of a dispatch"
+    assert "registers" in run.stdout, "that of a kernel"
+    assert ".text.up_forward" in run.stdout, "its SASS"
+    assert "\n+        return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
+    assert int(run.stdout.split()[-1]) > 0, "registers of the edited kernel, compiled"
+    assert (tmp_path / "my_kernels" / "up.cu").exists()
 
 
 def test_readme_is_short() -> None:

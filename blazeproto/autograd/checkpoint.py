@@ -33,7 +33,7 @@ def checkpoint_policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> 
 
 
 def checkpoint_contexts() -> Any:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, with :func:`checkpoint_policy`."""
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, with `checkpoint_policy`."""
     return create_selective_checkpoint_contexts(checkpoint_policy)
 
 

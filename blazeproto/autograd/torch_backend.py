@@ -3,7 +3,7 @@
 This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. It rounds where
 the Hopper kernels round (H, act, Y, dH, A', dX~ in the dtype of X) and rounds dA' too, sums in float32 or better, saves the same
 and needs no loop over experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In
-float64, which that lacks, :func:`_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32
+float64, which that lacks, `_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32
 (:func:`_multiplies`), several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped

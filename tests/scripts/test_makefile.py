@@ -65,6 +65,15 @@ def test_the_environment_is_made_once_and_removed(venv: str, project: Project, t
     assert not environment.exists()
 
 
+def test_the_site_has_tools_of_its_own(project: Project) -> None:
+    first = project.make("site", "CUDA=")
+    assert first[-2:] == [
+        ".venv/bin/python -m pip install --disable-pip-version-check -q -e .[cu12,docs]",
+        ".venv/bin/python -m scripts.site",
+    ]
+    assert project.make("site", "CUDA=") == first[-1:]
+
+
 def test_an_empty_venv_uses_python_as_it_is(project: Project) -> None:
     assert project.make("train", "VENV=") == [f"{project.python} -m scripts.train_lm"]
     assert {path.name for path in project.folder.iterdir()} == {"Makefile", "pyproject.toml"}

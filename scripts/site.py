@@ -1,0 +1,132 @@
+"""The documentation site: README, pages, notebooks and the sources they link to, laid out in build/docs and built into site/.
+
+    python -m scripts.site
+
+Links are written for a reader of the repository. In the site a page of docs/ has its own name, README is the first page, a
+notebook is a page, and a source that a page links to is a page with its text; links are turned accordingly. What is wrong with
+a link, a reference or a docstring ends the build.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+from scripts.command import argument_parser, refuse
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE = ROOT / "build" / "docs"
+FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that become pages
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+COMPLAINT = re.compile(r"^(mkdocstrings|griffe): ", re.MULTILINE)  # zensical's strict mode does not count these
+
+
+def place(path: str) -> str:
+    """Where build/docs has a file of the repository. path is relative to the root, as is the result to build/docs."""
+    if path in FROM_ROOT:
+        return FROM_ROOT[path]
+    there = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+    suffix = PurePosixPath(path).suffix
+    if suffix == ".ipynb":
+        return str(PurePosixPath(there).with_suffix(".md"))
+    return f"{there}.md" if suffix in LANGUAGE else there
+
+
+def pages() -> list[str]:
+    """The site's pages by their paths in the repository, those left out that it has because another links to them."""
+    found = [path for suffix in (".md", ".ipynb") for path in (ROOT / "docs").rglob(f"*{suffix}")]
+    kept = [path.relative_to(ROOT).as_posix() for path in found if ".ipynb_checkpoints" not in path.parts]
+    return [*FROM_ROOT, *sorted(kept)]
+
+
+def turn_links(text: str, page: str) -> tuple[str, list[str]]:
+    """The text with links as the site has them, and the files that they lead to. ValueError for a link to none."""
+    linked = []
+
+    def turn(match: re.Match[str]) -> str:
+        path = os.path.normpath(PurePosixPath(page).parent / match[1])
+        if path.startswith("..") or not (ROOT / path).is_file():
+            raise ValueError(f"{page}: links to {match[1]}, which is no file of the repository")
+        linked.append(path)
+        return os.path.relpath(place(path), PurePosixPath(place(page)).parent)
+
+    return LINK.sub(turn, text), linked
+
+
+def source_page(path: str) -> str:
+    """A source as a page."""
+    name, text = PurePosixPath(path), (ROOT / path).read_text()
+    return f'# {name.name}\n\n``````{LANGUAGE[name.suffix]} title="{path}"\n{text}``````\n'
+
+
+def notebook_page(path: str) -> tuple[str, list[str]]:
+    """A notebook with its stored outputs as a page, and the files that it links to. Its pictures are laid beside it."""
+    import nbformat
+    from nbconvert import MarkdownExporter
+
+    notebook = nbformat.read(ROOT / path, as_version=4)
+    notebook.metadata.setdefault("language_info", {"name": "python"})
+    linked = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source, found = turn_links(cell.source, path)
+            linked += found
+    name = PurePosixPath(path).stem
+    names = {"output_files_dir": f"{name}_files", "unique_key": name}
+    text, resources = MarkdownExporter().from_notebook_node(notebook, names)
+    for picture, content in resources["outputs"].items():
+        write(str(PurePosixPath(place(path)).parent / picture), content)
+    return text, linked
+
+
+def write(there: str, content: str | bytes) -> None:
+    """A file of build/docs."""
+    target = STAGE / there
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def stage() -> None:
+    """Writes build/docs anew."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    wanted, done = pages(), set[str]()
+    while wanted:
+        if (path := wanted.pop()) in done:
+            continue
+        done.add(path)
+        suffix, linked = PurePosixPath(path).suffix, list[str]()
+        content: str | bytes
+        if suffix == ".md":
+            content, linked = turn_links((ROOT / path).read_text(), path)
+        elif suffix == ".ipynb":
+            content, linked = notebook_page(path)
+        elif suffix in LANGUAGE:
+            content = source_page(path)
+        else:
+            content = (ROOT / path).read_bytes()
+        write(place(path), content)
+        wanted += linked
+
+
+def build() -> int:
+    """Runs zensical in its strict mode. 0 where neither it nor mkdocstrings has anything to complain of."""
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(run.stdout)
+    return run.returncode or int(COMPLAINT.search(run.stdout) is not None)
+
+
+def main() -> None:
+    argument_parser("scripts.site", __doc__).parse_args()
+    try:
+        stage()
+    except ValueError as error:
+        refuse(str(error))
+    sys.exit(build())
+
+
+if __name__ == "__main__":
+    main()
