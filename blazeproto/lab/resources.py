@@ -1,6 +1,6 @@
 """What a compiled kernel takes of a multiprocessor, and how many of its CTAs run there at a time. Needs no GPU.
 
-    resources(gemm.kernel_for("up_forward"))    # Resources(registers=128, spills=0, ..., ctas=1, wgmma=8)
+resources(gemm.kernel_for("up_forward"))    # Resources(registers=128, spills=0, ..., ctas=1, wgmma=8)
 """
 
 import re
@@ -67,5 +67,8 @@ def wgmma_count(kernel: Kernel) -> int | None:
     except FileNotFoundError:
         return None
     sections = re.split(r"^\s*\.section\s+\.text\.(\w+),.*$", sass, flags=re.MULTILINE)  # others, name, text, name, ...
-    return sum(len(re.findall(r"\bHGMMA\b", code)) for name, code in zip(sections[1::2], sections[2::2], strict=True)
-               if name == kernel.entry)
+    return sum(
+        len(re.findall(r"\bHGMMA\b", code))
+        for name, code in zip(sections[1::2], sections[2::2], strict=True)
+        if name == kernel.entry
+    )

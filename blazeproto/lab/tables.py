@@ -1,6 +1,6 @@
 """One description of what is shown, a `View` of facts and tables, and its two forms: rich for terminals, HTML for notebooks.
 
-    View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar(3, 5)]])])
+View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar(3, 5)]])])
 """
 
 from __future__ import annotations
