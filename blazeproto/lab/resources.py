@@ -62,6 +62,8 @@ def ctas_per_multiprocessor(registers: int, threads: int, smem_bytes: int) -> in
 
 def wgmma_count(kernel: Kernel) -> int | None:
     """``HGMMA`` instructions in the kernel's machine code, which is what wgmma on bf16 becomes; None without nvdisasm."""
+    if "wgmma.mma_async" not in kernel.ptx:
+        return 0
     try:
         sass = kernel.sass
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from blazeproto.dispatch import reference as dispatch_twins
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm import reference as gemm_twins
 from blazeproto.lab import step_times
-from blazeproto.lab.explain import Explanation, explain
+from blazeproto.lab.explanation import Explanation, explain
 
 POLICIES = ("minimal", "paper", "recompute")
 
@@ -226,7 +226,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr(step_times, "cold_ms", half)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
-    monkeypatch.setattr("blazeproto.lab.explain.missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr("blazeproto.lab.explanation.missing_for_hopper", lambda *_: None)
     _, _, made = explained(dtype=torch.float32, **options)
     not_timed = {step.name for step in made.rows if step.ms is None}
     assert not_timed == (

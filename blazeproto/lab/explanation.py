@@ -108,7 +108,7 @@ def _kept(of: Step | Totals) -> str:
 
 
 @torch.no_grad()
-def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None) -> Explanation:
+def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:
     """What one forward and backward of ``layer`` on ``x`` does, step by step.
 
     layer: a `MoE`.  x: (..., d), as the layer takes it, on its device.  token_ids: (...) integers, for hash routing alone.
@@ -117,7 +117,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None) -> Explanati
     (`blazeproto.cost`); what it keeps for backward. The steps are those of the Hopper kernels, whatever the backend, and K, where
     it varies, is that of this x's routing: the router runs once, which waits for the device. On a Hopper GPU whose kernels
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
-    inputs. Then there must be memory for all arrays of the layer at once. The layer is left as it was.
+    inputs, unless ``measure`` is False. That takes memory for all arrays of the layer at once. The layer is left as it was.
 
     TypeError or ValueError for another layer or x.
     """
@@ -135,7 +135,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None) -> Explanati
     shape = _shape_of(layer, tokens, routing, dtype)
     steps = steps_of(shape)
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
-    if layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
+    if measure and layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
         from blazeproto.lab.step_times import measured
 
         found = measured(layer, tokens.to(dtype).contiguous(), routing, shape)
