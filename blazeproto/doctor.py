@@ -33,7 +33,7 @@ WORKS, MISSING, WRONG, BROKEN, ABSENT = "works", "missing", "wrong version", "do
 class Check:
     """verdict: "works", "missing", "wrong version", "does not work", or "not here", which is no fault.
 
-    needed: whether this machine lacks something it could run without it.  detail: what was tried, or what came instead.
+    needed: whether something that this machine could run does not run without it.  detail: what was tried, or what came instead.
     mend: a command, empty where there is nothing to mend.
     """
 
@@ -83,7 +83,7 @@ def examine() -> list[Check]:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
 
     checks = [_python(), *_machine(gpu), _cuda(gpu, runs["nvrtc"], mends["nvrtc"])]
-    checks.append(_ran("NVRTC", _version_of(runs["nvrtc"]), runs["nvrtc"], "compiles for sm_90a", mends["nvrtc"]))
+    checks.append(_nvrtc(runs["nvrtc"], mends["nvrtc"]))
     checks.append(_package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]))
     checks.append(_package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]))
     if gpu is not None:
@@ -91,6 +91,9 @@ def examine() -> list[Check]:
     what = "imports" if gpu else "imports; needed on a GPU alone"
     checks.append(_package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper))
     checks.append(_package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]))
+    tool = runs["nvdisasm"]
+    missing = Check("nvdisasm", "", MISSING, "for machine code: pip install nvidia-cuda-nvdisasm", needed=False)
+    checks.append(missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False))
     if hopper:
         found = runs["hopper"]
         checks.append(_ran("kernels", "", found, "a dispatch and combine agree with their twins", mends["nvrtc"]))
@@ -176,6 +179,12 @@ def _cuda(gpu: Gpu | None, compiler: "Run", mend: str) -> Check:
     return Check("CUDA", version, WORKS, "of the installed packages")
 
 
+def _nvrtc(run: "Run", mend: str) -> Check:
+    if not (version := _version_of(run)):
+        return Check("NVRTC", "", MISSING, run.error or "", mend)
+    return _ran("NVRTC", version, run, "compiles for sm_90a", mend)
+
+
 # --- Packages --------------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +257,7 @@ with tempfile.TemporaryDirectory() as folder:
     includes = [f"-I{path}" for path in nvrtc.include_folders()]
     assert nvrtc.compile(str(file), ["--gpu-architecture=sm_90a", "-default-device", *includes]).cubin
 """,
+    "nvdisasm": "from blazeproto.gemm import nvrtc; print(nvrtc.find_tool('nvdisasm'))",
     "cupy": "import cupy",
     "numba-cuda": """
 import numpy

@@ -68,8 +68,9 @@ def examine(monkeypatch: pytest.MonkeyPatch) -> Examine:
 
     def run(gpu: Gpu | None, versions: dict[str, str], **errors: str) -> dict[str, Check]:
         def probe(name: str) -> Run:
-            printed = "12.9" if name == "nvrtc" else ""
-            return Run("", errors[name]) if name in errors else Run(printed)
+            error = errors.get(name)
+            there = name == "nvrtc" and not (error or "").startswith("ModuleNotFound")
+            return Run("12.9" if there else "", error)
 
         def installed(names: Sequence[str]) -> dict[str, str]:
             return {name: versions[name] for name in names if name in versions}
@@ -145,7 +146,13 @@ def test_what_does_not_run(examine: Examine, probe: str, name: str) -> None:
 
 def test_without_nvrtc_cuda_is_missing(examine: Examine) -> None:
     checks = examine(None, VERSIONS, nvrtc="ModuleNotFoundError: No module named 'cuda'")
-    assert not checks["CUDA"].ok and not checks["NVRTC"].ok
+    assert [checks[name].verdict for name in ("CUDA", "NVRTC")] == ["missing"] * 2
+    assert checks["NVRTC"].mend == "pip install 'cupy-cuda12x[ctk]>=13.6' 'numba-cuda[cu12]>=0.20'"
+
+
+def test_without_nvdisasm_nothing_fails(examine: Examine) -> None:
+    check = examine(None, VERSIONS, nvdisasm="FileNotFoundError: nvdisasm")["nvdisasm"]
+    assert check.verdict == "missing" and check.ok and "nvidia-cuda-nvdisasm" in check.detail
 
 
 def test_exit_codes(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,8 +247,8 @@ def test_each_step_is_timed_on_a_gpu(options: dict[str, Any]) -> None:
     assert not_timed <= {"choice", "load and losses", "sum of dlogits"} and (not not_timed or "tile" in options)
     for step in made.rows:
         if step.ms is not None:
-            # Nothing beats its floor by more than a clock's and the caches' share, or takes a host's time.
-            assert 0.8 * step.floor_ms <= step.ms <= 20 * step.floor_ms + 0.15, step
+            # A step may leave what it wrote in the cache, so it can beat its floor; it never takes a host's time.
+            assert 0.5 * step.floor_ms <= step.ms <= 20 * step.floor_ms + 0.15, step
 
 
 @pytest.mark.gpu
