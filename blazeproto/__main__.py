@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,6 +83,13 @@ def show(view: Any) -> None:
         print(view.text(width=200))
 
 
+def waiting(text: str) -> AbstractContextManager[Any]:
+    """Shows on a terminal that something goes on."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
 # --- The commands ----------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +97,8 @@ def run_doctor(given: argparse.Namespace) -> int:
     from blazeproto import doctor
     from blazeproto.lab.tables import Table, View
 
-    checks = doctor.examine()
+    with waiting("trying what is installed"):
+        checks = doctor.examine()
     code = 0 if all(check.ok for check in checks) else 1
     if given.json:
         print(json.dumps([asdict(check) | {"ok": check.ok} for check in checks], indent=2))
@@ -113,7 +122,8 @@ def run_bench(given: argparse.Namespace) -> int:
     sizes = given.sizes or sizes_of(GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
     if sizes.K > sizes.E:
         raise ValueError(f"T,d,n,E,K: expected K of at most E={sizes.E}, got {sizes.K}")
-    times = layer_times(sizes)
+    with waiting("timing"):
+        times = layer_times(sizes)
     if given.json:
         print(json.dumps(asdict(times) | {"sizes": sizes._asdict()}, indent=2))
     else:
@@ -134,9 +144,8 @@ def run_kernels(given: argparse.Namespace) -> int:
         for name in given.products:
             checks.one_of("--products", name, tuple(gemm.PRODUCTS))
         wanted = list(dict.fromkeys(kernel for name in given.products for kernel in gemm.PRODUCTS[name].kernels()))
-    wanted = compile_many(wanted)
-    with ThreadPoolExecutor() as pool:  # each waits for a disassembler
-        found = list(pool.map(resources, wanted))
+    with waiting(f"compiling {len(wanted)} kernels"), ThreadPoolExecutor() as pool:  # each waits for a disassembler
+        found = list(pool.map(resources, compile_many(wanted)))
     if given.json:
         listed = [
             {"entry": kernel.entry, "file": kernel.file, "macros": dict(kernel.defines), **asdict(has)}

@@ -71,27 +71,30 @@ class Explanation:
         )
 
     def view(self) -> View:
-        """The tables, for terminals and notebooks."""
+        """The tables, for terminals and notebooks: numbers by phase, then each step's arrays."""
         tables = []
         for phase in ("forward", "backward"):
-            keeps = phase == "forward"
-            columns = [phase, "reads", "writes", "read", "written", "operations", "floor, ms"]
-            columns += ["ms", "floor / ms"] if self.is_timed else []
-            columns += ["keeps", "kept"] if keeps else []
-            rows = []
-            for step in (step for step in self.rows if step.phase == phase):
-                reads, writes, kept = (", ".join(map(str, arrays)) for arrays in (step.reads, step.writes, step.keeps))
-                rows.append([step.name, reads, writes, *self._numbers(step), *([kept, _kept(step)] if keeps else [])])
-            sums = self.totals(phase)
-            rows.append(["sum", "", "", *self._numbers(sums), *(["", _kept(sums)] if keeps else [])])
-            tables.append(Table(columns, rows, left=[phase, "reads", "writes", "keeps"], last=1))
+            columns = [phase, "read", "written", "operations", "floor, ms"]
+            columns += [*(["ms", "floor / ms"] if self.is_timed else []), "kept"]
+            steps: list[Step | Totals] = [step for step in self.rows if step.phase == phase]
+            rows = [
+                [step.name if isinstance(step, Step) else "sum", *self._numbers(step)]
+                for step in [*steps, self.totals(phase)]
+            ]
+            tables.append(Table(columns, rows, left=[phase], last=1))
+        columns = ["arrays of", "reads", "writes", "keeps for backward"]
+        arrays = [
+            [step.name, *(" ".join(map(str, part)) for part in (step.reads, step.writes, step.keeps))]
+            for step in self.rows
+        ]
+        tables.append(Table(columns, arrays, left=columns))
         facts = {"kept by the experts": f"{in_bytes(self.saved_bytes)} (layer.saved_bytes)"}
         return View(self.title, facts, tables, self.note)
 
     def _numbers(self, of: Step | Totals) -> list[str]:
         moved = [in_bytes(of.bytes_read), in_bytes(of.bytes_written), in_operations(of.operations), in_ms(of.floor_ms)]
-        share = f"{of.floor_ms / of.ms:.2f}" if of.ms else "–"
-        return [*moved, in_ms(of.ms), share] if self.is_timed else moved
+        timed = [in_ms(of.ms), f"{of.floor_ms / of.ms:.2f}" if of.ms else "–"] if self.is_timed else []
+        return [*moved, *timed, in_bytes(of.kept_bytes) if of.kept_bytes else ""]
 
     def __rich__(self) -> Group:
         return self.view().__rich__()
@@ -101,10 +104,6 @@ class Explanation:
 
     def __repr__(self) -> str:
         return self.view().text()
-
-
-def _kept(of: Step | Totals) -> str:
-    return in_bytes(of.kept_bytes) if of.kept_bytes else ""
 
 
 @torch.no_grad()

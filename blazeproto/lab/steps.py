@@ -29,7 +29,7 @@ class Array(NamedTuple):
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name} {'×'.join(map(str, self.shape))}"
+        return f"{self.name.replace(' ', '_')}[{'×'.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 BAR_WIDTH = 32  # characters of a full bar
-TEXT_WIDTH = 160  # columns of a view as plain text
+TEXT_WIDTH = 110  # columns of a view as plain text
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ def _rich(table: Table) -> RichTable:
     for place, column in enumerate(table.columns):
         bars = any(isinstance(row[place], Bar) for row in table.rows)
         words = bars or column in table.left
-        made.add_column(column, justify="left" if words else "right", no_wrap=not words or bars)
+        made.add_column(
+            column, justify="left" if words else "right", no_wrap=not words or bars or place == 0, overflow="fold"
+        )
     for number, row in enumerate(table.rows, start=1):
         ends = number == len(table.rows) - table.last
         made.add_row(*(Text(cell.text() if isinstance(cell, Bar) else cell) for cell in row), end_section=ends)
