@@ -52,7 +52,7 @@ class LayerTimes:
 
 
 def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
-    """A `MoE` of these sizes, SwiGLU and the top-k router with its auxiliary loss, on the best backend of this machine.
+    """A `MoE` of these ``sizes``, SwiGLU and the top-k router with its auxiliary loss, on the best backend of this machine.
 
     On a GPU in bf16, each call alone with a cold L2 cache, by CUDA events: an eager layer below a millisecond waits for the
     host, whose time is then in it where it is longer than what the GPU was held for. On a CPU in float32, by the clock.

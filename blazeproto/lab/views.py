@@ -31,7 +31,7 @@ CONSUMERS = 2  # warpgroups that multiply a tile
 
 
 def view(thing: Any) -> View:
-    """What there is to see of a `Dispatch`, `Kernel`, `TileConfig` or `MoE`, or an object of a class made from one.
+    """What there is to see of ``thing``: a `Dispatch`, `Kernel`, `TileConfig` or `MoE`, or an object of a class made from one.
 
     A dispatch is read back, which waits for its device; a kernel is compiled if need be. TypeError for anything else.
     """
@@ -45,12 +45,12 @@ def view(thing: Any) -> View:
 
 
 def loads_of(dispatch: Dispatch) -> list[int]:
-    """Rows of each expert; waits for the device."""
+    """Rows of each expert of ``dispatch``, E ints; waits for the device."""
     return [end - begin for begin, end in pairwise(dispatch.expert_token_offsets.tolist())]
 
 
 def imbalance(loads: list[int]) -> float:
-    """The largest load over the mean: 1 at best, E where all pairs have one expert, NaN where there is no pair."""
+    """The largest of ``loads`` over their mean: 1 at best, E where all pairs have one expert, NaN where there is no pair."""
     return max(loads) * len(loads) / total if (total := sum(loads)) else float("nan")
 
 
@@ -128,7 +128,7 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
 
 
 def plot_load(dispatch: Dispatch, ax: Axes | None = None) -> Axes:
-    """The load of each expert as bars and the mean as a line, by matplotlib, on ``ax`` or new axes; returns the Axes.
+    """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes, which it returns.
 
     Waits for the device.
     """
