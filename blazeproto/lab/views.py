@@ -128,9 +128,9 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
 
 
 def plot_load(dispatch: Dispatch, ax: Axes | None = None) -> Axes:
-    """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes, which it returns.
+    """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes.
 
-    Waits for the device.
+    Returns the Axes. Waits for the device.
     """
     if ax is None:
         from matplotlib import pyplot
