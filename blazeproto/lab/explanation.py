@@ -110,7 +110,8 @@ class Explanation:
 def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:
     """What one forward and backward of ``layer`` on ``x`` does, step by step.
 
-    layer: a `MoE`.  x: (..., d) floating point, as the layer takes it, on its device.  token_ids: (...) integers, for hash routing alone.
+    layer: a `MoE`.  x: (..., d) floating point, as the layer takes it, on its device.
+    token_ids: (...) integers, for hash routing alone.  measure: whether steps are timed where they can be.
 
     Each step has the arrays that it reads and writes, with their shapes; the bytes and operations; its floor on an H200
     (`blazeproto.cost`); what it keeps for backward. The steps are those of the Hopper kernels, whatever the backend, and K, where
