@@ -26,6 +26,7 @@ from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
+from blazeproto.runtime.shown import Shown
 
 
 @saved_by_export
@@ -46,7 +47,7 @@ class MoEStats(NamedTuple):
             return sum(losses[1:], losses[0])
 
 
-class MoE(nn.Module):
+class MoE(nn.Module, Shown):
     """out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
 
     Args:

@@ -29,6 +29,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"layer"},
     {"cost"},
     {"lab"},
+    {"doctor", "__main__"},
 )
 
 

@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blazeproto.runtime.shown import Shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHOWN_EXPERTS = 16  # whose load a repr lists; of more it tells the least, the mean and the most
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dispatch:
+class Dispatch(Shown):
     """Who goes where. A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
 
     For 5 tokens, 4 experts, K = 2, the tokens' experts being {2,3} {0,1} {0,3} {1,2} {0,3} (the example of §4.1):
@@ -65,6 +71,12 @@ class Dispatch:
             return self.expert_pair_indices // self.top_k
         used = (self.expert_pair_indices >= 0) * 1
         return self.pair_tokens[self.expert_pair_indices * used] * used - (1 - used)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """The load of each expert as bars, by matplotlib, on ``ax`` or new axes; waits for the device. Returns the Axes."""
+        plot_load = import_module("blazeproto.lab.views").plot_load
+        made: Axes = plot_load(self, ax)
+        return made
 
     def __repr__(self) -> str:
         """With the load, rows of each expert; it waits for the device."""

@@ -34,6 +34,7 @@ from blazeproto.gemm.cubin import start_with
 from blazeproto.gemm.nvrtc import Binary, CompileError
 from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arrays import current_device
+from blazeproto.runtime.shown import Shown
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
 # --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's report.
@@ -52,7 +53,7 @@ CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout ch
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Kernel:
+class Kernel(Shown):
     """One ``extern "C" __global__`` function of one .cu file, compiled with one set of macros. Nothing is done until asked for.
 
     file: name of a .cu in ``blazeproto/gemm/cuda``, or any path.  entry: the function's name.

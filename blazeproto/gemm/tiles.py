@@ -5,6 +5,8 @@ Measured on an H200 (`python -m scripts.bench.products --tune`); docs/kernels.md
 
 from dataclasses import dataclass, replace
 
+from blazeproto.runtime.shown import Shown
+
 OPERAND_BYTES = 2  # of a bf16 number, which all operands are
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
 CHUNK = ALIGNMENT // OPERAND_BYTES  # numbers in that many bytes
@@ -27,7 +29,7 @@ WIDTHS, DEPTHS, CLUSTERS, SWITCH = (128, 192, 256), (2, 4), (1, 2), (False, True
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class TileConfig(Shown):
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
     tile_n: columns of a tile (128 or 256; 192 in linear.cu alone), which has 128 rows.  stages: depth of the ring (2 or 4).

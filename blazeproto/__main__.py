@@ -1,0 +1,170 @@
+"""Commands of the package.
+
+python -m blazeproto doctor                  what works on this machine, what is missing, and the command that mends it
+python -m blazeproto bench T,d,n,E,K         a layer of these sizes, timed beside its floor
+python -m blazeproto kernels                 every compiled kernel: registers, spills, shared memory, CTAs, wgmma
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from blazeproto.gemm import Kernel, Sizes
+
+CPU_SIZES, GPU_SIZES = "256,128,64,8,2", "24576,1536,512,64,4"  # of `bench`, if none are given
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help lists the options)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = Parser(
+        prog="python -m blazeproto", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    as_json = Parser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    doctor = commands.add_parser(
+        "doctor", parents=[as_json], help="what works here; exit code 1 where something is missing"
+    )
+    doctor.set_defaults(run=run_doctor)
+
+    bench = commands.add_parser("bench", parents=[as_json], help="time a layer beside its floor")
+    sizes = f"tokens, widths of model and expert, experts, experts a token; default {GPU_SIZES}, on a CPU {CPU_SIZES}"
+    bench.add_argument("sizes", nargs="?", type=sizes_of, metavar="T,d,n,E,K", help=sizes)
+    bench.set_defaults(run=run_bench)
+
+    kernels = commands.add_parser("kernels", parents=[as_json], help="compile all kernels, or read them from the cache")
+    kernels.add_argument(
+        "--products", type=lambda word: word.split(","), metavar="A,B", help="these alone, e.g. up_forward"
+    )
+    kernels.set_defaults(run=run_kernels)
+
+    given = parser.parse_args(arguments)
+    try:
+        code: int = given.run(given)
+    except ValueError as error:  # what the package says of the arguments
+        parser.error(str(error))
+    return code
+
+
+def sizes_of(word: str) -> Sizes:
+    """``"T,d,n,E,K"`` -> Sizes."""
+    from blazeproto.gemm import Sizes
+
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){4}", word):
+        raise argparse.ArgumentTypeError(f"expected T,d,n,E,K, five ints of at least 1, got {word!r}")
+    return Sizes(*map(int, word.split(",")))
+
+
+def show(view: Any) -> None:
+    """On the terminal, or plainly into a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.print(view)
+    else:
+        print(view.text(width=200))
+
+
+def waiting(text: str) -> AbstractContextManager[Any]:
+    """Shows on a terminal that something goes on."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+# --- The commands ----------------------------------------------------------------------------------------------------------
+
+
+def run_doctor(given: argparse.Namespace) -> int:
+    from blazeproto import doctor
+    from blazeproto.lab.tables import Table, View
+
+    with waiting("trying what is installed"):
+        checks = doctor.examine()
+    code = 0 if all(check.ok for check in checks) else 1
+    if given.json:
+        print(json.dumps([asdict(check) | {"ok": check.ok} for check in checks], indent=2))
+        return code
+    marks = {True: "", False: "✗ "}
+    rows = [[check.name, check.version, marks[check.ok] + check.verdict, check.detail] for check in checks]
+    columns = ["", "version", "verdict", "detail"]
+    mends = {f"mend {check.name}": check.mend for check in checks if check.mend and not check.ok}
+    note = "This machine has all that it can run." if code == 0 else "Something is missing; see the commands above."
+    show(View("blazeproto doctor", tables=[Table(columns, rows, left=columns)], note="" if mends else note))
+    if mends:
+        show(View("To mend it", mends))
+    return code
+
+
+def run_bench(given: argparse.Namespace) -> int:
+    import torch
+
+    from blazeproto.lab.layer_times import layer_times
+
+    sizes = given.sizes or sizes_of(GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
+    if sizes.K > sizes.E:
+        raise ValueError(f"T,d,n,E,K: expected K of at most E={sizes.E}, got {sizes.K}")
+    with waiting("timing"):
+        times = layer_times(sizes)
+    if given.json:
+        print(json.dumps(asdict(times) | {"sizes": sizes._asdict()}, indent=2))
+    else:
+        show(times.view())
+    return 0
+
+
+def run_kernels(given: argparse.Namespace) -> int:
+    from blazeproto import gemm
+    from blazeproto.gemm.compile import compile_many
+    from blazeproto.gemm.tiles import DEVICE_CONSTANTS
+    from blazeproto.lab.resources import resources
+    from blazeproto.lab.tables import Table, View, in_bytes
+    from blazeproto.runtime import cache, checks
+
+    wanted: list[Kernel] = gemm.all_kernels()
+    if given.products is not None:
+        for name in given.products:
+            checks.one_of("--products", name, tuple(gemm.PRODUCTS))
+        wanted = list(dict.fromkeys(kernel for name in given.products for kernel in gemm.PRODUCTS[name].kernels()))
+    with waiting(f"compiling {len(wanted)} kernels"), ThreadPoolExecutor() as pool:  # each waits for a disassembler
+        found = list(pool.map(resources, compile_many(wanted)))
+    if given.json:
+        listed = [
+            {"entry": kernel.entry, "file": kernel.file, "macros": dict(kernel.defines), **asdict(has)}
+            for kernel, has in zip(wanted, found, strict=True)
+        ]
+        print(json.dumps(listed, indent=2))
+        return 0
+    rows = []
+    for kernel, has in zip(wanted, found, strict=True):
+        macros = " ".join(macro[2:] for macro in kernel.macros if macro[2:].split("=")[0] not in DEVICE_CONSTANTS)
+        numbers = [has.registers, has.spills, in_bytes(has.smem_bytes), has.threads, has.ctas]
+        wgmma = "–" if has.wgmma is None else str(has.wgmma)
+        rows.append([kernel.entry, *map(str, numbers), wgmma, macros])
+    columns = ["kernel", "registers", "spills", "shared", "threads", "CTAs", "wgmma", "macros"]
+    note = "Registers: those a thread starts with. Spills: bytes a thread. CTAs: of a multiprocessor at a time."
+    facts = {"cache": str(cache.folder())}
+    show(View(f"{len(rows)} kernels", facts, [Table(columns, rows, left=["kernel", "macros"])], note))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

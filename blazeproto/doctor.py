@@ -1,0 +1,317 @@
+"""What works on this machine, what is missing, and the command that mends it: `python -m blazeproto doctor`.
+
+    for check in examine():
+        print(check.name, check.verdict, check.mend)
+
+Every check runs what it is about, in a process of its own, so that a package that crashes when it is imported takes nothing
+down: the torch backend trains a step of a small layer, NVRTC compiles a kernel, Numba's simulator runs one, and where there is a
+Hopper GPU a dispatch and `combine` run on it and are compared with their twins. This module imports none of these packages.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+
+WANTED = {"numpy": "<2.5", "torch": ">=2.11,<2.16", "cupy": ">=13.6", "numba-cuda": ">=0.20"}
+"""Versions, as in pyproject.toml."""
+PYTHON = ">=3.11"
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")  # one package under three names
+HOPPER = (9, 0)
+TIMEOUT = 300  # seconds of a check: the first NVRTC or Numba in a new environment is slow
+
+WORKS, MISSING, WRONG, BROKEN, ABSENT = "works", "missing", "wrong version", "does not work", "not here"
+
+
+@dataclass(frozen=True)
+class Check:
+    """verdict: "works", "missing", "wrong version", "does not work", or "not here", which is no fault.
+
+    needed: whether something that this machine could run does not run without it.  detail: what was tried, or what came instead.
+    mend: a command, empty where there is nothing to mend.
+    """
+
+    name: str
+    version: str
+    verdict: str
+    detail: str = ""
+    mend: str = ""
+    needed: bool = True
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is missing that this machine could run."""
+        return not self.needed or self.verdict in (WORKS, ABSENT)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU that CUDA shows. driver: its version.  cuda: the newest (major, minor) that the driver runs."""
+
+    name: str
+    capability: tuple[int, int]
+    driver: str
+    cuda: tuple[int, int]
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.capability == HOPPER
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which one stands on another. Takes some seconds, more where kernels are compiled first."""
+    gpu = find_gpu()
+    hopper = gpu is not None and gpu.is_hopper
+    major = "13" if gpu and gpu.cuda >= (13, 0) else "12"
+    mends = {
+        "numpy": _pip(f"numpy{WANTED['numpy']}"),
+        "torch": _pip(f"torch{WANTED['torch']}"),
+        "cupy": _pip(f"cupy-cuda{major}x[ctk]{WANTED['cupy']}"),
+        "numba-cuda": _pip(f"numba-cuda[cu{major}]{WANTED['numba-cuda']}"),
+    }
+    mends["nvrtc"] = _pip(f"cupy-cuda{major}x[ctk]{WANTED['cupy']}", f"numba-cuda[cu{major}]{WANTED['numba-cuda']}")
+    wanted = [
+        name for name in PROBES if not ((name == "hopper" and not hopper) or (name == "torch_gpu" and gpu is None))
+    ]
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
+
+    checks = [_python(), *_machine(gpu), _cuda(gpu, runs["nvrtc"], mends["nvrtc"])]
+    checks.append(_nvrtc(runs["nvrtc"], mends["nvrtc"]))
+    checks.append(_package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]))
+    checks.append(_package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]))
+    if gpu is not None:
+        checks.append(_ran("torch on the GPU", "", runs["torch_gpu"], "multiplies there", mends["torch"]))
+    what = "imports" if gpu else "imports; needed on a GPU alone"
+    checks.append(_package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper))
+    checks.append(_package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]))
+    tool = runs["nvdisasm"]
+    missing = Check("nvdisasm", "", MISSING, "for machine code: pip install nvidia-cuda-nvdisasm", needed=False)
+    checks.append(missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False))
+    if hopper:
+        found = runs["hopper"]
+        checks.append(_ran("kernels", "", found, "a dispatch and combine agree with their twins", mends["nvrtc"]))
+    return checks
+
+
+def _pip(*packages: str) -> str:
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+# --- The machine -----------------------------------------------------------------------------------------------------------
+
+
+def find_gpu() -> Gpu | None:
+    """By the driver's own libraries, so that nothing need be installed; None where there is no driver or no GPU."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+
+    def asked(status: int) -> int:
+        if status != 0:
+            raise OSError(f"CUDA driver: error {status}")
+        return number.value
+
+    try:
+        asked(cuda.cuInit(0))
+        if not asked(cuda.cuDeviceGetCount(ctypes.byref(number))):
+            return None
+        version = asked(cuda.cuDriverGetVersion(ctypes.byref(number)))
+        device = ctypes.c_int(asked(cuda.cuDeviceGet(ctypes.byref(number), 0)))
+        asked(cuda.cuDeviceGetName(name, len(name), device))
+        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        capability = [asked(cuda.cuDeviceGetAttribute(ctypes.byref(number), which, device)) for which in (75, 76)]
+    except OSError:
+        return None
+    return Gpu(
+        name.value.decode(), (capability[0], capability[1]), _driver_version(), (version // 1000, version % 1000 // 10)
+    )
+
+
+def _driver_version() -> str:
+    try:
+        management = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    text = ctypes.create_string_buffer(80)
+    if management.nvmlInit_v2() != 0 or management.nvmlSystemGetDriverVersion(text, len(text)) != 0:
+        return "unknown"
+    return text.value.decode()
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    right = SpecifierSet(PYTHON).contains(version)
+    return Check("Python", version, WORKS if right else WRONG, "" if right else f"expected {PYTHON}")
+
+
+def _machine(gpu: Gpu | None) -> list[Check]:
+    if gpu is None:
+        return [
+            Check("GPU", "", ABSENT, "the torch backend runs on the CPU, kernels compile, dispatch is simulated"),
+            Check("driver", "", ABSENT),
+        ]
+    capability = ".".join(map(str, gpu.capability))
+    detail = (
+        gpu.name if gpu.is_hopper else f"{gpu.name}: the kernels need compute capability 9.0; the torch backend runs"
+    )
+    return [
+        Check("GPU", capability, WORKS if gpu.is_hopper else ABSENT, detail),
+        Check("driver", gpu.driver, WORKS, f"runs CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}"),
+    ]
+
+
+def _cuda(gpu: Gpu | None, compiler: "Run", mend: str) -> Check:
+    """Of the CUDA packages, whose major version the driver must run."""
+    version = _version_of(compiler)
+    if not version:
+        return Check("CUDA", "", MISSING, "no NVRTC that says its version", mend)
+    if gpu is not None and int(version.split(".")[0]) > gpu.cuda[0]:
+        return Check("CUDA", version, WRONG, f"the driver runs CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}", mend)
+    return Check("CUDA", version, WORKS, "of the installed packages")
+
+
+def _nvrtc(run: "Run", mend: str) -> Check:
+    if not (version := _version_of(run)):
+        return Check("NVRTC", "", MISSING, run.error or "", mend)
+    return _ran("NVRTC", version, run, "compiles for sm_90a", mend)
+
+
+# --- Packages --------------------------------------------------------------------------------------------------------------
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _package(
+    name: str, distributions: Sequence[str], run: "Run", what: str, mend: str, *, needed: bool = True
+) -> Check:
+    """Is it there, in a version that this package takes, and does it run?"""
+    versions = installed(distributions)
+    if not versions:
+        return Check(name, "", MISSING, "" if needed else "needed on a Hopper GPU alone", mend, needed)
+    if len(versions) > 1:
+        remove = f"pip uninstall -y {' '.join(versions)} && {mend}"
+        return Check(name, "", BROKEN, f"{' and '.join(versions)} overwrite each other", remove, needed)
+    version = next(iter(versions.values()))
+    wanted = WANTED[next(key for key in WANTED if distributions[0].startswith(key))]
+    if not SpecifierSet(wanted).contains(version, prereleases=True):
+        return Check(name, version, WRONG, f"expected {wanted}", mend, needed)
+    return _ran(name, version, run, what, mend, needed=needed)
+
+
+def _ran(name: str, version: str, run: "Run", what: str, mend: str, *, needed: bool = True) -> Check:
+    if run.error is None:
+        return Check(name, version, WORKS, what, "", needed)
+    return Check(name, version, BROKEN, run.error, mend.replace("install", "install --force-reinstall", 1), needed)
+
+
+# --- What is run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """printed: what a check's process wrote.  error: why it failed, None where it did not."""
+
+    printed: str = ""
+    error: str | None = None
+
+
+def _version_of(run: Run) -> str:
+    return run.printed.split("\n")[0]
+
+
+PROBES = {
+    "numpy": "import numpy; assert numpy.arange(4).sum() == 6",
+    "torch": """
+import torch, blazeproto
+torch.manual_seed(0)
+layer = blazeproto.MoE(16, 8, 4, 2, backend="torch")
+out, stats = layer(torch.randn(8, 16))
+(out.square().mean() + stats.aux_loss).backward()
+assert all(p.grad.isfinite().all() for p in layer.parameters())
+""",
+    "nvrtc": """
+import pathlib, tempfile
+from blazeproto.gemm import nvrtc
+print("%d.%d" % nvrtc.version(), flush=True)
+with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder, "probe.cu")
+    file.write_text('#include <cuda_bf16.h>\\nextern "C" __global__ void f(__nv_bfloat16 *x) { *x = 1.0f; }')
+    includes = [f"-I{path}" for path in nvrtc.include_folders()]
+    assert nvrtc.compile(str(file), ["--gpu-architecture=sm_90a", "-default-device", *includes]).cubin
+""",
+    "nvdisasm": "from blazeproto.gemm import nvrtc; print(nvrtc.find_tool('nvdisasm'))",
+    "cupy": "import cupy",
+    "numba-cuda": """
+import numpy
+from numba import cuda
+@cuda.jit
+def double(x):
+    shared = cuda.shared.array(4, "int32")
+    shared[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+    cuda.syncthreads()
+    x[cuda.threadIdx.x] = 2 * shared[cuda.threadIdx.x]
+x = numpy.arange(4, dtype="int32")
+double[1, 4](x)
+assert x.tolist() == [0, 2, 4, 6]
+""",
+    "torch_gpu": """
+import torch
+if torch.version.cuda is None:
+    raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
+x = torch.ones(16, 16, device="cuda")
+assert (x @ x).sum() == 4096
+""",
+    "hopper": """
+import torch
+from blazeproto import dispatch, gemm
+from blazeproto.dispatch import reference
+torch.manual_seed(0)
+experts = torch.rand(64, 8, device="cuda").topk(2).indices.int()
+made = dispatch.build_dispatch(experts, 8)
+twin = reference.build_dispatch(experts.cpu().numpy(), 8)
+assert made.token_index_map.tolist() == twin.token_index_map.tolist()
+y = torch.randint(-8, 8, (128, 64), device="cuda").bfloat16()
+out = gemm.combine(y, made)
+assert torch.equal(out, y[made.token_index_map.long()].view(64, 2, 64).sum(1))
+""",
+}
+ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    "numba-cuda": {"NUMBA_ENABLE_CUDASIM": "1"},
+    "torch": {"CUDA_VISIBLE_DEVICES": ""},
+}
+
+
+def probe(name: str) -> Run:
+    """One of `PROBES`, in a process of its own with this one's interpreter."""
+    environment = {**os.environ, **ENVIRONMENT.get(name, {})}
+    command = [sys.executable, "-c", PROBES[name]]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Run(error=f"no answer in {TIMEOUT} s")
+    if done.returncode == 0:
+        return Run(done.stdout.strip())
+    if done.returncode < 0:
+        return Run(done.stdout.strip(), f"crashed (signal {-done.returncode})")
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return Run(done.stdout.strip(), said[-1] if said else f"exit code {done.returncode}")

@@ -1,0 +1,205 @@
+"""`explain(layer, x)`: one forward and backward of a layer as a table of its steps.
+
+print(explain(layer, x))                       # in IPython just: explain(layer, x)
+explain(layer, x).rows[0].bytes_read
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.activations import activation_named
+from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.chunks import num_chunks
+from blazeproto.autograd.operators import autocast_dtype
+from blazeproto.lab.steps import Shape, Step, steps_of
+from blazeproto.lab.tables import Table, View, in_bytes, in_ms, in_operations
+from blazeproto.layer import MoE
+from blazeproto.router import Router
+from blazeproto.router.choices import Hash
+from blazeproto.runtime import checks
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over steps; ms is None where none was measured."""
+
+    bytes_read: int
+    bytes_written: int
+    operations: float
+    floor_ms: float
+    kept_bytes: int
+    ms: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The steps of a layer's forward and backward, in order, as `Step` has them.
+
+    saved_bytes: what the experts keep for backward (`MoE.saved_bytes`); what the router keeps is in the rows too.
+    """
+
+    title: str
+    rows: tuple[Step, ...]
+    saved_bytes: int
+    note: str
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the steps were measured: on a Hopper GPU whose kernels the layer runs."""
+        return any(step.ms is not None for step in self.rows)
+
+    def totals(self, phase: str | None = None) -> Totals:
+        """Sums over "forward", "backward" or, by default, both."""
+        if phase is not None:
+            checks.one_of("phase", phase, ("forward", "backward"))
+        steps = [step for step in self.rows if phase in (None, step.phase)]
+        return Totals(
+            sum(step.bytes_read for step in steps),
+            sum(step.bytes_written for step in steps),
+            sum(step.operations or 0.0 for step in steps),
+            sum(step.floor_ms for step in steps),
+            sum(step.kept_bytes for step in steps),
+            sum(step.ms or 0.0 for step in steps) if self.is_timed else None,
+        )
+
+    def view(self) -> View:
+        """The tables, for terminals and notebooks: numbers by phase, then each step's arrays."""
+        tables = []
+        for phase in ("forward", "backward"):
+            columns = [phase, "read", "written", "operations", "floor, ms"]
+            columns += [*(["ms", "floor / ms"] if self.is_timed else []), "kept"]
+            steps: list[Step | Totals] = [step for step in self.rows if step.phase == phase]
+            rows = [
+                [step.name if isinstance(step, Step) else "sum", *self._numbers(step)]
+                for step in [*steps, self.totals(phase)]
+            ]
+            tables.append(Table(columns, rows, left=[phase], last=1))
+        columns = ["arrays of", "reads", "writes", "keeps for backward"]
+        arrays = [
+            [step.name, *(" ".join(map(str, part)) for part in (step.reads, step.writes, step.keeps))]
+            for step in self.rows
+        ]
+        tables.append(Table(columns, arrays, left=columns))
+        facts = {"kept by the experts": f"{in_bytes(self.saved_bytes)} (layer.saved_bytes)"}
+        return View(self.title, facts, tables, self.note)
+
+    def _numbers(self, of: Step | Totals) -> list[str]:
+        moved = [in_bytes(of.bytes_read), in_bytes(of.bytes_written), in_operations(of.operations), in_ms(of.floor_ms)]
+        timed = [in_ms(of.ms), f"{of.floor_ms / of.ms:.2f}" if of.ms else "–"] if self.is_timed else []
+        return [*moved, *timed, in_bytes(of.kept_bytes) if of.kept_bytes else ""]
+
+    def __rich__(self) -> Group:
+        return self.view().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.view()._repr_html_()
+
+    def __repr__(self) -> str:
+        return self.view().text()
+
+
+@torch.no_grad()
+def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:
+    """What one forward and backward of ``layer`` on ``x`` does, step by step.
+
+    layer: a `MoE`.  x: (..., d) floating point, as the layer takes it, on its device.
+    token_ids: (...) integers, for hash routing alone.  measure: whether steps are timed where they can be.
+
+    Each step has the arrays that it reads and writes, with their shapes; the bytes and operations; its floor on an H200
+    (`blazeproto.cost`); what it keeps for backward. The steps are those of the Hopper kernels, whatever the backend, and K, where
+    it varies, is that of this x's routing: the router runs once, which waits for the device. On a Hopper GPU whose kernels
+    the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
+    inputs, unless ``measure`` is False. That takes memory for all arrays of the layer at once. The layer is left as it was.
+
+    TypeError or ValueError for another layer or x.
+    """
+    if not isinstance(layer, MoE):
+        raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dim() == 0 or x.shape[-1] != layer.d_model:
+        raise ValueError(f"x: expected shape (..., {layer.d_model}), got {tuple(x.shape)}")
+    if x.device != layer.down_proj.device:
+        raise ValueError(f"x: expected device {layer.down_proj.device} (the layer's), got {x.device}")
+    tokens = x.detach().reshape(-1, layer.d_model)
+    routing = layer.router(tokens) if token_ids is None else layer.router(tokens, token_ids)
+    dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
+    shape = _shape_of(layer, tokens, routing, dtype)
+    steps = steps_of(shape)
+    sizes = (layer.num_experts, layer.d_model, layer.d_expert)
+    if measure and layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
+        from blazeproto.lab.step_times import measured
+
+        found = measured(layer, tokens.to(dtype).contiguous(), routing, shape)
+        steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
+    return Explanation(
+        f"MoE: T={shape.T}, d={shape.d}, n={shape.n}, E={shape.E}, K={_per_token(shape)}, {layer.activation}, "
+        f"save={shape.save}, {str(dtype).removeprefix('torch.')}",
+        tuple(steps),
+        layer.saved_bytes(shape.T, dtype),
+        _note(layer, shape, dtype),
+    )
+
+
+def _per_token(shape: Shape) -> str:
+    if shape.top_k is not None and shape.rows == shape.T * shape.top_k:
+        return str(shape.top_k)
+    return f"{shape.rows / max(shape.T, 1):.2f} in the mean"
+
+
+def _note(layer: MoE, shape: Shape, dtype: torch.dtype) -> str:
+    notes = ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
+    if dtype != torch.bfloat16:
+        notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
+    if shape.num_chunks > 1:
+        notes.append(
+            f"The layer runs in {shape.num_chunks} chunks of tokens; here its steps are those of the whole batch."
+        )
+    if shape.shared:
+        notes.append("What the shared expert keeps for backward is not counted.")
+    if shape.router == "other":
+        notes.append(
+            f"What {type(layer.router).__name__}, no Router of this package, reads and keeps itself is not counted."
+        )
+    return " ".join(notes)
+
+
+def _shape_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> Shape:
+    pairs, num_tokens = routing.experts.numel(), len(tokens)
+    chunks = num_chunks(num_tokens, layer._chunk_tokens(num_tokens, dtype.itemsize))
+    capacity = pairs if layer.row_capacity is None else min(layer.row_capacity, pairs)
+    router, ours = layer.router, isinstance(layer.router, Router)
+    weight = getattr(router, "weight", layer.down_proj)
+    coefficients = (getattr(router, name, 0.0) for name in ("aux_loss", "z_loss"))
+    top_k = None if routing.pair_tokens is not None else routing.experts.shape[1]
+    by_top_k = ours and top_k is not None and not isinstance(router.choice, Hash)
+    return Shape(
+        T=num_tokens,
+        d=layer.d_model,
+        n=layer.d_expert,
+        E=layer.num_experts,
+        halves=activation_named(layer.activation).halves,
+        rows=min(int(routing.load.sum()), capacity),
+        pairs=pairs,
+        places=pairs if chunks > 1 else capacity,
+        top_k=top_k,
+        num_chunks=chunks,
+        itemsize=dtype.itemsize,
+        weight_itemsize=layer.down_proj.itemsize,
+        router_itemsize=weight.itemsize,
+        logit_itemsize=routing.scores.itemsize,
+        save=layer.save.value,
+        fused=layer.combine == "fused",
+        bias=layer.down_proj_bias is not None,
+        shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
+        router="top_k" if by_top_k else "choice" if ours else "other",
+        losses=ours and any(coefficients),
+    )

@@ -1,0 +1,103 @@
+"""How long a layer takes on this machine, beside its floor: `python -m blazeproto bench T,d,n,E,K`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.gemm import Sizes
+from blazeproto.lab.explanation import explain
+from blazeproto.lab.step_times import cold_ms
+from blazeproto.lab.tables import Table, View, in_ms
+from blazeproto.layer import MoE
+
+ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Milliseconds of a forward, and of a forward and backward, of a `MoE` with its router and auxiliary loss.
+
+    floor_forward_ms, floor_both_ms: the sums of the steps' floors (`explain`); None where no Hopper kernel runs.
+    """
+
+    sizes: Sizes
+    device: str
+    backend: str
+    dtype: str
+    forward_ms: float
+    both_ms: float
+    floor_forward_ms: float | None
+    floor_both_ms: float | None
+
+    def view(self) -> View:
+        """As a table."""
+        rows = []
+        for name, ms, floor in (
+            ("forward", self.forward_ms, self.floor_forward_ms),
+            ("forward + backward", self.both_ms, self.floor_both_ms),
+        ):
+            rows.append([name, in_ms(ms), in_ms(floor), "–" if floor is None else f"{floor / ms:.2f}"])
+        columns = ["", "ms", "floor, ms", "floor / ms"]
+        if self.floor_both_ms is None:
+            rows, columns = [row[:2] for row in rows], columns[:2]
+        sizes = ", ".join(f"{name}={getattr(self.sizes, name)}" for name in ("T", "d", "n", "E", "K"))
+        facts = {"device": self.device, "backend": f"{self.backend}, {self.dtype}"}
+        return View(f"MoE: {sizes}", facts, [Table(columns, rows, left=[""])])
+
+
+def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
+    """A `MoE` of these ``sizes``, SwiGLU and the top-k router with its auxiliary loss, on the best backend of this machine.
+
+    On a GPU in bf16, each call alone with a cold L2 cache, by CUDA events: an eager layer below a millisecond waits for the
+    host, whose time is then in it where it is longer than what the GPU was held for. On a CPU in float32, by the clock.
+    Medians of ``rounds`` calls, after three that are not counted. ValueError where K > E.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layer = MoE(sizes.d, sizes.n, sizes.E, sizes.K, device=device, dtype=dtype)
+    hopper = missing_for_hopper(device, dtype, sizes.E, sizes.d, sizes.n) is None
+    x = torch.randn(sizes.T, sizes.d, device=device, dtype=dtype, requires_grad=True)
+    d_out = torch.randn_like(x)
+    wanted = [x, *layer.parameters()]
+
+    def forward() -> object:
+        return layer(x)
+
+    def both() -> object:
+        out, stats = layer(x)
+        loss = stats.aux_loss
+        assert isinstance(loss, torch.Tensor)
+        return torch.autograd.grad((out, loss), wanted, (d_out, torch.ones_like(loss)))
+
+    if hopper:
+        layer.prepare(sizes.T)
+    clock = cold_ms if device.type == "cuda" else wall_ms
+    floors = explain(layer, x, measure=False) if hopper else None
+    return LayerTimes(
+        sizes,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "hopper" if hopper else "torch",
+        str(dtype).removeprefix("torch."),
+        clock(forward, rounds),
+        clock(both, rounds),
+        None if floors is None else floors.totals("forward").floor_ms,
+        None if floors is None else floors.totals().floor_ms,
+    )
+
+
+def wall_ms(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Median milliseconds of one call by the host's clock, which is right on a CPU alone."""
+    for _ in range(3):
+        call()
+    samples = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        samples.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(samples)

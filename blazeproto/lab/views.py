@@ -1,0 +1,220 @@
+"""Views of what this package makes: `Dispatch`, `Kernel`, `TileConfig`, `MoE`, in terminals (rich) and notebooks (HTML).
+
+    dispatch            # in Jupyter; in IPython after `%load_ext rich`, or by rich.print(dispatch)
+    view(dispatch)      # the same, wherever rich or Jupyter shows objects
+    print(view(dispatch).text())
+
+The classes show themselves through `blazeproto.runtime.shown.Shown`, which asks `view`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm import Kernel, TileConfig
+from blazeproto.gemm.tiles import BK, BM, OPERAND_BYTES, SMEM_LIMIT, TILES, WARPGROUP
+from blazeproto.lab.resources import resources
+from blazeproto.lab.tables import Bar, Cell, Table, View, in_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from blazeproto.layer import MoE
+
+MOST_BARS = 32  # experts whose load a view draws; of more, those with the most and the least
+EXAMPLE_TOKENS, EXAMPLE_PAIRS = 12, 36  # up to so many a view shows who is where, as MoEBlaze §4.1 does
+CONSUMERS = 2  # warpgroups that multiply a tile
+
+
+def view(thing: Any) -> View:
+    """What there is to see of ``thing``: a `Dispatch`, `Kernel`, `TileConfig` or `MoE`, or an object of a class made from one.
+
+    A dispatch is read back, which waits for its device; a kernel is compiled if need be. TypeError for anything else.
+    """
+    for kind in type(thing).__mro__:
+        if kind.__name__ in _VIEWS and kind.__module__.startswith("blazeproto."):
+            return _VIEWS[kind.__name__](thing)
+    raise TypeError(f"thing: expected one of {', '.join(_VIEWS)}, got {type(thing).__name__}")
+
+
+# --- A dispatch ------------------------------------------------------------------------------------------------------------
+
+
+def loads_of(dispatch: Dispatch) -> list[int]:
+    """Rows of each expert of ``dispatch``, E ints; waits for the device."""
+    return [end - begin for begin, end in pairwise(dispatch.expert_token_offsets.tolist())]
+
+
+def imbalance(loads: list[int]) -> float:
+    """The largest of ``loads`` over their mean: 1 at best, E where all pairs have one expert, NaN where there is no pair."""
+    return max(loads) * len(loads) / total if (total := sum(loads)) else float("nan")
+
+
+def _of_dispatch(dispatch: Dispatch) -> View:
+    loads = loads_of(dispatch)
+    mean = sum(loads) / len(loads)
+    per_token = "varies" if dispatch.top_k is None else str(dispatch.top_k)
+    facts = {
+        "tokens T": f"{dispatch.num_tokens:,}",
+        "experts E": f"{dispatch.num_experts:,}",
+        "experts a token K": per_token,
+        "rows": f"{sum(loads):,} of {dispatch.num_rows:,} places, {dispatch.num_pairs:,} pairs",
+        "load": f"least {min(loads):,}, mean {mean:,.1f}, most {max(loads):,}",
+        "imbalance": f"{imbalance(loads):.2f} (most over mean)",
+    }
+    if dispatch.overflow is not None:
+        facts["overflow"] = f"{int(dispatch.overflow[0]):,} pairs beyond the row capacity"
+    if dispatch.num_tokens <= EXAMPLE_TOKENS and dispatch.num_pairs <= EXAMPLE_PAIRS:
+        return View("Dispatch", facts, _example(dispatch, loads))
+    shown = sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))
+    caption = "┊ the mean load"
+    if len(shown) > MOST_BARS:
+        half = MOST_BARS // 2
+        caption += f"; the {half} experts with the most rows and the {half} with the least of {len(shown)}"
+        shown = shown[:half] + shown[-half:]
+    else:
+        shown.sort()
+    rows: list[list[Cell]] = [[str(e), f"{loads[e]:,}", Bar(loads[e], max(loads), mean)] for e in shown]
+    return View("Dispatch", facts, [Table(["expert", "load", ""], rows, caption, left=[""])])
+
+
+def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
+    """By expert, by token, and the lists themselves, as MoEBlaze §4.1 prints them."""
+    pairs = dispatch.expert_pair_indices.tolist()
+    offsets = dispatch.expert_token_offsets.tolist()
+    tokens = dispatch.expert_token_indices.tolist()
+    expert_of = {pair: e for e, ends in enumerate(pairwise(offsets)) for pair in pairs[slice(*ends)]}
+    places = dispatch.token_index_map.tolist()
+    begins = [t * (dispatch.top_k or 0) for t in range(dispatch.num_tokens + 1)]
+    if dispatch.token_offsets is not None:
+        begins = dispatch.token_offsets.tolist()
+
+    def numbers(values: list[Any]) -> str:
+        return " ".join(map(str, values))
+
+    mean = sum(loads) / len(loads)
+    by_expert: list[list[Cell]] = [
+        [
+            str(e),
+            str(loads[e]),
+            Bar(loads[e], max(loads), mean),
+            f"{begin} to {end - 1}" if end > begin else "–",
+            numbers(pairs[begin:end]),
+            numbers(tokens[begin:end]),
+        ]
+        for e, (begin, end) in enumerate(pairwise(offsets))
+    ]
+    by_token = [
+        [
+            str(token),
+            numbers([expert_of.get(pair, "–") for pair in range(begin, end)]),
+            numbers([row if row >= 0 else "–" for row in places[begin:end]]),
+        ]
+        for token, (begin, end) in enumerate(pairwise(begins))
+    ]
+    names = ("token_expert_indices", "expert_pair_indices", "expert_token_offsets", "token_index_map")
+    lists = [[name, numbers(getattr(dispatch, name).tolist())] for name in names if getattr(dispatch, name) is not None]
+    lists.append(["expert_token_indices", numbers(tokens)])
+    words = ["", "rows", "pairs", "tokens", "experts", "list", "values"]
+    return [
+        Table(["expert", "load", "", "rows", "pairs", "tokens"], by_expert, "┊ the mean load", left=words),
+        Table(["token", "experts", "rows"], by_token, "– no row", left=words),
+        Table(["list", "values"], lists, left=words),
+    ]
+
+
+def plot_load(dispatch: Dispatch, ax: Axes | None = None) -> Axes:
+    """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes.
+
+    Returns the Axes. Waits for the device.
+    """
+    if ax is None:
+        from matplotlib import pyplot
+
+        _, ax = pyplot.subplots(figsize=(8, 3), layout="constrained")
+    loads = loads_of(dispatch)
+    ax.bar(range(len(loads)), loads, width=0.8 if len(loads) <= 64 else 1.0)
+    mean = sum(loads) / len(loads)
+    ax.axhline(mean, color="C1", linestyle="--", label=f"mean {mean:.1f}")
+    ax.set(xlabel="expert", ylabel="rows", title=f"load; imbalance {imbalance(loads):.2f}")
+    ax.legend()
+    return ax
+
+
+# --- Kernels and tiles -----------------------------------------------------------------------------------------------------
+
+
+def _of_kernel(kernel: Kernel) -> View:
+    has = resources(kernel)
+    facts = {
+        "source": kernel.file,
+        "registers": f"{has.registers} a thread" + (" at the start" if kernel.start_registers else ""),
+        "spills": in_bytes(has.spills),
+        "shared memory": in_bytes(has.smem_bytes),
+        "threads": f"{has.threads} a CTA",
+        "CTAs": f"{has.ctas} a multiprocessor",
+        "wgmma": "– (pip install nvidia-cuda-nvdisasm)" if has.wgmma is None else f"{has.wgmma} in the machine code",
+        "cubin": in_bytes(len(kernel.cubin)),
+        "macros": " ".join(macro[2:] for macro in kernel.macros),
+    }
+    return View(f"Kernel {kernel.entry}", facts, note=".source .ptx .sass .log")
+
+
+def _of_tiles(config: TileConfig) -> View:
+    stage = OPERAND_BYTES * BK * (BM + config.tile_n)
+    users = [name for name, tiles in TILES.items() if tiles == config]
+    yes = {True: "yes", False: "no"}
+    return View(
+        f"TileConfig {BM} x {config.tile_n}",
+        {
+            "stages": f"{config.stages} of {in_bytes(stage)}: {BM} x {BK} and {config.tile_n} x {BK} bf16",
+            "ring": f"{in_bytes(stage * config.stages)} of {in_bytes(SMEM_LIMIT)}",
+            "accumulators": f"{BM * config.tile_n // (CONSUMERS * WARPGROUP)} fp32 a consumer thread",
+            "wgmma": f"m64n{config.tile_n}k16, {BK // 16} a stage and consumer warpgroup",
+            "deferred epilogue": yes[config.deferred],
+            "cluster": f"{config.cluster} CTA" + "s" * (config.cluster > 1),
+            "tickets": yes[config.tickets],
+            "runs by default": ", ".join(users) or "nowhere",
+        },
+    )
+
+
+# --- A layer ---------------------------------------------------------------------------------------------------------------
+
+
+def _of_layer(layer: MoE) -> View:
+    of_experts = (layer.up_name, "down_proj", f"{layer.up_name}_bias", "down_proj_bias")
+    rows, total, active = [], 0, 0
+    for name, parameter in layer.named_parameters():
+        count = parameter.numel()
+        total += count
+        active += count * layer.top_k // layer.num_experts if name in of_experts else count
+        shape = " x ".join(map(str, parameter.shape))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        rows.append([name, shape, dtype, f"{count:,}", in_bytes(count * parameter.itemsize)])
+    total_bytes = sum(p.numel() * p.itemsize for p in layer.parameters())
+    rows.append(["all", "", "", f"{total:,}", in_bytes(total_bytes)])
+    dtypes = Counter(str(p.device) for p in layer.parameters())
+    tokens = 4096
+    facts = {
+        "sizes": f"d={layer.d_model}, n={layer.d_expert}, E={layer.num_experts}, K={layer.top_k}",
+        "experts": f"{layer.activation}, combine={layer.combine}, backend={layer.backend}",
+        "router": f"{type(layer.router).__name__}({getattr(layer.router, 'extra_repr', str)()})",
+        "device": ", ".join(dtypes),
+        "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",
+        "save": f"{layer.save.value}: {layer.saved_bytes(tokens) / tokens:,.0f} B a token kept by the experts for backward",
+    }
+    columns = ["parameter", "shape", "dtype", "elements", "bytes"]
+    return View("MoE", facts, [Table(columns, rows, left=columns[:3], last=1)])
+
+
+_VIEWS: dict[str, Callable[[Any], View]] = {
+    "Dispatch": _of_dispatch,
+    "Kernel": _of_kernel,
+    "TileConfig": _of_tiles,
+    "MoE": _of_layer,
+}

@@ -1,0 +1,270 @@
+"""`explain`: its steps' bytes, operations and floors are cost's, what they keep is what autograd keeps, and their calls run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blazeproto import MoE, cost, dispatch, gemm
+from blazeproto.dispatch import reference as dispatch_twins
+from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.gemm import reference as gemm_twins
+from blazeproto.lab import step_times
+from blazeproto.lab.explanation import Explanation, explain
+
+POLICIES = ("minimal", "paper", "recompute")
+
+
+def explained(T: int = 96, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[MoE, Tensor, Explanation]:
+    layer = MoE(64, 32, 8, 2, dtype=dtype, **options)
+    x = torch.randn(T, 64).to(dtype).requires_grad_()
+    return layer, x, explain(layer, x)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_products_are_those_of_cost(activation: str) -> None:
+    _, _, made = explained(activation=activation)
+    sizes = Sizes(96, 64, 32, 8, 2, halves=2 if activation == "swiglu" else 1)
+    # Scores are counted in full here, rows' places not at all.
+    counted = {"down_backward_act": 8 * sizes.rows, ("forward", "combine"): -4 * sizes.rows}
+    counted["backward", "combine"] = -8 * sizes.rows
+    steps = [step for step in made.rows if step.name in PRODUCTS]
+    assert [step.name for step in steps] == [*cost.FORWARD, "combine", *cost.BACKWARD[:3], "combine", cost.BACKWARD[3]]
+    for step in steps:
+        product = PRODUCTS[step.name]
+        assert step.operations == product.operations(sizes)
+        more = counted.get(step.name, counted.get((step.phase, step.name), 0))
+        assert step.bytes_read + step.bytes_written == product.least_bytes(sizes) + more, step.name
+    for phase, floor in zip(("forward", "backward"), cost.layer_floor_ms(sizes), strict=True):
+        assert sum(step.floor_ms for step in steps if step.phase == phase) == pytest.approx(floor, rel=0.03)
+
+
+def test_top_k_is_that_of_cost() -> None:
+    _, _, made = explained()
+    forward, backward = (step for step in made.rows if step.name == "top-k")
+    assert forward.bytes_read + forward.bytes_written == cost.topk_bytes(96, 8, 2, 4)
+    assert backward.bytes_read + backward.bytes_written == cost.topk_backward_bytes(96, 8, 2, 4)
+
+
+def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
+    """Bytes of all that a forward's graph keeps but for the parameters, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    storages: dict[int, int] = {}
+    kept = []
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters and t.numel():
+            storages[storage.data_ptr()] = t.nbytes
+            kept.append(t)  # so that no other tensor comes to lie there
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out, stats = layer(x, **inputs)
+        made = (out.float().sum(), stats.aux_loss)
+    del made
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("router", ["top_k", "aux_free", "topk_softmax"])
+@pytest.mark.parametrize("save", POLICIES)
+def test_what_is_kept_is_what_autograd_keeps(save: str, router: str) -> None:
+    layer, x, made = explained(save=save, router=router)
+    by_experts = sum(s.kept_bytes for s in made.rows if s.name not in ("router product", "top-k", "load and losses"))
+    assert by_experts == made.saved_bytes == layer.saved_bytes(96)
+    # Without coefficients the losses' node keeps the load too, until it is dropped with the losses.
+    load = 0 if layer.router.aux_loss else 4 * 8
+    assert made.totals().kept_bytes + load == kept_by_autograd(layer, x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"row_capacity": 100},
+        {"workspace_bytes": 20_000},
+        {"router": "token_rounding", "tile": 16},
+        {"router": "expert_choice"},
+        {"bias": True, "combine": "fused", "d_shared": 16},
+        {"dtype": torch.float32},
+    ],
+    ids=["capacity", "chunks", "rounding", "expert_choice", "bias", "float32"],
+)
+@pytest.mark.parametrize("save", POLICIES)
+def test_experts_keep_what_the_layer_says(save: str, options: dict[str, Any]) -> None:
+    layer, _, made = explained(save=save, **options)
+    of_router = ("router product", "top-k", "choice", "load and losses")
+    assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
+    names = [step.name for step in made.rows]
+    assert ("up_forward again" in names) == (save == "recompute")
+    assert ("down_forward_fused" in names) == ("combine" in options)
+    assert ("bias_score_grad" in names) == ("bias" in options)
+    assert "chunks of tokens" in repr(made) or "workspace_bytes" not in options
+
+
+def test_rows_are_those_that_are_computed() -> None:
+    _, _, made = explained(row_capacity=100)
+    up = next(step for step in made.rows if step.name == "up_forward")
+    assert up.writes[0].shape == (100, 64) and "K=1.04 in the mean" in made.title
+    assert up.operations == pytest.approx(2.0 * 100 * 64 * 64)
+
+
+def test_float32_weights_are_cast_and_get_float32_gradients() -> None:
+    layer = MoE(64, 32, 8, 2)
+    made = explain(layer, torch.randn(96, 64, dtype=torch.bfloat16))
+    assert [step.phase for step in made.rows if step.name == "weights to x's dtype"] == ["forward", "backward"]
+    gradient = next(step for step in made.rows if step.name == "up_backward_weight")
+    assert gradient.bytes_written == 4 * layer.gate_up_proj.numel()
+
+
+class EvenRouter(nn.Module):
+    """Expert t mod E for token t: a router that is not this package's."""
+
+    def forward(self, x: Tensor) -> Any:
+        experts = torch.arange(len(x), dtype=torch.int32)[:, None] % 8
+        load = torch.bincount(experts.flatten(), minlength=8).int()
+        scores = torch.ones(len(x), 1)
+        extra = {"aux_losses": {}, "token_offsets": None, "pair_tokens": None}
+        return SimpleNamespace(scores=scores, experts=experts, logits=None, load=load, **extra)
+
+
+def test_other_routers() -> None:
+    layer = MoE(64, 32, 8, 1, router=EvenRouter())
+    made = explain(layer, torch.randn(4, 6, 64))
+    assert made.rows[0].name == "router" and made.rows[0].operations is None
+    assert "EvenRouter" in made.note and "T=24" in made.title and "K=1," in made.title
+    hashing = MoE(64, 32, 8, 2, router="hash")
+    made = explain(hashing, torch.randn(24, 64), torch.arange(24))
+    assert "choice" in [step.name for step in made.rows]
+
+
+def test_no_token() -> None:
+    _, _, made = explained(T=0)
+    assert made.totals().operations == 0 and "T=0" in repr(made)
+
+
+def test_the_layer_is_left_as_it_was() -> None:
+    layer = MoE(64, 32, 8, 2, router="aux_free")
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    explain(layer, torch.randn(8, 64))
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_bad_input() -> None:
+    layer = MoE(64, 32, 8, 2)
+    with pytest.raises(TypeError, match="layer: expected a MoE, got Linear"):
+        explain(nn.Linear(2, 2), torch.randn(3, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x: expected a torch\.Tensor, got list"):
+        explain(layer, [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x: expected shape \(\.\.\., 64\), got \(3, 2\)"):
+        explain(layer, torch.randn(3, 2))
+    with pytest.raises(ValueError, match="x: expected device cpu"):
+        explain(layer, torch.randn(3, 64, device="meta"))
+    made = explain(layer, torch.randn(3, 64))
+    with pytest.raises(ValueError, match="phase: expected one of"):
+        made.totals("sideways")
+
+
+def test_on_a_cpu_there_is_no_time() -> None:
+    _, _, made = explained()
+    assert not made.is_timed and made.totals().ms is None and all(step.ms is None for step in made.rows)
+    assert "floor / ms" not in repr(made) and "floor / ms" not in made._repr_html_()
+    both, forward, backward = made.totals(), made.totals("forward"), made.totals("backward")
+    assert both.bytes_read == forward.bytes_read + backward.bytes_read == sum(s.bytes_read for s in made.rows)
+    assert both.floor_ms == pytest.approx(forward.floor_ms + backward.floor_ms)
+
+
+# --- The calls that are timed --------------------------------------------------------------------------------------------------
+
+
+def on_numpy(twin: Callable[..., Any]) -> Callable[..., Any]:
+    """A twin that takes float32 tensors of the host, whose memory it shares, and returns tensors."""
+
+    def to_numpy(value: Any) -> Any:
+        return value.numpy() if isinstance(value, Tensor) else value
+
+    def to_torch(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(to_torch, value))
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        made = twin(*map(to_numpy, arguments), **{name: to_numpy(value) for name, value in options.items()})
+        return to_torch(made)
+
+    return run
+
+
+LAYERS: list[dict[str, Any]] = [
+    {},
+    {"save": "recompute", "bias": True, "router": "aux_free"},
+    {"combine": "fused", "row_capacity": 100, "activation": "relu"},
+    {"router": "token_rounding", "tile": 16},
+]
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=lambda options: "-".join(options) or "plain")
+def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the twins for kernels: a call that does not fit its product's signature or shapes is refused by both."""
+    functions = {
+        name: getattr(gemm_twins, name) for name in gemm.__all__ if inspect.isfunction(getattr(gemm_twins, name, 0))
+    }
+    monkeypatch.setattr(step_times, "gemm", SimpleNamespace(**{n: on_numpy(f) for n, f in functions.items()}))
+    for name in ("build_dispatch", "build_dispatch_varying"):
+        monkeypatch.setattr(step_times, name, on_numpy(getattr(dispatch_twins, name)))
+
+    def half(call: Callable[[], object]) -> float:
+        call()
+        return 0.5
+
+    monkeypatch.setattr(step_times, "cold_ms", half)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
+    monkeypatch.setattr("blazeproto.lab.explanation.missing_for_hopper", lambda *_: None)
+    _, _, made = explained(dtype=torch.float32, **options)
+    not_timed = {step.name for step in made.rows if step.ms is None}
+    assert not_timed == (
+        {"choice", "load and losses", "sum of dlogits"} if "router" in options and "tile" in options else set()
+    )
+    assert made.is_timed and "floor / ms" in repr(made)
+    timed = [step for step in made.rows if step.ms is not None]
+    assert made.totals().ms == 0.5 * len(timed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [*LAYERS, {"dtype": torch.float32}], ids=lambda o: "-".join(o) or "plain")
+def test_each_step_is_timed_on_a_gpu(options: dict[str, Any]) -> None:
+    layer = MoE(512, 256, 16, 4, device="cuda", **{"dtype": torch.bfloat16, **options})
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    made = explain(layer, x)
+    not_timed = {step.name for step in made.rows if step.ms is None}
+    assert not_timed <= {"choice", "load and losses", "sum of dlogits"} and (not not_timed or "tile" in options)
+    for step in made.rows:
+        if step.ms is not None:
+            # A step may leave what it wrote in the cache, so it can beat its floor; it never takes a host's time.
+            assert 0.5 * step.floor_ms <= step.ms <= 20 * step.floor_ms + 0.15, step
+
+
+@pytest.mark.gpu
+def test_times_are_of_the_whole_step_on_a_gpu() -> None:
+    """At a size that keeps the GPU busy, the products run near their floors, and their sum is near the layer's own time."""
+    layer = MoE(1536, 512, 64, 4, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(24576, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    made = explain(layer, x)
+    for step in made.rows:
+        if step.name in (*cost.FORWARD, *cost.BACKWARD):
+            assert step.ms is not None and 0.4 < step.floor_ms / step.ms < 1.1, step
+
+    def train() -> object:
+        out, stats = layer(x)
+        return torch.autograd.grad(out.float().mean() + stats.aux_loss, [x, *layer.parameters()])
+
+    total = made.totals().ms
+    assert total is not None and 0.6 < step_times.cold_ms(train) / total < 1.6
+    assert dispatch.build_dispatch  # the kernels' own, not a twin

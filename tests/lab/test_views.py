@@ -1,0 +1,273 @@
+"""Views of dispatches, kernels, tiles and layers: what they say is so, in both forms, and nothing is imported for it before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+
+from blazeproto import MoE, gemm
+from blazeproto.dispatch import Dispatch, reference
+from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of
+from blazeproto.lab.tables import Bar, Table, View, in_bytes, in_ms, in_operations
+from blazeproto.lab.views import imbalance, loads_of, view
+
+mpl.use("Agg")
+
+
+def paper_dispatch() -> Dispatch:
+    """The example of MoEBlaze §4.1."""
+    return reference.build_dispatch(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4)
+
+
+def skewed_dispatch(num_experts: int) -> Dispatch:
+    """Expert e has e tokens."""
+    ids = np.repeat(np.arange(num_experts, dtype=np.int32), np.arange(num_experts))
+    return reference.build_dispatch(ids[:, None], num_experts)
+
+
+class Cells(HTMLParser):
+    """The text of every cell, and whether tags are closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, _: object) -> None:
+        self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open:
+            self.cells[-1] += data
+
+
+def test_the_worked_example_is_the_paper_s() -> None:
+    made = view(paper_dispatch())
+    lines = [line.split() for line in made.text().splitlines()]
+    assert ["expert_pair_indices", "2", "4", "8", "3", "6", "0", "7", "1", "5", "9"] in lines
+    assert ["expert_token_indices", "1", "2", "4", "1", "3", "0", "3", "0", "2", "4"] in lines
+    assert ["token_index_map", "5", "7", "0", "3", "1", "8", "4", "6", "2", "9"] in lines
+    assert ["3", "1", "2", "4", "6"] in lines  # token 3: experts 1 and 2, rows 4 and 6
+    expert_3 = next(line for line in lines if line[:2] == ["3", "3"])
+    assert expert_3[-9:] == ["7", "to", "9", "1", "5", "9", "0", "2", "4"]
+    assert made.facts["imbalance"].startswith("1.20")
+
+
+def test_pairs_without_a_row_show_none() -> None:
+    made = view(reference.build_dispatch(np.array([[0, 7], [1, 0]], np.int32), 2))
+    assert ["0", "0 –", "0 –"] in [list(row) for row in made.tables[1].rows]
+    assert made.facts["rows"] == "3 of 4 places, 4 pairs"
+
+
+def test_the_overflow_is_told() -> None:
+    made = view(reference.build_dispatch(np.array([[0], [0], [1]], np.int32), 2, row_capacity=2))
+    assert made.facts["overflow"].startswith("1 pair")
+
+
+def test_varying_numbers_of_experts() -> None:
+    experts, tokens = np.array([0, 1, 1, -1], np.int32), np.array([0, 0, 2, 0], np.int32)
+    dispatch = reference.build_dispatch_varying(experts, tokens, np.array([0, 2, 2, 3], np.int32), 2)
+    assert [list(row) for row in view(dispatch).tables[1].rows] == [["0", "0 1", "0 1"], ["1", "", ""], ["2", "1", "2"]]
+
+
+def test_many_experts_show_the_extremes() -> None:
+    [table] = view(skewed_dispatch(100)).tables
+    experts = [int(str(row[0])) for row in table.rows]
+    assert experts == [*range(99, 83, -1), *range(15, -1, -1)]
+    assert table.rows[0][2] == Bar(99, 99, 49.5)
+
+
+def test_no_token_is_no_error() -> None:
+    made = view(reference.build_dispatch(np.zeros((0, 2), np.int32), 3))
+    assert made.facts["imbalance"].startswith("nan") and "0" in made.text()
+    assert Cells(made._repr_html_())
+
+
+def test_load_and_imbalance() -> None:
+    loads = loads_of(paper_dispatch())
+    assert loads == [3, 2, 2, 3] and imbalance(loads) == pytest.approx(1.2)
+    assert imbalance([0, 8, 0, 0]) == 4
+
+
+@pytest.mark.parametrize("thing", [paper_dispatch(), gemm.TileConfig(), skewed_dispatch(40)], ids=["5", "tiles", "40"])
+def test_both_forms_have_the_same_cells(thing: object) -> None:
+    made = view(thing)
+    cells = Cells(thing._repr_html_()).cells  # type: ignore[attr-defined]
+    wanted = [text for fact in made.facts.items() for text in fact]
+    wanted += ["" if isinstance(cell, Bar) else cell for table in made.tables for row in table.rows for cell in row]
+    assert cells == wanted
+    text = View(made.title, made.facts, made.tables).text(width=400)
+    for word in (word for cell in wanted for word in cell.split()):
+        assert word in text
+
+
+def test_rich_shows_the_view(capsys: pytest.CaptureFixture[str]) -> None:
+    import rich
+
+    rich.print(paper_dispatch())
+    assert "expert_pair_indices" in capsys.readouterr().out
+
+
+def test_a_bar_is_as_long_as_its_value() -> None:
+    assert Bar(1, 2).text(8) == "████" and Bar(1, 4).text(2) == "▌" and Bar(0, 4).text() == "" == Bar(0, 0).html()
+    assert Bar(4, 4, mark=2).text(8) == "████┃███" and Bar(1, 4, mark=2).text(8) == "██  ┊"
+    assert "width:25.0%" in Bar(1, 4).html() and "left:50.0%" in Bar(1, 4, 2).html()
+
+
+def test_html_is_escaped() -> None:
+    html = View("<b>", {"<i>": "&"}, [Table(["<u>"], [["<script>"]], "<p>")], "<hr>")._repr_html_()
+    assert not re.search("<script|<i>|<u>|<hr>|<b><b>", html)
+
+
+def test_rows_and_columns_agree() -> None:
+    with pytest.raises(ValueError, match="expected 2 cells"):
+        Table(["a", "b"], [["1"]])
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (in_bytes(None), "–"),
+        (in_bytes(512), "512 B"),
+        (in_bytes(1536), "1.5 KiB"),
+        (in_bytes(3 * 2**30), "3.00 GiB"),
+        (in_operations(0), "–"),
+        (in_operations(2.15e9), "2.15 G"),
+        (in_operations(5e15), "5000 T"),
+        (in_ms(None), "–"),
+        (in_ms(0.12345), "0.1235"),
+    ],
+)
+def test_numbers_as_words(made: str, wanted: str) -> None:
+    assert made == wanted
+
+
+def test_a_plot_has_a_bar_an_expert() -> None:
+    axes = paper_dispatch().plot()
+    assert [bar.get_height() for bar in axes.patches] == [3, 2, 2, 3]
+    assert "1.20" in axes.get_title()
+    assert paper_dispatch().plot(axes) is axes
+    mpl.pyplot.close("all")
+
+
+def test_what_has_no_view_is_refused() -> None:
+    with pytest.raises(TypeError, match="thing: expected one of Dispatch, Kernel, TileConfig, MoE, got int"):
+        view(3)
+
+
+def test_tiles() -> None:
+    facts = view(gemm.TileConfig(tile_n=128, stages=2)).facts
+    assert facts["ring"] == "64.0 KiB of 227.0 KiB" and facts["accumulators"].startswith("64 fp32")
+    assert "up_forward" in view(gemm.TILES["up_forward"]).facts["runs by default"]
+    assert view(gemm.TileConfig(stages=2)).facts["runs by default"] == "nowhere"
+
+
+def test_a_layer() -> None:
+    layer = MoE(64, 32, 8, 2, bias=True, d_shared=16)
+    made = view(layer)
+    *rows, total = made.tables[0].rows
+    assert [row[0] for row in rows] == [name for name, _ in layer.named_parameters()]
+    count = sum(p.numel() for p in layer.parameters())
+    assert total[3] == f"{count:,}"
+    experts = sum(p.numel() for name, p in layer.named_parameters() if "proj" in name and "shared" not in name)
+    assert f"{count - experts * 6 // 8:,} " in made.facts["parameters"]
+    assert Cells(layer._repr_html_()).cells
+    assert f"{layer.saved_bytes(4096) / 4096:,.0f} B" in made.facts["save"]
+
+
+def test_views_load_when_they_are_asked_for() -> None:
+    probe = (
+        "import sys, blazeproto\n"
+        "blazeproto.Dispatch, blazeproto.gemm.TileConfig()\n"
+        "assert not [m for m in sys.modules if m.startswith(('blazeproto.lab', 'rich', 'matplotlib'))]\n"
+        "blazeproto.gemm.TileConfig()._repr_html_()\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+# --- Kernels -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "smem", "ctas"),
+    [
+        (128, 512, 227 * 1024, 1),
+        (64, 128, 0, 8),
+        (33, 128, 0, 12),  # 40 are taken: whole units of 256 a warp
+        (32, 64, 0, 16),  # registers are dealt out to four warps at a time
+        (16, 32, 0, 32),
+        (16, 1024, 0, 2),
+        (16, 128, 32 * 1024, 6),
+        (168, 384, 0, 1),
+        (255, 512, 0, 0),
+    ],
+)
+def test_ctas_a_multiprocessor(registers: int, threads: int, smem: int, ctas: int) -> None:
+    """By the occupancy table of compute capability 9.0."""
+    assert ctas_per_multiprocessor(registers, threads, smem) == ctas
+
+
+def test_a_kernel() -> None:
+    kernel = gemm.kernel_for("up_forward")
+    has = resources(kernel)
+    assert (has.registers, has.spills, has.threads, has.ctas) == (128, 0, 512, 1)
+    assert has.smem_bytes == kernel.smem_bytes >= 4 * 48 * 1024
+    facts = view(kernel).facts
+    assert facts["registers"].startswith("128 ") and facts["CTAs"] == "1 a multiprocessor"
+    combine = next(iter(gemm.PRODUCTS["combine"].kernels()))
+    assert threads_of(combine) == 128 and resources(combine, sass=False).wgmma is None
+
+
+def test_wgmma_are_counted_in_the_machine_code() -> None:
+    """A stage of 64 has four steps of 16, the mainloop's body stands there twice."""
+    kernel = gemm.kernel_for("up_forward")
+    try:
+        sass = kernel.sass
+    except FileNotFoundError:
+        pytest.skip("needs nvdisasm")
+    count = resources(kernel).wgmma
+    assert count is not None and count >= 4 and count == sass.count("HGMMA.")
+    sums = next(k for k in gemm.PRODUCTS["expert_row_sum"].kernels() if k.entry == "expert_row_sum")
+    assert resources(sums).wgmma == 0
+
+
+def test_without_nvdisasm_the_view_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr("blazeproto.gemm.nvrtc.find_tool", missing)
+    kernel = gemm.kernel_for("up_forward")
+    kernel.__dict__.pop("sass", None)
+    assert "nvidia-cuda-nvdisasm" in view(kernel).facts["wgmma"]
+
+
+@pytest.mark.gpu
+def test_ctas_as_the_driver_counts_them() -> None:
+    from cupy.cuda import driver
+
+    kernels = [
+        gemm.kernel_for("up_forward"),
+        gemm.kernel_for("down_forward"),
+        *list(gemm.PRODUCTS["combine"].kernels())[:4],
+    ]
+    kernels += list(gemm.PRODUCTS["bias_score_grad"].kernels())[:2]
+    torch.zeros(1, device="cuda")
+    for kernel in kernels:
+        has = resources(kernel, sass=False)
+        counted = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.handle(0), has.threads, kernel.dynamic_smem)
+        assert has.ctas == counted, kernel

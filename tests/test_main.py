@@ -1,0 +1,273 @@
+"""`python -m blazeproto`: doctor, bench and kernels, with their exit codes; doctor also where packages are missing or broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blazeproto import doctor, gemm
+from blazeproto.__main__ import main
+from blazeproto.doctor import Check, Gpu, Run
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = Gpu("NVIDIA H200", (9, 0), "580.1", (13, 0))
+OLD = Gpu("NVIDIA A100", (8, 0), "535.1", (12, 2))
+VERSIONS = {"numpy": "2.4.6", "torch": "2.13.0+cu130", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
+
+
+def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``python -m blazeproto`` with a folder before all others that are searched for packages."""
+    paths = os.pathsep.join(str(p) for p in (path, ROOT, os.environ.get("PYTHONPATH")) if p)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    line = [sys.executable, "-m", "blazeproto", *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+# --- doctor ------------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_all_here() -> None:
+    """As the environment of `make test` has it; each check has run what it says."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    done = command("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(check["ok"] and not check["mend"] for check in checks.values())
+    assert {"Python", "GPU", "driver", "CUDA", "NVRTC", "NumPy", "torch", "CuPy", "Numba"} <= set(checks)
+    assert [checks[name]["verdict"] for name in ("NVRTC", "NumPy", "torch", "Numba")] == ["works"] * 4
+    assert checks["torch"]["version"] == torch.__version__
+
+
+def test_doctor_fails_where_a_package_does_not_import(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libfake.so: cannot open')")
+    (tmp_path / "numba.py").write_text("import os; os.abort()")
+    done = command("doctor", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    torch_line = next(line for line in done.stdout.splitlines() if line.strip().startswith("torch"))
+    assert "does not work" in torch_line and "libfake.so" in torch_line
+    assert "crashed (signal 6)" in done.stdout
+    assert "pip install --force-reinstall 'torch>=2.11,<2.16'" in done.stdout
+    assert "NVRTC" in done.stdout and "✗" in done.stdout
+
+
+Examine = Callable[..., dict[str, Check]]
+
+
+@pytest.fixture
+def examine(monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """Doctor on a machine with this GPU, these packages, and these checks that fail."""
+
+    def run(gpu: Gpu | None, versions: dict[str, str], **errors: str) -> dict[str, Check]:
+        def probe(name: str) -> Run:
+            error = errors.get(name)
+            there = name == "nvrtc" and not (error or "").startswith("ModuleNotFound")
+            return Run("12.9" if there else "", error)
+
+        def installed(names: Sequence[str]) -> dict[str, str]:
+            return {name: versions[name] for name in names if name in versions}
+
+        monkeypatch.setattr(doctor, "find_gpu", lambda: gpu)
+        monkeypatch.setattr(doctor, "probe", probe)
+        monkeypatch.setattr(doctor, "installed", installed)
+        return {check.name: check for check in doctor.examine()}
+
+    return run
+
+
+@pytest.mark.parametrize("gpu", [None, OLD, H200], ids=["cpu", "a100", "h200"])
+def test_a_whole_machine_is_well(examine: Examine, gpu: Gpu | None) -> None:
+    checks = examine(gpu, VERSIONS)
+    assert all(check.ok for check in checks.values())
+    assert ("kernels" in checks) == (gpu is H200) and ("torch on the GPU" in checks) == (gpu is not None)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "mend"),
+    [
+        ("numpy", "NumPy", "pip install 'numpy<2.5'"),
+        ("torch", "torch", "pip install 'torch>=2.11,<2.16'"),
+        ("numba-cuda", "Numba", "pip install 'numba-cuda[cu13]>=0.20'"),
+        ("cupy-cuda13x", "CuPy", "pip install 'cupy-cuda13x[ctk]>=13.6'"),
+    ],
+)
+@pytest.mark.parametrize("gpu", [None, H200], ids=["cpu", "h200"])
+def test_a_missing_package(examine: Examine, gpu: Gpu | None, package: str, name: str, mend: str) -> None:
+    checks = examine(gpu, {p: version for p, version in VERSIONS.items() if p != package})
+    assert checks[name].verdict == "missing"
+    assert checks[name].ok == (name == "CuPy" and gpu is None)  # which runs on a GPU alone
+    assert checks[name].mend == (mend if gpu else mend.replace("13x", "12x").replace("cu13", "cu12"))
+    assert [check.name for check in checks.values() if not check.ok] == ([] if checks[name].ok else [name])
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "name"),
+    [
+        ("numpy", "2.5.0", "NumPy"),
+        ("torch", "2.10.1", "torch"),
+        ("torch", "2.16.0", "torch"),
+        ("cupy-cuda13x", "13.5.1", "CuPy"),
+        ("numba-cuda", "0.19.1", "Numba"),
+    ],
+)
+def test_a_wrong_version(examine: Examine, package: str, version: str, name: str) -> None:
+    check = examine(H200, VERSIONS | {package: version})[name]
+    assert check.verdict == "wrong version" and not check.ok and check.version == version
+    assert check.mend.startswith("pip install ") and "expected" in check.detail
+
+
+def test_two_cupys(examine: Examine) -> None:
+    check = examine(H200, VERSIONS | {"cupy-cuda12x": "14.2.0"})["CuPy"]
+    assert check.mend.startswith("pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install 'cupy-cuda13x")
+    assert not check.ok
+
+
+def test_cuda_packages_that_the_driver_does_not_run(examine: Examine) -> None:
+    checks = examine(Gpu("NVIDIA H100", (9, 0), "520.1", (11, 8)), VERSIONS)
+    assert checks["CUDA"].verdict == "wrong version" and "up to 11.8" in checks["CUDA"].detail
+
+
+@pytest.mark.parametrize(
+    ("probe", "name"), [("nvrtc", "NVRTC"), ("hopper", "kernels"), ("torch_gpu", "torch on the GPU"), ("cupy", "CuPy")]
+)
+def test_what_does_not_run(examine: Examine, probe: str, name: str) -> None:
+    check = examine(H200, VERSIONS, **{probe: "OSError: broken"})[name]
+    assert check.verdict == "does not work" and check.detail == "OSError: broken" and not check.ok
+    assert check.mend.startswith("pip install --force-reinstall ")
+
+
+def test_without_nvrtc_cuda_is_missing(examine: Examine) -> None:
+    checks = examine(None, VERSIONS, nvrtc="ModuleNotFoundError: No module named 'cuda'")
+    assert [checks[name].verdict for name in ("CUDA", "NVRTC")] == ["missing"] * 2
+    assert checks["NVRTC"].mend == "pip install 'cupy-cuda12x[ctk]>=13.6' 'numba-cuda[cu12]>=0.20'"
+
+
+def test_without_nvdisasm_nothing_fails(examine: Examine) -> None:
+    check = examine(None, VERSIONS, nvdisasm="FileNotFoundError: nvdisasm")["nvdisasm"]
+    assert check.verdict == "missing" and check.ok and "nvidia-cuda-nvdisasm" in check.detail
+
+
+def test_exit_codes(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:
+    examine(None, VERSIONS)
+    assert main(["doctor"]) == 0 and "all that it can run" in capsys.readouterr().out
+    examine(None, {})
+    assert main(["doctor"]) == 1
+    assert "mend torch" in (out := capsys.readouterr().out) and "mend CuPy" not in out
+    assert main(["doctor", "--json"]) == 1
+    assert not all(check["ok"] for check in json.loads(capsys.readouterr().out))
+
+
+def test_a_check_that_hangs_or_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
+    monkeypatch.setitem(doctor.PROBES, "numpy", "import time; time.sleep(60)")
+    assert doctor.probe("numpy").error == "no answer in 0.2 s"
+    monkeypatch.setattr(doctor, "TIMEOUT", 60)
+    monkeypatch.setitem(doctor.PROBES, "numpy", "print('1'); raise SystemExit(3)")
+    assert doctor.probe("numpy") == Run("1", "exit code 3")
+
+
+def test_versions_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = {
+        *project["dependencies"],
+        *project["optional-dependencies"]["cu12"],
+        *project["optional-dependencies"]["cu13"],
+    }
+    wanted = {
+        *(f"{name}{doctor.WANTED[name]}" for name in ("numpy", "torch")),
+        *(f"cupy-cuda{major}x[ctk]{doctor.WANTED['cupy']}" for major in (12, 13)),
+        *(f"numba-cuda[cu{major}]{doctor.WANTED['numba-cuda']}" for major in (12, 13)),
+    }
+    assert wanted <= listed
+    assert project["requires-python"] == doctor.PYTHON
+
+
+def test_the_gpu_is_the_one_that_torch_sees() -> None:
+    gpu = doctor.find_gpu()
+    assert (gpu is not None) == torch.cuda.is_available()
+    if gpu is not None:
+        assert (gpu.name, gpu.capability) == (torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
+
+
+@pytest.mark.gpu
+def test_doctor_launches_on_a_hopper_gpu() -> None:
+    checks = {check.name: check for check in doctor.examine()}
+    assert checks["kernels"].verdict == "works", checks["kernels"].detail
+    assert all(check.ok for check in checks.values())
+
+
+# --- bench and kernels -------------------------------------------------------------------------------------------------------
+
+
+def test_bench_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "16,32,16,4,2", "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)
+    assert times["sizes"]["d"] == 32 and times["backend"] == "torch" and times["floor_both_ms"] is None
+    assert times["forward_ms"] > 0 and times["both_ms"] > 0
+    assert main(["bench", "16,32,16,4,2"]) == 0
+    out = capsys.readouterr().out
+    assert "forward + backward" in out and "floor" not in out and "T=16, d=32, n=16, E=4, K=2" in out
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "16384,1024,512,32,4", "--json"]) == 0
+    times: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert times["backend"] == "hopper" and times["dtype"] == "bfloat16"
+    assert 0.2 < times["floor_forward_ms"] / times["forward_ms"] < 1
+    assert 0.2 < times["floor_both_ms"] / times["both_ms"] < 1
+
+
+def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--products", "bias_score_grad", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    kernels = list(gemm.PRODUCTS["bias_score_grad"].kernels())
+    assert [(entry["entry"], entry["registers"]) for entry in listed] == [(k.entry, k.registers) for k in kernels]
+    assert {"spills", "smem_bytes", "threads", "ctas", "wgmma", "macros"} <= set(listed[0])
+    assert main(["kernels", "--products", "bias_score_grad"]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(kernels)} kernels" in out and "reduce_scores_grad" in out and "TOP_K=8" in out
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_all_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert len(listed) == len(gemm.all_kernels())
+    for entry in listed:
+        multiplies = entry["file"] in ("up.cu", "down_backward.cu", "linear.cu", "weight.cu")
+        assert entry["ctas"] >= 1 and (entry["wgmma"] > 0) == multiplies
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "1,2,3"], "expected T,d,n,E,K, five ints"),
+        (["bench", "16,32,16,4,0"], "expected T,d,n,E,K, five ints"),
+        (["bench", "16,32,16,4,5"], "expected K of at most E=4, got 5"),
+        (["kernels", "--products", "up_forwards"], "did you mean 'up_forward'"),
+        (["doctors"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_help_names_the_commands() -> None:
+    done = command("--help")
+    assert done.returncode == 0 and all(name in done.stdout for name in ("doctor", "bench", "kernels"))
