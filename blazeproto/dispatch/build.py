@@ -33,6 +33,7 @@ from blazeproto.dispatch.arguments import (
 )
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 
 __all__ = [
     "MAX_PAIRS",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+@any_library("dispatch", {}, simulated=True)
 def build_dispatch(
     topk_experts: Any,
     num_experts: int,
@@ -87,6 +89,7 @@ def build_dispatch(
     return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
+@any_library("dispatch", {}, simulated=True)
 def build_dispatch_varying(
     pair_experts: Any,
     pair_tokens: Any,

@@ -11,6 +11,7 @@ from blazeproto.gemm.product import SHAPES, Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
+from blazeproto.runtime.libraries import any_library
 
 LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
 THREADS = 128  # of a block, or a token's lanes if they are more
@@ -20,6 +21,7 @@ SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that muc
 LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def combine(
     y: Any,
     dispatch: Dispatch,

@@ -13,8 +13,10 @@ from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
 from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"dh": "bfloat16", "a_scaled": "bfloat16", "d_scores": "float32"})
 def down_backward_act(
     d_out: Any,
     down_proj: Any,

@@ -19,8 +19,10 @@ from blazeproto.gemm.rows import rows_plan, weight_box, words
 from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, WIDTHS, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def grouped_mm(
     a: Any,
     weights: Any,
@@ -46,6 +48,7 @@ def grouped_mm(
     return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"y": "bfloat16"})
 def down_forward(
     act: Any,
     down_proj: Any,
@@ -65,6 +68,7 @@ def down_forward(
     return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"dx_rows": "bfloat16"})
 def up_backward_act(
     dh: Any,
     up_proj: Any,
@@ -83,6 +87,7 @@ def up_backward_act(
     return _checked_launch(UP_NAMES, dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"out_f32": "float32"})
 def down_forward_fused(
     act: Any,
     down_proj: Any,

@@ -9,11 +9,13 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.product import Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
 from blazeproto.runtime import driver
+from blazeproto.runtime.libraries import any_library
 
 THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
+@any_library("gemm", {"d_scores": "float32"})
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
     """Adds a down bias's share to d_scores (P,), in place: ⟨d_out[token], down_bias[expert]⟩. d_out (T, d), down_bias (E, d)."""
     given = check_score_grad(Arguments(dispatch, stream), d_out, down_bias, d_scores)
@@ -27,6 +29,7 @@ def check_score_grad(given: Arguments, d_out: Any, down_bias: Any, d_scores: Any
     return given.update("d_scores", d_scores, "P", "float32")
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def expert_row_sum(
     values: Any,
     dispatch: Dispatch,

@@ -13,8 +13,10 @@ from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, words
 from blazeproto.gemm.tiles import BK, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"h": "bfloat16", "act": "bfloat16"})
 def up_forward(
     x: Any,
     up_proj: Any,

@@ -19,6 +19,7 @@ from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
 from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
+from blazeproto.runtime.libraries import any_library
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
@@ -46,6 +47,7 @@ WEIGHT_PARAMS = Params(
 )
 
 
+@any_library("gemm", {"dw": "bfloat16"})
 def down_backward_weight(
     d_out: Any,
     a_scaled: Any,
@@ -69,6 +71,7 @@ def down_backward_weight(
     return _launch(DOWN, given, ("d_out", "a_scaled"), gather, accumulate, workspace, config)
 
 
+@any_library("gemm", {"dw": "bfloat16"})
 def up_backward_weight(
     dh: Any,
     x: Any,
