@@ -59,7 +59,7 @@ def any_library(
             if library == "jax" and not _is_host(array):
                 return _by_kernels(function, array, bound.arguments, {*makes, *writes, *WRITTEN})
             twin = getattr(import_module(f"blazeproto.{room}.reference"), function.__name__)
-            return _by_twin(twin, library, array, bound.arguments, makes, check)
+            return _by_twin(twin, library, first, bound.arguments, makes, check)
 
         return run  # type: ignore[return-value]
 
@@ -113,17 +113,17 @@ class _Taken(NamedTuple):
 class _HostCall:
     """The arrays of one call of a twin."""
 
-    def __init__(self, library: str, first: Any) -> None:
-        self.library = library
+    def __init__(self, library: str, first: str, array: Any) -> None:
+        self.library, self.first = library, first
         self.taken: dict[int, _Taken] = {}
         self.float_dtypes: set[str] = set()
-        self.bfloat16 = first.dtype if _dtype_name(first) == "bfloat16" else None
+        self.bfloat16 = array.dtype if _dtype_name(array) == "bfloat16" else None
 
     def take(self, name: str, array: Any) -> Any:
         """As a NumPy array. ValueError for one on a GPU."""
         library = library_of(array)
         if library == "a GPU's" or (library == "jax" and not _is_host(array)):
-            raise ValueError(f"{name}: expected an array in host memory, as the first one is, got one on a GPU")
+            raise ValueError(f"{name}: expected an array in host memory, as {self.first} is, got one on a GPU")
         if id(array) not in self.taken:
             self.taken[id(array)] = _Taken(array, *_to_numpy(array, library))
         values = self.taken[id(array)].values
@@ -160,12 +160,12 @@ class _HostCall:
 def _by_twin(
     twin: Callable[..., Any],
     library: str,
-    first: Any,
+    first: str,
     arguments: Mapping[str, Any],
     makes: Mapping[str, str],
     check: Callable[..., Any] | None,
 ) -> Any:
-    call = _HostCall(library, first)
+    call = _HostCall(library, first, arguments[first])
     taken = {name: _mapped(value, name, call.take) for name, value in arguments.items()}
     if check is not None:
         check(**{name: _for_check(taken[name], name) for name in inspect.signature(check).parameters})
@@ -175,10 +175,11 @@ def _by_twin(
     if is_dataclass(result):
         return _mapped(result, "", lambda _, values: call.give(values, "int32"))
     results = result if isinstance(result, tuple) else (result,)
-    given = [taken["out"]] if not isinstance(taken.get("out"), tuple) and "out" in taken else taken.get("out")
+    given = taken.get("out")
+    outputs = given if isinstance(given, tuple) else (given,) * len(results)
     made = [
-        call.give(_in_out(values, given[index] if given else None, f"out ({name})"), dtype)
-        for index, (values, (name, dtype)) in enumerate(zip(results, makes.items(), strict=True))
+        call.give(_in_out(values, out, f"out ({name})"), dtype)
+        for values, out, (name, dtype) in zip(results, outputs, makes.items(), strict=True)
     ]
     return tuple(made) if isinstance(result, tuple) else made[0]
 
