@@ -97,14 +97,17 @@ def is_shape(text: str) -> bool:
     known = {*SYMBOLS.split(), *"T·+*,/-", "...", "…"}
     # 2n, TK: products written without a sign
     return all(t in known or t.isdigit() or set(t) <= set("TKEGPRdnm") for t in tokens) and (
-        "," in text or not text or text in {"T", "P", "E"}
+        "," in text or text in ("", "...")
     )
 
 
 def sentence_after(doc: str, name: str) -> str:
     """From the array's shape on, to the end of the sentence."""
-    match = re.search(rf"(?<![\w.]){re.escape(name)}`*(?:(?:, \w+)*:)? *\(", doc)
-    return re.split(r"\.(?:\s|$)|\n\n", doc[match.end() :])[0] if match else ""
+    for match in re.finditer(rf"(?<![\w.]){re.escape(name)}`*(?:(?:, \w+)*:)? *(?=\()", doc):
+        rest = doc[match.end() :]
+        if (shape := _parenthesised(rest)) is not None and is_shape(shape):
+            return re.split(r"\.(?:\s|$)|\n\n", rest)[0]
+    return ""
 
 
 def written_like_parameters(doc: str) -> set[str]:
@@ -125,7 +128,7 @@ def named(doc: str, name: str) -> bool:
 def is_array(parameter: inspect.Parameter) -> bool:
     """By its annotation: Any, Tensor, or either or None."""
     annotation = parameter.annotation
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = {
         word.rpartition(".")[2]
         for word in re.split(r"\s*\|\s*", str(text) if "|" not in str(annotation) else str(annotation))

@@ -31,11 +31,16 @@ def combine(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order.
+    """out = Σ over a token's pairs of scores[p] · y[row of p], in slot order; without scores a plain sum. MoEBlaze §2.3, §3.1.
 
-    Makes the output from Y with scores, dX from dX̃ without: a plain sum. Floor: (R + T)·d·2 bytes at the memory's speed.
+    y (R, d) bf16, scores (P,) or (T, K) fp32 or None, and a dispatch → out (T, d) bf16.
+
+    Makes the output from Y with scores, dX from dX̃ without. Floor: (R + T)·d·2 bytes at the memory's speed.
 
     columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check(Arguments(dispatch, stream), y, scores, columns, out)
     launch(**given.views, at=given.located(), columns=columns)

@@ -35,10 +35,14 @@ def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.De
 def hash_route(
     token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
 ) -> Any:
-    """experts (T, K) int32 of token_ids (T,) int64 on a CUDA device: those with the K largest weights, ties to the lower expert.
+    """Experts by a hash of the token's id: those with the K largest weights, ties to the lower. Roller et al. 2021, §3.1.
 
-    K up to 32, E up to 1024. out: an array to fill. stream: a raw cudaStream_t; default: the caller's current one.
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    token_ids (T,) int64 → experts (T, K) int32.
+
+    num_experts, top_k: E, up to 1024, and K, up to 32.  seed: of the hash.  out: (T, K) int32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view = _check(token_ids, num_experts, top_k, seed)
     num_tokens = view.shape[0]

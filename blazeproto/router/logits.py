@@ -46,13 +46,16 @@ def _check_gradient(d_logits: Any, logits: Any, parts: int) -> tuple[arrays.Devi
 
 @any_library("router", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True)
 def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
-    """logits (T, E) fp32: the sum of the ``parts`` (1 or 2) of products (T, parts E) fp32, each part a neighbouring E columns.
+    """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
+
+    products (T, parts E) fp32 → logits (T, E) fp32.
 
     A token with a NaN or infinite logit gets NaN throughout, so that it shows in that token's output and in no other's.
-    With one part that is written over the products, which are returned; with two, out is filled, or a new array made.
-    stream: a raw cudaStream_t; default: the caller's current one.
+    With one part that is written over the products, which are returned (in host memory, and of JAX arrays, a new array is).
+    out: (T, E) fp32, to fill, where there are two parts.
 
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view = _check_products(products, parts, out)
     num_tokens, num_experts = view.shape[0], view.shape[1] // parts
@@ -69,9 +72,14 @@ def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int
 
 @any_library("router", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
 def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
-    """d_logits (T, E) fp32 as a sum of bf16 numbers: (T, parts E), the nearest, the rest, and with ``parts`` 3 the nearest again.
+    """A gradient as a sum of bf16 numbers: the nearest, the rest, and with ``parts`` 3 the nearest again.
 
-    A token whose logits (T, E) fp32 are NaN, as `finish_logits` leaves them, gets zeros.
+    d_logits (T, E) fp32, logits (T, E) fp32 → split (T, parts E) bf16; in NumPy fp32 numbers that bf16 has.
+
+    A token whose logits are NaN, as `finish_logits` leaves them, gets zeros.  out: (T, parts E) bf16, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, marks = _check_gradient(d_logits, logits, parts)
     num_tokens, num_experts = view.shape

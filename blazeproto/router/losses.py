@@ -44,17 +44,18 @@ def routing_losses(
     workspace: Any = None,
     stream: int | None = None,
 ) -> tuple[Any, Any, Any]:
-    """(load (E,) int32, balance_loss () fp32, z_loss () fp32) of logits (T, E) fp32 and the experts (T, K) int32 they chose.
+    """The load of every expert, the balancing loss and the z-loss. Switch Transformer §2.2, eq. 4; ST-MoE eq. 5.
 
-    load: how many pairs each expert has; ids outside [0, E) count nowhere.
-    balance_loss: E Σ f P, Switch Transformer §2.2, eq. 4; f the share of the T K choices that fell on an expert, P its mean
-        probability (softmax; sigmoid scores divided by their sum).
-    z_loss: the mean of logsumexp(logits)², ST-MoE eq. 5.
-    balance, z: whether that loss is wanted; else it is 0 and costs nothing.
-    score: kinds.py says what they are.  out: the three, to fill.  workspace: `losses_workspace(T, E)` fp32 elements.
-    stream: a raw cudaStream_t; default: the caller's current one.
+    logits (T, E) fp32 and the experts (T, K) int32 they chose → load (E,) int32, balance_loss () fp32, z_loss () fp32.
 
-    E up to 1024, T at least 1. Raises ValueError or TypeError naming the argument, what was expected and what came.
+    The load is how many pairs each expert has; ids outside [0, E) count nowhere. The balancing loss is E Σ f P: f the share
+    of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
+    z-loss is the mean of logsumexp(logits)².
+    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: kinds.py says what they are.
+    out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, chosen = _check(logits, experts, score, balance, z)
     (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
@@ -108,9 +109,15 @@ def routing_losses_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E) fp32 from the gradients () fp32 of both losses, and the logits and load (E,) int32 of the forward.
+    """The gradient of both losses of `routing_losses`: Switch Transformer eq. 4 and ST-MoE eq. 5.
 
-    The load passes no gradient, and a token with a NaN or infinite logit gets zeros. balance, z: as in the forward.
+    logits (T, E) fp32 and load (E,) int32 of the forward, d_balance_loss () fp32, d_z_loss () fp32 → d_logits (T, E) fp32.
+
+    The load passes no gradient, and a token with a NaN or infinite logit gets zeros.
+    top_k: K.  score, balance, z: as in the forward.  out: (T, E) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     given = _check_backward(logits, load, d_balance_loss, d_z_loss, top_k, score, balance, z)
     view, (num_tokens, num_experts) = given[0], given[0].shape

@@ -61,19 +61,23 @@ def choose_pairs(
     out: Sequence[Any] | None = None,
     stream: int | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """(pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,), load (E,)), int32, on a CUDA device.
+    """Who gets which experts where their number varies: token rounding (SonicMoE §5 and appendix E.2), expert choice (Zhou et
+    al. 2022, §3.2), capacities (GShard §2.2).
 
-    scores (T, E) fp32 in [0, 1] or NaN; experts (T, K) int32, the token choice, distinct in a row, best first.
+    scores (T, E) fp32 in [0, 1] or NaN, experts (T, K) int32, the token choice, distinct in a row, best first, draws (E,) fp32 in
+    [0, 1) or None → pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,), load (E,), all int32.
+
     by: a rule of token rounding (``size`` is the tile), "expert_choice" (``size`` tokens each expert, at most T), or the
     priority "slot", "token" or "score" of a capacity (``size`` tokens an expert at most). `choices` says what each means; ties
     go to the lower token. "expert_choice" does not read experts.
     max_pairs: P, which bounds the pairs there can be (what lies beyond is left out). They come by token and by ascending
     expert; places not used come last and hold expert -1, token 0.
-    draws (E,) fp32 in [0, 1): for "sr_f" and "nr_s", which compare them with a probability.
-    out: the four to fill. stream: a raw cudaStream_t; default: the caller's current one.
+    draws: for "sr_f" and "nr_s", which compare them with a probability.  out: the four to fill.
 
     E and K up to 1024. Compiled when first called: before a CUDA-graph capture call it once with arrays of the same shapes.
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, chosen, drawn = _check_choosing(scores, experts, by, size, max_pairs, draws)
     num_tokens, num_experts = view.shape
@@ -180,10 +184,16 @@ def score_pairs(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """scores (P,) fp32 of logits (T, E) fp32 and a list of pairs as `choose_pairs` makes it; 0 in unused places.
+    """The scores of a list of pairs, as `topk_route`'s: MoEBlaze §2.1; SonicMoE §6.3.1 for those that sum to one.
+
+    logits (T, E) fp32, pair_experts (P,) int32 and token_offsets (T + 1,) int32 as `choose_pairs` makes them → scores (P,)
+    fp32, 0 in unused places.
 
     score, renormalize, scale: as `topk_route` has them; a token's scores that sum to one do so over the pairs that it has. A
-    token with a NaN logit has NaN scores, and no other token notices.
+    token with a NaN logit has NaN scores, and no other token notices.  out: (P,) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, listed, offsets = _check_pairs(logits, pair_experts, token_offsets, score, scale)
     with memory.on_stream(view, stream) as stream:
@@ -209,7 +219,15 @@ def score_pairs_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E) fp32 from d_scores (P,) fp32. A token with a NaN logit gets zeros."""
+    """The gradient of `score_pairs`'s logits (MoEBlaze §2.1) from that of its scores.
+
+    logits (T, E) fp32, pair_experts (P,) int32, token_offsets (T + 1,) int32, d_scores (P,) fp32 → d_logits (T, E) fp32.
+
+    A token with a NaN logit gets zeros.  score, renormalize, scale: as in the forward.  out: (T, E) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
     view, listed, offsets, incoming = _check_backward(logits, pair_experts, token_offsets, d_scores, score, scale)
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)

@@ -45,19 +45,23 @@ def topk_route(
     out: tuple[Any, Any] | None = None,
     stream: int | None = None,
 ) -> tuple[Any, Any]:
-    """(scores (T, K) fp32, experts (T, K) int32) of logits (T, E), fp32 or bf16, contiguous, on a CUDA device.
+    """The K best experts of each token, best first, and their scores. MoEBlaze §2.1; Switch Transformer eq. 1; DeepSeek-V3
+    eq. 15.
 
-    score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
-    bias: (E,) fp32, for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
+    logits (T, E) fp32 or bf16, contiguous, bias (E,) fp32 or None → scores (T, K) fp32, experts (T, K) int32.
+
+    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
+    bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
     renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
-    K up to 16, E up to 1024. Choices come in falling order, ties by the lower expert id. A token with a NaN or
-    infinite logit gets experts 0 … K-1 and NaN scores, and no other token notices.
-    out: (scores, experts) to fill. stream: a raw cudaStream_t; default: the caller's current one.
+    Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
+    notices.
+    out: (scores, experts) to fill.
 
     Compiled when first called: before a CUDA-graph capture call it once with logits of the same shape, dtype and
     alignment (rows that begin at multiples of 16 bytes have a kernel of their own).
 
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, offsets = _check_forward(logits, top_k, score, bias, scale)
     num_tokens, num_experts = view.shape
@@ -101,9 +105,16 @@ def topk_route_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E), of the logits' dtype, from d_scores (T, K) fp32 and the experts (T, K) that `topk_route` chose.
+    """The gradient of `topk_route`'s logits (MoEBlaze §2.1; DeepSeek-V3 eq. 15) from that of its scores.
 
-    The choice itself passes no gradient, and neither does ``bias``. A token with a NaN or infinite logit gets zeros.
+    logits (T, E) fp32 or bf16, experts (T, K) int32, as they were chosen, d_scores (T, K) fp32 → d_logits (T, E) of the
+    logits' dtype.
+
+    The choice itself passes no gradient, and neither does a bias. A token with a NaN or infinite logit gets zeros.
+    score, renormalize, scale: as in the forward.  out: (T, E) of the logits' dtype, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, chosen, incoming = _check_backward(logits, experts, d_scores, score, scale)
     (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
 import sys
 from dataclasses import fields
 from types import ModuleType, SimpleNamespace
@@ -18,8 +19,8 @@ from blazeproto.gemm import reference as gemm_twins
 from blazeproto.router import reference as router_twins
 from blazeproto.runtime import arrays, libraries, rounding
 
-T, K, D, N, E = 12, 2, 16, 8, 4
-R = P = T * K
+T, K, D, N, E, R = 12, 2, 20, 8, 4, 21  # lengths that are no other's; R: of 24 pairs, 3 have no row
+P = T * K
 DRAW = np.random.default_rng(0)
 IDS = np.argsort(DRAW.random((T, E)), axis=1)[:, :K].astype(np.int32)
 PAIR_TOKENS = np.repeat(np.arange(T, dtype=np.int32), K)
@@ -94,7 +95,7 @@ def arguments_of(room: str, name: str, change=lambda array: array) -> dict:
 
     made = {key: changed(value) for key, value in CALLS[room][name].items()}
     if room == "gemm":
-        made["dispatch"] = dispatch.build_dispatch(changed(IDS), E)
+        made["dispatch"] = dispatch.build_dispatch(changed(IDS), E, row_capacity=R)
     return made
 
 
@@ -197,6 +198,28 @@ def test_rounding_is_torchs() -> None:
         gemm_twins.combine(Y, dispatch.build_dispatch(IDS, E), round_to="fp16")
 
 
+def test_the_same_lines_run_where_there_is_only_numpy() -> None:
+    """Without torch, CuPy, Numba and CUDA: a forward and a backward of the experts."""
+    code = """
+import sys
+for name in ("torch", "cupy", "numba", "cuda"):
+    sys.modules[name] = None
+import numpy as np
+from blazeproto import dispatch, gemm, router
+draw = np.random.default_rng(0).standard_normal
+x, up, down = (draw(shape, dtype=np.float32) for shape in ((64, 32), (8, 48, 32), (8, 32, 24)))
+scores, experts = router.topk_route(draw((64, 8), dtype=np.float32), 2)
+rows = dispatch.build_dispatch(experts, 8)
+h, act = gemm.up_forward(x, up, rows)
+out = gemm.combine(gemm.down_forward(act, down, rows), rows, scores=scores)
+dh, a_scaled, d_scores = gemm.down_backward_act(out, down, h, scores, rows)
+gradients = (gemm.down_backward_weight(out, a_scaled, rows), gemm.up_backward_weight(dh, x, rows))
+assert all(type(a) is np.ndarray and a.dtype == np.float32 for a in (h, act, out, dh, a_scaled, d_scores, *gradients))
+assert type(rows.token_index_map) is np.ndarray
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- Refusals ----------------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +242,7 @@ def test_uint16_is_refused_with_the_line_that_mends_it(room: str, name: str) -> 
 
 
 def test_what_is_no_array_and_what_lies_elsewhere() -> None:
-    rows = dispatch.build_dispatch(IDS, E)
+    rows = dispatch.build_dispatch(IDS, E, row_capacity=R)
     with pytest.raises(TypeError, match=r"y: expected a device array .*, got list"):
         gemm.combine([[1.0]], rows)
     on_gpu = arrays.DeviceArray(256, (P,), "float32", (1,), 0, None)
