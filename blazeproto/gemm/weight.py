@@ -19,7 +19,7 @@ from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
 from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
-from blazeproto.runtime.libraries import any_library
+from blazeproto.runtime.libraries import any_library, in_host_memory
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
@@ -144,13 +144,15 @@ def _launch(
 
 
 def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConfig | None = None) -> int:
-    """fp32 elements of the workspace of a weight gradient: by shapes and device alone; may be 0.
+    """fp32 elements of the workspace of a weight gradient: by shapes and device alone; may be 0, and is in host memory.
 
-    product: "down_backward_weight" or "up_backward_weight".  dw: (E, d, n) or (E, G n, d), bf16 or fp32.  dispatch: that it
-    will be called with.  config: tiles; default: those of `TILES`. ValueError for another product, TypeError or ValueError
-    for a dw that is no device array.
+    product: "down_backward_weight" or "up_backward_weight".  dw: (E, d, n) or (E, G n, d), bf16 or fp32.
+    dispatch: that it will be called with.  config: tiles; default: those of `TILES`. ValueError for another product, TypeError
+    or ValueError for a dw that is no array.
     """
     checks.one_of("product", product, (DOWN, UP))
+    if in_host_memory(dw):
+        return 0
     where = (dispatch.num_rows, dispatch.num_experts, current_device())
     return workspace_elements(product, where, view(dw, "dw").shape, config)
 

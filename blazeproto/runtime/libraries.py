@@ -80,6 +80,12 @@ def library_of(array: Any) -> str | None:
     return "a GPU's" if name == "cupy" or kind is arrays.BFloat16Array else None
 
 
+def in_host_memory(array: Any) -> bool:
+    """Whether it is an array of which twins are computed."""
+    library = library_of(array)
+    return library in ("numpy", "torch") or (library == "jax" and _is_host(array))
+
+
 def _is_host(array: Any) -> bool:
     return int(array.__dlpack_device__()[0]) == HOST
 
@@ -121,11 +127,10 @@ class _HostCall:
 
     def take(self, name: str, array: Any) -> Any:
         """As a NumPy array. ValueError for one on a GPU."""
-        library = library_of(array)
-        if library == "a GPU's" or (library == "jax" and not _is_host(array)):
+        if not in_host_memory(array):
             raise ValueError(f"{name}: expected an array in host memory, as {self.first} is, got one on a GPU")
         if id(array) not in self.taken:
-            self.taken[id(array)] = _Taken(array, *_to_numpy(array, library))
+            self.taken[id(array)] = _Taken(array, *_to_numpy(array))
         values = self.taken[id(array)].values
         if values.dtype.kind == "f":
             self.float_dtypes.add(values.dtype.name)
@@ -208,10 +213,11 @@ def _dtype_name(array: Any) -> str:
     return getattr(array.dtype, "name", str(array.dtype).rpartition(".")[2])
 
 
-def _to_numpy(array: Any, library: str | None) -> tuple[Any, bool]:
+def _to_numpy(array: Any) -> tuple[Any, bool]:
     """The NumPy array, and whether it has the same memory. bf16 becomes float32."""
     import numpy
 
+    library = library_of(array)
     if library == "torch":
         half = _dtype_name(array) == "bfloat16"
         return (array.detach().float() if half else array.detach()).numpy(), not half

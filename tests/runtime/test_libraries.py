@@ -187,6 +187,12 @@ def test_fp32_weight_gradients_are_not_rounded() -> None:
         np.testing.assert_allclose(twice, 2 * right, rtol=1e-6)
 
 
+def test_products_in_host_memory_need_no_workspace() -> None:
+    rows = dispatch.build_dispatch(IDS, E)
+    assert gemm.weight_workspace("up_backward_weight", UP, rows) == 0
+    assert gemm.weight_workspace("down_backward_weight", torch.from_numpy(DOWN), rows) == 0
+
+
 def test_rounding_is_torchs() -> None:
     """To nearest, ties to even; infinities and NaN stay what they are; other names are refused."""
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x80000001], np.uint32)
@@ -195,7 +201,7 @@ def test_rounding_is_torchs() -> None:
     np.testing.assert_array_equal(rounding.to_bfloat16(values), right)
     assert rounding.to_bfloat16(values.astype(np.float64)).dtype == np.float64
     with pytest.raises(ValueError, match="round_to: expected None or 'bf16', got 'fp16'"):
-        gemm_twins.combine(Y, dispatch.build_dispatch(IDS, E), round_to="fp16")
+        gemm_twins.combine(Y, dispatch.build_dispatch(IDS, E, row_capacity=R), round_to="fp16")
 
 
 def test_the_same_lines_run_where_there_is_only_numpy() -> None:
@@ -385,12 +391,13 @@ def test_outputs_of_a_product_are_made_like_its_first_array() -> None:
 
     from blazeproto.gemm.arguments import Arguments
 
+    d = 16
     lists = [CudaTensor(n, dtype=torch.int32) for n in (R, E + 1, P)]
     given = Arguments(Dispatch(*lists, None, E, K, T), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("blazeproto.gemm.arguments.current_device", lambda: 0)
         gemm_up = importlib.import_module("blazeproto.gemm.up")
-        made = gemm_up.check(given, CudaTensor(T, D), CudaTensor(E, 2 * N, D), "swiglu", None, None, None).arrays
+        made = gemm_up.check(given, CudaTensor(T, d), CudaTensor(E, 2 * N, d), "swiglu", None, None, None).arrays
     assert type(made["h"]) is CudaTensor and made["h"].shape == (R, 2 * N)
     assert made["act"].dtype == torch.bfloat16
 
