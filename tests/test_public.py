@@ -30,7 +30,6 @@ REFUSES_NOTHING = {  # torch calls it, or there is nothing to give
     "blazeproto.autograd.checkpoint_policy",
     "blazeproto.autograd.checkpoint_contexts",
     "blazeproto.gemm.all_kernels",
-    "blazeproto.lab.explain",
 }
 NO_PAPERS = {"finish_logits", "split_gradient", "make_router", "routing_stats"}  # of router
 WITH_SOURCE = {

@@ -298,7 +298,7 @@ class _AsBits:
         return self.array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """Without a version: CuPy refuses arrays that are marked read-only, as JAX's may be."""
+        """The capsule without a version, which every library makes."""
         capsule = self.array.__dlpack__(stream=stream)
         _relabelled(capsule, _BFLOAT, _UINT)
         return capsule
