@@ -162,7 +162,10 @@ class MoE(nn.Module, Shown):
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, MoEStats]:
-        """x (..., d) -> out (..., d) and what the router did. ``token_ids`` (...) are for hash routing alone."""
+        """x (..., d) floating point → out (..., d) of x's dtype, and what the router did.
+
+        token_ids: (...) integers, for hash routing alone. TypeError or ValueError names what does not fit.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.d_model:
@@ -248,7 +251,7 @@ class MoE(nn.Module, Shown):
         return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity)
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the experts keep for backward for so many tokens; router and shared expert keep their own.
+        """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own.
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
@@ -273,6 +276,7 @@ class MoE(nn.Module, Shown):
         )
 
     def extra_repr(self) -> str:
+        """Sizes and options, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "

@@ -144,10 +144,11 @@ def functions_with_twins(room: str) -> dict[str, tuple[Callable, Callable]]:
 
 @pytest.mark.parametrize("room", WITHOUT_A_TWIN)
 def test_public_functions_have_twins_of_the_same_signature(room: str) -> None:
-    """Names, order, kinds and defaults of the parameters; a twin's arrays are NumPy's."""
+    """Names, order, kinds and defaults of the parameters; a twin's arrays are NumPy's, and only it has a ``round_to``."""
     for name, functions in functions_with_twins(room).items():
         ours, twin = (inspect.signature(function).parameters.values() for function in functions)
-        assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in twin], name
+        of_the_twin = [(p.name, p.kind, p.default) for p in twin if p.name != "round_to"]
+        assert [(p.name, p.kind, p.default) for p in ours] == of_the_twin, name
 
 
 @pytest.mark.parametrize("room", ["dispatch", "gemm"])

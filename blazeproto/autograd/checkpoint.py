@@ -25,8 +25,11 @@ from blazeproto.autograd.operators import CHOOSING
 _TORCH_CHOOSES = ("aten::topk", "aten::sort", "aten::argsort", "aten::bernoulli", "aten::multinomial")
 
 
-def checkpoint_policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: keep the routing choice, recompute the rest."""
+def checkpoint_policy(_ctx: Any, operator: object, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: keep the routing choice, recompute the rest.
+
+    operator: the one that has just run.
+    """
     name = operator.name().split(".")[0] if isinstance(operator, torch._ops.OpOverload) else ""
     chooses = operator in CHOOSING or name in _TORCH_CHOOSES
     return CheckpointPolicy.MUST_SAVE if chooses else CheckpointPolicy.PREFER_RECOMPUTE

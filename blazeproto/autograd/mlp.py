@@ -52,17 +52,18 @@ def moe_mlp(
 
     Args:
         x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast.
-        gate_up_proj, down_proj, biases: of x's dtype, or float32, or under autocast of any; cast where they are used. A gradient
-            has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
-        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout); (E, n, d) for an ungated activation.
-        down_proj: (E, d, n).
-        scores: (T, K) router scores, differentiable; (P,) when experts per token vary.
+        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or (E, n, d) for an ungated activation; of x's
+            dtype, or float32, or under autocast of any; cast where it is used. A gradient has its weight's dtype, and of a
+            float32 weight it is the float32 sum of the products, never rounded to x's.
+        down_proj: (E, d, n), of a dtype as gate_up_proj.
+        scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
         topk_experts: (T, K) expert ids, int32 or int64, distinct in a row; (P,) when experts per token vary. An id
             outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E, as on a
             rank with two of 64 experts. Not needed with ``dispatch``.
         num_experts: E.
         activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
-        up_bias, down_bias: (E, 2n) or (E, n), and (E, d).
+        up_bias: (E, 2n) or (E, n), of a dtype as gate_up_proj.
+        down_bias: (E, d), of a dtype as gate_up_proj.
         save: what is kept for backward, see :class:`SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
             overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
             don't look at what ``grad_fn`` holds.

@@ -88,11 +88,14 @@ def saved_bytes(
 ) -> int:
     """Bytes that one call of :func:`blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
 
+    save, activation: as in `moe_mlp`.  num_tokens, d_model, d_expert, num_experts, top_k: T, d, n, E, K.
     itemsize: bytes of an element of x as the experts see it, so of 2 under autocast to bf16; scores have 4, or 8 with float64.
     num_chunks: above 1 with ``workspace_bytes``; each chunk has a dispatch, so offsets, of its own.
     row_capacity: as in `moe_mlp`; it bounds the rows of a whole batch.
     varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
         ``pair_tokens`` and ``token_offsets`` are kept too.
+
+    ValueError for an unknown policy or activation.
     """
     options = Options(activation, SavePolicy(save).value, "gather", "auto")
     widths = (

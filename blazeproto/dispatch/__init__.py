@@ -2,10 +2,11 @@
 
     from blazeproto.dispatch import build_dispatch
 
-    dispatch = build_dispatch(topk_experts, num_experts)      # (T, K) ids: a torch, CuPy, Numba or JAX array on the GPU
+    dispatch = build_dispatch(topk_experts, num_experts)      # (T, K) ids: a torch, CuPy, Numba, JAX or NumPy array
     dispatch.expert_pair_indices, dispatch.expert_token_offsets, dispatch.token_index_map
 
-Importing this needs neither Numba nor CuPy; calling does. `reference` holds the same functions in NumPy.
+Importing this needs neither Numba nor CuPy; calling it with arrays of a GPU does. `reference` holds the same functions in NumPy,
+which NumPy arrays, and torch's on a CPU, run.
 """
 
 from blazeproto.dispatch.build import build_dispatch, build_dispatch_varying, prepare_dispatch, workspace_bytes

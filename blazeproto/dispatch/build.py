@@ -33,6 +33,7 @@ from blazeproto.dispatch.arguments import (
 )
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 
 __all__ = [
     "MAX_PAIRS",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+@any_library("dispatch", {}, simulated=True)
 def build_dispatch(
     topk_experts: Any,
     num_experts: int,
@@ -58,8 +60,8 @@ def build_dispatch(
 ) -> Dispatch:
     """The dispatch of a fixed number of experts per token (MoEBlaze §4).
 
-    topk_experts: (T, K) int32 or int64, contiguous, on a CUDA device: any array that `blazeproto.runtime.arrays.view` takes.
-        Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
+    topk_experts: (T, K) int32 or int64, contiguous: torch, CuPy, Numba, JAX; of NumPy arrays, and of others in host memory, the
+        twin is computed. Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
     num_experts: E. It may be smaller than K: of K choices few may be here (expert parallelism).
     row_capacity: R, the most rows that there are; default: a row for every pair. Where more pairs have an expert, the rows from
         R on, the last in expert order, are not there: expert_pair_indices has min(R, T·K) entries, expert_token_offsets
@@ -70,11 +72,11 @@ def build_dispatch(
         unspecified dispatch whose indices are all in bounds.
     out: arrays to fill: (expert_pair_indices (T·K,), expert_token_offsets (E+1,), token_index_map (T·K,)) as a tuple
         or by name, int32; for int64 ids also token_expert_indices (T·K,), and last, with a row_capacity, overflow (1,).
-    workspace: at least `workspace_bytes` bytes of any contiguous device array, 4-byte aligned.
+    workspace: (any,) dtype and shape, contiguous, 4-byte aligned, of at least `workspace_bytes` bytes.
     stream: a raw cudaStream_t; default: the caller's current one.
 
-    Returns a Dispatch of torch tensors for a torch tensor, else of CuPy arrays. token_expert_indices is topk_experts
-    itself, flat; of int64 ids an int32 copy, in which ids outside [0, E) are -1.
+    Returns a Dispatch of the kind of array that came: torch, CuPy (for Numba's too), JAX, NumPy. token_expert_indices is
+    topk_experts itself, flat; of int64 ids an int32 copy, in which ids outside [0, E) are -1.
 
     Raises ValueError or TypeError naming the argument, what was expected and what came.
     """
@@ -87,6 +89,7 @@ def build_dispatch(
     return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
+@any_library("dispatch", {}, simulated=True)
 def build_dispatch_varying(
     pair_experts: Any,
     pair_tokens: Any,
@@ -100,13 +103,15 @@ def build_dispatch_varying(
     workspace: Any = None,
     stream: int | None = None,
 ) -> Dispatch:
-    """The dispatch of a number of experts that varies from token to token (token rounding, expert choice, capacity).
+    """The dispatch of a number of experts that varies from token to token: token rounding (SonicMoE §5), capacity.
 
     pair_experts: (P,) int32 or int64, by token; P is a static capacity, and pairs not used hold an id outside [0, E).
     pair_tokens: (P,) int32, the token of each pair.  token_offsets: (T+1,) int32, where each token's pairs begin.
     validate: raise ValueError unless token_offsets ascends from 0 to at most P, and pair_tokens names for each pair with an
         expert the token whose offsets enclose it; waits for the device.
-    Everything else as in `build_dispatch`, each pair being a token with one expert: workspace_bytes(P, 1, num_experts).
+    num_experts, row_capacity, method, out, stream: as in `build_dispatch`, each pair being a token with one expert.
+    workspace: (any,) dtype and shape, of workspace_bytes(P, 1, num_experts) bytes.
+    TypeError or ValueError names the argument, what was expected and what came.
     """
     options = (num_experts, row_capacity, method, out, stream)
     request = checked(arrays.view, "pair_experts", pair_experts, 1, *options)
@@ -129,9 +134,12 @@ def build_dispatch_varying(
 def workspace_bytes(
     num_tokens: int, top_k: int, num_experts: int, method: Method = "tiled", *, row_capacity: int | None = None
 ) -> int:
-    """Bytes of ``workspace`` that a dispatch needs: for "tiled" a table of at most 5 % of the index lists' 8·T·K bytes
-    (with at least two rows of E entries), for "dense" mostly the T·E map; "sort" takes its memory from CuPy. A row_capacity,
-    whatever it is, adds 4·T·K."""
+    """Bytes of ``workspace`` that a dispatch of T tokens, K and E needs.
+
+    num_tokens, top_k, num_experts: T, K, E.  method: "tiled" needs a table of at most 5 % of the index lists' 8·T·K bytes
+    (with at least two rows of E entries), "dense" mostly the T·E map; "sort" takes its memory from CuPy.
+    row_capacity: whatever it is, adds 4·T·K; None: there is none. TypeError or ValueError for what cannot be a shape.
+    """
     shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
     return _workspace_bytes(_module(method), *shape, row_capacity is not None)
 
@@ -163,7 +171,9 @@ def prepare_dispatch(
 ) -> None:
     """Compile and load what a dispatch of this shape launches, ahead of a CUDA-graph capture.
 
+    num_tokens, top_k, num_experts: T, K, E.  method: as in `build_dispatch`.
     row_capacity: whether there is one; any number will do.  dtype: of the ids.  device: a CUDA ordinal.
+    TypeError or ValueError for what cannot be a shape, or for another method or dtype.
     """
     shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
     checks.one_of("dtype", dtype, ("int32", "int64"))

@@ -16,8 +16,9 @@ SHOWN_EXPERTS = 16  # whose load a repr lists; of more it tells the least, the m
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dispatch(Shown):
-    """Who goes where. A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
+    """Who goes where, MoEBlaze §4.1: of num_tokens T, num_experts E, top_k K.
 
+    A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
     For 5 tokens, 4 experts, K = 2, the tokens' experts being {2,3} {0,1} {0,3} {1,2} {0,3} (the example of §4.1):
 
         token_expert_indices    2 3   0 1   0 3   1 2   0 3       expert of each pair: the router's choice, flat

@@ -1,11 +1,13 @@
 """The grouped matrix products: CUDA C++ in ``gemm/cuda``, compiled by NVRTC, hosted by CuPy modules. No torch in here.
 
 Shapes: T tokens, d model width, n expert width, E experts, R rows in expert order, P pairs; G is 2 for a gated activation (h is
-[gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32; anything `blazeproto.runtime.arrays.view`
-takes. Every product takes a `blazeproto.dispatch.Dispatch` as it is made, runs on the caller's current stream, returns its
-outputs, and allocates those that are not handed in. Its specification, for a CPU, is the function of the same name in
-`blazeproto.gemm.reference`. TypeError or ValueError names the argument, before anything is launched: d and n are multiples of 8
-(TMA moves 16 bytes), pointers 16-byte aligned, E at most 512, and all arrays on the current GPU.
+[gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32: torch, CuPy, Numba, JAX. Every product takes a
+`blazeproto.dispatch.Dispatch` as it is made, runs on the caller's current stream, returns its outputs, and makes those that are
+not handed in, of the kind of array that came. Its specification is its twin, the function of the same name in
+`blazeproto.gemm.reference`. NumPy arrays, and torch's on a CPU, run that: float32 ones are rounded to bf16 where the kernels
+store bf16, float64 ones are not (`blazeproto.runtime.libraries`). TypeError or ValueError names the argument, before anything
+is launched: d and n are multiples of 8 (TMA moves 16 bytes), pointers 16-byte aligned, E at most 512, and all arrays on the
+current GPU.
 
 >>> from blazeproto import dispatch, gemm
 >>> gemm.kernel_for("up_forward")                                # to look into: .source .ptx .sass .registers .spills

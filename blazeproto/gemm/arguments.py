@@ -153,7 +153,7 @@ class Arguments:
         return view(array, name)
 
     def _new(self, lengths: tuple[int, ...], dtype: str) -> Any:
-        return empty(lengths, dtype)
+        return empty(lengths, dtype, next((seen for seen in self.views.values() if seen is not None), None))
 
     def _expected(self, name: str, array: Any, dtype: str, lengths: tuple[int | None, ...] | None) -> DeviceArray:
         a = expect(name, array, dtype, lengths)

@@ -11,6 +11,7 @@ from blazeproto.gemm.product import SHAPES, Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
+from blazeproto.runtime.libraries import any_library
 
 LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
 THREADS = 128  # of a block, or a token's lanes if they are more
@@ -20,6 +21,7 @@ SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that muc
 LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def combine(
     y: Any,
     dispatch: Dispatch,
@@ -29,11 +31,16 @@ def combine(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """y (R, d), scores (P,) → out (T, d) = Σ over a token's pairs of scores[p] · y[row of p], in slot order.
+    """out = Σ over a token's pairs of scores[p] · y[row of p], in slot order; without scores a plain sum. MoEBlaze §2.3, §3.1.
 
-    Makes the output from Y with scores, dX from dX̃ without: a plain sum. Floor: (R + T)·d·2 bytes at the memory's speed.
+    y (R, d) bf16, scores (P,) or (T, K) fp32 or None, and a dispatch → out (T, d) bf16.
+
+    Makes the output from Y with scores, dX from dX̃ without. Floor: (R + T)·d·2 bytes at the memory's speed.
 
     columns: those of a wider ``out`` that y (R, len(columns)) is summed to; the others are left alone.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check(Arguments(dispatch, stream), y, scores, columns, out)
     launch(**given.views, at=given.located(), columns=columns)

@@ -73,10 +73,12 @@ class Kernel(Shown):
 
     @property
     def path(self) -> Path:
+        """Of the .cu file."""
         return CUDA_SOURCES / self.file  # an absolute `file` stays itself
 
     @property
     def macros(self) -> tuple[str, ...]:
+        """``defines`` as options of the compiler."""
         values = ((name, int(value) if isinstance(value, bool) else value) for name, value in self.defines.items())
         return tuple(f"-D{name}={value}" for name, value in values)
 
@@ -117,10 +119,12 @@ class Kernel(Shown):
 
     @property
     def cubin(self) -> bytes:
+        """Machine code, an ELF file; compiled, or read from the cache, when asked for."""
         return self.binary.cubin
 
     @property
     def ptx(self) -> str:
+        """The compiler's intermediate code, as text."""
         return self.binary.ptx
 
     @property

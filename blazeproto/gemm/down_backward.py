@@ -13,8 +13,10 @@ from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
 from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"dh": "bfloat16", "a_scaled": "bfloat16", "d_scores": "float32"})
 def down_backward_act(
     d_out: Any,
     down_proj: Any,
@@ -32,8 +34,14 @@ def down_backward_act(
 ) -> tuple[Any, Any, Any]:
     """Through the down projection and the activation. MoEBlaze Algorithm 1, lines 20-28; SonicMoE appendix D.
 
-    d_out (T, d), down_proj (E, d, n), h (R, G n), scores (P,) or (T, K) fp32 → dh (R, G n), a_scaled (R, n) = S act, and
-    d_scores (P,) fp32, zero for pairs without a row. dh may be h itself. workspace: fp32, (score_partials(n), R).
+    d_out (T, d), down_proj (E, d, n), h (R, G n), all bf16, scores (P,) or (T, K) fp32, and a dispatch of E experts
+    → dh (R, G n) bf16, a_scaled (R, n) bf16 = S act, and d_scores (P,) fp32, zero for pairs without a row. dh may be h itself.
+
+    dA' = d_out[token] W_down; d_scores = ⟨dA', act⟩, which spares keeping Y; dh is the gradient S dA' of act, through f.
+    activation: a name of `blazeproto.activations`.  workspace: (score_partials(n), R) fp32; made where it is not given.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
     given = check(Arguments(dispatch, stream, config), *arrays)
@@ -66,7 +74,10 @@ def check(
 
 
 def score_partials(n: int, config: TileConfig | None = None) -> int:
-    """Column tiles of the product of width n, each of which leaves one partial dS a row."""
+    """Column tiles of `down_backward_act` for width n, each of which leaves one partial dS a row.
+
+    config: its tiles; default: those of `TILES`. TypeError or ValueError for an n that is no int of 0 or more.
+    """
     checks.integer("n", n, least=0)
     return -(-n // (config or TILES["down_backward_act"]).tile_n)
 

@@ -19,8 +19,10 @@ from blazeproto.gemm.rows import rows_plan, weight_box, words
 from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, WIDTHS, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def grouped_mm(
     a: Any,
     weights: Any,
@@ -34,18 +36,24 @@ def grouped_mm(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """out[r] = a[r or its token] . W[e]^T (+ bias): the row products with nothing after them but a store.
+    """out[r] = a[r or its token] . W[e]^T (+ bias): the row products with nothing after them but a store. SonicMoE §2.1:
+    varlen-M grouped GEMM.
 
-    a (R, reduction), or (T, reduction) with ``gather``. weights (E, columns, reduction), or with ``transposed``
-    (E, reduction, columns), which is read as it lies. bias (E, columns) → out (R, columns).
+    a (R, reduction) or (T, reduction), weights (E, columns, reduction) or (E, reduction, columns), bias (E, columns) or None, all
+    bf16, and a dispatch of E experts → out (R, columns) bf16.
 
+    gather: a has a row for each token, (T, reduction).  transposed: weights (E, reduction, columns), read as they lie.
     columns: make only these of the columns, e.g. range(0, 1024): out (R, len(columns)). ``out`` may be ``a`` itself where
     a tile has whole rows of both (reduction = columns <= ``config.tile_n``); elsewhere the two must not overlap.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     arrays = (a, weights, gather, transposed, bias, columns, out)
     return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"y": "bfloat16"})
 def down_forward(
     act: Any,
     down_proj: Any,
@@ -57,14 +65,20 @@ def down_forward(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """y = act W_down^T (+ bias). act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d). MoEBlaze Algorithm 1, line 10.
+    """y = act W_down^T (+ bias). MoEBlaze Algorithm 1, line 10; SonicMoE Algorithm 2.
+
+    act (R, n), down_proj (E, d, n), bias (E, d) or None, all bf16, and a dispatch of E experts → y (R, d) bf16.
 
     columns: as :func:`grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     arrays = (act, down_proj, False, False, bias, columns, y)
     return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"dx_rows": "bfloat16"})
 def up_backward_act(
     dh: Any,
     up_proj: Any,
@@ -75,14 +89,20 @@ def up_backward_act(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """dx_rows = dh W_up. dh (R, G n), up_proj (E, G n, d) → dx_rows (R, d). MoEBlaze Algorithm 1, line 30.
+    """dx_rows = dh W_up. MoEBlaze Algorithm 1, line 30; SonicMoE Algorithm 5.
 
-    columns: as :func:`grouped_mm`.
+    dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16.
+
+    columns: as :func:`grouped_mm`. `combine` sums a token's rows to dX.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     arrays = (dh, up_proj, False, True, None, columns, dx_rows)
     return _checked_launch(UP_NAMES, dispatch, config, stream, *arrays)
 
 
+@any_library("gemm", {"out_f32": "float32"})
 def down_forward_fused(
     act: Any,
     down_proj: Any,
@@ -94,9 +114,13 @@ def down_forward_fused(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """out_f32[token] += S y, the combination inside the product (MoEBlaze §3.1). Not deterministic: fp32 atomics.
+    """out_f32[token] += S y, the combination inside the product. MoEBlaze §3.1. Not deterministic: fp32 atomics.
 
-    act (R, n), down_proj (E, d, n), scores (P,) or (T, K) fp32, out_f32 (T, d) fp32, zeroed by the caller.
+    act (R, n), down_proj (E, d, n) and bias (E, d) or None, all bf16; scores (P,) or (T, K) fp32; and a dispatch of E experts
+    → out_f32 (T, d) fp32, zeroed by the caller. Of JAX arrays a new one is returned, for they are immutable.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
+    ValueError names the argument, before anything is launched.
     """
     given = check_fused(Arguments(dispatch, stream, config), act, down_proj, scores, bias, out_f32)
     launch_fused(**given.views, at=given.located(), config=config)

@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """R = T K: a row for every pair."""
         return self.T * self.K
 
 
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
 class Product:
     """One product, for all that lists products: compile-all, `prepare`, tuner, benchmarks, tests.
 
-    run: the public function.  kernel: ``kernel(config, **variant)``, None where tiles don't matter.
+    name: as users call it.  run: the public function.  kernel: ``kernel(config, **variant)``, None where tiles don't matter.
     kernels: every kernel that the layers of tests and benchmarks reach.  for_layer: those that a layer launches.
     operations, least_bytes: of one call; `blazeproto.cost` turns them into floors.
     """

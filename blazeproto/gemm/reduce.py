@@ -9,13 +9,22 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.product import Product
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
 from blazeproto.runtime import driver
+from blazeproto.runtime.libraries import any_library
 
 THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
+@any_library("gemm", {"d_scores": "float32"})
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
-    """Adds a down bias's share to d_scores (P,), in place: ⟨d_out[token], down_bias[expert]⟩. d_out (T, d), down_bias (E, d)."""
+    """d_scores += ⟨d_out[token], down_bias[expert]⟩: a down bias's share. From MoEBlaze Algorithm 1, line 10, with a bias.
+
+    d_out (T, d), down_bias (E, d), both bf16, and a dispatch of E experts → d_scores (P,) or (T, K) fp32, added to in place.
+    Of JAX arrays a new one is returned, for they are immutable.
+
+    stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
+    is launched.
+    """
     given = check_score_grad(Arguments(dispatch, stream), d_out, down_bias, d_scores)
     launch_bias_score_grad(**given.views, at=given.located())
     return d_scores
@@ -27,6 +36,7 @@ def check_score_grad(given: Arguments, d_out: Any, down_bias: Any, d_scores: Any
     return given.update("d_scores", d_scores, "P", "float32")
 
 
+@any_library("gemm", {"out": "bfloat16"})
 def expert_row_sum(
     values: Any,
     dispatch: Dispatch,
@@ -38,10 +48,17 @@ def expert_row_sum(
     workspace: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """A bias's gradient: out (E, m), bf16 or fp32 = Σ over an expert's rows r of values[r], values (R, m).
+    """out[e] = Σ over an expert's rows r of values[r]: a bias's gradient. From MoEBlaze Algorithm 1, lines 3 and 10, with biases.
 
-    gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].  accumulate: added to ``out``.
-    workspace: fp32, (`row_sum_slots(R, E)`, m).
+    values (R, m) or (T, m) bf16, scores (P,) or (T, K) fp32 or None, and a dispatch of E experts → out (E, m) bf16, or fp32
+    if ``out`` is.
+
+    gather: sums values[token of r], values (T, m).  scores: weigh by scores[pair of r].  accumulate: add to an ``out`` that
+    is given.
+    workspace: (row_sum_slots(R, E), m) fp32; made where it is not given.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check_row_sum(Arguments(dispatch, stream), values, gather, scores, out, accumulate)
     slots = row_sum_slots(given.sizes["R"], given.sizes["E"])

@@ -1,7 +1,9 @@
 """The grouped products in NumPy: what each kernel computes, in the order of the paper's Algorithm 1 and nothing else.
 
-Same names and signatures as the kernels, on any floating dtype (float64 makes an oracle, float32 a fair opponent); no rounding
-between steps. Shapes: T tokens, E experts, d model width, n expert width, R rows, P pairs; G is 2 for a gated activation
+Same names and signatures as the kernels, on any floating dtype (float64 makes an oracle, float32 a fair opponent). Nothing is
+rounded but what ``round_to="bf16"``, which only twins have, rounds: to bf16 whatever a kernel stores in bf16, before it is used
+again. (Weight gradients and sums over an expert's rows that go to memory of the caller's stand for fp32 ones, and are left.)
+Shapes: T tokens, E experts, d model width, n expert width, R rows, P pairs; G is 2 for a gated activation
 (its h is [gate, up]), else 1. Rows of no pair (from ``expert_token_offsets[E]`` on) come out as NaN: nothing may read them.
 
 ``dispatch`` is a `blazeproto.dispatch.Dispatch` of NumPy arrays. Outputs that are given are filled; those that are not have the
@@ -9,9 +11,9 @@ dtype that the inputs promote to. ``config``, ``stream`` and ``workspace`` chang
 refuses (arguments.py); where that one needs bf16 or a multiple of 8, any floating dtype and width will do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,10 @@ from blazeproto.gemm import down_backward, linear, reduce, up, weight
 from blazeproto.gemm.arguments import TwinArguments
 from blazeproto.gemm.combine import check as combine_check
 from blazeproto.gemm.tiles import TileConfig
+from blazeproto.runtime.rounding import to_bfloat16
 
 Array = NDArray[Any]
+RoundTo = Literal["bf16"] | None
 
 
 # --- Who is in which row ---------------------------------------------------------------------------------------------
@@ -43,6 +47,13 @@ def tokens_of(pairs: Array, dispatch: Dispatch) -> Array:
 
 def _slice(columns: range | None) -> slice:
     return slice(None) if columns is None else slice(columns.start, columns.stop)
+
+
+def _rounding(round_to: RoundTo) -> Callable[[Array], Array]:
+    """What is done to numbers that a kernel stores in bf16. ValueError for another ``round_to``."""
+    if round_to not in (None, "bf16"):
+        raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
+    return to_bfloat16 if round_to else lambda values: values
 
 
 def _checked(check: Any, dispatch: Dispatch, config: Any, stream: Any, *arguments: Any) -> dict[str, Array]:
@@ -66,13 +77,14 @@ def up_forward(
     act: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> tuple[Array, Array]:
     """x (T, d), up_proj (E, G·n, d), bias (E, G·n) → h (R, G·n), act (R, n).  h_r = x_t W_upᵀ + b, act = SiLU(gate)·up."""
     a = _checked(up.check, dispatch, config, stream, x, up_proj, activation, bias, h, act)
-    h, act = a["h"], a["act"]
+    h, act, stored = a["h"], a["act"], _rounding(round_to)
     for e, r, _, tokens in experts(dispatch):
-        h[r] = x[tokens] @ up_proj[e].T + (0 if bias is None else bias[e])
-        act[r] = activate(h[r], activation)
+        h[r] = stored(x[tokens] @ up_proj[e].T + (0 if bias is None else bias[e]))
+        act[r] = stored(activate(h[r], activation))
     return h, act
 
 
@@ -88,12 +100,13 @@ def grouped_mm(
     out: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """out_r = a_r W[e]ᵀ + b, a (R, reduction), or (T, reduction) with ``gather``; weights (E, columns, reduction), or with
     ``transposed`` (E, reduction, columns); bias (E, columns) → out (R, columns), or only these of its columns."""
     names, arrays = ("a", "weights", "out"), (a, weights, gather, transposed, bias, columns, out)
     out = _checked(linear.check, dispatch, config, stream, names, config, *arrays)["out"]
-    return _grouped_mm(a, weights, dispatch, out, gather, transposed, bias, columns)
+    return _grouped_mm(a, weights, dispatch, out, gather, transposed, bias, columns, round_to)
 
 
 def _grouped_mm(
@@ -105,10 +118,12 @@ def _grouped_mm(
     transposed: bool = False,
     bias: Array | None = None,
     columns: range | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     weights, some = weights if transposed else weights.swapaxes(1, 2), _slice(columns)
+    stored = _rounding(round_to)
     for e, r, _, tokens in experts(dispatch):
-        out[r] = a[tokens if gather else r] @ weights[e, :, some] + (0 if bias is None else bias[e, some])
+        out[r] = stored(a[tokens if gather else r] @ weights[e, :, some] + (0 if bias is None else bias[e, some]))
     return out
 
 
@@ -122,11 +137,12 @@ def down_forward(
     y: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d), or only these of its columns.  y_r = act_r W_downᵀ + b."""
     arrays = (act, down_proj, False, False, bias, columns, y)
     y = _checked(linear.check, dispatch, config, stream, linear.DOWN_NAMES, config, *arrays)["y"]
-    return _grouped_mm(act, down_proj, dispatch, y, bias=bias, columns=columns)
+    return _grouped_mm(act, down_proj, dispatch, y, bias=bias, columns=columns, round_to=round_to)
 
 
 def down_forward_fused(
@@ -139,6 +155,7 @@ def down_forward_fused(
     out_f32: Array,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """`down_forward` and `combine` in one: adds into out_f32 (T, d), which the caller has zeroed."""
     _checked(linear.check_fused, dispatch, config, stream, act, down_proj, scores, bias, out_f32)
@@ -155,17 +172,19 @@ def combine(
     columns: range | None = None,
     out: Array | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """y (R, d), scores (P,) → out (T, d): a token's rows, weighted and summed in slot order; pairs without a row are left out.
 
     With scores it makes the output from Y; without, dX from the rows' dX̃. columns: those of a wider ``out`` that y is summed to.
     """
     out = _checked(combine_check, dispatch, None, stream, y, scores, columns, out)["out"]
-    out[:, _slice(columns)] = 0
+    total = np.zeros_like(out[:, _slice(columns)])
     pairs = np.flatnonzero(dispatch.token_index_map >= 0)
     weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
     weighted = weights * y[dispatch.token_index_map[pairs]]
-    np.add.at(out[:, _slice(columns)], tokens_of(pairs, dispatch), weighted)  # in the order of the pairs
+    np.add.at(total, tokens_of(pairs, dispatch), weighted)  # in the order of the pairs
+    out[:, _slice(columns)] = _rounding(round_to)(total)
     return out
 
 
@@ -186,6 +205,7 @@ def down_backward_act(
     workspace: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> tuple[Array, Array, Array]:
     """d_out (T, d), down_proj (E, d, n), h (R, G·n), scores (P,) → dh (R, G·n), a_scaled (R, n), d_scores (P,).
 
@@ -194,15 +214,15 @@ def down_backward_act(
     """
     arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
     a = _checked(down_backward.check, dispatch, config, stream, *arrays)
-    dh, a_scaled, d_scores = a["dh"], a["a_scaled"], a["d_scores"]
+    dh, a_scaled, d_scores, stored = a["dh"], a["a_scaled"], a["d_scores"], _rounding(round_to)
     d_scores[...] = 0
     for e, r, pairs, tokens in experts(dispatch):
         score = scores.reshape(-1)[pairs, None]
         d_act = d_out[tokens] @ down_proj[e]
         act = activate(h[r], activation)
         d_scores.reshape(-1)[pairs] = (d_act * act).sum(axis=1)
-        a_scaled[r] = score * act
-        dh[r] = np.concatenate(activate_backward(h[r], score * d_act, activation), axis=-1)
+        a_scaled[r] = stored(score * act)
+        dh[r] = stored(np.concatenate(activate_backward(h[r], score * d_act, activation), axis=-1))
     return dh, a_scaled, d_scores
 
 
@@ -217,12 +237,14 @@ def down_backward_weight(
     workspace: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """d_out (T, d), a_scaled (R, n) → dw (E, d, n).  ddown = Σ dO_tᵀ a_scaled_r over an expert's rows, 0 where it has none."""
+    stored = _rounding(round_to if dw is None else None)
     dw = _checked(weight.check_down, dispatch, config, stream, d_out, a_scaled, dw, gather, accumulate)["dw"]
     for e, r, _, tokens in experts(dispatch):
         product = d_out[tokens if gather else r].T @ a_scaled[r]
-        dw[e] = dw[e] + product if accumulate else product
+        dw[e] = dw[e] + product if accumulate else stored(product)
     return dw
 
 
@@ -235,12 +257,13 @@ def up_backward_act(
     dx_rows: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d), or only these of its columns.  dX̃_r = dH_r W_up; `combine` sums a
     token's rows to dX."""
     arrays = (dh, up_proj, False, True, None, columns, dx_rows)
     dx_rows = _checked(linear.check, dispatch, config, stream, linear.UP_NAMES, config, *arrays)["dx_rows"]
-    return _grouped_mm(dh, up_proj, dispatch, dx_rows, transposed=True, columns=columns)
+    return _grouped_mm(dh, up_proj, dispatch, dx_rows, transposed=True, columns=columns, round_to=round_to)
 
 
 def up_backward_weight(
@@ -254,12 +277,14 @@ def up_backward_weight(
     workspace: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """dh (R, G·n), x (T, d) → dw (E, G·n, d).  dW_up = Σ dH_rᵀ x_t over an expert's rows, 0 where it has none."""
+    stored = _rounding(round_to if dw is None else None)
     dw = _checked(weight.check_up, dispatch, config, stream, dh, x, dw, gather, accumulate)["dw"]
     for e, r, _, tokens in experts(dispatch):
         product = dh[r].T @ x[tokens if gather else r]
-        dw[e] = dw[e] + product if accumulate else product
+        dw[e] = dw[e] + product if accumulate else stored(product)
     return dw
 
 
@@ -276,21 +301,29 @@ def expert_row_sum(
     accumulate: bool = False,
     workspace: Any = None,
     stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """A bias's gradient, out (E, m): the sum over an expert's rows r of values[r], values (R, m).
 
     gather: of values[token of r], values (T, m).  scores (P,): weighted by scores[pair of r].
     """
+    stored = _rounding(round_to if out is None else None)
     out = _checked(reduce.check_row_sum, dispatch, None, stream, values, gather, scores, out, accumulate)["out"]
     for e, r, pairs, tokens in experts(dispatch):
         weights = 1 if scores is None else scores.reshape(-1)[pairs, None]
         total = (weights * values[tokens if gather else r]).sum(axis=0)
-        out[e] = out[e] + total if accumulate else total
+        out[e] = out[e] + total if accumulate else stored(total)
     return out
 
 
 def bias_score_grad(
-    d_out: Array, down_bias: Array, dispatch: Dispatch, *, d_scores: Array, stream: int | None = None
+    d_out: Array,
+    down_bias: Array,
+    dispatch: Dispatch,
+    *,
+    d_scores: Array,
+    stream: int | None = None,
+    round_to: RoundTo = None,
 ) -> Array:
     """Adds a down bias's share ⟨dO_t, b_e⟩ to d_scores (P,), in place. d_out (T, d), down_bias (E, d)."""
     _checked(reduce.check_score_grad, dispatch, None, stream, d_out, down_bias, d_scores)

@@ -32,6 +32,7 @@ PRODUCTS = {
 def kernel_for(name: str, config: TileConfig | None = None, **variant: object) -> Kernel:
     """The kernel of a product, by default with the tiles it runs with.
 
+    name: of a product that has tiles.  config: its tiles; default: those of `TILES`.
     variant: what the product can be compiled for: activation, bias, f32, gather, debug (further macros, see ptx.cuh).
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
@@ -43,7 +44,7 @@ def kernel_for(name: str, config: TileConfig | None = None, **variant: object) -
 
 
 def candidates(name: str) -> list[TileConfig]:
-    """Tile configurations worth timing for a product. ValueError for one that has no tiles."""
+    """Tile configurations worth timing for the product called ``name``. ValueError for one that has no tiles."""
     checks.one_of("product", name, tuple(CANDIDATES))
     return list(CANDIDATES[name])
 
@@ -72,6 +73,7 @@ def prepare(
     columns, each width by a kernel of its own.
 
     d_model, d_expert, num_experts: d, n, E.  top_k: K, None where the number of experts per token varies.
+    activation: a name of `blazeproto.activations`.
     up_bias, down_bias: whether the projections have biases.  fused: whether `down_forward_fused` runs instead of
     `down_forward` and `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.

@@ -13,8 +13,10 @@ from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
 from blazeproto.gemm.rows import h_box, rows_plan, words
 from blazeproto.gemm.tiles import BK, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
+from blazeproto.runtime.libraries import any_library
 
 
+@any_library("gemm", {"h": "bfloat16", "act": "bfloat16"})
 def up_forward(
     x: Any,
     up_proj: Any,
@@ -27,9 +29,15 @@ def up_forward(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> tuple[Any, Any]:
-    """h = x[token] W_up^T (+ bias), act = f(gate) up. x (T, d), up_proj (E, G n, d), bias (E, G n) → h (R, G n), act (R, n).
+    """h = x[token] W_up^T (+ bias), act = f(gate) up. MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2.
 
-    MoEBlaze Algorithm 1, lines 3-9. act is computed from h as stored.
+    x (T, d), up_proj (E, G n, d), bias (E, G n) or None, all bf16, and a dispatch of E experts → h (R, G n), act (R, n), both
+    bf16.
+
+    activation: a name of `blazeproto.activations`; G is 2 where it has a gate, else 1. act is computed from h as stored.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check(Arguments(dispatch, stream, config), x, up_proj, activation, bias, h, act)
     launch(**given.views, at=given.located(), activation=activation, config=config)

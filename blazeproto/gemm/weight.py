@@ -19,6 +19,7 @@ from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
 from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
+from blazeproto.runtime.libraries import any_library, in_host_memory
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
@@ -46,6 +47,7 @@ WEIGHT_PARAMS = Params(
 )
 
 
+@any_library("gemm", {"dw": "bfloat16"})
 def down_backward_weight(
     d_out: Any,
     a_scaled: Any,
@@ -58,17 +60,23 @@ def down_backward_weight(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """dw[e] = sum of d_out[token]^T a_scaled. d_out (T, d), a_scaled (R, n) → dw (E, d, n), bf16, or fp32 if ``dw`` is.
+    """dw[e] = sum of d_out[token]^T a_scaled over an expert's rows. MoEBlaze Algorithm 1, line 18; SonicMoE Algorithm 3.
 
-    Experts without rows get zeros. MoEBlaze Algorithm 1, line 18.
+    d_out (T, d) or (R, d), a_scaled (R, n), both bf16, and a dispatch of E experts → dw (E, d, n) bf16, or fp32 if ``dw`` is.
 
+    Experts without rows get zeros.
     gather: False where d_out's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
-    workspace: fp32, `weight_workspace` elements: reductions over very many rows are cut and their partials summed, in order.
+    workspace: (weight_workspace(),) fp32; made where it is not given. Reductions over very many rows are cut and their partials
+    summed, in order.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check_down(Arguments(dispatch, stream, config), d_out, a_scaled, dw, gather, accumulate)
     return _launch(DOWN, given, ("d_out", "a_scaled"), gather, accumulate, workspace, config)
 
 
+@any_library("gemm", {"dw": "bfloat16"})
 def up_backward_weight(
     dh: Any,
     x: Any,
@@ -81,8 +89,15 @@ def up_backward_weight(
     config: TileConfig | None = None,
     stream: int | None = None,
 ) -> Any:
-    """dw[e] = sum of dh^T x[token]. dh (R, G n), x (T, d) → dw (E, G n, d), as :func:`down_backward_weight`;
-    gather=False: x (R, d). MoEBlaze Algorithm 1, line 29.
+    """dw[e] = sum of dh^T x[token] over an expert's rows. MoEBlaze Algorithm 1, line 29; SonicMoE Algorithm 5.
+
+    dh (R, G n), x (T, d) or (R, d), both bf16, and a dispatch of E experts → dw (E, G n, d) bf16, or fp32 if ``dw`` is.
+
+    gather: False where x's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
+    workspace: (weight_workspace(),) fp32, as of :func:`down_backward_weight`.
+
+    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
+    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
     given = check_up(Arguments(dispatch, stream, config), dh, x, dw, gather, accumulate)
     return _launch(UP, given, ("x", "dh"), gather, accumulate, workspace, config)
@@ -129,8 +144,15 @@ def _launch(
 
 
 def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConfig | None = None) -> int:
-    """fp32 elements of the workspace of ``product``, a weight gradient into ``dw``: by shapes and device alone; may be 0."""
+    """fp32 elements of the workspace of a weight gradient: by shapes and device alone; may be 0, and is in host memory.
+
+    product: "down_backward_weight" or "up_backward_weight".  dw: (E, d, n) or (E, G n, d), bf16 or fp32.
+    dispatch: that it will be called with.  config: tiles; default: those of `TILES`. ValueError for another product, TypeError
+    or ValueError for a dw that is no array.
+    """
     checks.one_of("product", product, (DOWN, UP))
+    if in_host_memory(dw):
+        return 0
     where = (dispatch.num_rows, dispatch.num_experts, current_device())
     return workspace_elements(product, where, view(dw, "dw").shape, config)
 

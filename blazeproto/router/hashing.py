@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
 
 MAX_TOP_K, MAX_EXPERTS = 32, 1024
@@ -17,14 +18,7 @@ def start_of(seed: int) -> int:
     return GOLDEN * (seed + 1) & MASK_32
 
 
-def hash_route(
-    token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
-) -> Any:
-    """experts (T, K) int32 of token_ids (T,) int64 on a CUDA device: those with the K largest weights, ties to the lower expert.
-
-    K up to 32, E up to 1024. out: an array to fill. stream: a raw cudaStream_t; default: the caller's current one.
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
-    """
+def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.DeviceArray:
     view = arrays.expect("token_ids", token_ids, "int64", (None,), alignment=8)
     checks.integer("num_experts", num_experts)
     checks.integer("top_k", top_k)
@@ -34,6 +28,23 @@ def hash_route(
     most = min(MAX_TOP_K, num_experts)
     if not 1 <= top_k <= most:
         raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
+    return view
+
+
+@any_library("router", {"experts": "int32"}, check=_check, simulated=True)
+def hash_route(
+    token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
+) -> Any:
+    """Experts by a hash of the token's id: those with the K largest weights, ties to the lower. Roller et al. 2021, §3.1.
+
+    token_ids (T,) int64 → experts (T, K) int32.
+
+    num_experts, top_k: E, up to 1024, and K, up to 32.  seed: of the hash.  out: (T, K) int32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+    view = _check(token_ids, num_experts, top_k, seed)
     num_tokens = view.shape[0]
     with memory.on_stream(view, stream) as stream:
         experts, experts_view = arrays.output("out", out, "int32", (num_tokens, top_k), view, 4)

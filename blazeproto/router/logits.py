@@ -9,57 +9,11 @@ from typing import Any
 from blazeproto.router.losses import lanes_of
 from blazeproto.router.topk import MAX_EXPERTS
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
 
 THREADS = 256  # of a block
 MAX_BLOCKS = 132 * 16
-
-
-def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
-    """logits (T, E) fp32: the sum of the ``parts`` (1 or 2) of products (T, parts E) fp32, each part a neighbouring E columns.
-
-    A token with a NaN or infinite logit gets NaN throughout, so that it shows in that token's output and in no other's.
-    With one part that is written over the products, which are returned; with two, out is filled, or a new array made.
-    stream: a raw cudaStream_t; default: the caller's current one.
-
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
-    """
-    parts = _check_parts(parts, 1)
-    view = arrays.expect("products", products, "float32", (None, None), alignment=4)
-    num_tokens, num_experts = view.shape[0], _experts("products", view.shape[1], parts)
-    if parts == 1 and out is not None:
-        raise ValueError("out: expected None with one part, which is finished in place, got an array")
-    with memory.on_stream(view, stream) as stream:
-        logits, made = products, view
-        if parts == 2:
-            logits, made = arrays.output("out", out, "float32", (num_tokens, num_experts), view, 4)
-        kernel = finish_kernel(num_experts, parts)
-        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
-        if num_tokens:
-            kernel.launch(view.device, stream, blocks, 0, memory.argument(view), memory.argument(made), num_tokens)
-    return logits
-
-
-def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
-    """d_logits (T, E) fp32 as a sum of bf16 numbers: (T, parts E), the nearest, the rest, and with ``parts`` 3 the nearest again.
-
-    A token whose logits (T, E) fp32 are NaN, as `finish_logits` leaves them, gets zeros.
-    """
-    parts = _check_parts(parts, 2)
-    view = arrays.expect("d_logits", d_logits, "float32", (None, None), alignment=4)
-    num_tokens, num_experts = view.shape[0], _experts("d_logits", view.shape[1], 1)
-    marks = arrays.expect("logits", logits, "float32", view.shape, device=view.device, alignment=4)
-    with memory.on_stream(view, stream) as stream:
-        split, made = arrays.output("out", out, "bfloat16", (num_tokens, parts * num_experts), view, 4)
-        units, word = num_tokens * num_experts, "uint16"
-        if num_experts % 2 == 0:  # two bf16 numbers at a time
-            units, word = units // 2, "uint32"
-        if units:
-            inputs = (memory.argument(view), memory.argument(marks))
-            words = memory.part(memory.argument(made), 0, parts * units, word)
-            blocks = min(-(-units // THREADS), MAX_BLOCKS)
-            split_kernel(num_experts, parts).launch(view.device, stream, blocks, 0, *inputs, words, num_tokens)
-    return split
 
 
 def _check_parts(parts: int, least: int) -> int:
@@ -72,6 +26,74 @@ def _experts(name: str, columns: int, parts: int) -> int:
     if columns % parts or not 1 <= columns // parts <= MAX_EXPERTS:
         raise ValueError(f"{name}: expected {parts} E columns with 1 <= E <= {MAX_EXPERTS}, got {columns}")
     return columns // parts
+
+
+def _check_products(products: Any, parts: int, out: Any) -> arrays.DeviceArray:
+    _check_parts(parts, 1)
+    view = arrays.expect("products", products, "float32", (None, None), alignment=4)
+    _experts("products", view.shape[1], parts)
+    if parts == 1 and out is not None:
+        raise ValueError("out: expected None with one part, which is finished in place, got an array")
+    return view
+
+
+def _check_gradient(d_logits: Any, logits: Any, parts: int) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
+    _check_parts(parts, 2)
+    view = arrays.expect("d_logits", d_logits, "float32", (None, None), alignment=4)
+    _experts("d_logits", view.shape[1], 1)
+    return view, arrays.expect("logits", logits, "float32", view.shape, device=view.device, alignment=4)
+
+
+@any_library("router", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True)
+def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
+    """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
+
+    products (T, parts E) fp32 → logits (T, E) fp32.
+
+    A token with a NaN or infinite logit gets NaN throughout, so that it shows in that token's output and in no other's.
+    With one part that is written over the products, which are returned (in host memory, and of JAX arrays, a new array is).
+    out: (T, E) fp32, to fill, where there are two parts.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+    view = _check_products(products, parts, out)
+    num_tokens, num_experts = view.shape[0], view.shape[1] // parts
+    with memory.on_stream(view, stream) as stream:
+        logits, made = products, view
+        if parts == 2:
+            logits, made = arrays.output("out", out, "float32", (num_tokens, num_experts), view, 4)
+        kernel = finish_kernel(num_experts, parts)
+        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
+        if num_tokens:
+            kernel.launch(view.device, stream, blocks, 0, memory.argument(view), memory.argument(made), num_tokens)
+    return logits
+
+
+@any_library("router", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
+def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
+    """A gradient as a sum of bf16 numbers: the nearest, the rest, and with ``parts`` 3 the nearest again.
+
+    d_logits (T, E) fp32, logits (T, E) fp32 → split (T, parts E) bf16; in NumPy fp32 numbers that bf16 has.
+
+    A token whose logits are NaN, as `finish_logits` leaves them, gets zeros.  out: (T, parts E) bf16, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+    view, marks = _check_gradient(d_logits, logits, parts)
+    num_tokens, num_experts = view.shape
+    with memory.on_stream(view, stream) as stream:
+        split, made = arrays.output("out", out, "bfloat16", (num_tokens, parts * num_experts), view, 4)
+        units, word = num_tokens * num_experts, "uint16"
+        if num_experts % 2 == 0:  # two bf16 numbers at a time
+            units, word = units // 2, "uint32"
+        if units:
+            inputs = (memory.argument(view), memory.argument(marks))
+            words = memory.part(memory.argument(made), 0, parts * units, word)
+            blocks = min(-(-units // THREADS), MAX_BLOCKS)
+            split_kernel(num_experts, parts).launch(view.device, stream, blocks, 0, *inputs, words, num_tokens)
+    return split
 
 
 @lru_cache(maxsize=256)

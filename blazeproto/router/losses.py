@@ -10,6 +10,7 @@ from typing import Any
 from blazeproto.router.kinds import SCORES, Score
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
 
 THREADS = 256  # of a block
@@ -17,6 +18,21 @@ SUM_THREADS = 1024  # of the one block that adds up
 MAX_BLOCKS, MAX_BACKWARD_BLOCKS = 132 * 4, 132 * 8
 
 
+def _check(
+    logits: Any, experts: Any, score: str, balance: bool, z: bool
+) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
+    view = _check_logits(logits, score)
+    chosen = arrays.expect("experts", experts, "int32", (view.shape[0], None), device=view.device, alignment=4)
+    if not chosen.shape[1]:
+        raise ValueError(f"experts: expected (T, K) with K >= 1, got {chosen.shape}")
+    _check_wanted(balance, z)
+    return view, chosen
+
+
+LOSSES = {"load": "int32", "balance_loss": "float32", "z_loss": "float32"}
+
+
+@any_library("router", LOSSES, check=_check, simulated=True)
 def routing_losses(
     logits: Any,
     experts: Any,
@@ -28,20 +44,20 @@ def routing_losses(
     workspace: Any = None,
     stream: int | None = None,
 ) -> tuple[Any, Any, Any]:
-    """(load (E,) int32, balance_loss () fp32, z_loss () fp32) of logits (T, E) fp32 and the experts (T, K) int32 they chose.
+    """The load of every expert, the balancing loss and the z-loss. Switch Transformer §2.2, eq. 4; ST-MoE eq. 5.
 
-    load: how many pairs each expert has; ids outside [0, E) count nowhere.
-    balance_loss: E Σ f P, Switch Transformer §2.2, eq. 4; f the share of the T K choices that fell on an expert, P its mean
-        probability (softmax; sigmoid scores divided by their sum).
-    z_loss: the mean of logsumexp(logits)², ST-MoE eq. 5.
-    balance, z: whether that loss is wanted; else it is 0 and costs nothing.
-    score: kinds.py says what they are.  out: the three, to fill.  workspace: `losses_workspace(T, E)` fp32 elements.
-    stream: a raw cudaStream_t; default: the caller's current one.
+    logits (T, E) fp32 and the experts (T, K) int32 they chose → load (E,) int32, balance_loss () fp32, z_loss () fp32.
 
-    E up to 1024, T at least 1. Raises ValueError or TypeError naming the argument, what was expected and what came.
+    The load is how many pairs each expert has; ids outside [0, E) count nowhere. The balancing loss is E Σ f P: f the share
+    of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
+    z-loss is the mean of logsumexp(logits)².
+    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: kinds.py says what they are.
+    out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
-    view, chosen = _check(logits, experts, score)
-    _check_wanted(balance, z)
+    view, chosen = _check(logits, experts, score, balance, z)
     (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
     with memory.on_stream(view, stream) as stream:
         given = out or (None, None, None)
@@ -66,6 +82,20 @@ def routing_losses(
     return load, balance_loss, z_loss
 
 
+def _check_backward(
+    logits: Any, load: Any, d_balance_loss: Any, d_z_loss: Any, top_k: int, score: str, balance: bool, z: bool
+) -> tuple[arrays.DeviceArray, ...]:
+    """Views of the four arrays."""
+    view = _check_logits(logits, score)
+    checks.integer("top_k", top_k, least=1)
+    counts = arrays.expect("load", load, "int32", (view.shape[1],), device=view.device, alignment=4)
+    _check_wanted(balance, z)
+    d_balance = arrays.expect("d_balance_loss", d_balance_loss, "float32", (), device=view.device, alignment=4)
+    d_z = arrays.expect("d_z_loss", d_z_loss, "float32", (), device=view.device, alignment=4)
+    return view, counts, d_balance, d_z
+
+
+@any_library("router", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def routing_losses_backward(
     logits: Any,
     load: Any,
@@ -79,23 +109,24 @@ def routing_losses_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E) fp32 from the gradients () fp32 of both losses, and the logits and load (E,) int32 of the forward.
+    """The gradient of both losses of `routing_losses`: Switch Transformer eq. 4 and ST-MoE eq. 5.
 
-    The load passes no gradient, and a token with a NaN or infinite logit gets zeros. balance, z: as in the forward.
+    logits (T, E) fp32 and load (E,) int32 of the forward, d_balance_loss () fp32, d_z_loss () fp32 → d_logits (T, E) fp32.
+
+    The load passes no gradient, and a token with a NaN or infinite logit gets zeros.
+    top_k: K.  score, balance, z: as in the forward.  out: (T, E) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
-    view = _check_logits(logits, score)
-    num_tokens, num_experts = view.shape
-    top_k = checks.integer("top_k", top_k, least=1)
-    counts = arrays.expect("load", load, "int32", (num_experts,), device=view.device, alignment=4)
-    _check_wanted(balance, z)
-    d_balance = arrays.expect("d_balance_loss", d_balance_loss, "float32", (), device=view.device, alignment=4)
-    d_z = arrays.expect("d_z_loss", d_z_loss, "float32", (), device=view.device, alignment=4)
+    given = _check_backward(logits, load, d_balance_loss, d_z_loss, top_k, score, balance, z)
+    view, (num_tokens, num_experts) = given[0], given[0].shape
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
         kernel = backward_kernel(num_experts, score == "sigmoid", balance, z)
         blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
-        views = map(memory.argument, (view, counts, d_balance, d_z, outgoing))
-        kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, top_k)
+        views = map(memory.argument, (*given, outgoing))
+        kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, int(top_k))
     return d_logits
 
 
@@ -181,11 +212,3 @@ def _check_logits(logits: Any, score: str) -> arrays.DeviceArray:
 def _check_wanted(balance: bool, z: bool) -> None:
     checks.boolean("balance", balance)
     checks.boolean("z", z)
-
-
-def _check(logits: Any, experts: Any, score: str) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
-    view = _check_logits(logits, score)
-    chosen = arrays.expect("experts", experts, "int32", (view.shape[0], None), device=view.device, alignment=4)
-    if not chosen.shape[1]:
-        raise ValueError(f"experts: expected (T, K) with K >= 1, got {chosen.shape}")
-    return view, chosen

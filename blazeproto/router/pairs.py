@@ -13,6 +13,7 @@ from typing import Any
 
 from blazeproto.router.kinds import DRAWING_RULES, RULES, SCORES, WAYS, Score, sums_to_one
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 1024
@@ -20,31 +21,10 @@ MAX_TOKENS = 2**30
 WORD = 32  # tokens in a word of the bits
 
 
-def choose_pairs(
-    scores: Any,
-    experts: Any,
-    by: str,
-    size: int,
-    max_pairs: int,
-    *,
-    draws: Any = None,
-    out: Sequence[Any] | None = None,
-    stream: int | None = None,
-) -> tuple[Any, Any, Any, Any]:
-    """(pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,), load (E,)), int32, on a CUDA device.
-
-    scores (T, E) fp32 in [0, 1] or NaN; experts (T, K) int32, the token choice, distinct in a row, best first.
-    by: a rule of token rounding (``size`` is the tile), "expert_choice" (``size`` tokens each expert, at most T), or the
-    priority "slot", "token" or "score" of a capacity (``size`` tokens an expert at most). `choices` says what each means; ties
-    go to the lower token. "expert_choice" does not read experts.
-    max_pairs: P, which bounds the pairs there can be (what lies beyond is left out). They come by token and by ascending
-    expert; places not used come last and hold expert -1, token 0.
-    draws (E,) fp32 in [0, 1): for "sr_f" and "nr_s", which compare them with a probability.
-    out: the four to fill. stream: a raw cudaStream_t; default: the caller's current one.
-
-    E and K up to 1024. Compiled when first called: before a CUDA-graph capture call it once with arrays of the same shapes.
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
-    """
+def _check_choosing(
+    scores: Any, experts: Any, by: str, size: int, max_pairs: int, draws: Any
+) -> tuple[arrays.DeviceArray, ...]:
+    """Views of the three arrays; of the scores again where no draws are needed: any address will do."""
     view = _check_matrix("scores", scores)
     num_tokens, num_experts = view.shape
     checks.one_of("by", by, WAYS)
@@ -59,17 +39,53 @@ def choose_pairs(
         raise ValueError(f"size: expected at most T={num_tokens} tokens each expert, got {size}")
     if max(max_pairs, num_tokens * top_k) >= 2**31:
         raise ValueError(f"max_pairs, T*K: expected less than 2**31, got {max_pairs}, {num_tokens * top_k}")
-    drawn = view  # where there are none: any address will do
-    if by in DRAWING_RULES:
-        if draws is None:
-            raise ValueError(f"draws: expected a number for each expert with by={by!r}, got None")
-        drawn = arrays.expect("draws", draws, "float32", (num_experts,), device=view.device, alignment=4)
+    if by not in DRAWING_RULES:
+        return view, chosen, view
+    if draws is None:
+        raise ValueError(f"draws: expected a number for each expert with by={by!r}, got None")
+    return view, chosen, arrays.expect("draws", draws, "float32", (num_experts,), device=view.device, alignment=4)
+
+
+PAIRS = dict.fromkeys(("pair_experts", "pair_tokens", "token_offsets", "load"), "int32")
+
+
+@any_library("router", PAIRS, check=_check_choosing, simulated=True)
+def choose_pairs(
+    scores: Any,
+    experts: Any,
+    by: str,
+    size: int,
+    max_pairs: int,
+    *,
+    draws: Any = None,
+    out: Sequence[Any] | None = None,
+    stream: int | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Who gets which experts where their number varies: token rounding (SonicMoE §5 and appendix E.2), expert choice (Zhou et
+    al. 2022, §3.2), capacities (GShard §2.2).
+
+    scores (T, E) fp32 in [0, 1] or NaN, experts (T, K) int32, the token choice, distinct in a row, best first, draws (E,) fp32 in
+    [0, 1) or None → pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,), load (E,), all int32.
+
+    by: a rule of token rounding (``size`` is the tile), "expert_choice" (``size`` tokens each expert, at most T), or the
+    priority "slot", "token" or "score" of a capacity (``size`` tokens an expert at most). `choices` says what each means; ties
+    go to the lower token. "expert_choice" does not read experts.
+    max_pairs: P, which bounds the pairs there can be (what lies beyond is left out). They come by token and by ascending
+    expert; places not used come last and hold expert -1, token 0.
+    draws: for "sr_f" and "nr_s", which compare them with a probability.  out: the four to fill.
+
+    E and K up to 1024. Compiled when first called: before a CUDA-graph capture call it once with arrays of the same shapes.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+    view, chosen, drawn = _check_choosing(scores, experts, by, size, max_pairs, draws)
+    num_tokens, num_experts = view.shape
     with memory.on_stream(view, stream) as stream:
         shapes = ((max_pairs,), (max_pairs,), (num_tokens + 1,), (num_experts,))
-        names = ("pair_experts", "pair_tokens", "token_offsets", "load")
         made = [
-            arrays.output(f"out[{i}] ({names[i]})", out[i] if out else None, "int32", shapes[i], view, 4)
-            for i in range(4)
+            arrays.output(f"out[{i}] ({name})", out[i] if out else None, "int32", shapes[i], view, 4)
+            for i, name in enumerate(PAIRS)
         ]
         _choose(view, chosen, drawn, by, min(size, MAX_TOKENS), max_pairs, [a for _, a in made], stream)
     pair_experts, pair_tokens, token_offsets, load = (array for array, _ in made)
@@ -129,6 +145,34 @@ def _choose(
     list_pairs.launch(*where, list_chunks, shared, *listed)
 
 
+def _check_matrix(name: str, array: Any) -> arrays.DeviceArray:
+    view = arrays.expect(name, array, "float32", (None, None), alignment=4)
+    if not 1 <= view.shape[1] <= MAX_EXPERTS or view.shape[0] > MAX_TOKENS:
+        raise ValueError(f"{name}: expected (T, E) with T <= 2**30 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
+    return view
+
+
+def _check_pairs(
+    logits: Any, pair_experts: Any, token_offsets: Any, score: str, scale: float
+) -> tuple[arrays.DeviceArray, arrays.DeviceArray, arrays.DeviceArray]:
+    view = _check_matrix("logits", logits)
+    checks.one_of("score", score, SCORES)
+    checks.number("scale", scale)
+    listed = arrays.expect("pair_experts", pair_experts, "int32", (None,), device=view.device, alignment=4)
+    shape = (view.shape[0] + 1,)
+    offsets = arrays.expect("token_offsets", token_offsets, "int32", shape, device=view.device, alignment=4)
+    return view, listed, offsets
+
+
+def _check_backward(
+    logits: Any, pair_experts: Any, token_offsets: Any, d_scores: Any, score: str, scale: float
+) -> tuple[arrays.DeviceArray, ...]:
+    view, listed, offsets = _check_pairs(logits, pair_experts, token_offsets, score, scale)
+    incoming = arrays.expect("d_scores", d_scores, "float32", listed.shape, device=view.device, alignment=4)
+    return view, listed, offsets, incoming
+
+
+@any_library("router", {"scores": "float32"}, check=_check_pairs, simulated=True)
 def score_pairs(
     logits: Any,
     pair_experts: Any,
@@ -140,10 +184,16 @@ def score_pairs(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """scores (P,) fp32 of logits (T, E) fp32 and a list of pairs as `choose_pairs` makes it; 0 in unused places.
+    """The scores of a list of pairs, as `topk_route`'s: MoEBlaze §2.1; SonicMoE §6.3.1 for those that sum to one.
+
+    logits (T, E) fp32, pair_experts (P,) int32 and token_offsets (T + 1,) int32 as `choose_pairs` makes them → scores (P,)
+    fp32, 0 in unused places.
 
     score, renormalize, scale: as `topk_route` has them; a token's scores that sum to one do so over the pairs that it has. A
-    token with a NaN logit has NaN scores, and no other token notices.
+    token with a NaN logit has NaN scores, and no other token notices.  out: (P,) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
     view, listed, offsets = _check_pairs(logits, pair_experts, token_offsets, score, scale)
     with memory.on_stream(view, stream) as stream:
@@ -156,6 +206,7 @@ def score_pairs(
     return scores
 
 
+@any_library("router", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def score_pairs_backward(
     logits: Any,
     pair_experts: Any,
@@ -168,9 +219,16 @@ def score_pairs_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E) fp32 from d_scores (P,) fp32. A token with a NaN logit gets zeros."""
-    view, listed, offsets = _check_pairs(logits, pair_experts, token_offsets, score, scale)
-    incoming = arrays.expect("d_scores", d_scores, "float32", listed.shape, device=view.device, alignment=4)
+    """The gradient of `score_pairs`'s logits (MoEBlaze §2.1) from that of its scores.
+
+    logits (T, E) fp32, pair_experts (P,) int32, token_offsets (T + 1,) int32, d_scores (P,) fp32 → d_logits (T, E) fp32.
+
+    A token with a NaN logit gets zeros.  score, renormalize, scale: as in the forward.  out: (T, E) fp32, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+    view, listed, offsets, incoming = _check_backward(logits, pair_experts, token_offsets, d_scores, score, scale)
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
         kernel = score_backward_kernel(view.shape[1], score, sums_to_one(score, renormalize), float(scale))
@@ -257,25 +315,3 @@ def score_backward_kernel(num_experts: int, score: str, together: bool, scale: f
 
 def _blocks(kernel: Kernel, num_warps: int) -> int:
     return min(-(-num_warps // (kernel.threads // WORD)), MAX_BLOCKS)
-
-
-# --- Checks ------------------------------------------------------------------------------------------------------------------
-
-
-def _check_matrix(name: str, array: Any) -> arrays.DeviceArray:
-    view = arrays.expect(name, array, "float32", (None, None), alignment=4)
-    if not 1 <= view.shape[1] <= MAX_EXPERTS or view.shape[0] > MAX_TOKENS:
-        raise ValueError(f"{name}: expected (T, E) with T <= 2**30 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
-    return view
-
-
-def _check_pairs(
-    logits: Any, pair_experts: Any, token_offsets: Any, score: str, scale: float
-) -> tuple[arrays.DeviceArray, arrays.DeviceArray, arrays.DeviceArray]:
-    view = _check_matrix("logits", logits)
-    checks.one_of("score", score, SCORES)
-    checks.number("scale", scale)
-    listed = arrays.expect("pair_experts", pair_experts, "int32", (None,), device=view.device, alignment=4)
-    shape = (view.shape[0] + 1,)
-    offsets = arrays.expect("token_offsets", token_offsets, "int32", shape, device=view.device, alignment=4)
-    return view, listed, offsets

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.router.kinds import RULES, sums_to_one
+from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits
 
 # --- Top-k -------------------------------------------------------------------------------------------------------------------
 
@@ -311,9 +312,9 @@ def split_gradient(
 ) -> np.ndarray:
     """(T, parts E) bf16, as the upper halves of fp32 numbers in uint16; see `blazeproto.router.split_gradient`."""
     values = np.where(np.isnan(logits[:, :1]), 0, d_logits).astype(np.float32)
-    high = _bfloat16(values)
+    high = bfloat16_bits(values)
     with np.errstate(invalid="ignore"):
-        low = _bfloat16(values - (high.astype(np.uint32) << 16).view(np.float32))
+        low = bfloat16_bits(values - from_bfloat16_bits(high))
     return np.concatenate((high, low, high)[:parts], axis=1)
 
 
@@ -322,10 +323,3 @@ def _log_sum(logits: np.ndarray) -> np.ndarray:
     top = logits.max(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):
         return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
-
-
-def _bfloat16(values: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bf16 number, ties to even; a NaN stays one."""
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)

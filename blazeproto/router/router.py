@@ -55,7 +55,7 @@ class Router(nn.Module):
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
             ``expert_bias``.
         aux_loss, z_loss: coefficients of `scoring.load_balancing_loss` and `scoring.z_loss`; 0 leaves one out.
-        choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords, or a choice object.
+        choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
     ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None, and stays fp32,
@@ -117,6 +117,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Uniform weights within 1/√d, as nn.Linear's; ``expert_bias`` 0."""
         bound = self.d_model**-0.5  # nn.Linear's
         nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_bias is not None:
@@ -137,11 +138,12 @@ class Router(nn.Module):
             self.expert_bias = self.expert_bias.float()
 
     def extra_repr(self) -> str:
+        """Sizes, score and choice, for the module's repr."""
         choice = "" if self.choice is None else f", choose={self.choice}"
         return f"{self.d_model}, experts={self.num_experts}, top_k={self.top_k}, score={self.score}{choice}"
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Routing:
-        """x (T, d) floating point; token_ids, T integers of any shape, for hash routing alone.
+        """x (T, d) floating point; token_ids (T,) integers, of any shape, for hash routing alone.
 
         In eval mode a choice with ``eval_top_k`` gives way to plain top-k.
         """
@@ -234,10 +236,11 @@ def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
 
 
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
-    """Scalars on the device to log, none of them with a gradient.
+    """Scalars on the device to log, none of them with a gradient, of what a router returned (``routing``).
 
-    ``balance``: the largest load over the mean load, 1 at best; ``entropy``: of the softmax of the logits, mean over
-    tokens, in nats; and, given the router's K, ``pairs``: pairs that run over T * K (below 1 what capacity dropped).
+    "balance" is the largest load over the mean load, 1 at best; "entropy" that of the softmax of the logits, mean over tokens, in
+    nats; and, given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped).
+    AttributeError for what is no `Routing`.
     """
     with torch.no_grad():
         num_tokens, num_experts = routing.logits.shape
@@ -270,6 +273,10 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrides: Any) -> Router:
-    """The router of this name in `ROUTERS`; keywords of `Router` in ``overrides`` win over the named ones."""
+    """The router of this name in `ROUTERS`; keywords of `Router` in ``overrides`` win over the named ones.
+
+    d_model, num_experts, top_k: d, E, K. ValueError for an unknown name or a value that does not fit, TypeError for an
+    unknown keyword.
+    """
     checks.one_of("router", name, sorted(ROUTERS))
     return Router(d_model, num_experts, top_k, **(ROUTERS[name] | overrides))

@@ -11,6 +11,8 @@ from typing import Any
 
 from blazeproto.router.kinds import SCORES, Score, renormalizes
 from blazeproto.runtime import arrays, checks, memory
+from blazeproto.runtime.arrays import DeviceArray
+from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
 
 MAX_TOP_K, MAX_EXPERTS = 16, 1024
@@ -19,6 +21,19 @@ MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
 
 
+def _check_forward(logits: Any, top_k: int, score: str, bias: Any, scale: float) -> tuple[DeviceArray, DeviceArray]:
+    """Views of the logits and of the bias, or, where there is none, of the logits again: any address will do."""
+    view = _check_logits(logits)
+    num_experts = view.shape[1]
+    _check_options(num_experts, top_k, score, scale)
+    if bias is None:
+        return view, view
+    if score != "sigmoid":
+        raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
+    return view, arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
+
+
+@any_library("router", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True)
 def topk_route(
     logits: Any,
     top_k: int,
@@ -30,32 +45,30 @@ def topk_route(
     out: tuple[Any, Any] | None = None,
     stream: int | None = None,
 ) -> tuple[Any, Any]:
-    """(scores (T, K) fp32, experts (T, K) int32) of logits (T, E), fp32 or bf16, contiguous, on a CUDA device.
+    """The K best experts of each token, best first, and their scores. MoEBlaze §2.1; Switch Transformer eq. 1; DeepSeek-V3
+    eq. 15.
 
-    score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
-    bias: (E,) fp32, for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
+    logits (T, E) fp32 or bf16, contiguous, bias (E,) fp32 or None → scores (T, K) fp32, experts (T, K) int32.
+
+    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
+    bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
     renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
-    K up to 16, E up to 1024. Choices come in falling order, ties by the lower expert id. A token with a NaN or
-    infinite logit gets experts 0 … K-1 and NaN scores, and no other token notices.
-    out: (scores, experts) to fill. stream: a raw cudaStream_t; default: the caller's current one.
+    Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
+    notices.
+    out: (scores, experts) to fill.
 
     Compiled when first called: before a CUDA-graph capture call it once with logits of the same shape, dtype and
     alignment (rows that begin at multiples of 16 bytes have a kernel of their own).
 
-    Raises ValueError or TypeError naming the argument, what was expected and what came.
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
-    view = _check_logits(logits)
+    view, offsets = _check_forward(logits, top_k, score, bias, scale)
     num_tokens, num_experts = view.shape
-    _check_options(num_experts, top_k, score, scale)
-    if bias is not None and score != "sigmoid":
-        raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
     with memory.on_stream(view, stream) as stream:
         given, shape = out or (None, None), (num_tokens, top_k)
         scores, scores_view = arrays.output("out[0] (scores)", given[0], "float32", shape, view, 4)
         experts, experts_view = arrays.output("out[1] (experts)", given[1], "int32", shape, view, 4)
-        offsets = view  # where there is none: any address will do
-        if bias is not None:
-            offsets = arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
         kernel = forward_kernel(
             num_experts,
             top_k,
@@ -70,6 +83,17 @@ def topk_route(
     return scores, experts
 
 
+def _check_backward(logits: Any, experts: Any, d_scores: Any, score: str, scale: float) -> tuple[DeviceArray, ...]:
+    """Views of the three arrays."""
+    view = _check_logits(logits)
+    num_tokens, num_experts = view.shape
+    chosen = arrays.expect("experts", experts, "int32", (num_tokens, None), device=view.device, alignment=4)
+    _check_options(num_experts, chosen.shape[1], score, scale)
+    incoming = arrays.expect("d_scores", d_scores, "float32", chosen.shape, device=view.device, alignment=4)
+    return view, chosen, incoming
+
+
+@any_library("router", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
 def topk_route_backward(
     logits: Any,
     experts: Any,
@@ -81,16 +105,19 @@ def topk_route_backward(
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
-    """d_logits (T, E), of the logits' dtype, from d_scores (T, K) fp32 and the experts (T, K) that `topk_route` chose.
+    """The gradient of `topk_route`'s logits (MoEBlaze §2.1; DeepSeek-V3 eq. 15) from that of its scores.
 
-    The choice itself passes no gradient, and neither does ``bias``. A token with a NaN or infinite logit gets zeros.
+    logits (T, E) fp32 or bf16, experts (T, K) int32, as they were chosen, d_scores (T, K) fp32 → d_logits (T, E) of the
+    logits' dtype.
+
+    The choice itself passes no gradient, and neither does a bias. A token with a NaN or infinite logit gets zeros.
+    score, renormalize, scale: as in the forward.  out: (T, E) of the logits' dtype, to fill.
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
     """
-    view = _check_logits(logits)
-    num_tokens, num_experts = view.shape
-    chosen = arrays.expect("experts", experts, "int32", (num_tokens, None), device=view.device, alignment=4)
-    top_k = chosen.shape[1]
-    _check_options(num_experts, top_k, score, scale)
-    incoming = arrays.expect("d_scores", d_scores, "float32", (num_tokens, top_k), device=view.device, alignment=4)
+    view, chosen, incoming = _check_backward(logits, experts, d_scores, score, scale)
+    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, view.dtype, view.shape, view, 2)
         half = view.dtype == "bfloat16"
@@ -107,7 +134,7 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _aligned(logits: arrays.DeviceArray) -> bool:
+def _aligned(logits: DeviceArray) -> bool:
     """Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes."""
     return logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.ptr % 16 == 0)
 
@@ -160,7 +187,7 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
     )
 
 
-def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: arrays.DeviceArray) -> None:
+def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: DeviceArray) -> None:
     blocks = min(-(-num_tokens // (kernel.threads // kernel.constants["lanes"])), MAX_BLOCKS)
     if num_tokens:
         kernel.launch(views[0].device, stream, blocks, 0, *map(memory.argument, views), num_tokens)
@@ -169,7 +196,7 @@ def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: arrays.DeviceA
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_logits(logits: Any) -> arrays.DeviceArray:
+def _check_logits(logits: Any) -> DeviceArray:
     view = arrays.expect("logits", logits, ("float32", "bfloat16"), (None, None), alignment=2)
     if not 1 <= view.shape[1] <= MAX_EXPERTS or view.shape[0] >= 2**31:
         raise ValueError(f"logits: expected (T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")

@@ -97,23 +97,23 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         dtype = _TORCH_DTYPES.get(array.dtype) or _TORCH_DTYPES.setdefault(array.dtype, str(array.dtype).split(".")[-1])
         return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.stride(), device, array)
     if kind is BFloat16Array:
-        return view(array.bits)
+        return view(array.bits)._replace(owner=array)
     library = kind.__module__.partition(".")[0]
     if library == "cupy":
         return _strided(array, array.data.ptr, array.device.id)
     if library == "numpy" and simulated():
         return _strided(array, array.ctypes.data, 0)
-    if getattr(array, "__cuda_array_interface__", None) is not None:
-        import cupy
-
-        return view(cupy.asarray(array), name)  # waits for the stream that the interface names
-    if hasattr(array, "__dlpack_device__"):
+    if hasattr(array, "__dlpack_device__"):  # before the other protocol, of which JAX makes an error for bf16
         kind_of_device = int(array.__dlpack_device__()[0])
         if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
             raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
         import cupy
 
-        return view(cupy.from_dlpack(array), name)
+        return view(cupy.from_dlpack(_AsBits(array)), name)
+    if getattr(array, "__cuda_array_interface__", None) is not None:
+        import cupy
+
+        return view(cupy.asarray(array), name)  # waits for the stream that the interface names
     raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
 
 
@@ -166,8 +166,8 @@ def current_device() -> int:
 def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -> Any:
     """Uninitialised memory for a caller that passes no output.
 
-    A torch tensor where ``like`` is a view of one, on its device; else a CuPy array, or a BFloat16Array, on CuPy's current
-    device. In the simulator a NumPy array, of uint16 for bfloat16.
+    A torch tensor where ``like`` is a view of one, on its device; else a CuPy array on CuPy's current device, with bfloat16 as
+    ``like`` has it, or a BFloat16Array where that has none. In the simulator a NumPy array, of uint16 for bfloat16.
     """
     if like is not None and hasattr(like.owner, "new_empty"):
         return like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
@@ -178,8 +178,14 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
         return numpy.empty(shape, bits)
     import cupy
 
+    owner: Any = None if like is None else like.owner
+    if like is not None and dtype == like.dtype == "bfloat16" and type(owner).__module__.partition(".")[0] == "cupy":
+        return cupy.empty(shape, owner.dtype)
     made = cupy.empty(shape, bits)
     return BFloat16Array(made) if dtype == "bfloat16" else made
+
+
+_MENDED = "; if it holds the bits of bf16 numbers: {name} = ({name}.astype(np.uint32) << 16).view(np.float32)"
 
 
 def expect(
@@ -202,7 +208,8 @@ def expect(
     a = view(array, name)
     allowed = (dtype,) if isinstance(dtype, str) else dtype
     if a.dtype not in allowed:
-        raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {a.dtype}")
+        hint = _MENDED.format(name=name) if a.dtype == "uint16" and "float32" in allowed else ""
+        raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {a.dtype}{hint}")
     if shape is not None and a.shape != shape and not _fits(a.shape, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name}: expected shape ({wanted}), got {a.shape}")
@@ -273,15 +280,35 @@ class BFloat16Array:
 
     def __dlpack__(self, **options: Any) -> Any:
         capsule = self.bits.__dlpack__(**options)
-        _relabel_as_bfloat16(capsule)
+        if not _relabelled(capsule, _UINT, _BFLOAT):
+            raise TypeError(f"expected a uint16 array to export as bfloat16, got {self.bits.dtype}")
         return capsule
 
     def __repr__(self) -> str:
         return f"BFloat16Array({self.float()!r})"
 
 
-def _relabel_as_bfloat16(capsule: Any) -> None:
-    """Change the type code in a DLPack capsule from kDLUInt (1) to kDLBfloat (4).
+class _AsBits:
+    """An array as CuPy imports it by DLPack: bfloat16 as uint16, for a CuPy without ml_dtypes has no such type."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """The capsule without a version, which every library makes."""
+        capsule = self.array.__dlpack__(stream=stream)
+        _relabelled(capsule, _BFLOAT, _UINT)
+        return capsule
+
+
+_UINT, _BFLOAT = 1, 4  # DLPack's kDLUInt, kDLBfloat
+
+
+def _relabelled(capsule: Any, old: int, new: int) -> bool:
+    """Change the type code in a DLPack capsule; whether it was the ``old`` one, or ``new`` already.
 
     A DLTensor is {void* data; int32 device[2]; int32 ndim; uint8 code, bits; uint16 lanes; …}: the code is its byte 20. A
     versioned capsule puts {uint32 version[2]; void* context; void (*deleter); uint64 flags} before it.
@@ -292,6 +319,7 @@ def _relabel_as_bfloat16(capsule: Any) -> None:
     name = get_name(capsule)
     header = 32 if name == b"dltensor_versioned" else 0
     code = ctypes.c_uint8.from_address(get_pointer(capsule, name) + header + 20)
-    if code.value not in (1, 4):
-        raise TypeError(f"expected a uint16 array to relabel as bfloat16, got DLPack type code {code.value}")
-    code.value = 4
+    if code.value not in (old, new):
+        return False
+    code.value = new
+    return True

@@ -150,8 +150,11 @@ def test_sound_pairs_are_taken():
     [
         (on_device((2**28, 8)), ValueError, r"topk_experts: expected at most 2147418112 pairs"),
         (on_device((4, 2), strides=(1, 4)), ValueError, "topk_experts: expected a contiguous array"),
-        (torch.zeros(4, 2, dtype=torch.int32), ValueError, "topk_experts: expected an array on a CUDA device"),
-        (IDS, ValueError, "topk_experts: expected an array on a CUDA device, got DLPack device type 1"),
+        (
+            torch.zeros(4, 2, dtype=torch.int32, device="meta"),
+            ValueError,
+            "topk_experts: .* on a CUDA device, got .* meta",
+        ),
     ],
 )
 def test_bad_device_arrays_are_named(ids, error, message):

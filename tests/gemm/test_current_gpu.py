@@ -92,8 +92,12 @@ def test_another_gpu_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
         gemm.combine(MODEL, dispatch, out=TOKENS)
 
 
-def test_an_array_of_the_cpu_is_named_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "current_device", lambda: pytest.fail("asked for a GPU"))
+def test_arrays_in_different_places_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "current_device", lambda: 0)
     dispatch = Dispatch(on_gpu_0("int32", R), on_gpu_0("int32", E + 1), on_gpu_0("int32", R), None, E, K, T)
-    with pytest.raises(ValueError, match="y: expected an array on a CUDA device, got a tensor on cpu"):
-        gemm.combine(torch.zeros(R, D, dtype=torch.bfloat16), dispatch)
+    cpu_tensor = torch.zeros(R, D, dtype=torch.bfloat16)
+    expected = "dispatch.expert_pair_indices: expected an array in host memory, as y is, got one on a GPU"
+    with pytest.raises(ValueError, match=expected):
+        gemm.combine(cpu_tensor, dispatch)
+    with pytest.raises(ValueError, match="scores: expected an array on a CUDA device, got a tensor on cpu"):
+        gemm.combine(MODEL, dispatch, scores=cpu_tensor)

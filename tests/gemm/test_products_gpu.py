@@ -397,7 +397,12 @@ BAD_INPUT = {
     "x dtype": (lambda c: {"x": c.x.float()}, TypeError, "x: expected dtype bfloat16, got float32"),
     "x width": (lambda c: {"x": c.x[:, :64].contiguous()}, ValueError, "x: expected shape"),
     "x not contiguous": (lambda c: {"x": c.x.t().contiguous().t()}, ValueError, "x: expected a contiguous array"),
-    "x on the CPU": (lambda c: {"x": c.x.cpu()}, ValueError, "x: expected an array on a CUDA device"),
+    "x on the CPU": (lambda c: {"x": c.x.cpu()}, ValueError, "up_proj: expected an array in host memory, as x is"),
+    "weights on the CPU": (
+        lambda c: {"up_proj": c.up_proj.cpu()},
+        ValueError,
+        "up_proj: expected an array on a CUDA device",
+    ),
     "weights of another layer": (lambda c: {"up_proj": c.up_proj[1:]}, ValueError, "up_proj: expected shape"),
     "width 12": (lambda c: {"up_proj": c.up_proj[..., :12].contiguous()}, ValueError, "up_proj: expected .*multiple"),
 }

@@ -225,7 +225,13 @@ IDS = on_device(4, 2, dtype="int32")
         ((on_device(4, 1), IDS, "slot", 1, 9), {}, ValueError, r"experts: expected \(T, K\) with K from 1 to 1"),
         ((on_device(4, 8, dtype="float64"), IDS, "slot", 1, 9), {}, TypeError, "scores: expected dtype float32"),
         ((on_device(4, 1025), IDS, "slot", 1, 9), {}, ValueError, "scores: expected .* 1 <= E <= 1024"),
-        ((torch.zeros(4, 8), IDS, "slot", 1, 9), {}, ValueError, "scores: expected an array on a CUDA device"),
+        (
+            (torch.zeros(4, 8), IDS, "slot", 1, 9),
+            {},
+            ValueError,
+            "experts: expected an array in host memory, as scores is",
+        ),
+        ((on_device(4, 8), np.zeros((4, 2), np.int32), "slot", 1, 9), {}, ValueError, "experts: .* on a CUDA device"),
     ],
 )
 def test_bad_choosing(arguments: Any, options: Any, error: type[Exception], message: str) -> None:

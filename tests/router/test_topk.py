@@ -148,7 +148,9 @@ def on_device(*shape, dtype="float32"):
         (on_device(4, 8, dtype="float64"), 2, {}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),
         (on_device(4, 8), 2, {"score": "cosine"}, ValueError, "score: expected one of .*, got 'cosine'"),
         (on_device(4, 8), 2, {"bias": on_device(8)}, ValueError, "bias: expected None with score='softmax_topk'"),
-        (torch.zeros(4, 8), 2, {}, ValueError, "logits: expected an array on a CUDA device"),
+        (torch.zeros(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
+        (np.zeros((4, 8), np.float32), 2, {"bias": np.zeros(8)}, ValueError, "bias: expected None with score="),
+        (np.zeros((4, 8), np.uint16), 2, {}, TypeError, r"logits: .* got uint16; .* logits = \(logits.astype"),
     ],
 )
 def test_bad_input(logits, top_k, options, error, message):

@@ -93,6 +93,16 @@ def test_bfloat16_crosses_dlpack(max_version: tuple[int, int] | None) -> None:
     assert array.shape == (2, 2) and array.float().tolist() == values.tolist()
 
 
+@pytest.mark.parametrize(("dtype", "seen_as"), [("bfloat16", "uint16"), ("float16", "float16"), ("int32", "int32")])
+def test_an_array_crosses_dlpack_as_cupy_imports_it(dtype: str, seen_as: str) -> None:
+    """Without a copy, bfloat16 as its bits; NumPy plays CuPy here, which may lack the type too."""
+    tensor = torch.arange(6).view(2, 3).to(getattr(torch, dtype))
+    imported = np.from_dlpack(arrays._AsBits(tensor))
+    assert imported.dtype == seen_as and imported.ctypes.data == tensor.data_ptr() and imported.shape == (2, 3)
+    if dtype == "bfloat16":
+        assert (imported == tensor.view(torch.int16).numpy()).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
 def test_other_libraries(dtype: str) -> None:

@@ -1,0 +1,443 @@
+"""Public functions of arrays of any library: NumPy's and torch's on a CPU run the twin, and results are what came."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from blazeproto import dispatch, gemm, router
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm import reference as gemm_twins
+from blazeproto.router import reference as router_twins
+from blazeproto.runtime import arrays, libraries, rounding
+
+T, K, D, N, E, R = 12, 2, 20, 8, 4, 21  # lengths that are no other's; R: of 24 pairs, 3 have no row
+P = T * K
+DRAW = np.random.default_rng(0)
+IDS = np.argsort(DRAW.random((T, E)), axis=1)[:, :K].astype(np.int32)
+PAIR_TOKENS = np.repeat(np.arange(T, dtype=np.int32), K)
+TOKEN_OFFSETS = np.arange(0, P + 1, K, dtype=np.int32)
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return DRAW.normal(size=shape)
+
+
+X, D_OUT, H, ACT, Y = drawn(T, D), drawn(T, D), drawn(R, 2 * N), drawn(R, N), drawn(R, D)
+UP, DOWN, UP_BIAS, DOWN_BIAS, SCORES = drawn(E, 2 * N, D), drawn(E, D, N), drawn(E, 2 * N), drawn(E, D), drawn(P)
+LOGITS, PAIR_SCORES, LOSS = drawn(T, E), drawn(P), np.array(0.5)
+CALLS = {  # every public function that has a twin, on float64 arrays
+    "gemm": {
+        "up_forward": {"x": X, "up_proj": UP, "bias": UP_BIAS},
+        "grouped_mm": {"a": X, "weights": UP, "gather": True},
+        "down_forward": {"act": ACT, "down_proj": DOWN, "bias": DOWN_BIAS},
+        "down_forward_fused": {"act": ACT, "down_proj": DOWN, "scores": SCORES, "out_f32": np.zeros((T, D))},
+        "combine": {"y": Y, "scores": SCORES},
+        "down_backward_act": {"d_out": D_OUT, "down_proj": DOWN, "h": H, "scores": SCORES},
+        "bias_score_grad": {"d_out": D_OUT, "down_bias": DOWN_BIAS, "d_scores": np.zeros(P)},
+        "down_backward_weight": {"d_out": D_OUT, "a_scaled": ACT},
+        "up_backward_act": {"dh": H, "up_proj": UP},
+        "up_backward_weight": {"dh": H, "x": X},
+        "expert_row_sum": {"values": H},
+    },
+    "dispatch": {
+        "build_dispatch": {"topk_experts": IDS, "num_experts": E},
+        "build_dispatch_varying": {
+            "pair_experts": IDS.reshape(-1),
+            "pair_tokens": PAIR_TOKENS,
+            "token_offsets": TOKEN_OFFSETS,
+            "num_experts": E,
+        },
+    },
+    "router": {
+        "topk_route": {"logits": LOGITS, "top_k": K, "score": "sigmoid", "bias": drawn(E)},
+        "topk_route_backward": {"logits": LOGITS, "experts": IDS, "d_scores": drawn(T, K)},
+        "choose_pairs": {"scores": DRAW.random((T, E)), "experts": IDS, "by": "nr_f", "size": 4, "max_pairs": P},
+        "score_pairs": {"logits": LOGITS, "pair_experts": np.sort(IDS).reshape(-1), "token_offsets": TOKEN_OFFSETS},
+        "score_pairs_backward": {
+            "logits": LOGITS,
+            "pair_experts": np.sort(IDS).reshape(-1),
+            "token_offsets": TOKEN_OFFSETS,
+            "d_scores": PAIR_SCORES,
+        },
+        "hash_route": {"token_ids": np.arange(T), "num_experts": E, "top_k": K},
+        "routing_losses": {"logits": LOGITS, "experts": IDS},
+        "routing_losses_backward": {
+            "logits": LOGITS,
+            "load": np.bincount(IDS.reshape(-1), minlength=E).astype(np.int32),
+            "d_balance_loss": LOSS,
+            "d_z_loss": LOSS,
+            "top_k": K,
+        },
+        "finish_logits": {"products": drawn(T, 2 * E), "parts": 2},
+        "split_gradient": {"d_logits": LOGITS, "logits": LOGITS, "parts": 3},
+    },
+}
+NAMES = [(room, name) for room in CALLS for name in CALLS[room]]
+FLOATS = [(room, name) for room, name in NAMES if room != "dispatch" and name != "hash_route"]
+FP32 = {"d_scores", "out_f32"}  # of gemm's outputs, those that kernels store in fp32
+ROOMS = {"gemm": gemm, "dispatch": dispatch, "router": router}
+
+
+def arguments_of(room: str, name: str, change=lambda array: array) -> dict:
+    """Copies, changed; a dispatch for gemm."""
+
+    def changed(value):
+        return change(value.copy()) if isinstance(value, np.ndarray) else value
+
+    made = {key: changed(value) for key, value in CALLS[room][name].items()}
+    if room == "gemm":
+        made["dispatch"] = dispatch.build_dispatch(changed(IDS), E, row_capacity=R)
+    return made
+
+
+def as_float(dtype):
+    return lambda array: array.astype(dtype) if array.dtype == np.float64 else array
+
+
+def to_bf16(array: np.ndarray) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def listed(result) -> list:
+    if isinstance(result, Dispatch):
+        return [value for field in fields(result) if hasattr(value := getattr(result, field.name), "shape")]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def run(room: str, name: str, arguments: dict) -> list:
+    return listed(getattr(ROOMS[room], name)(**arguments))
+
+
+def twin(room: str, name: str, arguments: dict, **options) -> list:
+    return listed(getattr(importlib.import_module(f"blazeproto.{room}.reference"), name)(**arguments, **options))
+
+
+def test_no_public_function_of_arrays_is_left_out() -> None:
+    for room, calls in CALLS.items():
+        twins = {
+            name
+            for name in ROOMS[room].__all__
+            if hasattr(importlib.import_module(f"blazeproto.{room}.reference"), name)
+        }
+        assert calls.keys() == {name for name in twins if inspect.isfunction(getattr(ROOMS[room], name))}
+
+
+@pytest.mark.parametrize(("room", "name"), NAMES)
+def test_numpy_float64_is_the_twin_unrounded(room: str, name: str) -> None:
+    made, right = run(room, name, arguments_of(room, name)), twin(room, name, arguments_of(room, name))
+    for mine, its in zip(made, right, strict=True):
+        its = rounding.from_bfloat16_bits(its) if its.dtype == np.uint16 else its
+        assert type(mine) is np.ndarray and mine.dtype == its.dtype
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize(("room", "name"), FLOATS)
+def test_numpy_float32_is_rounded_where_kernels_store_bf16(room: str, name: str) -> None:
+    single = as_float(np.float32)
+    options = {"round_to": "bf16"} if room == "gemm" else {}
+    made = run(room, name, arguments_of(room, name, single))
+    right = twin(room, name, arguments_of(room, name, single), **options)
+    for mine, its in zip(made, right, strict=True):
+        its = rounding.from_bfloat16_bits(its) if its.dtype == np.uint16 else its
+        assert mine.dtype == its.dtype and mine.dtype != np.float64
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("name", CALLS["gemm"])
+def test_a_products_float32_results_are_bf16_numbers_near_the_unrounded(name: str) -> None:
+    """But for those that kernels store in fp32, which are not."""
+    function = getattr(gemm, name)
+    single = arguments_of("gemm", name, as_float(np.float32))
+    unrounded = twin("gemm", name, arguments_of("gemm", name, as_float(np.float32)))
+    outputs = {"up_forward": ("h", "act"), "down_backward_act": ("dh", "a_scaled", "d_scores")}.get(name)
+    outputs = outputs or [key for key in inspect.signature(function).parameters if key in FP32] or ["bf16"]
+    for output, mine, its in zip(outputs, listed(function(**single)), unrounded, strict=True):
+        bf16 = np.array_equal(mine, torch.from_numpy(mine).bfloat16().float().numpy())
+        assert bf16 == (output not in FP32), output
+        np.testing.assert_allclose(mine, its, rtol=2**-7, atol=1e-6 if output in FP32 else 0.05)
+        assert np.array_equal(mine, its) == (output in FP32)
+
+
+def test_act_is_made_of_h_as_it_is_stored() -> None:
+    h, act = gemm.up_forward(**arguments_of("gemm", "up_forward", as_float(np.float32)))
+    from blazeproto.activations import activate
+
+    np.testing.assert_array_equal(act, torch.from_numpy(activate(h, "swiglu")).bfloat16().float().numpy())
+
+
+def test_fp32_weight_gradients_are_not_rounded() -> None:
+    for name in ("down_backward_weight", "up_backward_weight", "expert_row_sum"):
+        given = arguments_of("gemm", name, as_float(np.float32))
+        right = twin("gemm", name, given)[0]
+        output = "out" if name == "expert_row_sum" else "dw"
+        mine = np.full_like(right, np.nan)
+        assert getattr(gemm, name)(**given, **{output: mine}) is mine
+        np.testing.assert_array_equal(mine, right)
+        twice = getattr(gemm, name)(**given, **{output: mine}, accumulate=True)
+        np.testing.assert_allclose(twice, 2 * right, rtol=1e-6)
+
+
+def test_products_in_host_memory_need_no_workspace() -> None:
+    rows = dispatch.build_dispatch(IDS, E)
+    assert gemm.weight_workspace("up_backward_weight", UP, rows) == 0
+    assert gemm.weight_workspace("down_backward_weight", torch.from_numpy(DOWN), rows) == 0
+
+
+def test_rounding_is_torchs() -> None:
+    """To nearest, ties to even; infinities and NaN stay what they are; other names are refused."""
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x80000001], np.uint32)
+    values = np.concatenate([bits.view(np.float32), drawn(999).astype(np.float32), [np.float32(np.nan)]])
+    right = torch.from_numpy(values).bfloat16().float().numpy()
+    np.testing.assert_array_equal(rounding.to_bfloat16(values), right)
+    assert rounding.to_bfloat16(values.astype(np.float64)).dtype == np.float64
+    with pytest.raises(ValueError, match="round_to: expected None or 'bf16', got 'fp16'"):
+        gemm_twins.combine(Y, dispatch.build_dispatch(IDS, E, row_capacity=R), round_to="fp16")
+
+
+def test_the_same_lines_run_where_there_is_only_numpy() -> None:
+    """Without torch, CuPy, Numba and CUDA: a forward and a backward of the experts."""
+    code = """
+import sys
+for name in ("torch", "cupy", "numba", "cuda"):
+    sys.modules[name] = None
+import numpy as np
+from blazeproto import dispatch, gemm, router
+draw = np.random.default_rng(0).standard_normal
+x, up, down = (draw(shape, dtype=np.float32) for shape in ((64, 32), (8, 48, 32), (8, 32, 24)))
+scores, experts = router.topk_route(draw((64, 8), dtype=np.float32), 2)
+rows = dispatch.build_dispatch(experts, 8)
+h, act = gemm.up_forward(x, up, rows)
+out = gemm.combine(gemm.down_forward(act, down, rows), rows, scores=scores)
+dh, a_scaled, d_scores = gemm.down_backward_act(out, down, h, scores, rows)
+gradients = (gemm.down_backward_weight(out, a_scaled, rows), gemm.up_backward_weight(dh, x, rows))
+assert all(type(a) is np.ndarray and a.dtype == np.float32 for a in (h, act, out, dh, a_scaled, d_scores, *gradients))
+assert type(rows.token_index_map) is np.ndarray
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- Refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("room", "name"), FLOATS)
+def test_uint16_is_refused_with_the_line_that_mends_it(room: str, name: str) -> None:
+    given = arguments_of(room, name, as_float(np.float32))
+    for key, array in given.items():
+        if isinstance(array, np.ndarray) and array.dtype == np.float32 and (room, key) != ("gemm", "d_scores"):
+            bits = rounding.bfloat16_bits(array)
+            with pytest.raises(
+                TypeError, match=f"{key}: expected dtype .*float32.*, got uint16; .*: {key} = "
+            ) as caught:
+                run(room, name, given | {key: bits})
+            names = {"np": np, key: bits}
+            exec(str(caught.value).rpartition(": ")[2], names)
+            mended = np.asarray(names[key])
+            np.testing.assert_array_equal(mended, rounding.to_bfloat16(array))
+            if key != "bias":
+                run(room, name, given | {key: mended})
+
+
+def test_what_is_no_array_and_what_lies_elsewhere() -> None:
+    rows = dispatch.build_dispatch(IDS, E, row_capacity=R)
+    with pytest.raises(TypeError, match=r"y: expected a device array .*, got list"):
+        gemm.combine([[1.0]], rows)
+    on_gpu = arrays.DeviceArray(256, (P,), "float32", (1,), 0, None)
+    with pytest.raises(ValueError, match="scores: expected an array in host memory, as y is, got one on a GPU"):
+        gemm.combine(Y, rows, scores=on_gpu)
+    with pytest.raises(TypeError, match="missing a required argument: 'up_proj'"):
+        gemm.up_forward(X)
+
+
+def test_numpy_input_of_routers_is_checked() -> None:
+    """In the words of the kernels, though a twin alone would compute something."""
+    with pytest.raises(ValueError, match="top_k: expected 1 to 4 for E=4, got 5"):
+        router.topk_route(LOGITS, 5)
+    with pytest.raises(ValueError, match=r"d_scores: expected shape \(12, 2\), got \(12, 1\)"):
+        router.topk_route_backward(LOGITS, IDS, drawn(T, 1))
+    with pytest.raises(ValueError, match="size: expected at least 1, got 0"):
+        router.choose_pairs(LOGITS, IDS, "nr_f", 0, 3)
+    with pytest.raises(ValueError, match=r"out \(scores\): expected shape \(24\), got \(3,\)"):
+        router.score_pairs(LOGITS, IDS.reshape(-1), TOKEN_OFFSETS, out=np.zeros(3))
+
+
+# --- The kind that came ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("room", "name"), NAMES)
+def test_cpu_tensors_give_tensors(room: str, name: str) -> None:
+    """float32 and int32 ones with the numbers that NumPy gets; an output that was given is the one that is returned."""
+    single = as_float(np.float32)
+    right = run(room, name, arguments_of(room, name, single))
+    given = arguments_of(room, name, lambda array: torch.from_numpy(single(array)))
+    made = run(room, name, given)
+    for mine, its in zip(made, right, strict=True):
+        assert type(mine) is torch.Tensor
+        assert mine.dtype == (torch.bfloat16 if name == "split_gradient" else getattr(torch, its.dtype.name))
+        np.testing.assert_array_equal(mine.to(getattr(torch, its.dtype.name)).numpy(), its)
+    for key in {"out_f32", "d_scores"} & given.keys() if room == "gemm" else ():
+        assert made[0] is given[key] and (given[key] != 0).any()
+
+
+@pytest.mark.parametrize("name", CALLS["gemm"])
+def test_bf16_tensors_give_what_a_gpu_would(name: str) -> None:
+    given = arguments_of("gemm", name, to_bf16)
+    for key in ("scores", "d_scores", "out_f32"):
+        if key in given:
+            given[key] = given[key].float()
+    as_numpy = arguments_of(
+        "gemm", name, lambda array: to_bf16(array).float().numpy() if array.dtype.kind == "f" else array
+    )
+    as_numpy |= {key: given[key].numpy().copy() for key in ("scores", "d_scores", "out_f32") if key in given}
+    right, made = run("gemm", name, as_numpy), run("gemm", name, given)
+    outputs = {"up_forward": ("h", "act"), "down_backward_act": ("dh", "a_scaled", "d_scores")}.get(name)
+    outputs = outputs or [key for key in given if key in FP32] or ["bf16"]
+    for output, mine, its in zip(outputs, made, right, strict=True):
+        assert mine.dtype == (torch.float32 if output in FP32 else torch.bfloat16)
+        np.testing.assert_array_equal(mine.float().numpy(), its)
+
+
+def test_a_bf16_output_of_the_callers_is_filled() -> None:
+    given = arguments_of("gemm", "combine", to_bf16)
+    given["scores"] = given["scores"].float()
+    out = torch.full((T, D), torch.nan, dtype=torch.bfloat16)
+    right = gemm.combine(**given)
+    assert gemm.combine(**given, out=out) is out and torch.equal(out, right)
+    x, up = torch.nn.Parameter(to_bf16(X)), torch.nn.Parameter(to_bf16(UP))  # which need gradients
+    h, _ = gemm.up_forward(x, up, given["dispatch"])
+    assert h.dtype == torch.bfloat16 and not h.requires_grad
+
+
+def test_bf16_logits_on_a_cpu() -> None:
+    logits = to_bf16(LOGITS)
+    scores, experts = router.topk_route(logits, K)
+    right = router_twins.topk_route(logits.float().numpy(), K)
+    assert (scores.dtype, experts.dtype) == (torch.float32, torch.int32)
+    np.testing.assert_array_equal(scores.numpy(), right[0])
+    assert router.topk_route_backward(logits, experts, scores).dtype == torch.bfloat16
+
+
+def test_routers_fill_the_outputs_that_are_given() -> None:
+    scores, experts = np.zeros((T, K)), np.zeros((T, K), np.int32)
+    made = router.topk_route(LOGITS, K, out=(scores, experts))
+    assert made[0] is scores and made[1] is experts
+    np.testing.assert_array_equal(experts, router.topk_route(LOGITS, K)[1])
+    lists = {
+        key: torch.zeros(size, dtype=torch.int32)
+        for key, size in (("expert_pair_indices", P), ("expert_token_offsets", E + 1), ("token_index_map", P))
+    }
+    built = dispatch.build_dispatch(torch.from_numpy(IDS), E, out=lists)
+    assert all(getattr(built, key) is array for key, array in lists.items())
+    assert built.expert_token_offsets[-1] == P
+
+
+def test_ml_dtypes_arrays_come_back_as_they_came() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    h, act = gemm.up_forward(X.astype(bfloat16), UP.astype(bfloat16), dispatch.build_dispatch(IDS, E))
+    assert h.dtype == act.dtype == bfloat16
+
+
+class Made:
+    """Memory of a library's own: what `arrays.empty` asks of an array for one like it."""
+
+    def __init__(self, library: str, dtype: str) -> None:
+        self.library, self.dtype = library, SimpleNamespace(name=dtype)
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "wanted", "kind"),
+    [("uint16", "bfloat16", "uint16"), ("bfloat16", "bfloat16", "bfloat16"), ("float32", "bfloat16", "BFloat16Array")],
+)
+def test_cupy_gets_bf16_as_it_has_it(monkeypatch: pytest.MonkeyPatch, input_dtype: str, wanted: str, kind: str) -> None:
+    class Array(Made):
+        pass
+
+    Array.__module__ = "cupy"
+    cupy = ModuleType("cupy")
+    cupy.empty = lambda shape, dtype: SimpleNamespace(shape=shape, dtype=getattr(dtype, "name", dtype))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    dtype = "bfloat16" if input_dtype == "uint16" else input_dtype
+    like = arrays.DeviceArray(256, (3,), dtype, (1,), 0, Array("cupy", input_dtype))
+    made = arrays.empty((5,), wanted, like)
+    assert made.shape == (5,)
+    assert type(made).__name__ == kind if kind == "BFloat16Array" else made.dtype == kind
+
+
+def test_outputs_of_a_product_are_made_like_its_first_array() -> None:
+    class CudaTensor:
+        """What `view` and `empty` ask of a torch tensor on a GPU."""
+
+        def __init__(self, *shape: int, dtype=torch.bfloat16) -> None:
+            self.tensor = torch.zeros(shape, dtype=dtype)
+            self.dtype, self.shape, self.stride = dtype, self.tensor.shape, self.tensor.stride
+
+        def data_ptr(self) -> int:
+            return -(-self.tensor.data_ptr() // 16) * 16
+
+        def get_device(self) -> int:
+            return 0
+
+        def new_empty(self, shape, dtype):
+            return CudaTensor(*shape, dtype=dtype)
+
+    from blazeproto.gemm.arguments import Arguments
+
+    d = 16
+    lists = [CudaTensor(n, dtype=torch.int32) for n in (R, E + 1, P)]
+    given = Arguments(Dispatch(*lists, None, E, K, T), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blazeproto.gemm.arguments.current_device", lambda: 0)
+        gemm_up = importlib.import_module("blazeproto.gemm.up")
+        made = gemm_up.check(given, CudaTensor(T, d), CudaTensor(E, 2 * N, d), "swiglu", None, None, None).arrays
+    assert type(made["h"]) is CudaTensor and made["h"].shape == (R, 2 * N)
+    assert made["act"].dtype == torch.bfloat16
+
+
+class JaxArray:
+    """What is asked of a JAX array on a GPU; its memory is NumPy's, and must not be written to."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.dtype = values, values.dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+JaxArray.__module__ = "jaxlib._jax"
+
+
+def test_jax_arrays_come_back_as_jax_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for JAX and CuPy: what goes in, what comes out, what is copied, and that the host waits at the end."""
+    waited: list[int] = []
+    monkeypatch.setattr(libraries, "_to_cupy", lambda array, copy: array.values.copy() if copy else array.values)
+    monkeypatch.setattr(libraries, "_to_jax", JaxArray)
+    monkeypatch.setattr(libraries, "_wait", waited.append)
+    monkeypatch.setattr(libraries.arrays, "view", lambda array, name="": array)
+    monkeypatch.setattr(libraries.memory, "on_stream", lambda array, stream: libraries.memory.nullcontext(7))
+    seen: dict[str, np.ndarray] = {}
+
+    @libraries.any_library("gemm", {"out": "float32"})
+    def scaled(x, rows: Dispatch, *, out=None, stream=None):
+        seen.update(x=x, map=rows.token_index_map, out=out)
+        out = np.empty_like(x) if out is None else out
+        out[...] = 2 * x
+        return out
+
+    rows = dispatch.build_dispatch(IDS, E)
+    lists = (rows.expert_pair_indices, rows.expert_token_offsets, rows.token_index_map)
+    rows = Dispatch(*map(JaxArray, lists), None, E, K, T)
+    x, out = JaxArray(drawn(3)), JaxArray(np.zeros(3))
+    made = scaled(x, rows)
+    assert type(made) is JaxArray and np.array_equal(made.values, 2 * x.values)
+    assert seen["x"] is x.values and seen["map"] is rows.token_index_map.values and waited == [7]
+    filled = scaled(x, rows, out=out)
+    assert type(filled) is JaxArray and np.array_equal(filled.values, 2 * x.values) and not out.values.any()
