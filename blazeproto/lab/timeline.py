@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from blazeproto.gemm import compile as compilation
@@ -107,7 +108,7 @@ class Timeline(Picture):
         pieces: list[tuple[str, int, int]] = []
         opened: list[Span] = []
         waiting = sorted(own, key=lambda span: (span.begin, span.depth))[::-1]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             while waiting and waiting[-1].begin <= begin:
                 opened.append(waiting.pop())
             opened = [span for span in opened if span.end > begin]
@@ -153,8 +154,8 @@ class Timeline(Picture):
 def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -> Timeline:
     """Spans of the first ``tiles`` tiles.
 
-    records: (clock, what) of each warp, in order: 32-bit clocks, which may wrap, and edges and kinds as in timeline.cuh. A zero for
-    what ends a warp's. What is open at a warp's last record, or where tile number ``tiles`` begins, ends there.
+    records: (clock, what) of each warp, in order: 32-bit clocks, which may wrap, and edges and kinds as in timeline.cuh. A zero
+    for what ends a warp's. What is open at a warp's last record, or where tile number ``tiles`` begins, ends there.
 
     ValueError where there are none, for a kind that timeline.cuh has not, and for a span that ends without having begun.
     """
@@ -264,8 +265,8 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     launch: calls one product, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``. It is called twice, to warm up and to be
     recorded, and what it computes is what it always does.  cta: its number in the grid.
 
-    TypeError or ValueError for arguments that are none of these; ValueError where the calls launch no kernel made of tiles, or several;
-    RuntimeError where the CTA has recorded nothing, as one that the grid has not.
+    TypeError or ValueError for arguments that are none of these; ValueError where a call launches no kernel made of tiles, or
+    several; RuntimeError where the CTA has recorded nothing, as one that the grid has not.
     """
     if not callable(launch):
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
@@ -295,7 +296,9 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     if not memories:
         raise ValueError("launch: expected a call of a product that is made of tiles, and it launched none")
     if not found:
-        raise RuntimeError(f"cta {cta} recorded nothing: the grid has no such CTA, or the call launched no kernel made of tiles")
+        raise RuntimeError(
+            f"cta {cta} recorded nothing: the grid has no such CTA, or the call launched no kernel made of tiles"
+        )
     return parse(found[0][1], kernel=found[0][0], cta=cta, tiles=tiles)
 
 

@@ -100,7 +100,9 @@ def svg(timeline: Timeline) -> str:
         x, y = 8 + index % 2 * 560, bottom + 14 + index // 2 * 16
         picture.rectangles([(x, y, 12, 10)], LOOKS[what][1])
         picture.text(x + 18, y + 9, LOOKS[what][2])
-    picture.text(8, bottom + 30 + 16 * ((len(legend) + 1) // 2), "time in cycles; a black line: the warp's next tile begins")
+    picture.text(
+        8, bottom + 30 + 16 * ((len(legend) + 1) // 2), "time in cycles; a black line: the warp's next tile begins"
+    )
     return str(picture)
 
 
