@@ -144,7 +144,7 @@ def _tiled() -> tuple[str, ...]:
 
 
 def find_ncu() -> str:
-    """Path of ncu: on PATH, in Nsight Compute's own folder, or the newest in a CUDA toolkit. FileNotFoundError if there is none."""
+    """Path of ncu: on PATH, or the newest in Nsight Compute's folder or a CUDA toolkit. FileNotFoundError if there is none."""
     if found := shutil.which("ncu"):
         return found
     roots = [Path("/opt/nvidia/nsight-compute"), Path("/usr/local")]
