@@ -46,6 +46,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!.*not_issued)(\w+)_per_issue_active")
 STALLS_SHOWN = 5
 MINUTES = 5
+ROOTS = (Path("/opt/nvidia/nsight-compute"), Path("/usr/local"))  # Nsight Compute's own folder, and where toolkits are
 INSTALL = "apt-get install cuda-nsight-compute-12-9 (from NVIDIA's repository), or put its folder on PATH"
 ALLOW = (
     "run as root, in a container with --cap-add=SYS_ADMIN, or let every user: "
@@ -126,6 +127,8 @@ def counters(
         options["sources"] = str(sources)
         environment["BLAZEPROTO_CACHE"] = str(Path(sources).parent)
     chosen, stalls = choose_metrics(_known_metrics(ncu))
+    if not chosen:
+        raise RuntimeError(f"ncu lists none of the metrics that are asked for on this GPU: is {ncu} too old for it?")
     entry = kernel_for(product, config).entry
     command = [
         *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"),
@@ -147,13 +150,11 @@ def find_ncu() -> str:
     """Path of ncu: on PATH, or the newest in Nsight Compute's folder or a CUDA toolkit. FileNotFoundError if there is none."""
     if found := shutil.which("ncu"):
         return found
-    roots = [Path("/opt/nvidia/nsight-compute"), Path("/usr/local")]
-    paths = [*roots[0].glob("*/ncu"), *roots[1].glob("cuda*/bin/ncu")]
+    own, toolkits = ROOTS
+    paths = [*own.glob("*/ncu"), *toolkits.glob("cuda*/bin/ncu")]
     usable = sorted((path for path in paths if os.access(path, os.X_OK)), key=_version)
     if not usable:
-        raise FileNotFoundError(
-            f"ncu (Nsight Compute) is not on PATH, in {roots[0]} or in {roots[1]}/cuda*/bin: {INSTALL}"
-        )
+        raise FileNotFoundError(f"ncu (Nsight Compute) is not on PATH, in {own} or in {toolkits}/cuda*/bin: {INSTALL}")
     return str(usable[-1])
 
 

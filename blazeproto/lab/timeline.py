@@ -265,8 +265,8 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     launch: calls one product, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``. It is called twice, to warm up and to be
     recorded, and what it computes is what it always does.  cta: its number in the grid.
 
-    TypeError or ValueError for arguments that are none of these; ValueError where a call launches no kernel made of tiles, or
-    several; RuntimeError where the CTA has recorded nothing, as one that the grid has not.
+    TypeError or ValueError for arguments that are none of these; ValueError where a call launches several kernels made of
+    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA.
     """
     if not callable(launch):
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
@@ -293,11 +293,9 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise ValueError(f"launch: expected one kernel made of tiles, got {names}")
-    if not memories:
-        raise ValueError("launch: expected a call of a product that is made of tiles, and it launched none")
     if not found:
         raise RuntimeError(
-            f"cta {cta} recorded nothing: the grid has no such CTA, or the call launched no kernel made of tiles"
+            f"CTA {cta} recorded nothing: the grid has none of that number, or the call runs no kernel made of tiles"
         )
     return parse(found[0][1], kernel=found[0][0], cta=cta, tiles=tiles)
 

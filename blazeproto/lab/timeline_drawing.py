@@ -35,7 +35,8 @@ def _label(timeline: Timeline, warp: int) -> str:
 
 def _heading(timeline: Timeline) -> str:
     cut = "" if timeline.complete else "; memory for records was full before that"
-    return f"{timeline.kernel}, CTA {timeline.cta}: {timeline.tiles} tiles, {timeline.cycles} cycles{cut}"
+    tiles = len({tile for _, tile, _ in timeline.tile_begins})  # it may compute fewer than were asked for
+    return f"{timeline.kernel}, CTA {timeline.cta}: {tiles} tiles, {timeline.cycles} cycles{cut}"
 
 
 def _legend(timeline: Timeline) -> list[str]:
