@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ Given = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def case() -> Iterator[tuple[Case, Given]]:
+def case() -> tuple[Case, Given]:
     made = make_case(SHAPE)
-    yield made, evaluate(YARDSTICK, made)
+    return made, evaluate(YARDSTICK, made)
 
 
 def outputs(result: object) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def check_spans(timeline: Timeline) -> None:
         assert own[0].depth == 0 and [span.begin for span in own] == sorted(span.begin for span in own)
         assert all(0 <= span.begin <= span.end <= own[0].end for span in own)
         pieces = timeline.innermost(warp)
-        assert all(before[2] <= after[1] for before, after in zip(pieces, pieces[1:], strict=False))
+        assert all(before[2] <= after[1] for before, after in pairwise(pieces))
         tiles = [clock for of, _, clock in timeline.tile_begins if of == warp]
         assert tiles == sorted(tiles) and 1 <= len(tiles) <= timeline.tiles
     for shares in timeline.summary().values():

@@ -66,7 +66,7 @@ DEVICE void start() {
     if (thread % 32 == 0) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place_of(thread)), "r"(first) : "memory");
 }
 
-// Predicates decide, not branches: divergence would cost more than the record, and serialise wgmma.
+// Predicates decide, not branches: divergence would cost more than the record.
 DEVICE void mark(Edge edge, What what) {
     const uint32_t thread = thread_index();
     asm volatile(
