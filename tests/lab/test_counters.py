@@ -93,10 +93,11 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "metrics").write_text("Device NVIDIA H200 (GH100)\n" + "".join(f"{name}  Counter\n" for name in KNOWN))
     path.write_text(
         f"#!{sys.executable}\n"
-        "import json, pathlib, sys\n"
+        "import json, os, pathlib, sys\n"
         "here = pathlib.Path(__file__).parent\n"
         "if '--query-metrics' in sys.argv: print((here / 'metrics').read_text()); sys.exit()\n"
         "(here / 'call').write_text(json.dumps(sys.argv[1:]))\n"
+        "(here / 'cache').write_text(os.environ.get('BLAZEPROTO_CACHE', ''))\n"
         "print((here / 'answer').read_text())\n"
         "sys.exit('failed' in (here / 'answer').read_text())\n"
     )
@@ -118,6 +119,16 @@ def test_a_call(ncu: Path) -> None:
     assert program[:8] == ["-m", "blazeproto.lab.counters", "up_forward", "256", "64", "64", "4", "2"]
     options = json.loads(program[8])
     assert TileConfig(**options["config"]) == TileConfig(deferred=False) and options["seed"] == 3
+
+
+def test_edited_sources_are_compiled_beside_themselves(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of them never enters the package's cache."""
+    monkeypatch.setenv("BLAZEPROTO_CACHE", "/the/package's")
+    counters("up_backward_weight", 256, 64, 64, 4, 2, sources=ncu / "edited" / "sources")
+    call = json.loads((ncu / "call").read_text())
+    assert json.loads(call[-1])["sources"] == str(ncu / "edited" / "sources")
+    assert (ncu / "cache").read_text() == str(ncu / "edited")
+    assert call[call.index("--kernel-name") + 1] == "weight_gradient"
 
 
 def test_refusals_say_what_mends_them(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
