@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.cubin import start_with
@@ -172,6 +173,7 @@ class Kernel(Shown):
             loaded = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
             # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
             self._functions.setdefault(device, loaded)
+            _LOADED.add(self)
         return self._functions[device]
 
     def handle(self, device: int) -> int:
@@ -184,6 +186,14 @@ class Kernel(Shown):
             return f"Kernel({self.entry}: not compiled; {made_from})"
         usage = f"{self.registers} registers, {self.spills} B spilled, {self.smem_bytes} B shared"
         return f"Kernel({self.entry}: {usage}; {made_from})"
+
+
+_LOADED: WeakSet[Kernel] = WeakSet()
+
+
+def loaded_kernels(device: int) -> list[Kernel]:
+    """Those that a device (a CUDA ordinal) holds, whatever their sources."""
+    return [kernel for kernel in _LOADED if device in kernel._functions]
 
 
 def _cached(name: str) -> Binary | None:

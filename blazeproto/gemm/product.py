@@ -15,7 +15,8 @@ from blazeproto.gemm.tiles import DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, TileC
 SHAPES = 1024  # whose plans are kept, of each product
 
 DEBUG: tuple[str, ...] = ()
-"""Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...), for tests and the fuzzer."""
+"""Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
+and lab."""
 
 
 # --- The registry's entries ------------------------------------------------------------------------------------------------

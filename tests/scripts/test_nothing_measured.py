@@ -25,6 +25,7 @@ NEED_A_GPU = {
     "scripts.checks.gpu_check": ["--steps", "fuzz"],
     "scripts.checks.same_bits": ["--package-root", ".", "--out", "{tmp}/hashes.json"],
     "scripts.checks.sanitize_target": [],
+    "scripts.timelines": [],
     "scripts.lm.compare_backends": ["--train", "--results", "{tmp}/curves.json"],
 }
 

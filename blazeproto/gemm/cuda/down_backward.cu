@@ -101,6 +101,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         fence_proxy_async();
         release_stored();  // the stage before this one: TMA has read it by now
         warpgroup_sync();
+        MARK(BEGIN, STORE);
         if (tile.row + STRIP <= tile.row_end) {
             if (warpgroup_thread() == 0) {
                 tma_store_3d(&p.out0, gates, column, tile.row, 0);
@@ -117,6 +118,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
             store_slab_predicated(scaled, p.out1_rows + int64_t(tile.row) * p.columns + column, p.columns, rows, columns);
             warpgroup_sync();
         }
+        MARK(END, STORE);
         unreleased = ring.empty_barrier();
     }
 

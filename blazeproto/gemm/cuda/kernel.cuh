@@ -89,11 +89,13 @@ struct Parts {
     // from this one to the last.
     DEVICE void run(int left) {
         if (next == Epilogue::PARTS || (left > 1 && !epilogue.ready(next))) return;
+        MARK(BEGIN, HAND_OVER);
 #pragma unroll 1
         for (int parts = left == 1 ? Epilogue::PARTS - next : next < Epilogue::PARTS; parts > 0; --parts) {
             run_only<0>();
             ++next;
         }
+        MARK(END, HAND_OVER);
     }
 
    private:
@@ -126,6 +128,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
                            : VARLEN_K ? scheduler.has(position)
                                       : position < count;
          ++position) {
+        MARK(AT, TILE);
         typename Scheduler::Tile tile;
         if constexpr (VARLEN_K) {
             tile = scheduler.strip_at(position, strip);
@@ -157,11 +160,15 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
         });
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {
+                MARK(BEGIN, STORE);
                 epilogue.store_partial(acc, scheduler.partial(tile));
+                MARK(END, STORE);
                 continue;
             }
         }
+        MARK(BEGIN, HAND_OVER);
         epilogue.hold(acc, tile, ring);
+        MARK(END, HAND_OVER);
         parts.start();
     }
     parts.run(1);
@@ -176,6 +183,7 @@ DEVICE void run(const typename Scheduler::Params& p) {
         Ring::init();
         Epilogue::init();
     }
+    START_TIMELINE();
     if constexpr (CLUSTER > 1) {  // the CTAs of a cluster write into each other's stages
         __syncthreads();
         cluster_sync();
@@ -184,15 +192,25 @@ DEVICE void run(const typename Scheduler::Params& p) {
 
     if (int(threadIdx.x) < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (Producer::WARPS == WARPGROUP_WARPS || threadIdx.x < Producer::WARPS * 32)
+        if (Producer::WARPS == WARPGROUP_WARPS || threadIdx.x < Producer::WARPS * 32) {
+            MARK(BEGIN, PRODUCER);
             Producer::template produce<Epilogue>(p, scheduler);
-        else Epilogue::store_staged(p, scheduler);
+            MARK(END, PRODUCER);
+        } else {
+            MARK(BEGIN, EPILOGUE);
+            Epilogue::store_staged(p, scheduler);
+            MARK(END, EPILOGUE);
+        }
     } else if (EPILOGUE_WARPGROUPS && consumer_index() == CONSUMERS) {
         setmaxnreg_dec<EPILOGUE_REGISTERS>();
+        MARK(BEGIN, EPILOGUE);
         Epilogue::store_staged(p, scheduler);
+        MARK(END, EPILOGUE);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
+        MARK(BEGIN, CONSUMER);
         consume<Scheduler, Producer, Epilogue>(p, scheduler);
+        MARK(END, CONSUMER);
     }
     if constexpr (CLUSTER > 1) cluster_sync();  // no CTA ends while the other may still write to it
 }

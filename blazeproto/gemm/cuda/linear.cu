@@ -60,9 +60,13 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         if (PARTS == 0 || strip < 0 || strip >= CONSUMERS) return;
         uint32_t phase = 0;
         for (int position = 0; scheduler.has(position); ++position) {
+            MARK(AT, TILE);
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
+                MARK(BEGIN, WAIT_FULL);
                 mbarrier_wait(filled_barrier(strip), phase);
+                MARK(END, WAIT_FULL);
+                MARK(BEGIN, STORE);
                 phase ^= 1;
                 const RowTile tile = scheduler.at(position);
                 const int row = tile.row + strip * STRIP;
@@ -84,6 +88,7 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
                     bulk_wait_group_read<0>();
                     mbarrier_arrive(emptied_barrier(strip));
                 }
+                MARK(END, STORE);
             }
         }
         if (lane == 0) bulk_wait_group<0>();

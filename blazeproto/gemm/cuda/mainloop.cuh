@@ -26,6 +26,7 @@
 //     EPILOGUE_WARPGROUPS  0, or 1: a fourth warpgroup that only runs the epilogue, on EPILOGUE_REGISTERS registers a thread
 //     MAX_EXPERTS          for how many the schedule in shared memory has room
 #pragma once
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 constexpr int STRIP = WGMMA_M;
@@ -60,8 +61,9 @@ constexpr int CONSUMER_BARRIER = 1;  // named barriers 1, 2: one for each consum
 constexpr int PRODUCER_BARRIER = CONSUMER_BARRIER + CONSUMERS;
 
 // Shared memory, all of it dynamic:  | stages | the epilogue's slabs | tiles of this CTA | the ring's barriers | schedule |
+// With TIMELINE a few words more come last.
 constexpr int EPILOGUE_OFFSET = STAGES * STAGE_BYTES;
-constexpr int SCHEDULE_OFFSET = SMEM_LIMIT - (MAX_EXPERTS + 4) * int(sizeof(int));
+constexpr int SCHEDULE_OFFSET = SMEM_LIMIT - TIMELINE_BYTES - (MAX_EXPERTS + 4) * int(sizeof(int));
 constexpr int BARRIER_BYTES = 8;
 constexpr int BARRIER_OFFSET = SCHEDULE_OFFSET - 2 * STAGES * BARRIER_BYTES;
 
@@ -96,8 +98,17 @@ struct Ring {
     DEVICE Ring before(uint32_t stages) const { return {passed - stages}; }
     DEVICE void advance() { ++passed; }
 
-    DEVICE void wait_until_full() const { mbarrier_wait(full_barrier(), phase()); }
-    DEVICE void wait_until_empty() const { mbarrier_wait(empty_barrier(), phase() ^ 1); }
+    DEVICE void wait_until_full() const {
+        MARK(BEGIN, WAIT_FULL);
+        mbarrier_wait(full_barrier(), phase());
+        MARK(END, WAIT_FULL);
+    }
+
+    DEVICE void wait_until_empty() const {
+        MARK(BEGIN, WAIT_EMPTY);
+        mbarrier_wait(empty_barrier(), phase() ^ 1);
+        MARK(END, WAIT_EMPTY);
+    }
 
     // By one thread, before any use. A stage is full after the arrival of the thread that issues TMA, and, where rows are
     // gathered, one of each producer thread's copies. It is empty after an arrival of every consumer warp of every CTA in
@@ -147,6 +158,7 @@ DEVICE void multiply_stage(float (&acc)[BN / 2], const Ring& ring, int strip) {
 // earlier. The first stage is apart, because it overwrites acc and there is no stage before it to release.
 template <class Producer, class Meanwhile>
 DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Meanwhile meanwhile) {
+    MARK(BEGIN, MMA);
     multiply_stage<Producer, false>(acc, ring, strip);
     for (int left = steps;; --left) {
         ring.advance();
@@ -158,6 +170,7 @@ DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Mea
     }
     wgmma_wait_group<0>();
     pin_registers(acc);
+    MARK(END, MMA);
     ring.before(1).release();
 }
 

@@ -41,7 +41,9 @@ struct SlabPipeline {
     // To fill the slabs takes three steps. First: wait until they are empty. Returns where this lane's first matrix goes.
     DEVICE uint32_t wait_until_empty() const {
         const int strip = consumer_index();
+        MARK(BEGIN, WAIT_EMPTY);
         mbarrier_wait(emptied_barrier(strip), phase ^ 1);
+        MARK(END, WAIT_EMPTY);
         return slab_address(slabs_of(strip), 0);
     }
 

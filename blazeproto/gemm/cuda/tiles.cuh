@@ -95,6 +95,7 @@ struct TileScheduler {
     // By the producer's first warp, where `position` begins a batch: finds this CTA's tiles from there on. With TICKETS it does
     // so before it loads the tile before that: who has seen a stage of a tile may read the slot of the next one.
     DEVICE void fill_slots(int position, uint32_t& ticket) const {
+        MARK(BEGIN, SCHEDULE);
         if constexpr (TICKETS) {
             if (threadIdx.x == 0) {
                 const RowTile tile = slots()[position % (2 * BATCH)] = find_or_end(gridDim.x + ticket);
@@ -105,6 +106,7 @@ struct TileScheduler {
             if (threadIdx.x < BATCH && mine < count()) slots()[mine % (2 * BATCH)] = find(blockIdx.x + mine * gridDim.x);
         }
         __syncwarp();
+        MARK(END, SCHEDULE);
     }
 
     // The `position`-th tile of this CTA, once its slot is filled.

@@ -149,12 +149,17 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
 DEVICE void UpEpilogue::store_staged(const RowsParams& p, const Scheduler& scheduler) {
     uint32_t phase = 0;
     for (int position = 0; scheduler.has(position); ++position) {
+        MARK(AT, TILE);
 #pragma unroll 1
         for (int part = 0; part < STRIP_PARTS; ++part) {
 #pragma unroll 1
             for (int strip = 0; strip < CONSUMERS; ++strip) {
+                MARK(BEGIN, WAIT_FULL);
                 mbarrier_wait(filled_barrier(strip), phase);
+                MARK(END, WAIT_FULL);
+                MARK(BEGIN, STORE);
                 store_part(p, scheduler.at(position), part, strip);
+                MARK(END, STORE);
             }
             phase ^= 1;
         }

@@ -45,12 +45,15 @@ struct RowProducer {
         for (int position = 0; scheduler.has(position); ++position) {
             if (scheduler.begins_batch(position)) scheduler.fill_slots(position, ticket);
             if (threadIdx.x == 0) {
+                MARK(AT, TILE);
                 const RowTile tile = scheduler.at(position);
                 for (int k = 0; k < p.reduction; k += BK) {
                     ring.wait_until_empty();
+                    MARK(BEGIN, TMA);
                     mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
                     tma_load_2d(ring.a(), &p.a, ring.full_barrier(), k, tile.row);
                     load_weights(p, ring, tile, k);
+                    MARK(END, TMA);
                     ring.advance();
                 }
             }
@@ -79,6 +82,7 @@ struct RowProducer {
         };
         look_ahead(0);
         for (int position = 0; scheduler.has(position); ++position) {
+            MARK(AT, TILE);
             const uint4* chunks = reinterpret_cast<const uint4*>(p.source + column);
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
             look_ahead(position + 1);
@@ -87,13 +91,17 @@ struct RowProducer {
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
                 if (threadIdx.x == 0) {
+                    MARK(BEGIN, TMA);
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
                     load_weights(p, ring, tile, k);
+                    MARK(END, TMA);
                 }
+                MARK(BEGIN, COPY);
                 const int width_left = p.reduction - k - column;
                 if (both) copy_rows<1, true, BM / PASS_ROWS>(ring.a() + offset, rows, width_left);
                 else copy_rows<1, true, STRIP / PASS_ROWS>(ring.a() + offset, rows, width_left);
                 cp_async_mbarrier_arrive(ring.full_barrier());
+                MARK(END, COPY);
                 ring.advance();
                 rows.next_panel();
             }

@@ -37,6 +37,7 @@ struct WeightProducer {
         WeightProducer producer(params);
         int next_pair = GATHER ? producer.first_pair(scheduler, 0) : -1;
         for (int position = 0; position < scheduler.count(); ++position) {
+            MARK(AT, TILE);
             if (GATHER) producer.produce_gathered(scheduler, position, next_pair);
             else producer.produce_in_order(scheduler.at(position));
         }
@@ -80,13 +81,16 @@ struct WeightProducer {
             const bool tail = row + BK > tile.row_end;
             ring.wait_until_empty();
             if (threadIdx.x == 0) {
+                MARK(BEGIN, TMA);
                 if (tail) {
                     mbarrier_arrive(ring.full_barrier());
                 } else {
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
                     load_ordered(tile.j, row);
                 }
+                MARK(END, TMA);
             }
+            MARK(BEGIN, COPY);
             if (tail) {
                 copy_rows<A_PANELS, false, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
                 copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
@@ -94,6 +98,7 @@ struct WeightProducer {
                 copy_rows<A_PANELS, true, PASSES>(ring.a() + offset, rows, p.gathered_width - column);
             }
             cp_async_mbarrier_arrive(ring.full_barrier());
+            MARK(END, COPY);
             ring.advance();
         }
         // For an expert without rows the loop has not loaded the next tile's pairs.
@@ -113,11 +118,13 @@ struct WeightProducer {
         for (; row + BK <= tile.row_end; row += BK) {
             if (loads) ring.wait_until_empty();
             if (threadIdx.x == 0) {
+                MARK(BEGIN, TMA);
                 mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
                 load_ordered(tile.j, row);
 #pragma unroll
                 for (int panel = 0; panel < A_PANELS; ++panel)
                     tma_load_2d(ring.a() + panel * PANEL_BYTES, &p.in_order, ring.full_barrier(), tile.i + panel * PANEL, row);
+                MARK(END, TMA);
             }
             ring.advance();
         }
@@ -125,9 +132,11 @@ struct WeightProducer {
         if (loads) ring.wait_until_empty();
         __syncwarp();
         named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
+        MARK(BEGIN, COPY);
         copy_tail<A_PANELS>(ring.a(), p.gathered_rows, p.gathered_width, tile.i + gather_column(), row, tile.row_end);
         copy_tail<B_PANELS>(ring.b(), p.ordered_rows, p.ordered_width, tile.j + gather_column(), row, tile.row_end);
         cp_async_wait_all();
+        MARK(END, COPY);
         fence_proxy_async();
         named_barrier_sync(PRODUCER_BARRIER, WARPGROUP);
         if (threadIdx.x == 0) mbarrier_arrive(ring.full_barrier());
@@ -162,7 +171,9 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
     DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of, const Ring&) {
         tile = of;
         if constexpr (OUT_F32) {
+            MARK(BEGIN, STORE);
             store_f32(acc);
+            MARK(END, STORE);
             return;
         }
 #pragma unroll
@@ -180,7 +191,9 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
             if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
             else stmatrix_x4(slab_address(slab, quarter), quad);
         }
+        MARK(BEGIN, STORE);
         store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
+        MARK(END, STORE);
     }
 
     // weight_sum.cu reads it in the same order.

@@ -1,0 +1,279 @@
+"""What the GPU's counters say of one launch: tensor pipe, L2, DRAM, and what warps waited for. By Nsight Compute (ncu).
+
+>>> from blazeproto.lab.counters import counters
+>>> counters("up_forward", T=40960, d=768, n=256, E=128, K=8)
+
+ncu watches a program from its start, so the product is launched by a process of its own, which this file is the main program of:
+
+    ncu ... python -m blazeproto.lab.counters up_forward 40960 768 256 128 8
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blazeproto.gemm import TileConfig
+from blazeproto.gemm import compile as compilation
+from blazeproto.gemm.registry import PRODUCTS, kernel_for
+from blazeproto.runtime import checks
+
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+# Field: metric. Of several the first that this GPU and this ncu know.
+METRICS: dict[str, tuple[str, ...]] = {
+    "nanoseconds": ("gpu__time_duration.sum",),
+    "tensor_pipe": (
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "l2_hit_rate": ("lts__t_sector_hit_rate.pct",),
+    "l2_bytes": ("lts__t_bytes.sum",),
+    "dram_read": ("dram__bytes_read.sum",),
+    "dram_written": ("dram__bytes_write.sum",),
+    "dram_busy": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
+}
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!.*not_issued)(\w+)_per_issue_active")
+STALLS_SHOWN = 5
+MINUTES = 5
+ROOTS = (Path("/opt/nvidia/nsight-compute"), Path("/usr/local"))  # Nsight Compute's own folder, and where toolkits are
+INSTALL = "apt-get install cuda-nsight-compute-12-9 (from NVIDIA's repository), or put its folder on PATH"
+ALLOW = (
+    "run as root, in a container with --cap-add=SYS_ADMIN, or let every user: "
+    "echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/profiling.conf, then reboot"
+)
+
+
+class CountersRefused(PermissionError):
+    """The driver lets this user read no counters; the message ends with the command that changes it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Counters:
+    """Of one launch. Shares are between 0 and 1; NaN for what this GPU or this ncu does not count.
+
+    tensor_pipe: of the cycles, those in which the tensor cores multiply.  l2_hit_rate: of L2's sectors.  l2_bytes: through L2.
+    dram_read, dram_written: bytes.  dram_busy: of DRAM's peak.  stalls: the five reasons that warps waited for most, in cycles a
+    warp and an issued instruction.
+    """
+
+    kernel: str
+    milliseconds: float
+    tensor_pipe: float
+    l2_hit_rate: float
+    l2_bytes: float
+    dram_read: float
+    dram_written: float
+    dram_busy: float
+    stalls: Mapping[str, float]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{self.kernel}: {self.milliseconds:.4f} ms",
+            f"  tensor pipe  {self.tensor_pipe:6.1%} busy",
+            f"  L2           {self.l2_hit_rate:6.1%} hits, {self.l2_bytes / 2**20:.1f} MiB",
+            f"  DRAM         {self.dram_busy:6.1%} of its peak, {self.dram_read / 2**20:.1f} MiB read, "
+            f"{self.dram_written / 2**20:.1f} MiB written",
+            "  warps waited, cycles an instruction:",
+            *(f"    {reason:20s} {cycles:6.2f}" for reason, cycles in self.stalls.items()),
+        ]
+        return "\n".join(lines)
+
+
+def counters(
+    product: str,
+    T: int,
+    d: int,
+    n: int,
+    E: int,
+    K: int,
+    *,
+    activation: str = "swiglu",
+    routing: str = "uniform",
+    seed: int = 0,
+    config: TileConfig | None = None,
+    sources: Path | None = None,
+) -> Counters:
+    """Those of one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
+
+    T tokens, d model width, n expert width, E experts, K experts a token.  config: its tiles; default: those the package picks.
+    sources: a folder of CUDA sources instead of the package's; what is compiled of them stays beside it.
+
+    FileNotFoundError where there is no ncu, CountersRefused where the driver forbids, RuntimeError where the program fails;
+    each says what to do.
+    """
+    checks.one_of("product", product, _tiled())
+    sizes = [checks.integer(name, value, 1) for name, value in zip("TdnEK", (T, d, n, E, K), strict=True)]
+    ncu = find_ncu()
+    options: dict[str, Any] = {
+        "activation": activation,
+        "routing": routing,
+        "seed": seed,
+        "config": vars(config) if config else None,
+    }
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), environment.get("PYTHONPATH")]))
+    if sources is not None:
+        options["sources"] = str(sources)
+        environment["BLAZEPROTO_CACHE"] = str(Path(sources).parent)
+    chosen, stalls = choose_metrics(_known_metrics(ncu))
+    if not chosen:
+        raise RuntimeError(f"ncu lists none of the metrics that are asked for on this GPU: is {ncu} too old for it?")
+    entry = kernel_for(product, config).entry
+    command = [
+        *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"),
+        *("--kernel-name-base", "function", "--kernel-name", entry, "--metrics", ",".join([*chosen.values(), *stalls])),
+        *(sys.executable, "-m", "blazeproto.lab.counters", product, *map(str, sizes), json.dumps(options)),
+    ]
+    done = _run(command, environment)
+    return parse(done, chosen, entry)
+
+
+def _tiled() -> tuple[str, ...]:
+    return tuple(name for name, entry in PRODUCTS.items() if entry.kernel)
+
+
+# --- ncu -------------------------------------------------------------------------------------------------------------------
+
+
+def find_ncu() -> str:
+    """Path of ncu: on PATH, or the newest in Nsight Compute's folder or a CUDA toolkit. FileNotFoundError if there is none."""
+    if found := shutil.which("ncu"):
+        return found
+    own, toolkits = ROOTS
+    paths = [*own.glob("*/ncu"), *toolkits.glob("cuda*/bin/ncu")]
+    usable = sorted((path for path in paths if os.access(path, os.X_OK)), key=_version)
+    if not usable:
+        raise FileNotFoundError(f"ncu (Nsight Compute) is not on PATH, in {own} or in {toolkits}/cuda*/bin: {INSTALL}")
+    return str(usable[-1])
+
+
+def _version(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", str(path))]
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a command of ncu's prints."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60 * MINUTES)
+    said = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in said:
+        raise CountersRefused(f"this user may not read the GPU's counters: {ALLOW}")
+    if done.returncode:
+        raise RuntimeError(f"ncu ended with {done.returncode}:\n{said[-3000:]}")
+    return done.stdout
+
+
+def _known_metrics(ncu: str) -> set[str]:
+    """Base names of what ncu can count on this GPU."""
+    return set(re.findall(r"^(\w+__\w+)", _run([ncu, "--query-metrics"]), re.MULTILINE))
+
+
+def choose_metrics(known: set[str]) -> tuple[dict[str, str], list[str]]:
+    """For each field of METRICS the first of its metrics whose base name is known; and the metrics of all stalls."""
+    first = {
+        field: next((metric for metric in metrics if metric.partition(".")[0] in known), None)
+        for field, metrics in METRICS.items()
+    }
+    stalls = [f"{name}.ratio" for name in sorted(known) if STALL.fullmatch(name)]
+    return {field: metric for field, metric in first.items() if metric}, stalls
+
+
+def parse(output: str, chosen: Mapping[str, str], kernel: str) -> Counters:
+    """What ``ncu --csv --print-units base`` printed of one launch; other lines are left out.
+
+    chosen: the metric of each field.  RuntimeError where no launch was profiled.
+    """
+    lines = output.splitlines()
+    header = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if header is None:
+        raise RuntimeError(f"ncu profiled no launch of {kernel}; it said:\n{output[-2000:]}")
+    table = "\n".join(line for line in lines[header:] if line.startswith('"'))
+    values: dict[str, float] = {}
+    for row in csv.DictReader(io.StringIO(table)):
+        try:
+            values.setdefault(row["Metric Name"], float(row["Metric Value"].replace(",", "")))
+        except ValueError:  # n/a
+            continue
+    nan = float("nan")
+    field = {name: values.get(chosen.get(name, ""), nan) for name in METRICS}
+    stalls = {
+        match[1]: value for name, value in values.items() if (match := STALL.match(name)) and match[1] != "selected"
+    }
+    return Counters(
+        kernel=kernel,
+        milliseconds=field["nanoseconds"] / 1e6,
+        tensor_pipe=field["tensor_pipe"] / 100,
+        l2_hit_rate=field["l2_hit_rate"] / 100,
+        l2_bytes=field["l2_bytes"],
+        dram_read=field["dram_read"],
+        dram_written=field["dram_written"],
+        dram_busy=field["dram_busy"] / 100,
+        stalls=dict(sorted(stalls.items(), key=lambda item: -item[1])[:STALLS_SHOWN]),
+    )
+
+
+# --- The program that ncu watches ----------------------------------------------------------------------------------------------
+
+
+def call_of(
+    product: str, case: Any, given: Mapping[str, Any], config: TileConfig | None = None
+) -> Callable[[], object]:
+    """A product called with a case's inputs (`lab.oracle`: `make_case`, and ``given`` of `evaluate`)."""
+    from blazeproto import gemm
+
+    dispatch = case.dispatch
+    tiles: dict[str, Any] = {"config": config}
+    act: dict[str, Any] = {"activation": case.activation}
+    calls: dict[str, Callable[[], object]] = {
+        "up_forward": lambda: gemm.up_forward(case.x, case.up_proj, dispatch, **act, **tiles),
+        "down_forward": lambda: gemm.down_forward(given["act"], case.down_proj, dispatch, **tiles),
+        "down_forward_fused": lambda: gemm.down_forward_fused(
+            given["act"], case.down_proj, case.scores, dispatch, **tiles
+        ),
+        "down_backward_act": lambda: gemm.down_backward_act(
+            case.d_out, case.down_proj, given["h"], case.scores, dispatch, **act, **tiles
+        ),
+        "down_backward_weight": lambda: gemm.down_backward_weight(case.d_out, given["a_scaled"], dispatch, **tiles),
+        "up_backward_act": lambda: gemm.up_backward_act(given["dh"], case.up_proj, dispatch, **tiles),
+        "up_backward_weight": lambda: gemm.up_backward_weight(given["dh"], case.x, dispatch, **tiles),
+    }
+    checks.one_of("product", product, tuple(calls))
+    return calls[product]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Two calls to warm up, and one for ncu. arguments: the product, T, d, n, E, K, and further options as JSON."""
+    product, *numbers = arguments[:6]
+    options: dict[str, Any] = {"activation": "swiglu", "routing": "uniform", "seed": 0, "config": None}
+    options |= json.loads(arguments[6]) if len(arguments) > 6 else {}
+    if "sources" in options:
+        compilation.CUDA_SOURCES = Path(options["sources"])
+    import torch
+
+    from blazeproto.lab.oracle import YARDSTICK, Shape, evaluate, make_case
+
+    shape = Shape(*map(int, numbers))
+    case = make_case(shape, options["routing"], activation=options["activation"], seed=options["seed"])
+    given = evaluate(YARDSTICK, case)
+    config = TileConfig(**options["config"]) if options["config"] else None
+    call = call_of(product, case, given, config)
+    call(), call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

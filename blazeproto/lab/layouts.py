@@ -1,0 +1,204 @@
+"""Where things lie: the operands in a stage of shared memory, and the accumulators in registers.
+
+>>> from blazeproto.lab import fragment, swizzle
+>>> swizzle("up_forward", "a").offset(row=3, chunk=0)        # 3 * 128 + 3 * 16 bytes into the stage
+>>> fragment("up_forward").holder(row=9, column=2)           # (thread of the warpgroup, its register)
+
+Both are facts of the PTX ISA manual ("Asynchronous warpgroup level matrix instructions": strides and swizzling modes; register
+fragments of wgmma.mma_async m64nNk16), as gemm/cuda/wgmma.cuh has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blazeproto.gemm.registry import kernel_for
+from blazeproto.gemm.tiles import BK, BM, CHUNK, OPERAND_BYTES, WARPGROUP, TileConfig
+from blazeproto.lab.svg import Picture, Svg
+from blazeproto.runtime import checks
+
+ROW_BYTES = 128  # of a swizzled row
+PANEL = ROW_BYTES // OPERAND_BYTES  # operands in one
+CHUNK_BYTES = CHUNK * OPERAND_BYTES
+CHUNKS = ROW_BYTES // CHUNK_BYTES
+PATTERN = 8  # rows after which the swizzle repeats
+STRIP = 64  # rows of a wgmma
+WARP = 32
+COLOURS = ("#f4cccc", "#fce5cd", "#fff2cc", "#d9ead3", "#d0e0e3", "#cfe2f3", "#d9d2e9", "#ead1dc")
+CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 74, 22, 96, 62  # of the drawings, pixels
+
+
+@dataclass(frozen=True, repr=False)
+class StageLayout(Picture):
+    """An operand's part of a stage: rows of 128 bytes, whose 16-byte chunks change places (128-byte swizzle).
+
+    operand: "a" or "b".  length: its rows (a) or columns (b) of a tile.  k: elements of the reduction in a stage.
+    mn_major: False: a row is 64 consecutive k of one of the length. True: a row is 64 of the length, of one k; every 64 are a
+    panel of k rows, and panels follow each other.  start: bytes from the stage's begin.
+    """
+
+    product: str
+    operand: str
+    length: int
+    mn_major: bool
+    start: int
+    k: int = BK
+
+    @property
+    def rows(self) -> int:
+        """Of a panel."""
+        return self.k if self.mn_major else self.length
+
+    @property
+    def panels(self) -> int:
+        return self.length // PANEL if self.mn_major else 1
+
+    def offset(self, row: int, chunk: int, panel: int = 0) -> int:
+        """Where a chunk of 8 elements lies, in bytes from where the operand begins. ValueError for one that is not there."""
+        for name, value, count in (("row", row, self.rows), ("chunk", chunk, CHUNKS), ("panel", panel, self.panels)):
+            if not 0 <= checks.integer(name, value) < count:
+                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        return (panel * self.rows + row) * ROW_BYTES + (chunk ^ row % PATTERN) * CHUNK_BYTES
+
+    def element(self, index: int, k: int) -> int:
+        """Where element (index, k) lies, in bytes from where the operand begins. index: the tile's row (a) or column (b)."""
+        row, along = (k, index) if self.mn_major else (index, k)
+        panel, within = divmod(along, PANEL)
+        return self.offset(row, within // CHUNK, panel) + within % CHUNK * OPERAND_BYTES
+
+    def _heading(self) -> list[str]:
+        name = "row" if self.operand == "a" else "column"
+        major = "MN" if self.mn_major else "K"
+        row = f"64 {name}s of one k" if self.mn_major else f"64 k of one {name}"
+        parts = f"{self.panels} panels of {self.rows} rows" if self.mn_major else f"{self.rows} rows"
+        size = self.length * self.k * OPERAND_BYTES
+        return [
+            f"{self.product}, operand {self.operand}: {self.length} {name}s x {self.k} k, {major}-major, 128-byte swizzle",
+            f"{parts}, each {row}; {size} bytes from byte {self.start} of a stage; every {PATTERN} rows alike",
+        ]
+
+    def _cell(self, row: int, place: int) -> str:
+        """What lies in a 16-byte place of a row."""
+        chunk = place ^ row % PATTERN
+        unit = ("m" if self.operand == "a" else "n") if self.mn_major else "k"
+        return f"{unit} {chunk * CHUNK}..{chunk * CHUNK + CHUNK - 1}"
+
+    def __repr__(self) -> str:
+        places = "".join(f"{place * CHUNK_BYTES:>10}" for place in range(CHUNKS))
+        lines = [*self._heading(), "", f"byte of a row{places}"]
+        for row in range(PATTERN):
+            cells = "".join(f"{self._cell(row, place):>10}" for place in range(CHUNKS))
+            lines += [f"row {row:<9}{cells}"]
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The first eight rows: where each chunk lies, a colour for each."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(PATTERN)],
+            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
+            self._cell,
+            lambda row, place: place ^ row,
+        )
+
+
+def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConfig | None = None) -> StageLayout:
+    """The layout of an operand in a stage of a product's ring.
+
+    product: a name of `gemm.PRODUCTS` that is made of tiles.  operand: "a", the tile's rows, or "b", its columns.
+    config: its tiles; default: those of the table. ValueError for what there is not.
+    """
+    checks.one_of("operand", operand, ("a", "b"))
+    kernel = kernel_for(product, config)
+    weights = kernel.file == "weight.cu"  # WeightProducer: both operands are MN-major; RowProducer: a never is
+    mn_major = weights or (operand == "b" and bool(kernel.defines["B_MN"]))
+    length = BM if operand == "a" else int(kernel.defines["BN"])
+    return StageLayout(product, operand, length, mn_major, 0 if operand == "a" else BM * BK * OPERAND_BYTES)
+
+
+@dataclass(frozen=True, repr=False)
+class Fragment(Picture):
+    """Who holds which accumulator of a strip, 64 rows by ``columns``, after ``wgmma.m64nNk16``: one warpgroup, columns / 2 fp32
+    registers a thread. Rows and columns are the strip's.
+    """
+
+    product: str
+    columns: int
+
+    def holder(self, row: int, column: int) -> tuple[int, int]:
+        """(thread of the warpgroup, its register) of the accumulator in a row and a column. ValueError outside the strip."""
+        for name, value, count in (("row", row, STRIP), ("column", column, self.columns)):
+            if not 0 <= checks.integer(name, value) < count:
+                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        warp, low = divmod(row, 16)
+        h, row_of_eight = divmod(low, 8)
+        j, pair = divmod(column, 8)
+        return WARP * warp + 4 * row_of_eight + pair // 2, 4 * j + 2 * h + pair % 2
+
+    def place(self, thread: int, register: int) -> tuple[int, int]:
+        """(row, column) of a thread's register: the inverse of `holder`. ValueError for one that is not there."""
+        for name, value, count in (("thread", thread, WARPGROUP), ("register", register, self.columns // 2)):
+            if not 0 <= checks.integer(name, value) < count:
+                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        warp, lane = divmod(thread, WARP)
+        j, rest = divmod(register, 4)
+        h, i = divmod(rest, 2)
+        return 16 * warp + 8 * h + lane // 4, 8 * j + 2 * (lane % 4) + i
+
+    def _heading(self) -> list[str]:
+        return [
+            f"{self.product}: accumulators of a strip, 64 x {self.columns}, wgmma.m64n{self.columns}k16; thread:register",
+            f"8 columns on: 4 registers on, to d[{self.columns // 2 - 1}]. 16 rows on: the next warp, 32 threads on",
+        ]
+
+    def _cell(self, row: int, column: int) -> str:
+        thread, register = self.holder(row, column)
+        return f"t{thread}:d{register}"
+
+    def __repr__(self) -> str:
+        columns = range(8)
+        lines = [*self._heading(), "", "column  " + "".join(f"{column:>9}" for column in columns)]
+        lines += [f"row {row:<4}" + "".join(f"{self._cell(row, column):>9}" for column in columns) for row in range(16)]
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The first warp's 16 rows by 8 columns, a colour for each group of four lanes."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(16)],
+            [f"column {column}" for column in range(8)],
+            self._cell,
+            lambda row, column: self.holder(row, column)[0] // 4,
+        )
+
+
+def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -> Fragment:
+    """Which thread of a consumer warpgroup has which accumulator in which register.
+
+    product: a name of `gemm.PRODUCTS` that is made of tiles.  config: its tiles; default: those of the table. ValueError for what
+    there is not.
+    """
+    return Fragment(product, int(kernel_for(product, config).defines["BN"]))
+
+
+def _grid(
+    heading: list[str],
+    rows: list[str],
+    columns: list[str],
+    cell: Callable[[int, int], str],
+    colour: Callable[[int, int], int],
+) -> str:
+    """A table of coloured cells. colour: which of COLOURS."""
+    picture = Svg(max(LEFT + CELL_WIDTH * len(columns) + 12, 760), TOP + CELL_HEIGHT * len(rows) + 12, heading[0])
+    for index, line in enumerate(heading):
+        picture.text(8, 18 + 16 * index, line)
+    for x, name in enumerate(columns):
+        picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP - 6, name, anchor="middle", colour="#666666")
+    for y, name in enumerate(rows):
+        picture.text(LEFT - 8, TOP + CELL_HEIGHT * (y + 0.7), name, anchor="end", colour="#666666")
+        for x in range(len(columns)):
+            box = (LEFT + CELL_WIDTH * x + 1, TOP + CELL_HEIGHT * y + 1, CELL_WIDTH - 2, CELL_HEIGHT - 2)
+            picture.rectangles([box], COLOURS[colour(y, x) % len(COLOURS)])
+            picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP + CELL_HEIGHT * (y + 0.7), cell(y, x), anchor="middle")
+    return str(picture)

@@ -1,0 +1,330 @@
+"""What each warp of one CTA did and when: clock reads that a macro compiles into the kernels (gemm/cuda/timeline.cuh), drawn.
+
+>>> from blazeproto.lab.timeline import record
+>>> picture = record(lambda: gemm.up_forward(x, up_proj, dispatch), tiles=3)
+>>> picture                                    # a line a warp, time to the right
+>>> picture.summary()["consumer 0"]            # shares of its time
+>>> picture.save("up.svg")
+
+Times are in cycles of the multiprocessor, which all warps of a CTA count alike. A clock read and its record take some tens of
+cycles, so short waits look longer than they are; without the macro a kernel has no instruction of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from blazeproto.gemm import compile as compilation
+from blazeproto.gemm import product
+from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.svg import Picture
+from blazeproto.runtime import checks
+
+MACRO = "TIMELINE"
+# timeline.cuh has the same.
+WARPS, RECORDS, RECORD_BYTES = 16, 4096, 8
+EDGES = {1: "begin", 2: "end", 3: "at"}
+TILE = "tile"
+WHATS = (
+    "",  # no record
+    TILE,
+    "producer",
+    "consumer",
+    "epilogue",
+    "schedule",
+    "wait full",
+    "wait empty",
+    "TMA",
+    "copy",
+    "mma",
+    "hand-over",
+    "store",
+)
+ROLES = ("producer", "consumer", "epilogue")
+WARPGROUP_WARPS = 4
+UNDER_MMA = ("hand-over", "store")  # what a consumer does while its wgmma run
+OTHER = "other"
+
+Records = Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a warp did from one clock to another, in cycles from the first record of all.
+
+    what: "mma", "wait full", ...; "hand-over under mma" where that ran during the tile's wgmma; a role for all that the warp did.
+    depth: how many spans it lies in.  tile: the warp's, from 0; -1 before its first.
+    finished: False where the record breaks off within it.
+    """
+
+    warp: int
+    role: str
+    what: str
+    begin: int
+    end: int
+    depth: int
+    tile: int
+    finished: bool = True
+
+    @property
+    def cycles(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Picture):
+    """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
+
+    kernel: its name.  tile_begins: (warp, tile, cycle).  complete: False where a warp's memory for records was full before its
+    last tile.
+    """
+
+    kernel: str
+    cta: int
+    tiles: int
+    spans: tuple[Span, ...]
+    tile_begins: tuple[tuple[int, int, int], ...]
+    complete: bool = True
+
+    @property
+    def warps(self) -> dict[int, str]:
+        """The role of each warp that did something."""
+        return {span.warp: span.role for span in self.spans}
+
+    @property
+    def cycles(self) -> int:
+        """From the first record to the last."""
+        return max((span.end for span in self.spans), default=0)
+
+    def innermost(self, warp: int) -> list[tuple[str, int, int]]:
+        """A warp's time without gaps and overlaps: (what, begin, end); what lies in no span is "other"."""
+        own = [span for span in self.spans if span.warp == warp]
+        cuts = sorted({clock for span in own for clock in (span.begin, span.end)})
+        pieces: list[tuple[str, int, int]] = []
+        opened: list[Span] = []
+        waiting = sorted(own, key=lambda span: (span.begin, span.depth))[::-1]
+        for begin, end in pairwise(cuts):
+            while waiting and waiting[-1].begin <= begin:
+                opened.append(waiting.pop())
+            opened = [span for span in opened if span.end > begin]
+            if not opened:
+                continue
+            deepest = max(opened, key=lambda span: span.depth)
+            what = OTHER if deepest.depth == 0 else deepest.what
+            if pieces and pieces[-1][0] == what and pieces[-1][2] == begin:
+                pieces[-1] = (what, pieces[-1][1], end)
+            else:
+                pieces.append((what, begin, end))
+        return pieces
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Shares of time by role, largest first: the mean over a role's warps. Time in nested spans is the inner one's, so
+        a role's shares add up to 1."""
+        times: dict[str, dict[str, int]] = {}
+        for warp, role in self.warps.items():
+            of_role = times.setdefault(role, {})
+            for what, begin, end in self.innermost(warp):
+                of_role[what] = of_role.get(what, 0) + end - begin
+        return {
+            role: {what: time / total for what, time in sorted(of_role.items(), key=lambda item: -item[1])}
+            for role, of_role in times.items()
+            if (total := sum(of_role.values()))
+        }
+
+    def svg(self) -> str:
+        """A row a warp, a colour for each kind of span, inner spans over outer ones; no script."""
+        from blazeproto.lab import timeline_drawing
+
+        return timeline_drawing.svg(self)
+
+    def __repr__(self) -> str:
+        from blazeproto.lab import timeline_drawing
+
+        return timeline_drawing.text(self)
+
+
+# --- From records to spans ---------------------------------------------------------------------------------------------------
+
+
+def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -> Timeline:
+    """Spans of the first ``tiles`` tiles.
+
+    records: (clock, what) of each warp, in order: 32-bit clocks, which may wrap, and edges and kinds as in timeline.cuh. A zero
+    for what ends a warp's. What is open at a warp's last record, or where tile number ``tiles`` begins, ends there.
+
+    ValueError where there are none, for a kind that timeline.cuh has not, and for a span that ends without having begun.
+    """
+    spans: list[Span] = []
+    begins: list[tuple[int, int, int]] = []
+    complete, origin = True, None
+    for warp, given in enumerate(records):
+        own = _until_zero(given)
+        if not own:
+            continue
+        origin = own[0][0] if origin is None else origin
+        clocks = _unwrapped([clock for clock, _ in own], origin)
+        found, tile_begins = _spans(warp, clocks, [what for _, what in own], tiles)
+        if len(found) == 1 and not tile_begins:
+            continue  # an idle warp
+        spans += found
+        begins += tile_begins
+        complete &= len(tile_begins) > tiles or found[-1].finished  # the last to be closed is all that the warp did
+    if origin is None:
+        raise ValueError("records: expected those of at least one warp, got none")
+    first = min((span.begin for span in spans), default=0)
+    moved = [
+        Span(s.warp, s.role, s.what, s.begin - first, s.end - first, s.depth, s.tile, s.finished)
+        for s in sorted(spans, key=lambda span: (span.warp, span.begin, span.depth))
+    ]
+    shown = tuple((warp, tile, clock - first) for warp, tile, clock in begins if tile < tiles)
+    return Timeline(kernel, cta, tiles, tuple(moved), shown, complete)
+
+
+def _until_zero(records: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    own = []
+    for clock, what in records:
+        if what == 0:
+            break
+        own.append((int(clock), int(what)))
+    return own
+
+
+def _unwrapped(clocks: Sequence[int], origin: int) -> list[int]:
+    """Clocks modulo 2^32 as whole numbers, the first of them less than 2^31 from ``origin``."""
+    out: list[int] = []
+    for clock in clocks:
+        before = out[-1] if out else origin
+        step = (clock - before) % 2**32
+        out.append(before + (step if out or step < 2**31 else step - 2**32))
+    return out
+
+
+def _role(warp: int, what: str) -> str:
+    return f"consumer {warp // WARPGROUP_WARPS - 1}" if what == "consumer" else what
+
+
+def _spans(
+    warp: int, clocks: Sequence[int], codes: Sequence[int], tiles: int
+) -> tuple[list[Span], list[tuple[int, int, int]]]:
+    """A warp's spans, and (warp, tile, cycle) of its tiles, one more than ``tiles`` where there is one."""
+    done: list[Span] = []
+    opened: list[tuple[str, int, int]] = []  # what, begin, tile
+    begins: list[tuple[int, int, int]] = []
+    role = ""
+
+    def close(end: int, *, finished: bool) -> None:
+        what, begin, tile = opened.pop()
+        done.append(Span(warp, role, what, begin, end, len(opened), tile, finished))
+
+    for clock, code in zip(clocks, codes, strict=True):
+        edge, kind = EDGES.get(code >> 8), code & 0xFF
+        if edge is None or not 0 < kind < len(WHATS):
+            raise ValueError(f"records: expected a kind of timeline.cuh, got {code:#x} of warp {warp}")
+        what = WHATS[kind]
+        if edge == "at":
+            begins.append((warp, len(begins), clock))
+            if len(begins) > tiles:
+                break
+        elif edge == "begin":
+            if what in ROLES:
+                role = _role(warp, what)
+            if what in UNDER_MMA and any(outer == "mma" for outer, _, _ in opened):
+                what += " under mma"
+            opened.append((what, clock, len(begins) - 1))
+        else:
+            if not opened or opened[-1][0].removesuffix(" under mma") != what:
+                raise ValueError(f"records: warp {warp} ends {what!r} within {[name for name, _, _ in opened]}")
+            close(clock, finished=True)
+    while opened:
+        close(clock, finished=False)
+    return done, begins
+
+
+# --- Recording ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compiled_in() -> Iterator[None]:
+    """Products that are launched meanwhile are compiled with the clock reads. Not for several threads at a time."""
+    before = product.DEBUG
+    product.DEBUG = (*before, MACRO)
+    try:
+        yield
+    finally:
+        product.DEBUG = before
+
+
+def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
+    """What the warps of one CTA do in the first ``tiles`` tiles that it computes.
+
+    launch: calls one product, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``. It is called twice, to warm up and to be
+    recorded, and what it computes is what it always does.  cta: its number in the grid.
+
+    TypeError or ValueError for arguments that are none of these; ValueError where a call launches several kernels made of
+    tiles; RuntimeError where nothing was recorded: it launches none, or the grid has no such CTA.
+    """
+    if not callable(launch):
+        raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
+    checks.integer("tiles", tiles, 1)
+    checks.integer("cta", cta, 0)
+    from cupy.cuda import runtime
+
+    with compiled_in():
+        launch()
+        device = runtime.getDevice()
+        loaded = [kernel for kernel in compilation.loaded_kernels(device) if f"-D{MACRO}" in kernel.options]
+        memories = [_Memory(kernel, device) for kernel in loaded]
+        runtime.deviceSynchronize()
+        for memory in memories:
+            memory.record(cta)
+        try:
+            launch()
+            runtime.deviceSynchronize()
+        finally:
+            for memory in memories:
+                memory.record(-1)
+    read = [(memory.kernel.entry, memory.read()) for memory in memories]
+    found = [(name, records) for name, records in read if any(warp[0][1] for warp in records)]
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found)
+        raise ValueError(f"launch: expected one kernel made of tiles, got {names}")
+    if not found:
+        raise RuntimeError(
+            f"CTA {cta} recorded nothing: the grid has none of that number, or the call runs no kernel made of tiles"
+        )
+    return parse(found[0][1], kernel=found[0][0], cta=cta, tiles=tiles)
+
+
+class _Memory:
+    """Where a loaded kernel leaves its records."""
+
+    def __init__(self, kernel: Kernel, device: int) -> None:
+        self.kernel = kernel
+        self._module = kernel.function(device).module
+        self._records = self._array("timeline_records", (WARPS, RECORDS, 2), "uint32")
+        self._cta = self._array("timeline_cta", (1,), "int32")
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        import cupy
+
+        memory = cupy.cuda.UnownedMemory(int(self._module.get_global_var(name)), 4 * math.prod(shape), self._module)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def record(self, cta: int) -> None:
+        """From the next launch on, of this CTA; -1: of none. Waits for the GPU."""
+        import numpy
+        from cupy.cuda import runtime
+
+        if cta >= 0:
+            runtime.memset(self._records.data.ptr, 0, self._records.nbytes)
+        self._cta.set(numpy.array([cta], "int32"))
+        runtime.deviceSynchronize()
+
+    def read(self) -> Records:
+        """Of each warp; the first place of its memory holds none."""
+        return [[(clock, what) for clock, what in warp] for warp in self._records.get()[:, 1:].tolist()]

@@ -1,0 +1,67 @@
+"""Timelines of the up projection and of a weight gradient for docs/kernels.md: what each warp of one CTA did and when.
+
+    python -m scripts.timelines                                    # on a Hopper GPU
+    python -m scripts.timelines --shape 32768,4096,1024,64,4 --out /tmp/timelines
+
+Writes docs/timeline_up.svg, docs/timeline_weight.svg and results/h200/timeline.json; with --out all three there. The shape is
+that of docs/kernels.md; ids are uniform at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from blazeproto.gemm import Sizes
+from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
+from scripts.command import argument_parser, need_hopper, positive
+
+PICTURES = {"up_forward": "timeline_up.svg", "up_backward_weight": "timeline_weight.svg"}
+DEFAULT = Sizes(T=40960, d=768, n=256, E=128, K=8)
+
+
+def shape_of(text: str) -> Sizes:
+    """T,d,n,E,K."""
+    parts = text.split(",")
+    if len(parts) != 5 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected five positive numbers T,d,n,E,K, got {text!r}")
+    return Sizes(*map(int, parts))
+
+
+def main() -> None:
+    parser = argument_parser("scripts.timelines", __doc__)
+    parser.add_argument("--shape", type=shape_of, default=DEFAULT, metavar="T,d,n,E,K")
+    parser.add_argument("--tiles", type=positive, default=3)
+    parser.add_argument("--cta", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="folder for all three files")
+    options = parser.parse_args()
+    need_hopper()
+
+    from blazeproto.lab.counters import call_of
+    from blazeproto.lab.oracle import YARDSTICK, Shape, evaluate, make_case
+    from blazeproto.lab.timeline import record
+
+    s: Sizes = options.shape
+    case = make_case(Shape(s.T, s.d, s.n, s.E, s.K))
+    given = evaluate(YARDSTICK, case)
+    pictures, results = (options.out or folder for folder in (REPOSITORY / "docs", RESULTS))
+    pictures.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for product, file in PICTURES.items():
+        timeline = record(call_of(product, case, given), tiles=options.tiles, cta=options.cta)
+        print(timeline, f"\nwrote {timeline.save(pictures / file)}\n")
+        shares = {
+            role: {what: round(share, 4) for what, share in of_role.items()}
+            for role, of_role in timeline.summary().items()
+        }
+        sizes = {name: getattr(s, name) for name in "TdnEK"}
+        rows.append(
+            {"product": product, "cfg": sizes, "cta": options.cta, "tiles": options.tiles, "cycles": timeline.cycles}
+        )
+        rows[-1]["shares"] = shares
+    write_json(results / "timeline.json", provenance() | {"rows": rows})
+    print(f"wrote {results / 'timeline.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Counters: how ncu is found and called, and what it prints. Needs no GPU and no ncu."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from blazeproto.gemm import PRODUCTS, TileConfig
+from blazeproto.lab import counters as module
+from blazeproto.lab.counters import METRICS, Counters, CountersRefused, choose_metrics, counters, find_ncu, parse
+
+KNOWN = {metrics[0].partition(".")[0] for metrics in METRICS.values()} | {
+    "smsp__average_warps_issue_stalled_wait_per_issue_active",
+    "smsp__average_warps_issue_stalled_gmma_per_issue_active",
+    "smsp__average_warps_issue_stalled_gmma_not_issued_per_issue_active",
+    "smsp__inst_executed",
+}
+SAMPLE = """\
+==PROF== Connected to process 4242 (/usr/bin/python3.11)
+==PROF== Profiling "up_forward" - 0: 0%....50%....100% - 9 passes
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"Section Name","Metric Name","Metric Unit","Metric Value"
+"""
+VALUES = {
+    "dram__bytes_read.sum": ("byte", "201,326,592"),
+    "dram__bytes_write.sum": ("byte", "1048576"),
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "51.25"),
+    "gpu__time_duration.sum": ("ns", "428,832"),
+    "lts__t_bytes.sum": ("byte", "2,097,152"),
+    "lts__t_sector_hit_rate.pct": ("%", "72.1"),
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": ("%", "n/a"),
+    **{
+        f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": ("inst", value)
+        for reason, value in (
+            ("barrier", "0.5"), ("gmma", "9.25"), ("long_scoreboard", "3"), ("selected", "50"), ("wait", "1.5"),
+            ("math_pipe_throttle", "0.01"), ("sleeping", "0"),
+        )
+    },
+}  # fmt: skip
+
+
+def sample() -> str:
+    """A launch as ncu prints it in CSV, between lines of its own and of the program's."""
+    start = '"0","4242","python3.11","127.0.0.1","up_forward","1","7","(512, 1, 1)","(132, 1, 1)","0","9.0"'
+    rows = [f'{start},"Command line profiler metrics","{n}","{unit}","{value}"' for n, (unit, value) in VALUES.items()]
+    return SAMPLE + "\n".join(rows) + "\n==PROF== Disconnected from process 4242\n"
+
+
+def test_what_ncu_prints_becomes_numbers() -> None:
+    chosen, _ = choose_metrics(KNOWN)
+    found = parse(sample(), chosen, "up_forward")
+    assert found.milliseconds == pytest.approx(0.428832)
+    assert (found.dram_read, found.dram_written, found.l2_bytes) == (201326592, 1048576, 2097152)
+    assert (found.dram_busy, found.l2_hit_rate) == pytest.approx((0.5125, 0.721))
+    assert math.isnan(found.tensor_pipe)  # n/a
+    assert found.stalls == {
+        "gmma": 9.25,
+        "long_scoreboard": 3.0,
+        "wait": 1.5,
+        "barrier": 0.5,
+        "math_pipe_throttle": 0.01,
+    }
+    assert next(iter(found.stalls)) == "gmma"
+    text = repr(found)
+    assert text.startswith("up_forward: 0.4288 ms") and "72.1% hits, 2.0 MiB" in text and "192.0 MiB read" in text
+
+
+def test_no_launch_is_an_error_with_what_ncu_said() -> None:
+    with pytest.raises(RuntimeError, match=r"no launch of up_forward; it said:\n==WARNING== No kernels were profiled"):
+        parse("==WARNING== No kernels were profiled.\n", {}, "up_forward")
+
+
+def test_metrics_are_those_that_ncu_knows() -> None:
+    chosen, stalls = choose_metrics(KNOWN)
+    assert chosen == {field: metrics[0] for field, metrics in METRICS.items()}
+    assert stalls == [
+        f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in ("gmma", "wait")
+    ]
+    older = (KNOWN - {"sm__pipe_tensor_cycles_active"}) | {"sm__pipe_tensor_op_hmma_cycles_active"}
+    assert choose_metrics(older)[0]["tensor_pipe"] == METRICS["tensor_pipe"][1]
+    assert "tensor_pipe" not in choose_metrics(KNOWN - {"sm__pipe_tensor_cycles_active"})[0]
+
+
+@pytest.fixture
+def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ncu on PATH that answers as ``answer`` beside it says, and writes down how it was called."""
+    path = tmp_path / "ncu"
+    (tmp_path / "answer").write_text(sample())
+    (tmp_path / "metrics").write_text("Device NVIDIA H200 (GH100)\n" + "".join(f"{name}  Counter\n" for name in KNOWN))
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, pathlib, sys\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "if '--query-metrics' in sys.argv: print((here / 'metrics').read_text()); sys.exit()\n"
+        "(here / 'call').write_text(json.dumps(sys.argv[1:]))\n"
+        "(here / 'cache').write_text(os.environ.get('BLAZEPROTO_CACHE', ''))\n"
+        "print((here / 'answer').read_text())\n"
+        "sys.exit('failed' in (here / 'answer').read_text())\n"
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_a_call(ncu: Path) -> None:
+    found = counters("up_forward", 256, 64, 64, 4, 2, config=TileConfig(deferred=False), seed=3)
+    assert isinstance(found, Counters) and found.kernel == "up_forward"
+    call = json.loads((ncu / "call").read_text())
+    assert (
+        call[call.index("--kernel-name") + 1] == "up_forward"
+        and "gpu__time_duration.sum" in call[call.index("--metrics") + 1]
+    )
+    assert call[call.index("--profile-from-start") + 1] == "off" and call[call.index("--clock-control") + 1] == "none"
+    program = call[call.index("-m") :]
+    assert program[:8] == ["-m", "blazeproto.lab.counters", "up_forward", "256", "64", "64", "4", "2"]
+    options = json.loads(program[8])
+    assert TileConfig(**options["config"]) == TileConfig(deferred=False) and options["seed"] == 3
+
+
+def test_edited_sources_are_compiled_beside_themselves(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of them never enters the package's cache."""
+    monkeypatch.setenv("BLAZEPROTO_CACHE", "/the/package's")
+    counters("up_backward_weight", 256, 64, 64, 4, 2, sources=ncu / "edited" / "sources")
+    call = json.loads((ncu / "call").read_text())
+    assert json.loads(call[-1])["sources"] == str(ncu / "edited" / "sources")
+    assert (ncu / "cache").read_text() == str(ncu / "edited")
+    assert call[call.index("--kernel-name") + 1] == "weight_gradient"
+
+
+def test_refusals_say_what_mends_them(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ncu / "answer").write_text("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n")
+    with pytest.raises(CountersRefused, match=r"run as root.*NVreg_RestrictProfilingToAdminUsers=0"):
+        counters("up_forward", 256, 64, 64, 4, 2)
+    (ncu / "answer").write_text("the program failed: out of memory\n")
+    with pytest.raises(RuntimeError, match=r"(?s)ncu ended with 1:.*out of memory"):
+        counters("up_forward", 256, 64, 64, 4, 2)
+    (ncu / "metrics").write_text("nothing\n")
+    with pytest.raises(RuntimeError, match="ncu lists none of the metrics"):
+        counters("up_forward", 256, 64, 64, 4, 2)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(module, "ROOTS", (ncu / "a", ncu / "b"))
+    with pytest.raises(FileNotFoundError, match="apt-get install cuda-nsight-compute"):
+        counters("up_forward", 256, 64, 64, 4, 2)
+
+
+def test_the_newest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = (tmp_path / "nsight-compute", tmp_path / "local")
+    for path in (roots[0] / "2024.3.2/ncu", roots[0] / "2025.10.1/ncu", roots[0] / "2025.9.0/ncu"):
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(module, "ROOTS", roots)
+    assert find_ncu() == str(roots[0] / "2025.10.1/ncu")
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("up_forwrd", 1, 8, 8, 1, 1), ValueError, "product: .*did you mean 'up_forward'"),
+        (("combine", 1, 8, 8, 1, 1), ValueError, "product: .*got 'combine'"),
+        (("up_forward", 0, 8, 8, 1, 1), ValueError, "T: expected at least 1, got 0"),
+        (("up_forward", 1, 8, 8.0, 1, 1), TypeError, "n: expected an int, got float"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(words, error, message) -> None:
+    with pytest.raises(error, match=message):
+        counters(*words)
+
+
+def test_every_product_of_tiles_can_be_called() -> None:
+    for name in (name for name, entry in PRODUCTS.items() if entry.kernel):
+        assert callable(module.call_of(name, type("Case", (), {"dispatch": None, "activation": "swiglu"})(), {}))

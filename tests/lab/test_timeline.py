@@ -1,0 +1,238 @@
+"""Timelines: the macros in machine code, records to spans, and the pictures. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+
+import pytest
+
+from blazeproto import gemm
+from blazeproto.gemm import nvrtc, product
+from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
+from blazeproto.lab import timeline
+from blazeproto.lab.timeline import RECORDS, WARPS, WHATS, compiled_in, parse, record
+
+BEGIN, END, AT = 0x100, 0x200, 0x300
+NEAR_THE_WRAP = 2**32 - 3000
+Record = tuple[int, int]
+
+
+class Warp:
+    """Records as a warp would leave them."""
+
+    def __init__(self, clock: int) -> None:
+        self.clock, self.records = clock, list[Record]()
+
+    def __call__(self, edge: int, what: str, after: int = 10) -> None:
+        self.clock += after
+        self.records.append((self.clock % 2**32, edge | WHATS.index(what)))
+
+
+def consumer(clock: int, tiles: int = 4) -> list[Record]:
+    """Tiles of 2000 cycles: 100 wait for full, 1600 mma, of which 200 hand over the tile before, and 300 hand-over after."""
+    warp = Warp(clock)
+    warp(BEGIN, "consumer", 0)
+    for tile in range(tiles):
+        warp(AT, "tile", 0)
+        warp(BEGIN, "mma", 0)
+        warp(BEGIN, "wait full", 0)
+        warp(END, "wait full", 100)
+        if tile:
+            warp(BEGIN, "hand-over", 400)
+            warp(END, "hand-over", 200)
+            warp(END, "mma", 1000)
+        else:
+            warp(END, "mma", 1600)
+        warp(BEGIN, "hand-over", 0)
+        warp(END, "hand-over", 300)
+    warp(END, "consumer", 0)
+    return warp.records
+
+
+def producer(clock: int, tiles: int = 4) -> list[Record]:
+    warp = Warp(clock)
+    warp(BEGIN, "producer", 0)
+    for _ in range(tiles):
+        warp(AT, "tile", 0)
+        for what, cycles in (("wait empty", 1500), ("TMA", 100), ("copy", 400)):
+            warp(BEGIN, what, 0)
+            warp(END, what, cycles)
+    warp(END, "producer", 0)
+    return warp.records
+
+
+def idle(clock: int) -> list[Record]:
+    warp = Warp(clock)
+    warp(BEGIN, "epilogue")
+    warp(END, "epilogue")
+    return warp.records
+
+
+@pytest.fixture
+def picture() -> timeline.Timeline:
+    """A producer, an idle warp, one without records, a consumer; their clocks wrap, and the consumer's begins first."""
+    start = NEAR_THE_WRAP
+    records = [producer(start), idle(start), [(0, 0)], [], consumer(start - 50)]
+    return parse(records, kernel="up_forward", cta=7, tiles=3)
+
+
+def test_spans_of_records_whose_clocks_wrap(picture: timeline.Timeline) -> None:
+    assert picture.warps == {0: "producer", 4: "consumer 0"}
+    assert picture.complete and picture.cycles == 50 + 3 * 2000
+    consumers = [span for span in picture.spans if span.warp == 4]
+    assert (consumers[0].what, consumers[0].begin, consumers[0].end, consumers[0].depth) == ("consumer", 0, 6000, 0)
+    assert [(span.begin, span.cycles) for span in consumers if span.what == "mma"] == [
+        (0, 1700),
+        (2000, 1700),
+        (4000, 1700),
+    ]
+    assert [span.cycles for span in consumers if span.what == "hand-over under mma"] == [200, 200]
+    assert {(span.what, span.depth) for span in consumers} == {
+        ("consumer", 0),
+        ("mma", 1),
+        ("wait full", 2),
+        ("hand-over under mma", 2),
+        ("hand-over", 1),
+    }
+    assert [clock for warp, _, clock in picture.tile_begins if warp == 0] == [50, 2050, 4050]
+    assert {span.tile for span in picture.spans} == {-1, 0, 1, 2}
+
+
+def test_shares_of_time(picture: timeline.Timeline) -> None:
+    shares = picture.summary()
+    assert shares["producer"] == pytest.approx({"wait empty": 0.75, "copy": 0.2, "TMA": 0.05})
+    of_consumer = {"mma": 4400, "hand-over": 900, "wait full": 300, "hand-over under mma": 400}
+    assert shares["consumer 0"] == pytest.approx({what: cycles / 6000 for what, cycles in of_consumer.items()})
+    assert list(shares["consumer 0"]) == ["mma", "hand-over", "hand-over under mma", "wait full"]
+
+
+def test_time_in_no_span_is_other() -> None:
+    warp = Warp(0)
+    warp(BEGIN, "epilogue")
+    warp(BEGIN, "store", 300)
+    warp(END, "store", 100)
+    warp(END, "epilogue", 100)
+    found = parse([warp.records])
+    assert found.innermost(0) == [("other", 0, 300), ("store", 300, 400), ("other", 400, 500)]
+
+
+def test_what_the_record_breaks_off_in() -> None:
+    """A full memory ends within a span; so does a cut at a tile, which is no loss."""
+    records = consumer(0)
+    cut = parse([records[:5]])  # within the first tile's mma
+    assert not cut.complete
+    assert [(span.what, span.end, span.finished) for span in cut.spans] == [
+        ("consumer", 100, False),
+        ("mma", 100, False),
+        ("wait full", 100, True),
+    ]
+    assert "full before" in repr(cut)
+    limited = parse([records], tiles=1)
+    assert limited.complete and not limited.spans[0].finished and limited.cycles == 2000
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "records: expected those of at least one warp, got none"),
+        ([[(0, 0)]], "got none"),
+        ([[(5, 0x1FF)]], "expected a kind of timeline.cuh, got 0x1ff of warp 0"),
+        ([[(5, 0x10A), (9, 0x206)]], r"warp 0 ends 'wait full' within \['mma'\]"),
+        ([[(5, 0x20A)]], r"warp 0 ends 'mma' within \[\]"),
+    ],
+)
+def test_what_is_no_record_is_refused(records: list[list[Record]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(records)
+
+
+def test_the_text(picture: timeline.Timeline) -> None:
+    lines = repr(picture).splitlines()
+    assert lines[0] == "up_forward, CTA 7: 3 tiles, 6050 cycles"
+    row = next(line for line in lines if line.startswith("consumer 0, warp 4")).removeprefix("consumer 0, warp 4")
+    assert row.count("|") == 3 and row.count("M") > 50 and set(row) <= set(" |M.hH")
+    assert any(line.startswith("consumer 0: mma 73%") for line in lines)
+    assert "  .  wait for full: a stage's data, or slabs" in lines and not any(
+        "find the next" in line for line in lines
+    )
+
+
+def test_the_drawing(picture: timeline.Timeline) -> None:
+    """It is XML without a script, and as much is drawn of a colour as there are spans."""
+    root = ElementTree.fromstring(picture.svg())
+    kinds = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert kinds == {"svg", "title", "rect", "path", "line", "text"}
+    by_title = {path[0].text: path.attrib["d"] for path in root.iter("{http://www.w3.org/2000/svg}path") if len(path)}
+    assert by_title["mma"].count("M") == 3 and by_title["hand-over under mma"].count("M") == 2
+    assert picture._repr_html_() == picture.svg()
+
+
+def test_it_is_saved(picture: timeline.Timeline, tmp_path) -> None:
+    assert picture.save(tmp_path / "a.svg").read_text() == picture.svg()
+
+
+def test_bad_arguments_are_refused_before_anything_runs() -> None:
+    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: record(3), TypeError, "launch: expected a callable, got int"),  # type: ignore[arg-type]
+        (lambda: record(list, tiles=0), ValueError, "tiles: expected at least 1, got 0"),
+        (lambda: record(list, cta=-1), ValueError, "cta: expected at least 0, got -1"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    with compiled_in():
+        assert product.DEBUG[-1] == "TIMELINE"
+    assert "TIMELINE" not in product.DEBUG
+
+
+# --- The device code -------------------------------------------------------------------------------------------------------
+
+
+def test_host_and_device_have_the_same_numbers() -> None:
+    header = (CUDA_SOURCES / "timeline.cuh").read_text()
+    assert f"WARPS = {WARPS}, RECORDS = {RECORDS}, RECORD_BYTES = {timeline.RECORD_BYTES};" in header
+    (edges,) = re.findall(r"enum Edge : uint32_t \{ (.*) \};", header)
+    assert edges == ", ".join(f"{name.upper()} = {number:#x}00" for number, name in timeline.EDGES.items())
+    (body,) = re.findall(r"enum What : uint32_t \{(.*?)\};", header, re.DOTALL)
+    names = re.findall(r"^ *(\w+)", body, re.MULTILINE)
+    assert [name.replace("_", " ").lower() for name in names] == [what.replace("-", " ").lower() for what in WHATS[1:]]
+
+
+def test_marks_come_in_pairs() -> None:
+    """As many spans of a kind end in a file as begin there."""
+    marked = 0
+    for path in CUDA_SOURCES.iterdir():
+        marks = re.findall(r"^ *MARK\((\w+), (\w+)\);$", path.read_text(), re.MULTILINE)
+        for what in {what for edge, what in marks if edge != "AT"}:
+            assert marks.count(("BEGIN", what)) == marks.count(("END", what)), (path.name, what)
+        marked += bool(marks)
+    assert marked >= 7
+
+
+def test_without_the_macro_there_is_nothing() -> None:
+    header = (CUDA_SOURCES / "timeline.cuh").read_text()
+    without = header.partition("#else")[2]
+    assert re.findall(r"^#define (.*)$", without, re.MULTILINE) == ["MARK(edge, what)", "START_TIMELINE()"]
+    assert "constexpr int TIMELINE_BYTES = 0;" in without
+
+
+def test_clocks_are_read_with_the_macro_alone() -> None:
+    """One kernel of each file: no clock without it, and with it clocks, the variables, no spill, no more registers."""
+    try:
+        nvrtc.find_tool("nvdisasm")
+    except FileNotFoundError:
+        pytest.skip("needs nvdisasm")
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+    names = ("up_forward", "down_forward", "down_backward_act", "up_backward_weight")
+    plain = [gemm.kernel_for(name) for name in names]
+    timed = [gemm.kernel_for(name, debug=(timeline.MACRO,)) for name in names]
+    compile_many([*plain, *timed], jobs=1)
+    for before, after in zip(plain, timed, strict=True):
+        assert not re.search(r"SR_CLOCK|SR_GLOBALTIMER", before.sass, re.IGNORECASE) and "timeline" not in before.ptx
+        assert after.sass.count("SR_CLOCKLO") >= 20
+        assert after.spills == 0 and after.registers == before.registers and after.smem_bytes == before.smem_bytes
+        assert after.sass.count("HGMMA") == before.sass.count("HGMMA")
+        for variable in ("timeline_records", "timeline_cta"):
+            assert variable in after.ptx
