@@ -57,17 +57,18 @@ class Exercise:
     @property
     def region(self) -> str:
         """The CUDA text that a solution replaces, as the package has it. ValueError for an exercise that is not in CUDA."""
-        _, region, _ = self._split((CUDA_SOURCES / self.file).read_text())
-        return region
+        return self._split(CUDA_SOURCES)[1]
 
     def edit(self, folder: Path, solution: str) -> None:
         """Replace the region in a folder of edited sources. ValueError if it is not there."""
-        before, _, after = self._split((folder / self.file).read_text())
+        before, _, after = self._split(folder)
         (folder / self.file).write_text(before + solution.strip("\n") + "\n" + after)
 
-    def _split(self, source: str) -> tuple[str, str, str]:
+    def _split(self, folder: Path) -> tuple[str, str, str]:
+        """The file's text before the region, in it and after it."""
         if not self.file:
             raise ValueError(f"exercise: expected one in CUDA, got {self.name!r}")
+        source = (folder / self.file).read_text()
         before, first, rest = source.partition(self.first)
         region, last, after = rest.partition(self.last)
         if not (first and last) or self.first in rest:
@@ -306,7 +307,7 @@ def _check_cuda(exercise: Exercise, solution: str) -> Outcome:
         bench = Workbench(exercise.product, **CUDA_SHAPE)
         exercise.edit(bench.edit(Path(parent) / "cuda"), solution)
         try:
-            kernel = bench.kernel.compile()
+            kernel = bench.kernel
         except CompileError as error:
             return Outcome(exercise.name, False, str(error))
         usage = f"{kernel.registers} registers, {kernel.spills} B spilled."
