@@ -297,14 +297,12 @@ def _judged_in_simulator(run: Callable[[np.ndarray, int], str]) -> str:
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------------
 
-CUDA_SHAPE = {"T": 1000, "d": 256, "n": 200, "E": 7, "K": 3}  # tails of rows and columns
-
 
 def _check_cuda(exercise: Exercise, solution: str) -> Outcome:
     from blazeproto.lab.workbench import Workbench
 
     with tempfile.TemporaryDirectory() as parent:
-        bench = Workbench(exercise.product, **CUDA_SHAPE)
+        bench = Workbench(exercise.product, T=1000, d=256, n=200, E=7, K=3)  # tails of rows and columns
         exercise.edit(bench.edit(Path(parent) / "cuda"), solution)
         try:
             kernel = bench.kernel

@@ -94,7 +94,7 @@ def test_numba_needs_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", wrong_cuda.WRONG)
 def test_regions_are_in_the_sources(name: str) -> None:
-        region = EXERCISES[name].region
+    region = EXERCISES[name].region
     assert 3 <= len(region.splitlines()) <= 8 and region.endswith("\n")
 
 
