@@ -3,11 +3,11 @@
 >>> from blazeproto.lab.exercises import EXERCISES, check_exercise
 >>> print(EXERCISES["stable_rank"])
 >>> check_exercise("stable_rank", my_kernel)
-stable_rank: wrong. experts=[2, 0, 2, ...], 64 threads a block: ranks[2] is 2, expected 1
+stable_rank: wrong. experts=[3, 1, 0, 1, ...], 100 of them, E=4: ranks[0] is 1, expected 0 (100 of 100 differ)
 
-A solution in NumPy is a function, one for Numba a kernel before ``cuda.jit``, one in CUDA the text that replaces a region of a
-source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. CUDA is compiled by a `Workbench` on
-any machine, and judged by its ``check()`` where there is a Hopper GPU.
+A solution in NumPy is a function; one for Numba a kernel, with ``cuda.jit`` or without; one in CUDA the text that replaces a
+region of a source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. CUDA is compiled by a
+`Workbench` on any machine, and judged by its ``check()`` where there is a Hopper GPU.
 """
 
 import random
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def check_exercise(name: str, solution: Any) -> Outcome:
-    """Judge a solution: a function (NumPy), a kernel before ``cuda.jit`` (Numba), or CUDA text.
+    """Judge a solution: a function (NumPy), a kernel, with ``cuda.jit`` or without (Numba), or CUDA text.
 
     ValueError for an unknown exercise; TypeError for a solution of another kind; RuntimeError for a Numba exercise outside the
     simulator. Whatever the solution itself raises is in the report.
@@ -118,7 +118,9 @@ def has_hopper() -> bool:
     """Whether there is a GPU that runs the products."""
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    from blazeproto.autograd.backends import HOPPER_CAPABILITY
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER_CAPABILITY
 
 
 # --- Inputs and comparisons ----------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def _launch(kernel: Callable[..., Any], blocks: int, *arrays: GlobalMemory) -> N
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)  # the simulator waits in a loop, which would keep the interpreter from its threads
     try:
-        cuda.jit(kernel)[blocks, THREADS](*arrays)
+        cuda.jit(getattr(kernel, "py_func", kernel))[blocks, THREADS](*arrays)
     finally:
         sys.setswitchinterval(interval)
 

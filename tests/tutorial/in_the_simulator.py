@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from numba import cuda
 from wrong_numba import WRONG
 
 from blazeproto.lab.exercises import check_exercise
@@ -20,8 +21,9 @@ def main(repeats: int) -> None:
     lines = []
     for name, wrong in WRONG.items():
         for _ in range(repeats):
-            right = check_exercise(name, runpy.run_path(str(SOLUTIONS / f"{name}.py"))[name])
-            lines += [] if right else [repr(right)]
+            solution = runpy.run_path(str(SOLUTIONS / f"{name}.py"))[name]
+            outcomes = [check_exercise(name, kernel) for kernel in (solution, cuda.jit(solution))]
+            lines += [repr(outcome) for outcome in outcomes if not outcome]
             lines += [f"{name}: {kernel.__name__} passed" for kernel in wrong if check_exercise(name, kernel)]
     print("\n".join(lines))
     sys.exit(bool(lines))
