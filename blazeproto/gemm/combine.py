@@ -2,12 +2,13 @@
 
 from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import SHAPES, Product
+from blazeproto.gemm.product import SHAPES, Product, build_of
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
@@ -79,24 +80,26 @@ def layout(d: int, top_k: int) -> tuple[int, int]:
     return min(covering or layouts, key=paid)
 
 
-def kernel(d: int, top_k: int, has_scores: bool) -> Kernel:
+def kernel(d: int, top_k: int, has_scores: bool, sources: Path | None = None) -> Kernel:
     """For rows of d columns, top_k pairs a token (0 if they vary)."""
-    return _kernel(*layout(d, top_k), top_k, has_scores)
+    return _kernel(*layout(d, top_k), top_k, has_scores, sources)
 
 
 @cache
-def _kernel(lanes: int, vectors: int, top_k: int, has_scores: bool) -> Kernel:
+def _kernel(lanes: int, vectors: int, top_k: int, has_scores: bool, sources: Path | None) -> Kernel:
     sizes = {"LANES": lanes, "VECTORS": vectors, "THREADS": max(lanes, THREADS)}
-    return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes})
+    return Kernel("combine.cu", "combine", {"TOP_K": top_k, "HAS_SCORES": int(has_scores), **sizes}, sources=sources)
 
 
 @lru_cache(maxsize=SHAPES)
-def _plan(num_tokens: int, d: int, top_k: int, has_scores: bool) -> tuple[Kernel, tuple[int, int], int]:
+def _plan(
+    num_tokens: int, d: int, top_k: int, has_scores: bool, sources: Path | None
+) -> tuple[Kernel, tuple[int, int], int]:
     """The kernel, its grid and its threads."""
     lanes, vectors = layout(d, top_k)
     threads = max(lanes, THREADS)
     grid = (-(-num_tokens * lanes // threads), -(-d // (CHUNK * lanes * vectors)))
-    return kernel(d, top_k, has_scores), grid, threads
+    return kernel(d, top_k, has_scores, sources), grid, threads
 
 
 def launch(y: Any, at: Addresses, *, scores: Any = None, columns: range | None = None, out: Any) -> None:
@@ -105,7 +108,7 @@ def launch(y: Any, at: Addresses, *, scores: Any = None, columns: range | None =
     first, count = (0, width) if columns is None else (columns.start, len(columns))
     if not (num_tokens and count):
         return
-    made, grid, threads = _plan(num_tokens, count, at.top_k, scores is not None)
+    made, grid, threads = _plan(num_tokens, count, at.top_k, scores is not None, build_of("combine").sources)
     inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), at.token_index_map, at.token_offsets)
     words = (*inputs, out.data_ptr() + OPERAND_BYTES * first, num_tokens, count, width)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
@@ -148,7 +151,7 @@ COMBINE = Product(
         for has_scores in (False, True)
     ],
     for_layer=lambda layer: [
-        kernel(d, layer.top_k, has_scores)
+        kernel(d, layer.top_k, has_scores, build_of("combine").sources)
         for has_scores in ((False,) if layer.fused else (False, True))
         for d in slice_widths(layer.d_model)
     ],

@@ -7,7 +7,8 @@ Kernel(combine: 40 registers, 0 B spilled, 0 B shared; combine.cu TOP_K=8 HAS_SC
 
 NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
 everything here but :meth:`Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
-hash of the source with its headers, the options and the compiler's version.
+hash of the source with its headers, the options and the compiler's version. Those of edited sources (`blazeproto.lab.Workbench`)
+are kept beside the sources instead.
 
 A malformed ``wgmma`` can crash the compiler and the process with it: :func:`compile_in_subprocess` survives that.
 """
@@ -61,6 +62,8 @@ class Kernel(Shown):
     defines: macros, as ``-DNAME=value``.  dynamic_smem: bytes of shared memory that every launch asks for.
     threads: of a block, where the source fixes them.  start_registers: what a thread starts with, where that is not what
     ptxas wrote down (`blazeproto.gemm.cubin`).  options: further NVRTC options.
+    sources: the folder that ``file`` and its headers are taken from, where that is not ``blazeproto/gemm/cuda``. Its files must
+    not change. Its machine code is kept in the folder that it lies in, never in the package's cache.
     """
 
     file: str
@@ -70,12 +73,18 @@ class Kernel(Shown):
     threads: int = 0
     start_registers: int | None = None
     options: tuple[str, ...] = ()
+    sources: Path | None = None
     _functions: dict[int, Any] = field(default_factory=dict, init=False)
 
     @property
     def path(self) -> Path:
         """Of the .cu file."""
-        return CUDA_SOURCES / self.file  # an absolute `file` stays itself
+        return self.folder / self.file  # an absolute `file` stays itself
+
+    @property
+    def folder(self) -> Path:
+        """Where headers are looked for."""
+        return self.sources or CUDA_SOURCES
 
     @property
     def macros(self) -> tuple[str, ...]:
@@ -87,7 +96,7 @@ class Kernel(Shown):
     def source(self) -> str:
         """The macros, then the .cu with each project header written out where it is first included."""
         lines = [f"#define {macro[2:].replace('=', ' ', 1)}" for macro in self.macros]
-        return "\n".join([*lines, _expand(self.path, set())])
+        return "\n".join([*lines, _expand(self.path, self.folder, set())])
 
     @cached_property
     def key(self) -> str:
@@ -107,13 +116,14 @@ class Kernel(Shown):
         return self
 
     def _obtain(self, compiler: Callable[[str, Sequence[str]], Binary]) -> Binary:
-        binary = _cached(f"{self.key}.zip")
+        name, beside = f"{self.key}.zip", self.sources.parent if self.sources else None
+        binary = (_cached(name, beside) if beside else None) or _cached(name)
         if binary is None:
-            includes = [f"-I{folder}" for folder in (CUDA_SOURCES, *nvrtc.include_folders())]
+            includes = [f"-I{folder}" for folder in (self.folder, *nvrtc.include_folders())]
             binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
                 binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
-            cache.write(f"{self.key}.zip", binary.to_bytes())
+            cache.write(name, binary.to_bytes(), beside)
         if "C7510" in binary.log or "serialized" in binary.log:
             warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)
         return binary
@@ -196,10 +206,10 @@ def loaded_kernels(device: int) -> list[Kernel]:
     return [kernel for kernel in _LOADED if device in kernel._functions]
 
 
-def _cached(name: str) -> Binary | None:
+def _cached(name: str, where: Path | None = None) -> Binary | None:
     """A file of the cache; None where it is absent or damaged, so that the kernel is compiled again."""
     try:
-        return Binary.from_bytes(cache.read(name) or b"")
+        return Binary.from_bytes(cache.read(name, where) or b"")
     except (
         ValueError,
         KeyError,
@@ -211,15 +221,18 @@ def _cached(name: str) -> Binary | None:
         return None
 
 
-def _expand(path: Path, seen: set[Path]) -> str:
-    """The file's text with ``#include "…"`` lines replaced by the files they name, each once (they have ``#pragma once``)."""
+def _expand(path: Path, folder: Path, seen: set[Path]) -> str:
+    """The file's text with ``#include "…"`` lines replaced by the files they name, each once (they have ``#pragma once``).
+    A file that isn't there is left for the compiler to name."""
 
     def include(match: re.Match[str]) -> str:
-        header = CUDA_SOURCES / match[1]
+        header = folder / match[1]
         if header in seen:
             return ""
+        if not header.is_file():
+            return match[0]
         seen.add(header)
-        return f"// ---- {match[1]}\n{_expand(header, seen)}\n// ---- end of {match[1]}"
+        return f"// ---- {match[1]}\n{_expand(header, folder, seen)}\n// ---- end of {match[1]}"
 
     return re.sub(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', include, path.read_text(), flags=re.MULTILINE)
 

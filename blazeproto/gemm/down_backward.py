@@ -1,6 +1,7 @@
 """Down projection, backward to the activations (cuda/down_backward.cu): MoEBlaze Algorithm 1, lines 20-28."""
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
@@ -82,7 +83,13 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
     return -(-n // (config or TILES["down_backward_act"]).tile_n)
 
 
-def kernel(config: TileConfig | None = None, *, activation: str = "swiglu", debug: tuple[str, ...] = ()) -> Kernel:
+def kernel(
+    config: TileConfig | None = None,
+    *,
+    activation: str = "swiglu",
+    debug: tuple[str, ...] = (),
+    sources: Path | None = None,
+) -> Kernel:
     """With these tiles, which must be 256 wide and not deferred, and this activation."""
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
@@ -93,6 +100,7 @@ def kernel(config: TileConfig | None = None, *, activation: str = "swiglu", debu
         "down_backward",
         config,
         debug,
+        sources,
         tickets=True,
         GATHER=1,
         B_MN=1,
@@ -107,12 +115,12 @@ def _plan(
     shape: tuple[int, int, int],
     activation: str,
     config: TileConfig,
-    debug: tuple[str, ...],
+    build: product.Build,
 ) -> Plan:
     halves = activation_named(activation).halves
     _, d, n = shape
     return rows_plan(
-        kernel(config, activation=activation, debug=debug),
+        kernel(config, activation=activation, **build._asdict()),
         config,
         where,
         gather=True,
@@ -143,7 +151,7 @@ def launch(
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it."""
     if at.num_rows:
         config = config or with_tickets("down_backward_act", at.num_rows, at.num_experts, down_proj.shape[1])
-        plan = _plan(at.where, down_proj.shape, activation, config, product.DEBUG)
+        plan = _plan(at.where, down_proj.shape, activation, config, product.build_of("down_backward_act"))
         dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
         addresses = words(
             at,
@@ -167,10 +175,10 @@ DOWN_BACKWARD_ACT = Product(
     ],
     for_layer=lambda layer: [
         *(
-            kernel(config, activation=layer.activation, debug=product.DEBUG)
+            kernel(config, activation=layer.activation, **product.build_of("down_backward_act")._asdict())
             for config in tiles_of_layer("down_backward_act", layer.d_model)
         ),
-        reduce.kernel("reduce_scores_grad", 0),
+        reduce.kernel("reduce_scores_grad", 0, product.build_of("down_backward_act").sources),
     ],
     operations=lambda s: 2.0 * s.rows * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.n * s.d + (2 * s.halves + 1) * s.rows * s.n),

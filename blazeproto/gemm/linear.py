@@ -6,6 +6,7 @@ down forward, fused   O[token] += S Y               MoEBlaze §3.1; fp32 atomics
 """
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
@@ -209,6 +210,7 @@ def kernel(
     bias: bool = False,
     fused: bool = False,
     debug: tuple[str, ...] = (),
+    sources: Path | None = None,
 ) -> Kernel:
     """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself."""
     return tiled_kernel(
@@ -216,6 +218,7 @@ def kernel(
         "linear",
         config or TILES[name_of(transposed)],
         debug,
+        sources,
         widths=WIDTHS,
         epilogue_warpgroups=int(gather),  # where all of the producer's warps gather, others must store
         GATHER=gather,
@@ -235,11 +238,11 @@ def _plan(
     bias: bool,
     fused: bool,
     config: TileConfig,
-    debug: tuple[str, ...],
+    build: product.Build,
 ) -> Plan:
     width, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
     return rows_plan(
-        kernel(config, gather=gather, transposed=transposed, bias=bias, fused=fused, debug=debug),
+        kernel(config, gather=gather, transposed=transposed, bias=bias, fused=fused, **build._asdict()),
         config,
         where,
         gather=gather,
@@ -270,7 +273,17 @@ def launch(
     _, outer, inner = shape = weights.shape
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     config = tiles(config, transposed, count)
-    plan = _plan(at.where, shape, count, gather, transposed, bias is not None, False, config, product.DEBUG)
+    plan = _plan(
+        at.where,
+        shape,
+        count,
+        gather,
+        transposed,
+        bias is not None,
+        False,
+        config,
+        product.build_of(name_of(transposed)),
+    )
     a_at, out_at = a.data_ptr(), out.data_ptr()
     weights_at = weights.data_ptr() + OPERAND_BYTES * first * (1 if transposed else inner)
     maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
@@ -292,7 +305,9 @@ def launch_fused(
     if not at.num_rows:
         return
     shape, config = down_proj.shape, config or TILES["down_forward"]
-    plan = _plan(at.where, shape, shape[1], False, False, bias is not None, True, config, product.DEBUG)
+    plan = _plan(
+        at.where, shape, shape[1], False, False, bias is not None, True, config, product.build_of("down_forward_fused")
+    )
     addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
     driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
 
@@ -315,7 +330,7 @@ DOWN_FORWARD = Product(
         for gather in (False, True)
     ],
     for_layer=lambda layer: [
-        kernel(config, bias=layer.down_bias, debug=product.DEBUG)
+        kernel(config, bias=layer.down_bias, **product.build_of("down_forward")._asdict())
         for config in _tiles_of_layer("down_forward", layer)
         if not layer.fused
     ],
@@ -330,7 +345,11 @@ DOWN_FORWARD_FUSED = Product(
         *(kernel(bias=bias, fused=True) for bias in (False, True)),
         *(kernel(config, fused=True) for config in CANDIDATES["down_forward"]),
     ],
-    for_layer=lambda layer: [kernel(bias=layer.down_bias, fused=True, debug=product.DEBUG)] if layer.fused else [],
+    for_layer=lambda layer: (
+        [kernel(bias=layer.down_bias, fused=True, **product.build_of("down_forward_fused")._asdict())]
+        if layer.fused
+        else []
+    ),
     operations=lambda s: 2.0 * s.rows * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d) + 4 * (s.T * s.d + s.rows),
     kernel=lambda config=None, **variant: kernel(config, fused=True, **variant),
@@ -344,7 +363,8 @@ UP_BACKWARD_ACT = Product(
         for gather in (False, True)
     ],
     for_layer=lambda layer: [
-        kernel(config, transposed=True, debug=product.DEBUG) for config in _tiles_of_layer("up_backward_act", layer)
+        kernel(config, transposed=True, **product.build_of("up_backward_act")._asdict())
+        for config in _tiles_of_layer("up_backward_act", layer)
     ],
     operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.halves * s.E * s.n * s.d + s.rows * s.d),

@@ -4,9 +4,12 @@ A product is one .py of this folder beside one .cu of cuda/ of the same name. It
 and the paper's line, the check (which its twin shares), the kernel, the plan, the launch, operations and least bytes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
@@ -17,6 +20,50 @@ SHAPES = 1024  # whose plans are kept, of each product
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
 and lab."""
+
+
+# --- How kernels are compiled ----------------------------------------------------------------------------------------------
+
+
+class Build(NamedTuple):
+    """What a launch's kernel is compiled with beside its tiles: further macros, and sources other than the package's."""
+
+    debug: tuple[str, ...] = ()
+    sources: Path | None = None
+
+
+_edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
+_alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)
+
+
+def build_of(name: str) -> Build:
+    """Of a product's kernels, for the launch that asks."""
+    if (alone := _alone.get()) is not None:
+        return alone.get(name, Build(DEBUG))
+    if not _edited:  # as on the training path
+        return Build(DEBUG)
+    return Build(DEBUG, next((sources for product, sources in reversed(_edited) if product == name), None))
+
+
+@contextmanager
+def edited(name: str, sources: Path) -> Iterator[None]:
+    """Every launch of a product, in whatever thread, takes kernels of these sources: autograd has threads of its own."""
+    entry = (name, sources)
+    _edited.append(entry)
+    try:
+        yield
+    finally:
+        del _edited[next(index for index, other in enumerate(_edited) if other is entry)]
+
+
+@contextmanager
+def alone(builds: Mapping[str, Build]) -> Iterator[None]:
+    """Launches from here take these builds, and the package's own of other products, whatever is `edited`."""
+    token = _alone.set(builds)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 # --- The registry's entries ------------------------------------------------------------------------------------------------
@@ -74,6 +121,7 @@ def tiled_kernel(
     entry: str,
     config: TileConfig,
     debug: tuple[str, ...],
+    sources: Path | None = None,
     *,
     clusters: bool = False,
     tickets: bool = False,
@@ -106,4 +154,5 @@ def tiled_kernel(
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
-    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, tuple(f"-D{macro}" for macro in debug))
+    options = tuple(f"-D{macro}" for macro in debug)
+    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, options, sources)

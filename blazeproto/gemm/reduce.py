@@ -1,12 +1,13 @@
 """The small sums beside the products (cuda/reduce.cu): gradients of scores and biases. Memory-bound, in a fixed order."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import Product
+from blazeproto.gemm.product import Product, build_of
 from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
 from blazeproto.runtime import driver
 from blazeproto.runtime.libraries import any_library
@@ -75,20 +76,21 @@ def check_row_sum(given: Arguments, values: Any, gather: bool, scores: Any, out:
 
 
 @cache
-def kernel(entry: str, top_k: int) -> Kernel:
+def kernel(entry: str, top_k: int, sources: Path | None = None) -> Kernel:
     """entry: of reduce.cu.  top_k: 0 if it varies."""
-    return Kernel("reduce.cu", entry, {"TOP_K": top_k, "THREADS": THREADS})
+    return Kernel("reduce.cu", entry, {"TOP_K": top_k, "THREADS": THREADS}, sources=sources)
 
 
-def _run(entry: str, top_k: int, grid: tuple[int, int], at: Addresses, words: tuple[int, ...]) -> None:
-    driver.launch(kernel(entry, top_k).handle(at.device), grid, THREADS, 0, at.stream, words)
+def _run(product: str, entry: str, top_k: int, grid: tuple[int, int], at: Addresses, words: tuple[int, ...]) -> None:
+    """product: whose launch it is."""
+    driver.launch(kernel(entry, top_k, build_of(product).sources).handle(at.device), grid, THREADS, 0, at.stream, words)
 
 
 def launch_reduce_scores_grad(partial: Any, d_scores: Any, at: Addresses) -> None:
     """partial (J, R) fp32 → d_scores (P,) = Σ_j partial[j, row of p], in order; 0 for a pair without a row."""
     if at.num_pairs:
         words = (partial.data_ptr(), at.token_index_map, d_scores.data_ptr(), *partial.shape, at.num_pairs)
-        _run("reduce_scores_grad", 0, (-(-at.num_pairs // THREADS), 1), at, words)
+        _run("down_backward_act", "reduce_scores_grad", 0, (-(-at.num_pairs // THREADS), 1), at, words)
 
 
 def launch_bias_score_grad(d_out: Any, down_bias: Any, at: Addresses, *, d_scores: Any) -> None:
@@ -97,7 +99,7 @@ def launch_bias_score_grad(d_out: Any, down_bias: Any, at: Addresses, *, d_score
     if num_tokens:
         indices = (at.token_index_map, at.expert_token_offsets, at.token_offsets)
         words = (d_out.data_ptr(), down_bias.data_ptr(), *indices, d_scores.data_ptr(), num_tokens, at.num_experts, d)
-        _run("bias_score_grad", at.top_k, (-(-num_tokens // (THREADS // 32)), 1), at, words)
+        _run("bias_score_grad", "bias_score_grad", at.top_k, (-(-num_tokens // (THREADS // 32)), 1), at, words)
 
 
 def launch_expert_row_sum(
@@ -120,10 +122,10 @@ def launch_expert_row_sum(
         weights, (pairs_at, tokens_at, _) = 0 if scores is None else scores.data_ptr(), at.pair_to_token
         inputs = (values.data_ptr(), pairs_at, at.expert_token_offsets, tokens_at, weights)
         words: tuple[int, ...] = (*inputs, slots, num_experts, m, rows_per_split, int(gather))
-        _run("expert_row_sum", at.top_k, (-(-m // (32 * CHUNK)), splits), at, words)
+        _run("expert_row_sum", "expert_row_sum", at.top_k, (-(-m // (32 * CHUNK)), splits), at, words)
     outs = (0, out_at) if f32 else (out_at, 0)
     words = (slots, at.expert_token_offsets, *outs, m, rows_per_split, int(accumulate))
-    _run("expert_row_sum_finish", 0, (-(-m // THREADS), num_experts), at, words)
+    _run("expert_row_sum", "expert_row_sum_finish", 0, (-(-m // THREADS), num_experts), at, words)
 
 
 def row_splits(num_rows: int) -> tuple[int, int]:
@@ -145,7 +147,9 @@ BIAS_SCORE_GRAD = Product(
     "bias_score_grad",
     bias_score_grad,
     kernels=lambda: _some("reduce_scores_grad", "bias_score_grad"),
-    for_layer=lambda layer: [kernel("bias_score_grad", layer.top_k)] if layer.down_bias else [],
+    for_layer=lambda layer: (
+        [kernel("bias_score_grad", layer.top_k, build_of("bias_score_grad").sources)] if layer.down_bias else []
+    ),
     operations=lambda s: 0.0,
     least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.d) + 4 * 3 * s.rows,
 )
@@ -154,7 +158,10 @@ EXPERT_ROW_SUM = Product(
     expert_row_sum,
     kernels=lambda: _some("expert_row_sum", "expert_row_sum_finish"),
     for_layer=lambda layer: (
-        [kernel("expert_row_sum", layer.top_k), kernel("expert_row_sum_finish", 0)]
+        [
+            kernel("expert_row_sum", layer.top_k, build_of("expert_row_sum").sources),
+            kernel("expert_row_sum_finish", 0, build_of("expert_row_sum").sources),
+        ]
         if layer.up_bias or layer.down_bias
         else []
     ),

@@ -1,6 +1,7 @@
 """Up projection, forward (cuda/up.cu). MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2."""
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
@@ -54,7 +55,12 @@ def check(given: Arguments, x: Any, up_proj: Any, activation: str, bias: Any, h:
 
 
 def kernel(
-    config: TileConfig | None = None, *, activation: str = "swiglu", bias: bool = False, debug: tuple[str, ...] = ()
+    config: TileConfig | None = None,
+    *,
+    activation: str = "swiglu",
+    bias: bool = False,
+    debug: tuple[str, ...] = (),
+    sources: Path | None = None,
 ) -> Kernel:
     """With these tiles, this activation, with or without a bias."""
     wanted = activation_named(activation)
@@ -63,6 +69,7 @@ def kernel(
         "up_forward",
         config or TILES["up_forward"],
         debug,
+        sources,
         tickets=True,
         epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
@@ -82,13 +89,13 @@ def _plan(
     activation: str,
     bias: bool,
     config: TileConfig,
-    debug: tuple[str, ...],
+    build: product.Build,
 ) -> Plan:
     halves = activation_named(activation).halves
     experts, width, d = shape
     n, tile_columns = width // halves, config.tile_n // halves
     return rows_plan(
-        kernel(config, activation=activation, bias=bias, debug=debug),
+        kernel(config, activation=activation, bias=bias, **build._asdict()),
         config,
         where,
         gather=True,
@@ -117,7 +124,7 @@ def launch(
     if not at.num_rows:
         return
     config = config or with_tickets("up_forward", at.num_rows, at.num_experts, up_proj.shape[2])
-    plan = _plan(at.where, up_proj.shape, activation, bias is not None, config, product.DEBUG)
+    plan = _plan(at.where, up_proj.shape, activation, bias is not None, config, product.build_of("up_forward"))
     h_at, act_at = h.data_ptr(), act.data_ptr()
     filled = plan.fill(
         (up_proj.data_ptr(), h_at, act_at),
@@ -134,7 +141,7 @@ UP_FORWARD = Product(
         *(kernel(config) for config in CANDIDATES["up_forward"]),
     ],
     for_layer=lambda layer: [
-        kernel(config, activation=layer.activation, bias=layer.up_bias, debug=product.DEBUG)
+        kernel(config, activation=layer.activation, bias=layer.up_bias, **product.build_of("up_forward")._asdict())
         for config in tiles_of_layer("up_forward", layer.d_model)
     ],
     operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,

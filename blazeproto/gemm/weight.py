@@ -8,6 +8,7 @@ follows from shapes and device alone.
 """
 
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
@@ -167,18 +168,19 @@ def kernel(
     f32: bool = False,
     gather: bool = True,
     debug: tuple[str, ...] = (),
+    sources: Path | None = None,
 ) -> Kernel:
     """transposed: of dW_up.  f32: into fp32.  gather: rows fetched by index."""
     config = config or TILES[UP if transposed else DOWN]
     macros = {"GATHER": gather, "TRANSPOSED": transposed, "OUT_F32": f32}
-    return tiled_kernel("weight.cu", "weight_gradient", config, debug, clusters=True, **macros)
+    return tiled_kernel("weight.cu", "weight_gradient", config, debug, sources, clusters=True, **macros)
 
 
 @cache
-def sum_kernel(tile_n: int) -> Kernel:
+def sum_kernel(tile_n: int, sources: Path | None = None) -> Kernel:
     """What sums the partials that a weight gradient with tiles of that width may leave."""
     macros = {"BM": BM, "BN": tile_n, "SLICES": SUM_BLOCKS, "THREADS": SUM_THREADS, "WARPGROUP": WARPGROUP}
-    return Kernel("weight_sum.cu", "weight_sum", macros)
+    return Kernel("weight_sum.cu", "weight_sum", macros, sources=sources)
 
 
 # --- Work units of stream-K and their workspace --------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def _plan(
     accumulate: bool,
     units: int,
     config: TileConfig,
-    debug: tuple[str, ...],
+    build: product.Build,
 ) -> WeightPlan:
     num_rows, _, device = where
     experts, outer, inner = shape
@@ -259,7 +261,7 @@ def _plan(
     in_order = dense_box((d, num_rows), (SLAB, BK)) if num_rows and not gather else None
     out = None if f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
     gradient = Plan(
-        kernel(config, transposed=transposed, f32=f32, gather=gather, debug=debug),
+        kernel(config, transposed=transposed, f32=f32, gather=gather, **build._asdict()),
         WEIGHT_PARAMS,
         (ordered, in_order, out),
         (experts, d, width, int(accumulate), units),
@@ -268,7 +270,9 @@ def _plan(
     )
     sum_numbers = (units, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
     sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
-    return WeightPlan(gradient, sum_kernel(config.tile_n), sum_grid, sum_numbers, _partials_offset(units))
+    return WeightPlan(
+        gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers, _partials_offset(units)
+    )
 
 
 def launch(
@@ -288,7 +292,7 @@ def launch(
     f32: whether dw is.  workspace: None makes every tile whole."""
     config = config or TILES[name]
     units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
-    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, units, config, product.DEBUG)
+    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, units, config, product.build_of(name))
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
     partials = unfinished + plan.partials_offset
@@ -311,8 +315,9 @@ def _kernels(name: str) -> list[Kernel]:
 
 
 def _for_layer(name: str, layer: Layer) -> list[Kernel]:
-    gradient = kernel(transposed=name == UP, f32=layer.f32_weight_grads, debug=product.DEBUG)
-    return [gradient, sum_kernel(TILES[name].tile_n)]
+    build = product.build_of(name)
+    gradient = kernel(transposed=name == UP, f32=layer.f32_weight_grads, **build._asdict())
+    return [gradient, sum_kernel(TILES[name].tile_n, build.sources)]
 
 
 DOWN_BACKWARD_WEIGHT = Product(

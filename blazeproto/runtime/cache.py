@@ -25,23 +25,24 @@ def folder() -> Path:
         raise FileNotFoundError(f"{path}: {error}") from error
 
 
-def read(name: str) -> bytes | None:
-    """A file's bytes; None where there is none, or none that can be read."""
+def read(name: str, where: Path | None = None) -> bytes | None:
+    """A file's bytes; None where there is none, or none that can be read. where: another folder than `folder`."""
     try:
-        return (folder() / name).read_bytes()
+        return ((where or folder()) / name).read_bytes()
     except OSError:
         return None
 
 
-def write(name: str, data: bytes) -> None:
+def write(name: str, data: bytes, where: Path | None = None) -> None:
     """Keep ``data`` as ``name``. Written beside, then renamed: another process reads the whole file or none."""
     beside = None
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=folder(), suffix=".partial")
+        where = where or folder()
+        where.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=where, suffix=".partial")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.replace(beside, folder() / name)
+        os.replace(beside, where / name)
     except OSError:  # no such folder, no right to write, a full disk: which must not keep half a file
         if beside is not None:
             with contextlib.suppress(OSError):

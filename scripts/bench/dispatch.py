@@ -26,9 +26,10 @@ import torch
 
 from blazeproto import cost, dispatch
 from blazeproto.dispatch import build_dispatch, workspace_bytes
+from blazeproto.lab.times import elapsed_ms
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench.common import RESULTS, format_table, number, provenance, write_json
-from scripts.bench.timing import elapsed_ms, host_ms
+from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
 
 T = 2**20

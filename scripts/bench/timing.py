@@ -9,82 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-Call = Callable[[], object]
+from blazeproto.lab.times import HOLD_CYCLES, ROUNDS, Call, Rotation, interleaved_ms
+
 Pool = Any  # what torch.cuda.graph_pool_handle gives
 
-ROUNDS = 20
-WARMUPS = 5
-LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
-LONG_ROUNDS = 8
 HOST_CALLS = 9  # their launches fit into a stream's queue, or the host would wait
-BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
-HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the host queues what is timed
 MOST_HOLD_CYCLES = 64 * HOLD_CYCLES  # for a call that waits for the GPU no hold is long enough
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
-
-
-class Rotation:
-    """Calls the members in turn: one callable over several sets of inputs, so that none stays in the L2 cache."""
-
-    def __init__(self, members: Sequence[Call]) -> None:
-        self.members = list(members)
-        self.next = 0
-
-    def __call__(self) -> object:
-        member = self.members[self.next]
-        self.next = (self.next + 1) % len(self.members)
-        return member()
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-
-def elapsed_ms(call: Call, calls: int, *, queued: bool = False) -> float:
-    """Milliseconds a call, over `calls` calls in a row from an idle GPU, by CUDA events.
-
-    queued: the GPU is held until the host has queued them all. Otherwise the first launch would be timed too, and it
-    takes 0.1 ms after the host has slept. The calls must not wait for the GPU.
-    """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    hold = HOLD_CYCLES
-    while True:
-        torch.cuda.synchronize()
-        if queued:
-            torch.cuda._sleep(hold)
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        too_short = queued and start.query()  # the GPU went on before the host was through
-        end.synchronize()
-        if not too_short:
-            return float(start.elapsed_time(end)) / calls
-        hold *= 2
-
-
-def interleaved_ms(
-    calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int = WARMUPS, *, queued: bool = False
-) -> dict[str, float]:
-    """Median milliseconds a call, by name. queued: see `elapsed_ms`."""
-    burst, plan = {}, {}
-    for name, call in calls.items():
-        elapsed_ms(call, max(1, warmups - 3), queued=queued)
-        once = min(elapsed_ms(call, 1, queued=queued) for _ in range(3))
-        members = len(call) if isinstance(call, Rotation) else 1
-        burst[name] = members * max(1, min(10, math.ceil(BURST_MS / max(once, 1e-3) / members)))
-        plan[name] = rounds if once < LONG_MS else min(rounds, LONG_ROUNDS)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(rounds):
-        for name, call in calls.items():
-            if index < plan[name]:
-                samples[name].append(elapsed_ms(call, burst[name], queued=queued))
-    return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def host_ms(call: Call, rounds: int = ROUNDS) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blazeproto.lab import times
 from scripts.bench import common, layer, peers, rounding, timing
 from scripts.bench.common import LayerShape
 from scripts.checks import gpu_check
@@ -43,11 +44,11 @@ def test_what_is_timed_begins_when_all_is_queued(monkeypatch: pytest.MonkeyPatch
         def elapsed_time(self, end: Event) -> float:
             return 6.0
 
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing.torch.cuda, "_sleep", log.append)
-    assert timing.elapsed_ms(lambda: log.append("call"), 2, queued=queued) == 3.0
-    holds = [timing.HOLD_CYCLES * factor for factor in (1, 2, 4)] if queued else [None]
+    monkeypatch.setattr(times.torch.cuda, "Event", Event)
+    monkeypatch.setattr(times.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(times.torch.cuda, "_sleep", log.append)
+    assert times.elapsed_ms(lambda: log.append("call"), 2, queued=queued) == 3.0
+    holds = [times.HOLD_CYCLES * factor for factor in (1, 2, 4)] if queued else [None]
     tries = [([hold] if hold else []) + ["start", "call", "call", "end"] for hold in holds]
     assert log == ["event", "event", *itertools.chain.from_iterable(tries)]
 

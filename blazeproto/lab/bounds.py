@@ -1,0 +1,189 @@
+"""How far each element of a product's output may be from the exact value: what rounding and fp32 sums can cost it, and no more.
+
+A bound of each element finds a single wrong 16-byte chunk in millions, which a norm (accuracy.py) does not. It is made of
+
+    sums        c 2^-22 Σ |a b| of c = terms / 16 + 16 additions that truncate (wgmma adds 16 products at a time)
+    functions   of the gate, by tanh.approx (activation.cuh): |gate| 2^-11, twice what ptx.cuh says
+    rounding    2^-8 of the value, for bf16 outputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product as every
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blazeproto.activations import activate, activation_named
+from blazeproto.lab.oracle import EXACT, Case, evaluate
+
+ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
+STEP, FP32_STEP = 2.0**-22, 2.0**-23  # of an addition of wgmma, and of one that rounds to nearest
+FUNCTION = 2.0**-11  # of an activation's value at gate 1
+TINY = 2.0**-126  # where bf16 has no more digits
+
+
+class Reference(NamedTuple):
+    exact: Tensor  # float64
+    bound: Tensor  # float32, of |output - exact|
+
+
+def reference(product: str, case: Case, given: Mapping[str, Tensor]) -> dict[str, Reference]:
+    """Of each output of a product, which takes its inputs from the case and from ``given``; rows in use only."""
+    exact = evaluate(EXACT, case, given)
+    used = {name: value[: len(case.row_pair)] if name in ("act", "h", "dh", "a_scaled", "y") else value
+            for name, value in given.items()}  # fmt: skip
+    bounds = _BOUNDS[product](case, used, exact)
+    return {name: Reference(exact[name], (bound + TINY).float()) for name, bound in bounds.items()}
+
+
+def _sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
+    return (terms / 16 + 16) * STEP * absolute
+
+
+def _rounded(exact: Tensor, error: Tensor) -> Tensor:
+    """The error of what is rounded to bf16."""
+    return error * (1 + ROUNDING) + ROUNDING * exact.abs()
+
+
+def _halves(h: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    if not activation_named(activation).gated:
+        return h, None
+    gate, up = h.chunk(2, dim=1)
+    return gate, up
+
+
+def _value_error(h: Tensor, activation: str) -> Tensor:
+    """Of act, by how the kernels compute it from an exact h (rows, G n)."""
+    gate, up = _halves(h, activation)
+    alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
+    return FUNCTION * alpha * gate.abs() * (1.0 if up is None else up.abs() + 1)
+
+
+def _slope_errors(h: Tensor, activation: str) -> Tensor:
+    """Of the derivatives of act by h, likewise: (rows, G n)."""
+    gate, up = _halves(h, activation)
+    alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
+    by_gate = FUNCTION * (1 + 4 * alpha * gate.abs())
+    return by_gate if up is None else torch.cat([by_gate * (up.abs() + 1), FUNCTION * alpha * gate.abs()], dim=1)
+
+
+def _activation_error(h: Tensor, error: Tensor, activation: str) -> Tensor:
+    """Of act, where h is wrong by at most ``error``. An activation is monotonic between two points so near, or curved by
+    at most 2 (alpha and the other factor apart)."""
+    act, parts = activate(h, activation), _halves(error, activation)
+    worst = torch.zeros_like(act)
+    for signs in every((-1.0, 1.0), repeat=1 if parts[1] is None else 2):
+        moved = torch.cat([sign * part for sign, part in zip(signs, parts, strict=False) if part is not None], dim=1)
+        worst = torch.maximum(worst, (activate(h + moved, activation) - act).abs())
+    up = _halves(h, activation)[1]
+    return worst + 2 * parts[0].square() * (1.0 if up is None else up.abs() + 1) + _value_error(h, activation)
+
+
+def _of_pairs(case: Case, by_row: Tensor) -> Tensor:
+    """(rows,) -> (P,), zero for pairs without a row."""
+    return torch.zeros_like(case.scores, dtype=by_row.dtype).index_copy_(0, case.row_pair, by_row)
+
+
+def _terms_of_experts(case: Case) -> Tensor:
+    return case.dispatch.expert_token_offsets.diff().double()
+
+
+# --- The products ----------------------------------------------------------------------------------------------------------
+
+
+def _up(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.by_expert(case.x[case.row_token].abs(), case.up_proj.mT.abs(), case)
+    error = _rounded(exact["h"], _sum_error(case.x.shape[1], absolute))
+    act = _activation_error(exact["h"], error, case.activation)
+    return {"h": error, "act": _rounded(exact["act"], act)}
+
+
+def _down(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.by_expert(given["act"].abs(), case.down_proj.mT.abs(), case)
+    return {"y": _rounded(exact["y"], _sum_error(case.down_proj.shape[2], absolute))}
+
+
+def _fused(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.by_expert(given["act"].abs(), case.down_proj.mT.abs(), case)
+    error = _sum_error(case.down_proj.shape[2], absolute) + _terms_of_tokens(case) * FP32_STEP * absolute
+    return {"fused": EXACT.combine(error, case, case.scores.double())}
+
+
+def _terms_of_tokens(case: Case) -> int:
+    return len(case.scores) // max(1, len(case.x)) + 4
+
+
+def _combine(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.combine(given["y"].abs(), case, case.scores.double())
+    return {"out": _rounded(exact["out"], _terms_of_tokens(case) * FP32_STEP * absolute)}
+
+
+def _down_backward(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    d_out, h = case.d_out[case.row_token], given["h"].double().requires_grad_()
+    score = case.scores.double()[case.row_pair, None]
+    d_act = EXACT.by_expert(d_out, case.down_proj, case)
+    error = _sum_error(case.x.shape[1], EXACT.by_expert(d_out.abs(), case.down_proj.abs(), case))
+    act = activate(h, case.activation)
+    slopes = torch.autograd.grad(act.sum(), h)[0].abs()
+    act, h = act.detach(), h.detach()
+
+    def twice(value: Tensor) -> Tensor:
+        return value.repeat(1, h.shape[1] // act.shape[1])  # for gate and for up
+
+    wrong_slopes = _slope_errors(h, case.activation)
+    dh = twice(score * error) * (slopes + wrong_slopes) + twice(score * d_act.abs()) * wrong_slopes
+    wrong_act = _value_error(h, case.activation)
+    by_row = (error * (act.abs() + wrong_act) + d_act.abs() * wrong_act).sum(dim=1)
+    by_row += _sum_error(4 * act.shape[1], (d_act * act).abs().sum(dim=1))
+    return {
+        "dh": _rounded(exact["dh"], dh),
+        "a_scaled": _rounded(exact["a_scaled"], score * wrong_act),
+        "d_scores": _of_pairs(case, by_row),
+    }
+
+
+def _up_backward(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.by_expert(given["dh"].abs(), case.up_proj.abs(), case)
+    return {"dx_rows": _rounded(exact["dx_rows"], _sum_error(case.up_proj.shape[1], absolute))}
+
+
+def _down_weight(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.outer_by_expert(case.d_out[case.row_token].abs(), given["a_scaled"].abs(), case)
+    terms = _terms_of_experts(case)[:, None, None]
+    return {"d_down": _rounded(exact["d_down"], _sum_error(terms, absolute))}
+
+
+def _up_weight(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.outer_by_expert(given["dh"].abs(), case.x[case.row_token].abs(), case)
+    terms = _terms_of_experts(case)[:, None, None]
+    return {"d_up": _rounded(exact["d_up"], _sum_error(terms, absolute))}
+
+
+def _bias_score(case: Case, given: Mapping[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    assert case.down_bias is not None
+    terms = case.d_out[case.row_token].double() * case.down_bias[case.row_expert].double()
+    exact["bias_scores"] = _of_pairs(case, terms.sum(dim=1))
+    return {"bias_scores": _of_pairs(case, _sum_error(terms.shape[1], terms.abs().sum(dim=1)))}
+
+
+def _row_sum(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    absolute = EXACT.expert_sum(given["dh"].abs(), case)
+    terms = _terms_of_experts(case)[:, None]
+    return {"d_up_bias": _rounded(exact["d_up_bias"], _sum_error(4 * terms, absolute))}
+
+
+_BOUNDS = {
+    "up_forward": _up,
+    "down_forward": _down,
+    "down_forward_fused": _fused,
+    "combine": _combine,
+    "down_backward_act": _down_backward,
+    "bias_score_grad": _bias_score,
+    "down_backward_weight": _down_weight,
+    "up_backward_act": _up_backward,
+    "up_backward_weight": _up_weight,
+    "expert_row_sum": _row_sum,
+}

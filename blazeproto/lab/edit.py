@@ -1,0 +1,109 @@
+"""A copy of the CUDA sources that somebody changes: what it holds now, what is changed, and what the compiler says of it."""
+
+import atexit
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
+
+_ERROR = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<said>(?:catastrophic )?error.*)$", re.MULTILINE)
+
+
+@cache
+def _snapshots() -> Path:
+    """This process's folder of sources as they were when they were compiled, and of what was made of them."""
+    folder = Path(tempfile.mkdtemp(prefix="blazeproto-lab-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _files_in(folder: Path) -> dict[str, bytes]:
+    """Every file by its path in the folder, but for hidden ones and an editor's backups."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {
+        name: path.read_bytes()
+        for name, path in names.items()
+        if not name.endswith("~") and not any(part.startswith(".") for part in name.split("/"))
+    }
+
+
+class EditedSources:
+    """The CUDA sources of ``blazeproto/gemm/cuda``, copied into a folder of one's own.
+
+    folder: absent, or empty. ValueError for one that holds something, TypeError for what is no path.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | Path):
+            raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
+        self.folder = Path(folder).expanduser().resolve()
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            held = "a file" if not self.folder.is_dir() else f"one with {len(list(self.folder.iterdir()))} entries"
+            raise ValueError(f"folder: expected one that is absent or empty, got {held}, {self.folder}")
+        for name, data in _files_in(CUDA_SOURCES).items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def snapshot(self) -> Path:
+        """A folder with the files as they are now, which nobody changes: the same one for the same contents."""
+        files = _files_in(self.folder)
+        digest = hashlib.sha256()
+        for name, data in files.items():
+            digest.update(f"{name}\0{len(data)}\0".encode() + data)
+        made = _snapshots() / digest.hexdigest()[:16]
+        if not made.exists():
+            beside = Path(tempfile.mkdtemp(dir=_snapshots()))
+            for name, data in files.items():
+                path = beside / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            try:
+                os.rename(beside, made)
+            except OSError:  # another thread was first
+                shutil.rmtree(beside, ignore_errors=True)
+        return made
+
+    def diff(self) -> str:
+        """What is changed, as a unified diff against the package's sources; empty where nothing is."""
+        before, after = _files_in(CUDA_SOURCES), _files_in(self.folder)
+        lines: list[str] = []
+        for name in sorted(before.keys() | after.keys()):
+            old, new = (
+                files.get(name, b"").decode(errors="replace").splitlines(keepends=True) for files in (before, after)
+            )
+            a, b = (f"{side}/{name}" if name in files else "/dev/null" for side, files in (("a", before), ("b", after)))
+            lines += (
+                line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+                for line in difflib.unified_diff(old, new, a, b)
+            )
+        return "".join(lines)
+
+    def compile(self, kernels: list[Kernel]) -> None:
+        """All of them at a time, in processes of their own: a malformed wgmma can crash the compiler.
+
+        CompileError where the compiler refuses one: each error's file, line and the line itself, then all that it said.
+        """
+        try:
+            compile_many(kernels)
+        except CompileError as error:
+            sources = next(kernel.sources for kernel in kernels if kernel.sources)
+            raise CompileError(readable(str(error), sources, self.folder)) from None
+
+
+def readable(log: str, sources: Path, folder: Path) -> str:
+    """A compiler's log of files in ``sources``, told of the same files in ``folder``; before it each error with its line."""
+    found = []
+    for error in _ERROR.finditer(log):
+        path, number = Path(error["file"]), int(error["line"])
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+        found.append(f"{error['file']}:{number}: {error['said']}\n    {number} | {line}")
+    return "\n".join([*dict.fromkeys(found), *([""] if found else []), log]).replace(str(sources), str(folder))

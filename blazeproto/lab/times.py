@@ -1,0 +1,101 @@
+"""Timing GPU programs against each other, in turn (A B A B), so that clocks and temperature treat all alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+ROUNDS = 20
+WARMUPS = 5
+LONG_MS = 60.0  # programs longer than this are timed over fewer rounds
+LONG_ROUNDS = 8
+BURST_MS = 1.0  # a timed interval holds enough calls to last about this long
+HOLD_CYCLES = 2_000_000  # that the GPU is held, about a millisecond, while the host queues what is timed
+
+
+class Rotation:
+    """Calls the members in turn: one callable over several sets of inputs, so that none stays in the L2 cache."""
+
+    def __init__(self, members: Sequence[Call]) -> None:
+        self.members = list(members)
+        self.next = 0
+
+    def __call__(self) -> object:
+        member = self.members[self.next]
+        self.next = (self.next + 1) % len(self.members)
+        return member()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def elapsed_ms(call: Call, calls: int, *, queued: bool = False) -> float:
+    """Milliseconds a call, over `calls` calls in a row from an idle GPU, by CUDA events.
+
+    queued: the GPU is held until the host has queued them all. Otherwise the first launch would be timed too, and it
+    takes 0.1 ms after the host has slept. The calls must not wait for the GPU.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    hold = HOLD_CYCLES
+    while True:
+        torch.cuda.synchronize()
+        if queued:
+            torch.cuda._sleep(hold)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        too_short = queued and start.query()  # the GPU went on before the host was through
+        end.synchronize()
+        if not too_short:
+            return float(start.elapsed_time(end)) / calls
+        hold *= 2
+
+
+def interleaved_ms(
+    calls: Mapping[str, Call], rounds: int = ROUNDS, warmups: int = WARMUPS, *, queued: bool = False
+) -> dict[str, float]:
+    """Median milliseconds a call, by name. queued: see `elapsed_ms`."""
+    burst, plan = {}, {}
+    for name, call in calls.items():
+        elapsed_ms(call, max(1, warmups - 3), queued=queued)
+        once = min(elapsed_ms(call, 1, queued=queued) for _ in range(3))
+        members = len(call) if isinstance(call, Rotation) else 1
+        burst[name] = members * max(1, min(10, math.ceil(BURST_MS / max(once, 1e-3) / members)))
+        plan[name] = rounds if once < LONG_MS else min(rounds, LONG_ROUNDS)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds):
+        for name, call in calls.items():
+            if index < plan[name]:
+                samples[name].append(elapsed_ms(call, burst[name], queued=queued))
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class Times:
+    """Milliseconds of one call, by CUDA-graph replay: medians over rounds in turn.
+
+    share: of the floor's speed, 1 being as fast as can be.  unedited_ms: of the package's own kernel, if it is edited.
+    """
+
+    product: str
+    ms: float
+    floor_ms: float
+    unedited_ms: float | None = None
+
+    @property
+    def share(self) -> float:
+        return self.floor_ms / self.ms
+
+    def __repr__(self) -> str:
+        line = f"{self.product}: {self.ms:.4f} ms, {self.share:.0%} of the floor's speed ({self.floor_ms:.4f} ms)"
+        if self.unedited_ms is None:
+            return line
+        ratio = self.ms / self.unedited_ms
+        return f"{line}; the unedited kernel {self.unedited_ms:.4f} ms: {ratio:.3f} times as long"

@@ -1,0 +1,293 @@
+"""A kernel on the bench: change its CUDA source, check it against float64, time it, train with it.
+
+>>> bench = Workbench("up_forward", T=4096, d=512, n=512, E=16, K=4)
+>>> bench.edit("my_kernels")         # change my_kernels/up.cu in an editor, then
+>>> bench.check()                    # right, or a map of where it is wrong
+>>> bench.time()
+>>> with bench.use():
+...     loss = layer(x)[0].square().mean()
+...     loss.backward()
+
+Whatever needs no GPU works on any machine: `kernel` with its registers and SASS, compile errors, `diff`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blazeproto import cost
+from blazeproto.activations import activation_named
+from blazeproto.gemm import PRODUCTS, Kernel, TileConfig, product
+from blazeproto.gemm.compile import compile_many
+from blazeproto.gemm.product import Build
+from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
+from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab.calls import CALLS, Output, Poisoned, setting_of
+from blazeproto.lab.edit import EditedSources
+from blazeproto.lab.mismatch import Comparison, Places, places_of
+from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
+from blazeproto.lab.verdict import Verdict
+from blazeproto.runtime import checks
+
+HOPPER = (9, 0)  # compute capability
+DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
+
+
+class Inputs(NamedTuple):
+    """What runs read and are compared with: made once, kept on the GPU. sums: of the bits of all that is read."""
+
+    case: Case
+    given: dict[str, Tensor]
+    outputs: dict[str, Output]
+    memory: dict[str, Poisoned]
+    references: dict[str, Reference]
+    places: dict[str, Places]
+    sums: dict[str, int]
+
+
+class Workbench:
+    """One product (a name of `blazeproto.gemm.PRODUCTS`) at one shape, its inputs, and what it should give.
+
+    T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
+    activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
+    scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes. bias_score_grad and
+    expert_row_sum are those of a layer with biases; the other products have none.
+
+    ValueError or TypeError for what no product takes.
+    """
+
+    def __init__(
+        self,
+        product: str,
+        T: int = 4096,
+        d: int = 512,
+        n: int = 512,
+        E: int = 16,
+        K: int = 4,
+        activation: str = "swiglu",
+        routing: str = "uniform",
+        seed: int = 0,
+        config: TileConfig | None = None,
+    ) -> None:
+        checks.one_of("product", product, tuple(PRODUCTS))
+        for name, value in (("T", T), ("d", d), ("n", n), ("E", E), ("K", K)):
+            checks.integer(name, value, least=1)
+        for name, width in (("d", d), ("n", n)):
+            if width % CHUNK:
+                raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {width}")
+        if E > MAX_EXPERTS:
+            raise ValueError(f"E: expected at most {MAX_EXPERTS}, got {E}")
+        activation_named(activation)
+        checks.one_of("routing", routing, ROUTINGS)
+        checks.integer("seed", seed)
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        if config is not None and PRODUCTS[product].kernel is None:
+            raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
+        self.product, self.activation, self.routing, self.seed, self.config = product, activation, routing, seed, config
+        self.setting = setting_of(product, (T, d, n, E, K), activation, config)
+        self.call = CALLS[product]
+        self.call.kernels(self.setting, Build())  # refuses tiles that it cannot have
+        self.edited: EditedSources | None = None
+        self.last_kernel: Kernel | None = None
+
+    def __repr__(self) -> str:
+        s = self.setting.sizes
+        sources = self.edited.folder if self.edited else "the package's sources"
+        sizes = f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}"
+        return f"Workbench({self.product}, {sizes}, {self.activation}, {self.routing}; {sources})"
+
+    # --- The sources and the kernel ------------------------------------------------------------------------------------
+
+    def edit(self, folder: str | Path) -> Path:
+        """Copies the CUDA sources, headers included, into ``folder``, and takes them from there from now on; their path.
+
+        A file is compiled as it is when `kernel`, `check`, `time` or `use` next ask. New files and macros are as good as the
+        old ones. What is compiled from here never enters the package's cache. ValueError for a folder that is not empty.
+        """
+        self.edited = EditedSources(folder)
+        return self.edited.folder
+
+    @property
+    def kernel(self) -> Kernel:
+        """The product's main kernel, compiled from the sources as they are now: the same object while they are the same.
+
+        CompileError shows file, line and the line itself. Kernels that were compiled before stay usable, the last one
+        as ``last_kernel``; a layer that uses one goes on with it.
+        """
+        self._compiled(self._build())
+        assert self.last_kernel is not None
+        return self.last_kernel
+
+    def _build(self) -> Build:
+        return Build(product.DEBUG, self.edited.snapshot() if self.edited else None)
+
+    def _compiled(self, *builds: Build) -> None:
+        """All kernels of the product, at a time; the first build's main one becomes ``last_kernel``."""
+        kernels = [kernel for build in builds for kernel in self.call.kernels(self.setting, build)]
+        if self.edited:
+            self.edited.compile(kernels)
+        else:
+            compile_many(kernels)
+        self.last_kernel = kernels[0]
+
+    def diff(self) -> str:
+        """What was changed, as a unified diff against the package's sources; empty where nothing was."""
+        return self.edited.diff() if self.edited else ""
+
+    @contextmanager
+    def use(self) -> Iterator[Workbench]:
+        """Layers run the edited kernel, as its sources are now, in forward and in backward, in every thread of the process.
+
+        Undone on exit, after an exception too. Tiles, activation and biases are the layer's. Other workbenches don't see it,
+        and use theirs at the same time; of two for one product, the inner one holds. A CUDA graph keeps the kernels that it
+        was captured with. RuntimeError before `edit`, CompileError where the sources don't compile.
+        """
+        if self.edited is None:
+            raise RuntimeError("use: expected edited sources, got none; call edit(folder) first")
+        build = self._build()
+        self._compiled(build)
+        assert build.sources is not None
+        with product.edited(self.product, build.sources):
+            yield self
+
+    # --- On the GPU ----------------------------------------------------------------------------------------------------
+
+    def check(self, runs: int = 20) -> Verdict:
+        """Runs the kernel on poisoned outputs; whether each element is as near to float64 as rounding allows.
+
+        Every second run has random delays around barriers compiled in, so that a race shows. Runs must give the same bits
+        (but for down_forward_fused, which adds in no fixed order), write every element, and nothing beside the outputs.
+        ``bool(verdict)``; its repr draws the tiles that are wrong and the first ten mismatches. RuntimeError without a
+        Hopper GPU, CompileError where the sources don't compile.
+        """
+        checks.integer("runs", runs, least=1)
+        self._needs_hopper("check")
+        plain = self._build()
+        builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))]
+        self._compiled(*builds)
+        inputs = self._inputs
+        comparison = Comparison(inputs.references, inputs.places, fixed_order=self.call.fixed_order)
+        touched = {name: torch.zeros(3, dtype=torch.int64, device="cuda") for name in inputs.memory}
+        for index in range(runs):
+            self._run(builds[index % 2])
+            comparison.add(self._in_use())
+            for name, memory in inputs.memory.items():
+                touched[name] = torch.maximum(touched[name], self._touched(name, memory))
+        stray = [line for name, counts in touched.items() for line in _stray(name, counts.tolist())]
+        stray += self._written_over()
+        return comparison.verdict(self.product, stray)
+
+    def time(self, rounds: int = ROUNDS) -> Times:
+        """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
+
+        CUDA graphs are replayed, so the host's time is not in it; inputs that fit lie in the L2 cache. RuntimeError without a
+        Hopper GPU.
+        """
+        checks.integer("rounds", rounds, least=1)
+        self._needs_hopper("time")
+        builds = {"ms": self._build()}
+        if self.edited:
+            builds["unedited_ms"] = Build(product.DEBUG)
+        self._compiled(*builds.values())
+        graphs = {name: self._graph(build) for name, build in builds.items()}
+        measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
+        return Times(self.product, floor_ms=cost.product_floor_ms(self.product, self.setting.sizes), **measured)
+
+    def run(self, *debug: str) -> dict[str, Tensor]:
+        """Runs the kernel once on poisoned outputs: these, by name, with the rows in use. They are written again by the next run.
+
+        debug: further macros (ptx.cuh). RuntimeError without a Hopper GPU.
+        """
+        self._needs_hopper("run")
+        build = self._build()
+        build = build._replace(debug=(*build.debug, *debug))
+        self._compiled(build)
+        self._run(build)
+        return self._in_use()
+
+    def _needs_hopper(self, what: str) -> None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if capability != HOPPER:
+            got = f"one of {capability}" if capability else "none"
+            raise RuntimeError(
+                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; kernel, kernel.sass and diff() work "
+                "without one"
+            )
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        s = self.setting.sizes
+        shape = Shape(s.T, s.d, s.n, s.E, s.K)
+        case = make_case(shape, self.routing, activation=self.activation, biases=self.call.biases, seed=self.seed)
+        made = evaluate(YARDSTICK, case)
+        references = reference(self.product, case, made)
+        given = {name: _all_rows(made[name], s.rows) for name in self.call.given}
+        outputs = self.call.outputs(self.setting, case)
+        memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
+        places = {name: places_of(outputs[name], case) for name in references}
+        return Inputs(case, given, outputs, memory, references, places, _sums(case, given))
+
+    def _run(self, build: Build) -> None:
+        inputs = self._inputs
+        for memory in inputs.memory.values():
+            memory.poison()
+        values = {name: memory.values for name, memory in inputs.memory.items()}
+        with product.alone({self.product: build}):
+            self.call.run(inputs.case, inputs.given, values, self.config)
+
+    def _in_use(self) -> dict[str, Tensor]:
+        used = len(self._inputs.case.row_pair)
+        memory, outputs = self._inputs.memory, self._inputs.outputs
+        return {n: memory[n].values[: used if outputs[n].index == "row" else None] for n in self._inputs.references}
+
+    def _touched(self, name: str, memory: Poisoned) -> Tensor:
+        """Elements of 16 bits that were written before an output, after it, and in rows that no pair has."""
+        spare = memory.spare(len(self._inputs.case.row_pair) if self._inputs.outputs[name].index == "row" else None)
+        return torch.cat([memory.touched(), spare[None]])
+
+    def _written_over(self) -> list[str]:
+        """Inputs that are not what they were. They are made again then."""
+        inputs = self._inputs
+        now = _sums(inputs.case, inputs.given)
+        changed = [f"{name}: wrote over this input" for name, value in inputs.sums.items() if now[name] != value]
+        if changed:
+            del self.__dict__["_inputs"]
+        return changed
+
+    def _graph(self, build: Build) -> torch.cuda.CUDAGraph:
+        self._run(build)  # loads the kernels: nothing may be loaded during a capture
+        inputs = self._inputs
+        values = {name: memory.values for name, memory in inputs.memory.items()}
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), product.alone({self.product: build}):
+            self.call.run(inputs.case, inputs.given, values, self.config)
+        return graph
+
+
+def _all_rows(value: Tensor, num_rows: int) -> Tensor:
+    """Rows of no pair are NaN: nothing may read those."""
+    return torch.cat([value, value.new_full((num_rows - len(value), value.shape[1]), torch.nan)])
+
+
+def _sums(case: Case, given: dict[str, Tensor]) -> dict[str, int]:
+    """Of the bits of every input."""
+    names = ("x", "up_proj", "down_proj", "scores", "d_out", "up_bias", "down_bias")
+    arrays = {name: getattr(case, name) for name in names}
+    arrays |= {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()} | given
+    sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+
+
+def _stray(name: str, counts: list[int]) -> list[str]:
+    places = ("before its first element", "past its last element", "to rows that no pair has")
+    return [f"{name}: wrote {2 * count} bytes {place}" for count, place in zip(counts, places, strict=True) if count]

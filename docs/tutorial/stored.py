@@ -1,0 +1,23 @@
+"""What a notebook shows where there is no Hopper GPU: a result that was stored on one, with its date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
+TUTORIAL = RESULTS / "tutorial.json"
+
+
+def provenance(record: dict) -> str:
+    """Which GPU, when, and with which sources."""
+    return f"{record['gpu']}; {record['measured']}; sources {record['sources_sha256'][:12]}"
+
+
+def show_stored(name: str) -> None:
+    """Print what the cell of this id printed on the GPU, after a line that says which and when."""
+    record = json.loads(TUTORIAL.read_text()) if TUTORIAL.exists() else {"cells": {}}
+    if name in record["cells"]:
+        print(f"Stored result. {provenance(record)}.\n\n{record['cells'][name]}")
+    else:
+        print(f"No result of {name!r} is stored yet: python -m scripts.checks.notebooks stores it, on a Hopper GPU.")

@@ -1,0 +1,112 @@
+"""Run the tutorial's notebooks from top to bottom, each in a process of its own, and store what they print.
+
+    python -m scripts.checks.notebooks          # all of docs/tutorial
+    python -m scripts.checks.notebooks 1 3      # those whose names begin so
+
+Without a Hopper GPU the outputs are written into the notebooks. On one the notebooks stay as they are, and what their cells
+for a GPU print (tag "gpu") goes to results/h200/tutorial.json, by the cells' ids, dated; a notebook shows it where there is
+no GPU. A cell that fails ends the run, and nothing of its notebook is written. Needs nbclient, nbformat and ipykernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
+from scripts.command import argument_parser, refuse
+
+TUTORIAL = REPOSITORY / "docs" / "tutorial"
+STORED = "tutorial.json"
+SECONDS = 120  # a cell may take
+
+
+def notebooks() -> list[Path]:
+    """Of the tutorial, in order."""
+    return sorted(TUTORIAL.glob("*.ipynb"))
+
+
+def run(path: Path) -> Any:
+    """The notebook with the outputs of a fresh run, by this interpreter; `nbclient.exceptions.CellExecutionError` if a cell
+    fails."""
+    import nbformat
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+
+        class ThisPython(AsyncKernelManager):
+            """Starts this interpreter, whatever kernels are installed, and talks to it by sockets in the folder."""
+
+            def __init__(self, **traits: Any) -> None:
+                super().__init__(**traits, transport="ipc", connection_file=f"{folder}/kernel.json")
+
+            @property
+            def kernel_spec(self) -> KernelSpec:
+                argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+                return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+        paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "IPYTHONDIR": folder}
+        environment.pop("NUMBA_ENABLE_CUDASIM", None)  # a notebook that needs it sets it
+        resources = {"metadata": {"path": str(path.parent)}}
+        client = NotebookClient(
+            notebook,
+            kernel_manager_class=ThisPython,
+            timeout=SECONDS,
+            resources=resources,
+            coalesce_streams=True,
+        )
+        client.execute(env=environment)
+    return stripped(notebook)
+
+
+def stripped(notebook: Any) -> Any:
+    """Without what differs from run to run: execution counts and times."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            cell.metadata.pop("execution", None)
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = None
+    return notebook
+
+
+def printed(cell: Any) -> str:
+    """The text of a cell's outputs."""
+    texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", [])]
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def main() -> None:
+    parser = argument_parser("scripts.checks.notebooks", __doc__)
+    parser.add_argument("which", nargs="*", metavar="NOTEBOOK", help="how its name begins; default: all")
+    wanted = tuple(parser.parse_args().which)
+    chosen = [path for path in notebooks() if not wanted or path.name.startswith(wanted)]
+    if not chosen:
+        refuse(f"no notebook of {', '.join(path.name for path in notebooks())} begins with {' or '.join(wanted)}")
+    import nbformat
+
+    from blazeproto.lab.exercises import has_hopper
+
+    stored = RESULTS / STORED
+    cells: dict[str, str] = json.loads(stored.read_text())["cells"] if stored.exists() else {}
+    for path in chosen:
+        notebook = run(path)
+        print(f"ran {path.name}")
+        if has_hopper():
+            cells |= {cell.id: printed(cell) for cell in notebook.cells if "gpu" in cell.metadata.get("tags", [])}
+            write_json(stored, {**provenance(), "cells": cells})
+        else:
+            nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main()
