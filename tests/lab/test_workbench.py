@@ -1,4 +1,4 @@
-"""The workbench without a GPU: edited sources, compile errors, what layers would run; and the comparison, on outputs made up here."""
+"""The workbench without a GPU: edited sources, compile errors, what launches take; and the comparison, on made-up outputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto import gemm, lab
-from blazeproto.gemm import TileConfig, product
-from blazeproto.gemm.combine import kernel as combine_kernel
-from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, compile_many
+from blazeproto.dispatch.structures import addresses
+from blazeproto.gemm import TileConfig, down_backward, launch, linear, product, reduce, up, weight
+from blazeproto.gemm.combine import launch as launch_combine
+from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build
 from blazeproto.lab import Workbench
 from blazeproto.lab.bounds import reference
@@ -25,7 +26,7 @@ from blazeproto.lab.calls import CALLS, POISON, Output, Poisoned, setting_of
 from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
 from blazeproto.lab.workbench import _stray, _sums
-from blazeproto.runtime import cache
+from blazeproto.runtime import cache, driver
 
 FAST = "combine"  # which compiles in a third of a second
 LINE = "    if (token >= num_tokens) return;\n"
@@ -113,10 +114,10 @@ def test_a_compile_error_shows_the_line_and_the_old_kernel_stays(bench: Workbenc
 
 def test_an_error_in_a_header_and_a_missing_one_are_named(bench: Workbench, folder: Path) -> None:
     header = folder / "ptx.cuh"
-    header.write_text(header.read_text() + "DEVICE int broken() { return ; }\n")
+    header.write_text(header.read_text() + "DEVICE int broken() { return absent; }\n")
     with pytest.raises(CompileError, match=rf"^{header}:{len(header.read_text().splitlines())}: error: "):
         _ = bench.kernel
-    header.write_text(header.read_text().replace("DEVICE int broken() { return ; }", '#include "absent.cuh"'))
+    header.write_text(header.read_text().replace("DEVICE int broken() { return absent; }", '#include "absent.cuh"'))
     with pytest.raises(CompileError, match=r"absent\.cuh"):
         _ = bench.kernel
 
@@ -175,16 +176,65 @@ def test_two_workbenches(bench: Workbench, folder: Path, tmp_path: Path) -> None
     assert sources_for(FAST) is None
 
 
-def test_what_a_launch_takes_is_what_the_workbench_compiles(
-    bench: Workbench, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launch of combine, without its driver call: the handle is the edited kernel's."""
-    from blazeproto.gemm import combine as _  # noqa: F401  the function, over the module of its name
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """The kernels of all launches, none of which reaches a driver."""
+    kernels: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "handle", lambda self, device: self)
+    monkeypatch.setattr(driver, "launch", lambda kernel, *_: kernels.append(kernel))
+    monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
+    for module in (launch, weight):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    return kernels
 
-    with bench.use():
-        sources = sources_for(FAST)
-        assert combine_kernel(256, 2, True, sources) is bench.kernel
-    assert combine_kernel(256, 2, True) is not bench.kernel
+
+NO_DEVICE = 99  # whose plans no launch of another test takes
+
+
+def launch_all(case: Case) -> None:
+    """Every product, of memory that a CPU has and nobody reads."""
+    at = addresses(case.dispatch, NO_DEVICE, 0)
+    rows, (experts, d, n) = at.num_rows, case.down_proj.shape
+    h, act, y = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (2 * n, n, d))
+    f32 = torch.empty(1 << 22)
+    scores, dw = case.scores, torch.empty_like(case.down_proj)
+    up.launch(case.x, case.up_proj, at, activation="swiglu", h=h, act=act)
+    linear.launch(act, case.down_proj, at, out=y)
+    linear.launch_fused(act, case.down_proj, scores, at, out_f32=f32)
+    launch_combine(y, at, scores=scores, out=case.x)
+    outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
+    down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)
+    linear.launch(h, case.up_proj, at, transposed=True, out=y)
+    weight.launch(weight.DOWN, case.d_out, act, at, dw=dw, f32=False, workspace=f32)
+    weight.launch(weight.UP, case.x, h, at, dw=torch.empty_like(case.up_proj), f32=False, workspace=f32)
+    reduce.launch_bias_score_grad(case.d_out, y[:experts], at, d_scores=scores)
+    reduce.launch_expert_row_sum(h, at, out=h[:experts], f32=False, workspace=f32)
+
+
+@pytest.mark.parametrize("name", gemm.PRODUCTS)
+def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
+    name: str, tmp_path: Path, launched: list[Kernel]
+) -> None:
+    case = make_case(Shape(64, 256, 64, 4, 2), device="cpu")
+    bench = Workbench(name, T=64, d=256, n=64, E=4, K=2)
+    launch_all(case)
+    assert len(launched) >= 12 and not any(kernel.sources for kernel in launched)
+    plain = [kernel.entry for kernel in launched]
+    launched.clear()
+    with product.edited(name, tmp_path):
+        launch_all(case)
+        bench_own = launched[:]
+        launched.clear()
+        with product.alone({}):
+            launch_all(case)
+        assert not any(kernel.sources for kernel in launched)
+    own = set(bench.call.kernels(bench.setting, Build((), tmp_path)))
+    edited = {kernel for kernel in bench_own if kernel.sources}
+    assert [kernel.entry for kernel in bench_own] == plain
+    assert edited and edited <= own  # the very objects that the workbench compiles
+    launched.clear()
+    launch_all(case)
+    assert not any(kernel.sources for kernel in launched)
 
 
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
@@ -283,10 +333,6 @@ def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
 SIZES = (300, 40, 72, 3, 2)  # T, d, n, E, K: 200 rows an expert, two row tiles
 
 
-def rounded(value: Tensor, like: torch.dtype) -> Tensor:
-    return value.to(like)
-
-
 def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[str, Tensor]]:
     """A product's comparison, and outputs that are exact but for their rounding."""
     call, setting = CALLS[name], setting_of(name, SIZES, activation, None)
@@ -299,7 +345,7 @@ def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[
     else:
         outputs = call.outputs(setting, case)
     places = {output: places_of(outputs[output], case) for output in references}
-    values = {output: rounded(value.exact, outputs[output].dtype) for output, value in references.items()}
+    values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
     return case, Comparison(references, places, fixed_order=call.fixed_order), values
 
 
@@ -323,21 +369,21 @@ def test_right_outputs_are_right_whatever_the_activation(name: str, activation: 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("bias_score_grad", "expert_row_sum")])
 def test_one_wrong_chunk_is_found(name: str) -> None:
     """16 bytes whose values are their neighbours', in each output."""
-    _, comparison, values = made(name)
+    values = made(name)[2]
     for output in values:
         wrong = {n: value.clone() for n, value in values.items()}
         lines = wrong[output].reshape(-1, wrong[output].shape[-1])
         if lines.shape[0] == 1:
             lines[0, 16:20] = lines[0, 20:24].clone()
         else:
-            lines[150, 16:24] = lines[151, 16:24].clone()
+            lines[100, 16:24] = lines[101, 16:24].clone()
         _, fresh, _ = made(name)
         fresh.add(wrong)
         verdict = fresh.verdict(name)
         assert not verdict and {tile.output for tile in verdict.tiles} == {output}
         assert 1 <= sum(tile.wrong for tile in verdict.tiles) <= 8
         if lines.shape[0] > 1:
-            assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {150}
+            assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {100}
 
 
 def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,18 +416,20 @@ def test_a_tail_that_is_not_written() -> None:
 
 
 def test_a_run_that_differs_is_told_and_shown() -> None:
-    case, comparison, values = made("combine")
+    case, comparison, values = made("down_backward_act")
+    row = int(case.dispatch.expert_token_offsets[1]) + 140
+    pair = int(case.row_pair[row])
     for run in range(5):
-        again = values["out"].clone()
-        if run == 3:  # by its last bit, within bounds
-            again.view(torch.int16)[200, 8] ^= 1
-        comparison.add({"out": again})
-    verdict = comparison.verdict("combine")
+        again = values["d_scores"].clone()
+        again.view(torch.int32)[pair] ^= run == 3  # its last bit, within bounds
+        comparison.add({**values, "d_scores": again})
+    verdict = comparison.verdict("down_backward_act")
     assert not verdict and "differ from run to run" in verdict.summary and "~" in repr(verdict)
     (tile,) = verdict.tiles
-    assert (tile.row_tile, tile.column_tile, tile.wrong, tile.differing, tile.expert) == (1, 0, 0, 1, -1)
+    assert (tile.expert, tile.row_tile, tile.column_tile, tile.wrong, tile.differing) == (1, 1, 0, 0, 1)
     (mismatch,) = verdict.mismatches
-    assert not mismatch.wrong and mismatch.other_run not in (None, mismatch.got) and mismatch.token == 200
+    assert not mismatch.wrong and mismatch.other_run not in (None, mismatch.got)
+    assert (mismatch.index, mismatch.token, mismatch.row_in_expert) == ((pair, 0), pair // 2, 140)
 
 
 def test_a_late_run_that_is_wrong_is_shown_with_its_value() -> None:

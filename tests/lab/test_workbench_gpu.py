@@ -1,4 +1,4 @@
-"""The workbench on a Hopper GPU: verdicts in time, planted bugs found and named, no false alarm, layers that use edited kernels."""
+"""The workbench on a Hopper GPU: verdicts in time, bugs found and named, no false alarm, layers that use edited kernels."""
 
 from __future__ import annotations
 
