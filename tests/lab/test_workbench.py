@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from planted_bugs import BUGS, SHAPE, Bug, plant
@@ -20,7 +23,7 @@ from blazeproto.gemm import TileConfig, down_backward, launch, linear, product, 
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build
-from blazeproto.lab import Workbench
+from blazeproto.lab import Workbench, workbench
 from blazeproto.lab.bounds import reference
 from blazeproto.lab.calls import CALLS, POISON, Output, Poisoned, setting_of
 from blazeproto.lab.mismatch import Comparison, places_of
@@ -488,3 +491,57 @@ def test_a_changed_input_changes_its_sum() -> None:
     case.scores[3] = 7
     after = _sums(case, {"y": values["out"]})
     assert {name for name in before if before[name] != after[name]} == {"y", "scores"}
+
+
+# ---- all of a check but the launches ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
+    """``on_a_cpu(product, spoil)``: a workbench whose launches write what is exact, then ``spoil(run, outputs, given)``."""
+    monkeypatch.setattr(workbench, "DEVICE", "cpu")
+    monkeypatch.setattr(Workbench, "_needs_hopper", lambda self, what: None)
+    monkeypatch.setattr(Workbench, "_compiled", lambda self, *builds: None)
+
+    def make(name: str, spoil: Callable[..., None]) -> Workbench:
+        bench, runs = Workbench(name, T=200, d=72, n=40, E=3, K=2), count()
+
+        def run(case: Case, given: dict[str, Tensor], out: dict[str, Tensor], config: object) -> None:
+            for output, value in bench._inputs.references.items():
+                out[output].view(-1)[: value.exact.numel()] = value.exact.flatten().to(out[output].dtype)
+            spoil(next(runs), out, given)
+
+        bench.call = dataclasses.replace(bench.call, run=run)
+        return bench
+
+    return make
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("_weight")])
+def test_a_check_of_right_outputs(name: str, on_a_cpu: Callable[..., Workbench]) -> None:
+    bench = on_a_cpu(name, lambda run, out, given: None)
+    verdict = bench.check(3)
+    assert verdict and verdict.runs == 3
+    assert set(bench.run()) == set(bench._inputs.references)
+
+
+def test_a_check_poisons_before_every_run(on_a_cpu: Callable[..., Workbench]) -> None:
+    def spoil(run: int, out: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+        if run == 2:
+            out["y"][5] = torch.from_numpy(np.full(72, POISON, np.int16)).view(torch.bfloat16)
+
+    verdict = on_a_cpu("down_forward", spoil).check(4)
+    assert not verdict and {m.index[0] for m in verdict.mismatches} == {5} and verdict.experts == [0]
+
+
+def test_a_check_tells_of_inputs_that_were_written_over(on_a_cpu: Callable[..., Workbench]) -> None:
+    spoils = [True]
+
+    def spoil(run: int, out: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+        if spoils.pop() if spoils else False:
+            given["act"][3, 3] = 9
+
+    bench = on_a_cpu("down_forward", spoil)
+    verdict = bench.check(2)
+    assert not verdict and verdict.stray == ("act: wrote over this input",)
+    assert bench.check(2)  # they are made again
