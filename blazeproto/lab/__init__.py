@@ -17,7 +17,7 @@ _HOME_OF = {
     "fragment": "layouts",
     "swizzle": "layouts",
 }
-_ROOMS = ("accuracy", "oracle", "same_bits")
+_ROOMS = ("accuracy", "oracle", "same_bits", "workbench")
 __all__ = ["Workbench", "explain", "fragment", "swizzle"]
 
 

@@ -143,6 +143,14 @@ def _map(name: str, found: Found, places: Places) -> TileMap:
     return TileMap(name, columns, tuple(tiles))
 
 
+def _other_run(found: Found, line: int, column: int) -> float | None:
+    """What a run gave that is not ``got``; None where all gave the same."""
+    if not found.differs[line, column]:
+        return None
+    got, *others = (float(values[line, column]) for values in (found.got, found.other, found.first))
+    return next((other for other in others if other != got), got)
+
+
 def _first(name: str, found: Found, bad: Tensor, places: Places, reference: Reference, count: int) -> list[Mismatch]:
     """The first ``count`` elements that are wrong or differ, by line, then by column."""
     if count <= 0:
@@ -176,7 +184,7 @@ def _first(name: str, found: Found, bad: Tensor, places: Places, reference: Refe
                 expected=float(exact[line, column]),
                 bound=float(bound[line, column]),
                 wrong=bool(found.wrong[line, column]),
-                other_run=float(found.other[line, column]) if bool(found.differs[line, column]) else None,
+                other_run=_other_run(found, line, column),
                 beside=beside,
                 above_and_below=over,
             )

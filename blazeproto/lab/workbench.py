@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from blazeproto.lab.verdict import Verdict
 from blazeproto.runtime import checks
 
 HOPPER = (9, 0)  # compute capability
+DEVICE = "cuda"  # where inputs are made
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 
 
@@ -176,7 +177,7 @@ class Workbench:
         self._compiled(*builds)
         inputs = self._inputs
         comparison = Comparison(inputs.references, inputs.places, fixed_order=self.call.fixed_order)
-        touched = {name: torch.zeros(3, dtype=torch.int64, device="cuda") for name in inputs.memory}
+        touched = {name: torch.zeros(3, dtype=torch.int64, device=DEVICE) for name in inputs.memory}
         for index in range(runs):
             self._run(builds[index % 2])
             comparison.add(self._in_use())
@@ -227,7 +228,8 @@ class Workbench:
     def _inputs(self) -> Inputs:
         s = self.setting.sizes
         shape = Shape(s.T, s.d, s.n, s.E, s.K)
-        case = make_case(shape, self.routing, activation=self.activation, biases=self.call.biases, seed=self.seed)
+        options: dict[str, Any] = {"activation": self.activation, "biases": self.call.biases, "seed": self.seed}
+        case = make_case(shape, self.routing, device=DEVICE, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
         given = {name: _all_rows(made[name], s.rows) for name in self.call.given}

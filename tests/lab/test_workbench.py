@@ -1,0 +1,547 @@
+"""The workbench without a GPU: edited sources, compile errors, what launches take; and the comparison, on made-up outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from planted_bugs import BUGS, SHAPE, Bug, plant
+from torch import Tensor
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto import gemm, lab
+from blazeproto.dispatch.structures import addresses
+from blazeproto.gemm import TileConfig, down_backward, launch, linear, product, reduce, up, weight
+from blazeproto.gemm.combine import launch as launch_combine
+from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
+from blazeproto.gemm.product import Build
+from blazeproto.lab import Workbench, workbench
+from blazeproto.lab.bounds import reference
+from blazeproto.lab.calls import CALLS, POISON, Output, Poisoned, setting_of
+from blazeproto.lab.mismatch import Comparison, places_of
+from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.workbench import _stray, _sums
+from blazeproto.runtime import cache, driver
+
+FAST = "combine"  # which compiles in a third of a second
+LINE = "    if (token >= num_tokens) return;\n"
+
+
+@pytest.fixture
+def bench() -> Workbench:
+    return Workbench(FAST, T=64, d=256, n=64, E=4, K=2)
+
+
+@pytest.fixture
+def folder(bench: Workbench, tmp_path: Path) -> Path:
+    return bench.edit(tmp_path / "sources")
+
+
+# ---- editing ------------------------------------------------------------------------------------------------------
+
+
+def test_the_sources_are_copied(bench: Workbench, folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {path.name for path in CUDA_SOURCES.iterdir()}
+    assert bench.diff() == "" and str(folder) in repr(bench)
+
+
+@pytest.mark.parametrize("held", ["a file in it", "a file"])
+def test_a_folder_that_is_not_empty_is_refused(bench: Workbench, tmp_path: Path, held: str) -> None:
+    path = tmp_path / "taken"
+    if held == "a file":
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / ".hidden").write_text("mine")
+    with pytest.raises(ValueError, match=r"folder: expected one that is absent or empty, got "):
+        bench.edit(path)
+    assert bench.edited is None
+    (tmp_path / "empty").mkdir()
+    assert bench.edit(tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_a_saved_file_is_compiled_and_named_in_the_diff(bench: Workbench, folder: Path) -> None:
+    before = bench.kernel
+    assert bench.kernel is before and before.cubin[:4] == b"\x7fELF" and before.registers > 0
+    source = folder / "combine.cu"
+    original = source.read_text()
+    source.write_text(original.replace(LINE, LINE + "    if (token == 5) return;\n"))
+    after = bench.kernel
+    assert after is not before and after.cubin != before.cubin and "token == 5" in after.source
+    assert bench.diff().splitlines()[:2] == ["--- a/combine.cu", "+++ b/combine.cu"]
+    assert "+    if (token == 5) return;" in bench.diff().splitlines()
+    source.write_text(original)
+    assert bench.kernel is before  # by content
+
+
+def test_headers_macros_and_new_files_count(bench: Workbench, folder: Path) -> None:
+    before = bench.kernel.cubin
+    (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 2.0f\n")
+    (folder / "ptx.cuh").write_text((folder / "ptx.cuh").read_text() + '#include "mine.cuh"\n')
+    source = (folder / "combine.cu").read_text()
+    (folder / "combine.cu").write_text(source.replace("weight * bf16_low", "WEIGHT * weight * bf16_low"))
+    doubled = bench.kernel
+    assert doubled.cubin != before and "WEIGHT 2.0f" in doubled.source
+    assert "+++ b/mine.cuh" in bench.diff() and "--- /dev/null" in bench.diff()
+    (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 3.0f\n")
+    assert bench.kernel.cubin != doubled.cubin
+
+
+def test_a_compile_error_shows_the_line_and_the_old_kernel_stays(bench: Workbench, folder: Path) -> None:
+    good = bench.kernel
+    source = folder / "combine.cu"
+    original = source.read_text()
+    source.write_text(original.replace(LINE, "    if (token >= no_such_name) return;\n"))
+    line = original[: original.index(LINE)].count("\n") + 1
+    for _ in range(2):  # as often as it is asked for
+        with pytest.raises(CompileError) as error:
+            _ = bench.kernel
+    message = str(error.value)
+    assert message.startswith(f"{source}:{line}: error:") and "no_such_name" in message.splitlines()[0]
+    assert f"    {line} | if (token >= no_such_name) return;" in message.splitlines()
+    assert "blazeproto-lab-" not in message  # no copy of the sources is spoken of
+    assert bench.last_kernel is good and good.cubin[:4] == b"\x7fELF" and good.registers > 0
+    with pytest.raises(CompileError), bench.use():
+        pass
+    source.write_text(original)
+    assert bench.kernel is good
+
+
+def test_an_error_in_a_header_and_a_missing_one_are_named(bench: Workbench, folder: Path) -> None:
+    header = folder / "ptx.cuh"
+    header.write_text(header.read_text() + "DEVICE int broken() { return absent; }\n")
+    with pytest.raises(CompileError, match=rf"^{header}:{len(header.read_text().splitlines())}: error: "):
+        _ = bench.kernel
+    header.write_text(header.read_text().replace("DEVICE int broken() { return absent; }", '#include "absent.cuh"'))
+    with pytest.raises(CompileError, match=r"absent\.cuh"):
+        _ = bench.kernel
+
+
+def test_an_edited_kernel_never_enters_the_packages_cache(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path / "cache"))
+    folder = bench.edit(tmp_path / "sources")
+    (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
+    _ = bench.kernel
+    assert not cache.folder().exists()
+
+
+# ---- which kernels a launch takes ---------------------------------------------------------------------------------
+
+
+def sources_for(name: str) -> Path | None:
+    return product.build_of(name).sources
+
+
+def test_use_is_for_every_thread_and_undone(bench: Workbench, folder: Path) -> None:
+    with bench.use():
+        edited = sources_for(FAST)
+        assert edited is not None and sources_for("up_forward") is None
+        seen: list[Path | None] = []
+        thread = threading.Thread(target=lambda: seen.append(sources_for(FAST)))
+        thread.start()
+        thread.join()
+        assert seen == [edited]
+        layer = product.Layer(256, 2, "swiglu", False, False, False, False)
+        assert {kernel.sources for kernel in gemm.PRODUCTS[FAST].for_layer(layer)} == {
+            edited
+        }  # what `prepare` compiles
+    assert sources_for(FAST) is None
+    with pytest.raises(KeyboardInterrupt), bench.use():
+        raise KeyboardInterrupt
+    assert sources_for(FAST) is None
+
+
+def test_two_workbenches(bench: Workbench, folder: Path, tmp_path: Path) -> None:
+    second = Workbench(FAST, T=64, d=256, n=64, E=4, K=2)
+    (second.edit(tmp_path / "second") / "mine.cuh").write_text("// mine\n")
+    with bench.use():
+        first = sources_for(FAST)
+        with product.alone({FAST: Build()}):  # as another's check
+            assert sources_for(FAST) is None
+        outer, inner = bench.use(), second.use()
+        outer.__enter__()
+        inner.__enter__()
+        assert sources_for(FAST) not in (None, first)
+        outer.__exit__(None, None, None)  # not in the order of entering
+        assert sources_for(FAST) not in (None, first)
+        inner.__exit__(None, None, None)
+        assert sources_for(FAST) == first
+    assert sources_for(FAST) is None
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """The kernels of all launches, none of which reaches a driver."""
+    kernels: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "handle", lambda self, device: self)
+    monkeypatch.setattr(driver, "launch", lambda kernel, *_: kernels.append(kernel))
+    monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
+    for module in (launch, weight):
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    return kernels
+
+
+NO_DEVICE = 99  # whose plans no launch of another test takes
+
+
+def launch_all(case: Case) -> None:
+    """Every product, of memory that a CPU has and nobody reads."""
+    at = addresses(case.dispatch, NO_DEVICE, 0)
+    rows, (experts, d, n) = at.num_rows, case.down_proj.shape
+    h, act, y = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (2 * n, n, d))
+    f32 = torch.empty(1 << 22)
+    scores, dw = case.scores, torch.empty_like(case.down_proj)
+    up.launch(case.x, case.up_proj, at, activation="swiglu", h=h, act=act)
+    linear.launch(act, case.down_proj, at, out=y)
+    linear.launch_fused(act, case.down_proj, scores, at, out_f32=f32)
+    launch_combine(y, at, scores=scores, out=case.x)
+    outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
+    down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)
+    linear.launch(h, case.up_proj, at, transposed=True, out=y)
+    weight.launch(weight.DOWN, case.d_out, act, at, dw=dw, f32=False, workspace=f32)
+    weight.launch(weight.UP, case.x, h, at, dw=torch.empty_like(case.up_proj), f32=False, workspace=f32)
+    reduce.launch_bias_score_grad(case.d_out, y[:experts], at, d_scores=scores)
+    reduce.launch_expert_row_sum(h, at, out=h[:experts], f32=False, workspace=f32)
+
+
+@pytest.mark.parametrize("name", gemm.PRODUCTS)
+def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
+    name: str, tmp_path: Path, launched: list[Kernel]
+) -> None:
+    case = make_case(Shape(64, 256, 64, 4, 2), device="cpu")
+    bench = Workbench(name, T=64, d=256, n=64, E=4, K=2)
+    launch_all(case)
+    assert len(launched) >= 12 and not any(kernel.sources for kernel in launched)
+    plain = [kernel.entry for kernel in launched]
+    launched.clear()
+    with product.edited(name, tmp_path):
+        launch_all(case)
+        bench_own = launched[:]
+        launched.clear()
+        with product.alone({}):
+            launch_all(case)
+        assert not any(kernel.sources for kernel in launched)
+    own = set(bench.call.kernels(bench.setting, Build((), tmp_path)))
+    edited = {kernel for kernel in bench_own if kernel.sources}
+    assert [kernel.entry for kernel in bench_own] == plain
+    assert edited and edited <= own  # the very objects that the workbench compiles
+    launched.clear()
+    launch_all(case)
+    assert not any(kernel.sources for kernel in launched)
+
+
+@pytest.mark.parametrize("name", gemm.PRODUCTS)
+def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
+    bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
+    kernels = bench.call.kernels(bench.setting, Build())
+    assert {kernel.sources for kernel in bench.call.kernels(bench.setting, Build((), Path("/elsewhere")))} == {
+        Path("/elsewhere")
+    }
+    layer = product.Layer(512, 2, "swiglu", bench.call.biases, bench.call.biases, "fused" in name, False)
+    if name not in ("bias_score_grad", "expert_row_sum"):
+        assert set(kernels) <= set(gemm.PRODUCTS[name].for_layer(layer)), name
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"product": "up_foward"}, "product: expected one of .* did you mean 'up_forward'"),
+        ({"T": 0}, "T: expected at least 1, got 0"),
+        ({"d": 60}, "d: expected a multiple of 8, got 60"),
+        ({"E": 513}, "E: expected at most 512, got 513"),
+        ({"activation": "swigl"}, "activation: expected one of"),
+        ({"routing": "none"}, "routing: expected one of"),
+        ({"config": TileConfig(tile_n=128)}, None),
+        ({"config": TileConfig(cluster=2)}, "config: expected cluster=1"),
+        ({"product": "combine", "config": TileConfig()}, "config: expected None for combine"),
+    ],
+)
+def test_what_no_product_takes_is_refused(arguments: dict, message: str | None) -> None:
+    options = {"product": "up_forward", **arguments}
+    if message is None:
+        Workbench(**options)
+        return
+    with pytest.raises(ValueError, match=message):
+        Workbench(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("what", ["check", "time", "run"])
+def test_what_needs_a_gpu_says_so(bench: Workbench, what: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{what}: expected a Hopper GPU .* got none"):
+        getattr(bench, what)()
+
+
+def test_use_before_edit_is_refused(bench: Workbench) -> None:
+    with pytest.raises(RuntimeError, match=r"call edit\(folder\) first"), bench.use():
+        pass
+
+
+def test_the_labs_names() -> None:
+    assert lab.Workbench is Workbench and lab.oracle.EXACT is EXACT
+    assert {"Workbench", "explain", "swizzle", "fragment", "oracle", "accuracy", "same_bits"} <= set(dir(lab))
+    with pytest.raises(AttributeError, match="no attribute 'workbnch'"):
+        _ = lab.workbnch
+
+
+# ---- the planted bugs ---------------------------------------------------------------------------------------------
+
+QUICK = (0, 4, 7)  # of each kind one that stands for it, of which one is in a header
+
+
+def test_there_are_four_of_each_kind() -> None:
+    kinds = [bug.kind for bug in BUGS]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"epilogue": 4, "gather": 4, "schedule": 4}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_fits_the_sources(tmp_path: Path, bug: Bug) -> None:
+    bench = Workbench(bug.product, **SHAPE)
+    plant(bench.edit(tmp_path / "sources"), bug)
+    assert bench.diff()
+
+
+@pytest.mark.parametrize(
+    "bugs", [pytest.param([BUGS[i] for i in QUICK], id="some"), pytest.param(BUGS, id="all", marks=pytest.mark.full)]
+)
+def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
+    """With delays too where that is the point."""
+    kernels = []
+    for index, bug in enumerate(bugs):
+        bench = Workbench(bug.product, **SHAPE)
+        plant(bench.edit(tmp_path / str(index)), bug)
+        build = bench._build()
+        if "race" in bug.name:
+            build = build._replace(debug=("INJECT_DELAYS",))
+        kernels.append(bench.call.kernels(bench.setting, build)[0])
+    compile_many(kernels, min(2, os.cpu_count() or 1))
+    assert all(kernel.registers > 0 for kernel in kernels)
+
+
+# ---- the comparison -----------------------------------------------------------------------------------------------
+
+SIZES = (300, 40, 72, 3, 2)  # T, d, n, E, K: 200 rows an expert, two row tiles
+
+
+def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[str, Tensor]]:
+    """A product's comparison, and outputs that are exact but for their rounding."""
+    call, setting = CALLS[name], setting_of(name, SIZES, activation, None)
+    case = make_case(Shape(*SIZES), activation=activation, biases=call.biases, device="cpu")
+    given = evaluate(YARDSTICK, case)
+    references = reference(name, case, given)
+    if name.endswith("_weight"):  # whose workspace asks the GPU
+        (output,) = references
+        outputs = {output: Output("expert", tuple(references[output].exact.shape), tile=(128, 256))}
+    else:
+        outputs = call.outputs(setting, case)
+    places = {output: places_of(outputs[output], case) for output in references}
+    values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
+    return case, Comparison(references, places, fixed_order=call.fixed_order), values
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_right_outputs_are_right(name: str) -> None:
+    _, comparison, values = made(name)
+    for _ in range(3):
+        comparison.add(values)
+    verdict = comparison.verdict(name)
+    assert verdict and not verdict.mismatches and "right, in 3 runs" in repr(verdict)
+
+
+@pytest.mark.parametrize("name", ["up_forward", "down_backward_act"])
+@pytest.mark.parametrize("activation", ["geglu", "clamped_swiglu", "relu2", "silu"])
+def test_right_outputs_are_right_whatever_the_activation(name: str, activation: str) -> None:
+    _, comparison, values = made(name, activation)
+    comparison.add(values)
+    assert comparison.verdict(name)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("bias_score_grad", "expert_row_sum")])
+def test_one_wrong_chunk_is_found(name: str) -> None:
+    """16 bytes whose values are their neighbours', in each output."""
+    values = made(name)[2]
+    for output in values:
+        wrong = {n: value.clone() for n, value in values.items()}
+        lines = wrong[output].reshape(-1, wrong[output].shape[-1])
+        if lines.shape[0] == 1:
+            lines[0, 16:20] = lines[0, 20:24].clone()
+        else:
+            lines[100, 16:24] = lines[101, 16:24].clone()
+        _, fresh, _ = made(name)
+        fresh.add(wrong)
+        verdict = fresh.verdict(name)
+        assert not verdict and {tile.output for tile in verdict.tiles} == {output}
+        assert 1 <= sum(tile.wrong for tile in verdict.tiles) <= 8
+        if lines.shape[0] > 1:
+            assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {100}
+
+
+def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    case, comparison, values = made("up_forward")
+    start = int(case.dispatch.expert_token_offsets[2])
+    values["h"][start + 130, 72 + 5] += 1  # up of unit 5, in the second row tile of expert 2
+    comparison.add(values)
+    verdict = comparison.verdict("up_forward")
+    (tile,) = verdict.tiles
+    assert (tile.output, tile.expert, tile.row_tile, tile.column_tile, tile.wrong) == ("h", 2, 1, 0, 1)
+    (mismatch,) = verdict.mismatches
+    assert (mismatch.index, mismatch.row_in_expert) == ((start + 130, 77), 130)
+    assert mismatch.token == int(case.row_token[start + 130]) and mismatch.other_run is None
+    assert mismatch.got == pytest.approx(mismatch.expected + 1, abs=0.1) and mismatch.bound < 0.1
+    assert [n.column for n in mismatch.beside] == [75, 76, 77, 78, 79] and len(mismatch.above_and_below) == 2
+    assert [n.wrong for n in mismatch.beside] == [False, False, True, False, False]
+    text = repr(verdict)
+    assert "expert 2" in text and "row tile 1    x" in text and f"h[{start + 130}, 77]" in text
+    assert verdict.experts == [2]
+
+
+def test_a_tail_that_is_not_written() -> None:
+    case, comparison, values = made("down_forward")
+    last = int(case.dispatch.expert_token_offsets[1]) - 1
+    values["y"][last] = torch.nan
+    comparison.add(values)
+    verdict = comparison.verdict("down_forward")
+    assert verdict.experts == [0] and {tile.row_tile for tile in verdict.tiles} == {last // 128}
+    assert all(m.got != m.got for m in verdict.mismatches) and len(verdict.mismatches) == 10
+
+
+def test_a_run_that_differs_is_told_and_shown() -> None:
+    case, comparison, values = made("down_backward_act")
+    row = int(case.dispatch.expert_token_offsets[1]) + 140
+    pair = int(case.row_pair[row])
+    for run in range(5):
+        again = values["d_scores"].clone()
+        again.view(torch.int32)[pair] ^= run == 3  # its last bit, within bounds
+        comparison.add({**values, "d_scores": again})
+    verdict = comparison.verdict("down_backward_act")
+    assert not verdict and "differ from run to run" in verdict.summary and "~" in repr(verdict)
+    (tile,) = verdict.tiles
+    assert (tile.expert, tile.row_tile, tile.column_tile, tile.wrong, tile.differing) == (1, 1, 0, 0, 1)
+    (mismatch,) = verdict.mismatches
+    assert not mismatch.wrong and mismatch.other_run not in (None, mismatch.got)
+    assert (mismatch.index, mismatch.token, mismatch.row_in_expert) == ((pair, 0), pair // 2, 140)
+
+
+def test_a_late_run_that_is_wrong_is_shown_with_its_value() -> None:
+    _, comparison, values = made("combine")
+    for run in range(3):
+        again = values["out"].clone()
+        again[7, 9] += 100 * (run == 2)
+        comparison.add({"out": again})
+    (mismatch,) = comparison.verdict("combine").mismatches
+    assert mismatch.wrong and mismatch.got > 90 and mismatch.other_run == pytest.approx(mismatch.got - 100, abs=1)
+
+
+def test_what_has_no_fixed_order_may_differ() -> None:
+    _, comparison, values = made("down_forward_fused")
+    for run in range(2):
+        again = values["fused"].clone()
+        again.view(torch.int32)[3, 3] ^= run
+        comparison.add({"fused": again})
+    assert comparison.verdict("down_forward_fused")
+
+
+@pytest.mark.parametrize(
+    ("write", "counts"),
+    [
+        (lambda memory, words, guard: words[guard - 1].fill_(0), [1, 0, 0]),
+        (lambda memory, words, guard: words[-guard:][:8].fill_(0), [0, 8, 0]),
+        (lambda memory, words, guard: memory.values[6:].zero_(), [0, 0, 2 * 16]),
+        (lambda memory, words, guard: memory.values[:5].zero_(), [0, 0, 0]),
+    ],
+    ids=["before", "after", "spare rows", "inside"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stray_writes_are_counted(write: Callable, counts: list[int], dtype: torch.dtype) -> None:
+    memory = Poisoned(Output("row", (8, 16), dtype), "cpu")
+    memory.poison()
+    assert memory.values.isnan().all() and memory.values.shape == (8, 16)
+    guard = memory.guards[0].numel()
+    assert 2 * guard % 512 == 0
+    write(memory, memory.words, guard)
+    expected = [counts[0], counts[1], counts[2] * dtype.itemsize // 2]
+    got = [*memory.touched().tolist(), int(memory.spare(5 if counts[2] == 0 else 6))]
+    assert got == expected and len(_stray("y", got)) == sum(count > 0 for count in expected)
+
+
+def test_an_output_that_is_added_to_begins_at_zero() -> None:
+    memory = Poisoned(Output("token", (4, 8), torch.float32, zeroed=True), "cpu")
+    memory.poison()
+    assert not memory.values.any() and memory.touched().tolist() == [0, 0]
+    assert int(memory.guards[1][0]) == POISON
+
+
+def test_a_changed_input_changes_its_sum() -> None:
+    case, _, values = made("combine")
+    before = _sums(case, {"y": values["out"]})
+    values["out"][0, 0] += 1
+    case.scores[3] = 7
+    after = _sums(case, {"y": values["out"]})
+    assert {name for name in before if before[name] != after[name]} == {"y", "scores"}
+
+
+# ---- all of a check but the launches ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
+    """``on_a_cpu(product, spoil)``: a workbench whose launches write what is exact, then ``spoil(run, outputs, given)``."""
+    monkeypatch.setattr(workbench, "DEVICE", "cpu")
+    monkeypatch.setattr(Workbench, "_needs_hopper", lambda self, what: None)
+    monkeypatch.setattr(Workbench, "_compiled", lambda self, *builds: None)
+
+    def make(name: str, spoil: Callable[..., None]) -> Workbench:
+        bench, runs = Workbench(name, T=200, d=72, n=40, E=3, K=2), count()
+
+        def run(case: Case, given: dict[str, Tensor], out: dict[str, Tensor], config: object) -> None:
+            for output, value in bench._inputs.references.items():
+                out[output].view(-1)[: value.exact.numel()] = value.exact.flatten().to(out[output].dtype)
+            spoil(next(runs), out, given)
+
+        bench.call = dataclasses.replace(bench.call, run=run)
+        return bench
+
+    return make
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("_weight")])
+def test_a_check_of_right_outputs(name: str, on_a_cpu: Callable[..., Workbench]) -> None:
+    bench = on_a_cpu(name, lambda run, out, given: None)
+    verdict = bench.check(3)
+    assert verdict and verdict.runs == 3
+    assert set(bench.run()) == set(bench._inputs.references)
+
+
+def test_a_check_poisons_before_every_run(on_a_cpu: Callable[..., Workbench]) -> None:
+    def spoil(run: int, out: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+        if run == 2:
+            out["y"][5] = torch.from_numpy(np.full(72, POISON, np.int16)).view(torch.bfloat16)
+
+    verdict = on_a_cpu("down_forward", spoil).check(4)
+    assert not verdict and {m.index[0] for m in verdict.mismatches} == {5} and verdict.experts == [0]
+
+
+def test_a_check_tells_of_inputs_that_were_written_over(on_a_cpu: Callable[..., Workbench]) -> None:
+    spoils = [True]
+
+    def spoil(run: int, out: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+        if spoils.pop() if spoils else False:
+            given["act"][3, 3] = 9
+
+    bench = on_a_cpu("down_forward", spoil)
+    verdict = bench.check(2)
+    assert not verdict and verdict.stray == ("act: wrote over this input",)
+    assert bench.check(2)  # they are made again
