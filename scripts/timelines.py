@@ -37,18 +37,14 @@ def main() -> None:
     options = parser.parse_args()
     need_hopper()
 
-    from blazeproto.lab.counters import call_of
-    from blazeproto.lab.oracle import YARDSTICK, Shape, evaluate, make_case
-    from blazeproto.lab.timeline import record
+    from blazeproto.lab import Workbench
 
     s: Sizes = options.shape
-    case = make_case(Shape(s.T, s.d, s.n, s.E, s.K))
-    given = evaluate(YARDSTICK, case)
     pictures, results = (options.out or folder for folder in (REPOSITORY / "docs", RESULTS))
     pictures.mkdir(parents=True, exist_ok=True)
     rows = []
     for product, file in PICTURES.items():
-        timeline = record(call_of(product, case, given), tiles=options.tiles, cta=options.cta)
+        timeline = Workbench(product, s.T, s.d, s.n, s.E, s.K).timeline(options.tiles, options.cta)
         print(timeline, f"\nwrote {timeline.save(pictures / file)}\n")
         shares = {
             role: {what: round(share, 4) for what, share in of_role.items()}

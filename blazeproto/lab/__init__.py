@@ -13,7 +13,7 @@ from typing import Any
 
 _HOME_OF = {
     "Workbench": "workbench",
-    "explain": "explain",
+    "explain": "explanation",
     "fragment": "layouts",
     "swizzle": "layouts",
 }

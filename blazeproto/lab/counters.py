@@ -18,13 +18,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blazeproto.gemm import TileConfig
-from blazeproto.gemm import compile as compilation
 from blazeproto.gemm.registry import PRODUCTS, kernel_for
 from blazeproto.runtime import checks
 
@@ -107,7 +106,7 @@ def counters(
     """Those of one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
 
     T tokens, d model width, n expert width, E experts, K experts a token.  config: its tiles; default: those the package picks.
-    sources: a folder of CUDA sources instead of the package's; what is compiled of them stays beside it.
+    sources: a folder of CUDA sources instead of the package's.
 
     FileNotFoundError where there is no ncu, CountersRefused where the driver forbids, RuntimeError where the program fails;
     each says what to do.
@@ -120,12 +119,10 @@ def counters(
         "routing": routing,
         "seed": seed,
         "config": vars(config) if config else None,
+        "sources": str(sources) if sources else None,
     }
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), environment.get("PYTHONPATH")]))
-    if sources is not None:
-        options["sources"] = str(sources)
-        environment["BLAZEPROTO_CACHE"] = str(Path(sources).parent)
     chosen, stalls = choose_metrics(_known_metrics(ncu))
     if not chosen:
         raise RuntimeError(f"ncu lists none of the metrics that are asked for on this GPU: is {ncu} too old for it?")
@@ -225,52 +222,22 @@ def parse(output: str, chosen: Mapping[str, str], kernel: str) -> Counters:
 # --- The program that ncu watches ----------------------------------------------------------------------------------------------
 
 
-def call_of(
-    product: str, case: Any, given: Mapping[str, Any], config: TileConfig | None = None
-) -> Callable[[], object]:
-    """A product called with a case's inputs (`lab.oracle`: `make_case`, and ``given`` of `evaluate`)."""
-    from blazeproto import gemm
-
-    dispatch = case.dispatch
-    tiles: dict[str, Any] = {"config": config}
-    act: dict[str, Any] = {"activation": case.activation}
-    calls: dict[str, Callable[[], object]] = {
-        "up_forward": lambda: gemm.up_forward(case.x, case.up_proj, dispatch, **act, **tiles),
-        "down_forward": lambda: gemm.down_forward(given["act"], case.down_proj, dispatch, **tiles),
-        "down_forward_fused": lambda: gemm.down_forward_fused(
-            given["act"], case.down_proj, case.scores, dispatch, **tiles
-        ),
-        "down_backward_act": lambda: gemm.down_backward_act(
-            case.d_out, case.down_proj, given["h"], case.scores, dispatch, **act, **tiles
-        ),
-        "down_backward_weight": lambda: gemm.down_backward_weight(case.d_out, given["a_scaled"], dispatch, **tiles),
-        "up_backward_act": lambda: gemm.up_backward_act(given["dh"], case.up_proj, dispatch, **tiles),
-        "up_backward_weight": lambda: gemm.up_backward_weight(given["dh"], case.x, dispatch, **tiles),
-    }
-    checks.one_of("product", product, tuple(calls))
-    return calls[product]
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Two calls to warm up, and one for ncu. arguments: the product, T, d, n, E, K, and further options as JSON."""
-    product, *numbers = arguments[:6]
-    options: dict[str, Any] = {"activation": "swiglu", "routing": "uniform", "seed": 0, "config": None}
-    options |= json.loads(arguments[6]) if len(arguments) > 6 else {}
-    if "sources" in options:
-        compilation.CUDA_SOURCES = Path(options["sources"])
+    """Two runs to warm up, and one for ncu. arguments: the product, T, d, n, E, K, and further options as JSON."""
     import torch
 
-    from blazeproto.lab.oracle import YARDSTICK, Shape, evaluate, make_case
+    from blazeproto.lab.workbench import Workbench
 
-    shape = Shape(*map(int, numbers))
-    case = make_case(shape, options["routing"], activation=options["activation"], seed=options["seed"])
-    given = evaluate(YARDSTICK, case)
-    config = TileConfig(**options["config"]) if options["config"] else None
-    call = call_of(product, case, given, config)
-    call(), call()
+    product, *numbers = arguments[:6]
+    options: dict[str, Any] = json.loads(arguments[6])
+    sources, config = options.pop("sources"), options.pop("config")
+    bench = Workbench(product, *map(int, numbers), **options, config=TileConfig(**config) if config else None)
+    if sources:
+        bench.reopen(sources)
+    bench.run(), bench.run()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
-    call()
+    bench.run()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 
@@ -35,22 +36,29 @@ def _files_in(folder: Path) -> dict[str, bytes]:
 
 
 class EditedSources:
-    """The CUDA sources of ``blazeproto/gemm/cuda``, copied into a folder of one's own.
-
-    folder: absent, or empty. ValueError for one that holds something, TypeError for what is no path.
-    """
+    """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder."""
 
     def __init__(self, folder: str | Path) -> None:
         if not isinstance(folder, str | Path):
             raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
         self.folder = Path(folder).expanduser().resolve()
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            held = "a file" if not self.folder.is_dir() else f"one with {len(list(self.folder.iterdir()))} entries"
-            raise ValueError(f"folder: expected one that is absent or empty, got {held}, {self.folder}")
+        if not self.folder.is_dir():
+            raise ValueError(f"folder: expected a folder with CUDA sources, got {self.folder}")
+
+    @classmethod
+    def copied(cls, folder: str | Path) -> Self:
+        """Those of ``blazeproto/gemm/cuda``, copied. folder: absent, or empty; ValueError for one that holds something."""
+        if not isinstance(folder, str | Path):
+            raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
+        path = Path(folder).expanduser().resolve()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            held = "a file" if not path.is_dir() else f"one with {len(list(path.iterdir()))} entries"
+            raise ValueError(f"folder: expected one that is absent or empty, got {held}, {path}")
         for name, data in _files_in(CUDA_SOURCES).items():
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            copy = path / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(data)
+        return cls(path)
 
     def snapshot(self) -> Path:
         """A folder with the files as they are now, which nobody changes: the same one for the same contents."""

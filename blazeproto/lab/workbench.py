@@ -4,6 +4,7 @@
 >>> bench.edit("my_kernels")         # change my_kernels/up.cu in an editor, then
 >>> bench.check()                    # right, or a map of where it is wrong
 >>> bench.time()
+>>> bench.timeline()                 # what each warp did, and when; counters(): what ncu counts
 >>> with bench.use():
 ...     loss = layer(x)[0].square().mean()
 ...     loss.backward()
@@ -30,9 +31,12 @@ from blazeproto.gemm.product import Build
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, Output, Poisoned, setting_of
+from blazeproto.lab.counters import Counters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.timeline import MACRO as TIMELINE
+from blazeproto.lab.timeline import Timeline, record
 from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
 from blazeproto.lab.verdict import Verdict
 from blazeproto.runtime import checks
@@ -113,6 +117,14 @@ class Workbench:
 
         A file is compiled as it is when `kernel`, `check`, `time` or `use` next ask. New files and macros are as good as the
         old ones. What is compiled from here never enters the package's cache. ValueError for a folder that is not empty.
+        """
+        self.edited = EditedSources.copied(folder)
+        return self.edited.folder
+
+    def reopen(self, folder: str | Path) -> Path:
+        """Goes on with a folder that `edit` filled before, in another session or for another product; its path.
+
+        ValueError where there is none.
         """
         self.edited = EditedSources(folder)
         return self.edited.folder
@@ -202,6 +214,36 @@ class Workbench:
         graphs = {name: self._graph(build) for name, build in builds.items()}
         measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
         return Times(self.product, floor_ms=cost.product_floor_ms(self.product, self.setting.sizes), **measured)
+
+    def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
+        """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
+
+        cta: its number in the grid. ValueError for a product that is not made of tiles. RuntimeError without a Hopper GPU, or
+        where the grid has no such CTA.
+        """
+        self._needs_tiles("timeline")
+        self._needs_hopper("timeline")
+        build = self._build()
+        build = build._replace(debug=(*build.debug, TIMELINE))
+        self._compiled(build)
+        return record(lambda: self._run(build), tiles=tiles, cta=cta)
+
+    def counters(self) -> Counters:
+        """What ncu counts while the kernel runs once: tensor pipe, L2, memory, why warps wait.
+
+        In a process of its own, with the same inputs. ValueError for a product that is not made of tiles. RuntimeError without
+        a Hopper GPU, FileNotFoundError without ncu, CountersRefused where the driver forbids it.
+        """
+        self._needs_tiles("counters")
+        self._needs_hopper("counters")
+        s = self.setting.sizes
+        options: dict[str, Any] = {"activation": self.activation, "routing": self.routing, "seed": self.seed}
+        sources = self.edited.snapshot() if self.edited else None
+        return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
+
+    def _needs_tiles(self, what: str) -> None:
+        if PRODUCTS[self.product].kernel is None:
+            raise ValueError(f"{what}: expected a product that is made of tiles, got {self.product}")
 
     def run(self, *debug: str) -> dict[str, Tensor]:
         """Runs the kernel once on poisoned outputs: these, by name, with the rows in use. They are written again by the next run.

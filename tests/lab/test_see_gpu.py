@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from blazeproto import gemm
 from blazeproto.gemm import product as products
-from blazeproto.lab.counters import CountersRefused, call_of, counters
+from blazeproto.lab import Workbench
+from blazeproto.lab.counters import CountersRefused
 from blazeproto.lab.oracle import YARDSTICK, Case, Shape, evaluate, make_case
 from blazeproto.lab.timeline import Timeline, compiled_in, record
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = Shape(4096, 512, 512, 16, 4)
+SHAPE_SIZES = (4096, 512, 512, 16, 4)
+SHAPE = Shape(*SHAPE_SIZES)
 OF_TILES = [name for name, entry in gemm.PRODUCTS.items() if entry.kernel]
 HAVE_EPILOGUE_WARPS = {"up_forward", "down_forward", "up_backward_act"}
 Given = dict[str, torch.Tensor]
@@ -25,6 +29,29 @@ Given = dict[str, torch.Tensor]
 def case() -> tuple[Case, Given]:
     made = make_case(SHAPE)
     return made, evaluate(YARDSTICK, made)
+
+
+def call_of(
+    product: str, case: Any, given: Mapping[str, Any], config: gemm.TileConfig | None = None
+) -> Callable[[], object]:
+    """A product called with a case's inputs."""
+    dispatch = case.dispatch
+    tiles: dict[str, Any] = {"config": config}
+    act: dict[str, Any] = {"activation": case.activation}
+    calls: dict[str, Callable[[], object]] = {
+        "up_forward": lambda: gemm.up_forward(case.x, case.up_proj, dispatch, **act, **tiles),
+        "down_forward": lambda: gemm.down_forward(given["act"], case.down_proj, dispatch, **tiles),
+        "down_forward_fused": lambda: gemm.down_forward_fused(
+            given["act"], case.down_proj, case.scores, dispatch, **tiles
+        ),
+        "down_backward_act": lambda: gemm.down_backward_act(
+            case.d_out, case.down_proj, given["h"], case.scores, dispatch, **act, **tiles
+        ),
+        "down_backward_weight": lambda: gemm.down_backward_weight(case.d_out, given["a_scaled"], dispatch, **tiles),
+        "up_backward_act": lambda: gemm.up_backward_act(given["dh"], case.up_proj, dispatch, **tiles),
+        "up_backward_weight": lambda: gemm.up_backward_weight(given["dh"], case.x, dispatch, **tiles),
+    }
+    return calls[product]
 
 
 def outputs(result: object) -> list[torch.Tensor]:
@@ -104,9 +131,16 @@ def test_with_tickets(case: tuple[Case, Given]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, outputs(call()), strict=True))
 
 
+def test_the_workbench_s_timeline() -> None:
+    bench = Workbench("up_backward_weight", *SHAPE_SIZES)
+    check_spans(bench.timeline(tiles=2))
+    with pytest.raises(ValueError, match="timeline: expected a product that is made of tiles, got combine"):
+        Workbench("combine", *SHAPE_SIZES).timeline()
+
+
 def test_counters_are_plausible() -> None:
     try:
-        found = counters("up_forward", T=4096, d=512, n=512, E=16, K=4)
+        found = Workbench("up_forward", *SHAPE_SIZES).counters()
     except (CountersRefused, FileNotFoundError) as why:
         pytest.skip(str(why))
     assert found.kernel == "up_forward" and 0.01 < found.milliseconds < 1
