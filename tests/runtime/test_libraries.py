@@ -168,6 +168,11 @@ def test_a_products_float32_results_are_bf16_numbers_near_the_unrounded(name: st
         assert np.array_equal(mine, its) == (output in FP32)
 
 
+def test_one_float64_array_is_enough_to_round_nothing() -> None:
+    given = arguments_of("gemm", "combine", as_float(np.float32)) | {"scores": SCORES}
+    np.testing.assert_array_equal(gemm.combine(**given), gemm_twins.combine(**given))
+
+
 def test_act_is_made_of_h_as_it_is_stored() -> None:
     h, act = gemm.up_forward(**arguments_of("gemm", "up_forward", as_float(np.float32)))
     from blazeproto.activations import activate
