@@ -21,7 +21,7 @@ from tests.public_docs import (
     complaints_about_raising,
     complaints_about_source,
 )
-from tests.runtime import test_libraries as calls
+from tests.runtime import calls
 
 PUBLIC = dict(public_docs.public_names())
 FUNCTIONS = {name: thing for name, thing in PUBLIC.items() if inspect.isfunction(thing)}
