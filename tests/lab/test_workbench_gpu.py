@@ -181,7 +181,7 @@ def step(layer: MoE, x: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
     layer.zero_grad()
     loss = layer(x)[0].float().square().mean()
     loss.backward()
-    return float(loss), [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    return loss.item(), [p.grad.clone() for p in layer.parameters() if p.grad is not None]
 
 
 def test_a_layer_trains_with_an_edited_kernel(tmp_path: Path) -> None:
