@@ -262,7 +262,7 @@ def setting_of(
 # --- Memory that shows what is written to it -------------------------------------------------------------------------------
 
 POISON = 0x7FE5  # in every 16 bits: a NaN in bf16 and in fp32, and no NaN that arithmetic makes
-GUARD_LINES = 128  # of an output, before and after it
+GUARD_LINES, MOST_GUARD = 128, 4 << 20  # of an output, before and after it: as many lines, but no more bytes
 ALIGNMENT = 512  # bytes
 
 
@@ -271,7 +271,7 @@ class Poisoned:
 
     def __init__(self, output: Output, device: Any) -> None:
         line = output.shape[-1] * output.dtype.itemsize
-        guard = -(-GUARD_LINES * line // ALIGNMENT) * ALIGNMENT // 2  # of 16 bits each
+        guard = -(-min(GUARD_LINES * line, MOST_GUARD) // ALIGNMENT) * ALIGNMENT // 2  # of 16 bits each
         size = output.dtype.itemsize // 2 * torch.Size(output.shape).numel()
         self.words = torch.empty(2 * guard + size, dtype=torch.int16, device=device)
         self.guards = (self.words[:guard], self.words[guard + size :])

