@@ -1,6 +1,6 @@
 """The two backends, their protocol, and which of them runs: ``backend="auto" | "hopper" | "torch"``.
 
-:func:`backend_on` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
+`backend_on` is asked inside the operators, where tensors are real, so that nothing of it is traced by torch.compile
 and every operator of one layer answers alike.
 """
 

@@ -10,7 +10,7 @@ selective checkpointing keeps the choice and the dispatch, which are small, and 
     out, stats = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
 
 ``use_reentrant=True`` gives gradients to the tensors that the function itself returns and drops those inside other objects, the
-auxiliary losses in ``stats`` too. :func:`refuse_lost_gradients` makes an error of that.
+auxiliary losses in ``stats`` too. `refuse_lost_gradients` makes an error of that.
 """
 
 import sys

@@ -64,7 +64,7 @@ def moe_mlp(
         activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         up_bias: (E, 2n) or (E, n), of a dtype as gate_up_proj.
         down_bias: (E, d), of a dtype as gate_up_proj.
-        save: what is kept for backward, see :class:`SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
+        save: what is kept for backward, see `SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
             overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
             don't look at what ``grad_fn`` holds.
         backend: "hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.

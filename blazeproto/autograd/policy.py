@@ -86,7 +86,7 @@ def saved_bytes(
     row_capacity: int | None = None,
     varying_pairs: int | None = None,
 ) -> int:
-    """Bytes that one call of :func:`blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
+    """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
 
     save, activation: as in `moe_mlp`.  num_tokens, d_model, d_expert, num_experts, top_k: T, d, n, E, K.
     itemsize: bytes of an element of x as the experts see it, so of 2 under autocast to bf16; scores have 4, or 8 with float64.

@@ -4,10 +4,10 @@ This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose
 the Hopper kernels round (H, act, Y, dH, A', dX~ in the dtype of X) and rounds dA' too, sums in float32 or better, saves the same
 and needs no loop over experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In
 float64, which that lacks, `_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32
-(:func:`_multiplies`), several times as fast.
+(`_multiplies`), several times as fast.
 
 Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
-product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by :func:`_zero_past_last`. A pair
+product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by `_zero_past_last`. A pair
 without a row (-1) reads the very last row, which is then such a clean one: where there are as many rows as pairs, some row is
 left over, and where there are fewer (``row_capacity``), one of zeros is appended.
 """
@@ -284,7 +284,7 @@ def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) ->
 
 
 def _loop_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`_grouped_mm` expert by expert; reads the offsets on the host."""
+    """`_grouped_mm` expert by expert; reads the offsets on the host."""
     out = a.new_empty(a.shape[0], b.shape[2])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         torch.mm(a[begin:end], b[expert], out=out[begin:end])
@@ -292,7 +292,7 @@ def _loop_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _loop_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """:func:`_grouped_outer` expert by expert; reads the offsets on the host."""
+    """`_grouped_outer` expert by expert; reads the offsets on the host."""
     return torch.stack([a[begin:end].t() @ b[begin:end] for begin, end in pairwise(offsets.tolist())])
 
 

@@ -6,11 +6,11 @@ Kernel(combine: 40 registers, 0 B spilled, 0 B shared; combine.cu TOP_K=8 HAS_SC
 >>> print(kernel.sass)
 
 NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
-everything here but :meth:`Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
+everything here but `Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
 hash of the source with its headers, the options and the compiler's version. Those of edited sources (`blazeproto.lab.Workbench`)
 are kept beside the sources instead.
 
-A malformed ``wgmma`` can crash the compiler and the process with it: :func:`compile_in_subprocess` survives that.
+A malformed ``wgmma`` can crash the compiler and the process with it: `compile_in_subprocess` survives that.
 """
 
 import hashlib

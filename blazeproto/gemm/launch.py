@@ -1,7 +1,7 @@
 """A launch as the driver wants it: tensor maps, addresses and numbers in one block of bytes, passed to the kernel by value.
 
-The C++ side is a struct, which :class:`Params` describes: tensor maps first, then 8-byte words, then 4-byte ints. A
-:class:`Plan` is that struct for one shape. A launch packs it into a buffer of its thread with every address new, so that
+The C++ side is a struct, which `Params` describes: tensor maps first, then 8-byte words, then 4-byte ints. A
+`Plan` is that struct for one shape. A launch packs it into a buffer of its thread with every address new, so that
 none outlives the launch: weights may lie elsewhere by the next call. Encoding a tensor map takes 2 µs, having the driver
 change its address 0.4.
 """

@@ -70,7 +70,7 @@ def down_forward(
 
     act (R, n), down_proj (E, d, n), bias (E, d) or None, all bf16, and a dispatch of E experts → y (R, d) bf16.
 
-    columns: as :func:`grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
+    columns: as `grouped_mm`. y may be act itself where d = n is at most a tile's width (``config.tile_n``).
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
@@ -94,7 +94,7 @@ def up_backward_act(
 
     dh (R, G n), up_proj (E, G n, d), both bf16, and a dispatch of E experts → dx_rows (R, d) bf16.
 
-    columns: as :func:`grouped_mm`. `combine` sums a token's rows to dX.
+    columns: as `grouped_mm`. `combine` sums a token's rows to dX.
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.

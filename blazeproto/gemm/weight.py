@@ -95,7 +95,7 @@ def up_backward_weight(
     dh (R, G n), x (T, d) or (R, d), both bf16, and a dispatch of E experts → dw (E, G n, d) bf16, or fp32 if ``dw`` is.
 
     gather: False where x's rows are in expert order already, (R, d).  accumulate: add to an fp32 ``dw``.
-    workspace: (weight_workspace(),) fp32, as of :func:`down_backward_weight`.
+    workspace: (weight_workspace(),) fp32, as of `down_backward_weight`.
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.

@@ -231,7 +231,8 @@ def main(arguments: Sequence[str]) -> None:
     product, *numbers = arguments[:6]
     options: dict[str, Any] = json.loads(arguments[6])
     sources, config = options.pop("sources"), options.pop("config")
-    bench = Workbench(product, *map(int, numbers), **options, config=TileConfig(**config) if config else None)
+    sizes: dict[str, Any] = dict(zip("TdnEK", map(int, numbers), strict=True))
+    bench = Workbench(product, **sizes, **options, config=TileConfig(**config) if config else None)
     if sources:
         bench.reopen(sources)
     bench.run(), bench.run()

@@ -1,12 +1,14 @@
-"""What every kernel room stands on. No torch in here, and Numba in `warp` alone.
+"""What every kernel room stands on.
 
-arrays          views of device arrays, checks of them, streams
-libraries       the public edge: arrays of any library, twins for those in host memory
-rounding        numbers rounded to bf16 in NumPy
-memory          a view as a kernel's argument, as a CuPy array; a stream made current
-checks          of options
-driver          cubins loaded, kernels launched by addresses
-cache           compiled kernels, kept in a folder
-numba_kernel    a Numba kernel, compiled once
-warp            what the threads of a block do together, in Numba kernels
+No torch in here, and Numba in `warp` alone.
+
+    arrays          views of device arrays, checks of them, streams
+    libraries       the public edge: arrays of any library, twins for those in host memory
+    rounding        numbers rounded to bf16 in NumPy
+    memory          a view as a kernel's argument, as a CuPy array; a stream made current
+    checks          of options
+    driver          cubins loaded, kernels launched by addresses
+    cache           compiled kernels, kept in a folder
+    numba_kernel    a Numba kernel, compiled once
+    warp            what the threads of a block do together, in Numba kernels
 """

@@ -53,6 +53,6 @@ def dagger(marks: Iterable[Record]) -> str:
 
 
 def rows_measured_on(record: Record) -> str:
-    """:func:`measured_on` of a layer record, and a note on its marked rows."""
+    """`measured_on` of a layer record, and a note on its marked rows."""
     marks = [row["other_sources"] for row in record["rows"] if "other_sources" in row]
     return f"{measured_on(record)} {dagger(marks)}".rstrip()

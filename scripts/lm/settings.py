@@ -73,7 +73,7 @@ def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's sizes, and how its MoE layers run (see :class:`blazeproto.layer.MoE`).
+    """The model's sizes, and how its MoE layers run (see `blazeproto.layer.MoE`).
 
     Raises:
         TypeError, ValueError: a setting is of another type, or outside its range; or two do not fit each other.
