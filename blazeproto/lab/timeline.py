@@ -7,7 +7,7 @@
 >>> picture.save("up.svg")
 
 Times are in cycles of the multiprocessor, which all warps of a CTA count alike. A clock read and its record take some tens of
-cycles, so short waits look longer than they are; without the macro a kernel has no instruction of it.
+cycles by estimate, so short waits look longer than they are; without the macro a kernel has no instruction of it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LOOKS = {
     "other": (" ", "#e4e4e4", "anything else"),
 }
 COLUMNS = 100  # of the text
-LABEL_WIDTH, PLOT_WIDTH, ROW, GAP, TOP = 150, 1000, 18, 6, 44  # of the drawing, pixels
+LABEL_WIDTH, PLOT_WIDTH, ROW, GAP, TOP = 150, 1000, 18, 6, 64  # of the drawing, pixels
 INSET = 3.5  # by which a nested span is lower at either edge
 
 
@@ -85,9 +85,9 @@ def svg(timeline: Timeline) -> str:
         for span in timeline.spans:
             if span.depth == depth:
                 what, inset = ("other", 0.0) if depth == 0 else (span.what, INSET * (depth - 1))
-                # What began in the tile before, and goes on, is as wide as it is; no span vanishes.
-                box = (span.begin * scale + LABEL_WIDTH, rows[span.warp] + inset)
-                boxes.setdefault(what, []).append((*box, max(0.1, span.cycles * scale), max(4.0, ROW - 2 * inset)))
+                place = (span.begin * scale + LABEL_WIDTH, rows[span.warp] + inset)
+                size = (max(0.1, span.cycles * scale), max(4.0, ROW - 2 * inset))  # no span vanishes
+                boxes.setdefault(what, []).append((*place, *size))
         for what, of_what in boxes.items():
             picture.rectangles(of_what, LOOKS[what][1], what)
     for warp, y in rows.items():
