@@ -175,7 +175,7 @@ class Workbench:
     # --- On the GPU ----------------------------------------------------------------------------------------------------
 
     def check(self, runs: int = 20) -> Verdict:
-        """Runs the kernel on poisoned outputs; whether each element is as near to float64 as rounding allows.
+        """Runs the kernel ``runs`` times on poisoned outputs; whether each element is as near to float64 as rounding allows.
 
         Every second run has random delays around barriers compiled in, so that a race shows. Runs must give the same bits
         (but for down_forward_fused, which adds in no fixed order), write every element, and nothing beside the outputs.
@@ -202,7 +202,7 @@ class Workbench:
     def time(self, rounds: int = ROUNDS) -> Times:
         """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
 
-        CUDA graphs are replayed, so the host's time is not in it; inputs that fit lie in the L2 cache. RuntimeError without a
+        Medians of ``rounds`` rounds. CUDA graphs are replayed, so the host's time is not in it; inputs that fit lie in the L2 cache. RuntimeError without a
         Hopper GPU.
         """
         checks.integer("rounds", rounds, least=1)
