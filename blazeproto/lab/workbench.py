@@ -202,8 +202,8 @@ class Workbench:
     def time(self, rounds: int = ROUNDS) -> Times:
         """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
 
-        Medians of ``rounds`` rounds. CUDA graphs are replayed, so the host's time is not in it; inputs that fit lie in the L2 cache. RuntimeError without a
-        Hopper GPU.
+        Medians of ``rounds`` rounds. CUDA graphs are replayed, so the host's time is not in it; inputs that fit lie in the L2
+        cache. RuntimeError without a Hopper GPU.
         """
         checks.integer("rounds", rounds, least=1)
         self._needs_hopper("time")
