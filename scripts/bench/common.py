@@ -88,6 +88,14 @@ TABLES: dict[str, tuple[LayerShape, ...]] = {
 }
 SHAPES: tuple[LayerShape, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
 QUICK_SHAPES: tuple[LayerShape, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
+# Those that whole layers are compared on beside them: many experts, odd widths, few rows an expert.
+EXTRA_SHAPES = (
+    LayerShape(16384, 4096, 512, 512, 8),
+    LayerShape(16384, 2880, 2880, 128, 4),
+    LayerShape(8192, 4096, 1536, 256, 6),
+    LayerShape(16384, 5120, 1536, 160, 6),
+)
+MODULE_SHAPES = (*SHAPES, *EXTRA_SHAPES)
 
 
 def table_of(shape: LayerShape) -> str:

@@ -33,7 +33,9 @@ from torch import Tensor
 from blazeproto import cost
 from scripts.bench import peers
 from scripts.bench.common import (
+    EXTRA_SHAPES,
     MIB,
+    MODULE_SHAPES,
     RESULTS,
     SHAPES,
     TABLES,
@@ -55,13 +57,6 @@ from scripts.command import argument_parser, need_hopper, positive, refuse
 Row = dict[str, Any]
 Programs = dict[str, list[modules.ModuleProgram]]
 
-EXTRA_SHAPES = (
-    LayerShape(16384, 4096, 512, 512, 8),
-    LayerShape(16384, 2880, 2880, 128, 4),
-    LayerShape(8192, 4096, 1536, 256, 6),
-    LayerShape(16384, 5120, 1536, 160, 6),
-)
-MODULE_SHAPES = (*SHAPES, *EXTRA_SHAPES)
 QUICK_SHAPES = (SHAPES[0], SHAPES[8], SHAPES[20], EXTRA_SHAPES[0])
 
 # What SonicMoE's time over ours has to be, forward + backward: least on a shape, and the geometric mean of the large ones.

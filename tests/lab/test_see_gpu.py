@@ -42,7 +42,12 @@ def call_of(
         "up_forward": lambda: gemm.up_forward(case.x, case.up_proj, dispatch, **act, **tiles),
         "down_forward": lambda: gemm.down_forward(given["act"], case.down_proj, dispatch, **tiles),
         "down_forward_fused": lambda: gemm.down_forward_fused(
-            given["act"], case.down_proj, case.scores, dispatch, **tiles
+            given["act"],
+            case.down_proj,
+            case.scores,
+            dispatch,
+            out_f32=torch.zeros(case.x.shape, device="cuda"),
+            **tiles,
         ),
         "down_backward_act": lambda: gemm.down_backward_act(
             case.d_out, case.down_proj, given["h"], case.scores, dispatch, **act, **tiles
