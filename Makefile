@@ -44,7 +44,7 @@ test: lint
 
 test-all: lint
 	@mkdir -p results/cpu
-	$(PYTEST) -m "" | tee results/cpu/test-all.log
+	$(PYTEST) -m "" | sed "s|$$PWD/||g" | tee results/cpu/test-all.log
 
 lint: ready-for-tests
 	$(PY) -m ruff check .
