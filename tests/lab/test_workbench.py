@@ -70,6 +70,16 @@ def test_a_folder_that_is_not_empty_is_refused(bench: Workbench, tmp_path: Path,
     assert bench.edit(tmp_path / "empty") == tmp_path / "empty"
 
 
+def test_a_folder_is_gone_on_with(bench: Workbench, folder: Path, tmp_path: Path) -> None:
+    (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
+    other = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
+    assert other.reopen(folder) == folder and "+// mine" in other.diff() and other.diff() == bench.diff()
+    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, got "):
+        other.reopen(tmp_path / "absent")
+    with pytest.raises(TypeError, match="folder: expected a path, got int"):
+        other.reopen(3)
+
+
 def test_a_saved_file_is_compiled_and_named_in_the_diff(bench: Workbench, folder: Path) -> None:
     before = bench.kernel
     assert bench.kernel is before and before.cubin[:4] == b"\x7fELF" and before.registers > 0
