@@ -6,7 +6,8 @@
 >>> rich.print(machine_code(bench.kernel, "wgmma.cuh"))
 
 Kernels are compiled with ``-lineinfo``, which adds a table of lines to a cubin and changes no instruction; nvdisasm reads it.
-Instructions stand as they lie in memory: the compiler mixes those of several lines, so a line comes again and again.
+Instructions stand as they lie in memory: the compiler mixes those of several lines, so a line comes again and again. What it
+moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop around it.
 """
 
 from __future__ import annotations
@@ -130,11 +131,12 @@ class MachineCode:
         return f"MachineCode({self._title()})"
 
     def __rich__(self) -> RichGroup:
+        from rich.columns import Columns
         from rich.console import Group as RichGroup
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        legend = Text("  ").join(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
+        legend = Columns(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
         table = RichTable(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -255,7 +257,6 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[Group]:
 
     Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
     """
-
     lines_of = cache(_lines_of)
 
     @cache
@@ -265,8 +266,8 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[Group]:
         return SourceLine(name, number, texts[number - 1].strip() if 0 < number <= len(texts) else "")
 
     for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
-        line, *calls = [source_line(*frame) for frame in frames] or [None]
-        yield Group(function, line, tuple(call for call in calls if call), tuple(row[2] for row in found))
+        lines = [source_line(*frame) for frame in frames]
+        yield Group(function, lines[0] if lines else None, tuple(lines[1:]), tuple(row[2] for row in found))
 
 
 def _instructions(disassembly: str) -> Iterator[tuple[str, _Frames, Instruction]]:
