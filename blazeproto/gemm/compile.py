@@ -146,10 +146,14 @@ class Kernel(Shown):
     @cached_property
     def sass(self) -> str:
         """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError where there is none."""
+        return self.disassemble()
+
+    def disassemble(self, *options: str) -> str:
+        """As `sass`, with further ``options`` of nvdisasm. FileNotFoundError where there is none."""
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(self.cubin)
-            command = [nvrtc.find_tool("nvdisasm"), "--print-code", str(cubin)]
+            command = [nvrtc.find_tool("nvdisasm"), "--print-code", *options, str(cubin)]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def _usage(self, pattern: str) -> list[int]:

@@ -15,10 +15,11 @@ _HOME_OF = {
     "Workbench": "workbench",
     "explain": "explanation",
     "fragment": "layouts",
+    "machine_code": "sass",
     "swizzle": "layouts",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "workbench")
-__all__ = ["Workbench", "explain", "fragment", "swizzle"]
+__all__ = ["Workbench", "explain", "fragment", "machine_code", "swizzle"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,306 @@
+"""A kernel's machine code (SASS) in colours, beside the source lines that it came from.
+
+>>> from blazeproto.lab import machine_code
+>>> code = machine_code(bench.kernel)
+>>> rich.print(code)                                # in Jupyter just: code
+>>> rich.print(machine_code(bench.kernel, "wgmma.cuh"))
+
+Kernels are compiled with ``-lineinfo``, which adds a table of lines to a cubin and changes no instruction; nvdisasm reads it.
+Instructions stand as they lie in memory: the compiler mixes those of several lines, so a line comes again and again. What it
+moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`` one is put down to the loop around it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.tables import TEXT_WIDTH
+
+if TYPE_CHECKING:
+    from rich.console import Group as RichGroup
+    from rich.text import Text
+
+_Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
+# Instructions by their first word, as "CUDA Binary Utilities" lists Hopper's; colours are legible on white and on black.
+_OTHER = "arithmetic, moves"
+_KINDS = {
+    "wgmma": ("#e0404f", "HGMMA IGMMA QGMMA BGMMA WARPGROUP WARPGROUPSET"),
+    "cp.async, TMA": (
+        "#e08020",
+        "LDGSTS LDGDEPBAR DEPBAR UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH UBLKCP UBLKRED UBLKPF",
+    ),
+    "barriers, fences": (
+        "#a060d0",
+        "SYNCS ARRIVES BAR B2R MEMBAR FENCE ERRBAR CGAERRBAR CCTL UCGABAR_ARV UCGABAR_WAIT ACQBULK",
+    ),
+    "shared memory": ("#2f9e44", "LDS LDSM STS STSM ATOMS STAS REDAS"),
+    "global memory": ("#2f80d0", "LDG STG LD ST ATOM ATOMG RED REDG LDGMC LDL STL"),
+    _OTHER: ("#808080", ""),
+    "control flow": (
+        "#b08050",
+        "BRA BRX BRXU JMP JMX JMXU CALL RET EXIT KILL BSSY BSYNC BREAK BMOV RPCMOV WARPSYNC ELECT ENDCOLLECTIVE YIELD "
+        "NANOSLEEP PREEXIT USETMAXREG BPT",
+    ),
+}
+_KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+
+_SECTION = re.compile(r"^//-+ \.text\.(\S+)")
+_FRAME = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
+_LABEL = re.compile(r"^(\.L_\w+):")
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+_FIRST_WORD = re.compile(r"(?:@!?U?P\w+\s+)?(\w+)")
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of CUDA C++. file: as it is called in the folder of sources, number: from 1, text: without its indentation."""
+
+    file: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of the machine's. address: in bytes from where the function begins.  label: by which branches name it, or empty."""
+
+    address: int
+    text: str
+    label: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Which of the legend's: "wgmma", "shared memory", …"""
+        match = _FIRST_WORD.match(self.text)
+        return _KIND_OF.get(match[1], _OTHER) if match else _OTHER
+
+
+@dataclass(frozen=True)
+class Group:
+    """Instructions that follow each other and came from one line.
+
+    line: where they are written; None where the compiler names none.  calls: the lines that this one was inlined at, the nearest
+    first.  function: whose code it is.
+    """
+
+    function: str
+    line: SourceLine | None
+    calls: tuple[SourceLine, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class MachineCode:
+    """Of a kernel, in the order of the code. Rich and Jupyter show it in colours. total: instructions there are, shown or not."""
+
+    entry: str
+    groups: tuple[Group, ...]
+    total: int
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Of all groups."""
+        return [instruction for group in self.groups for instruction in group.instructions]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many instructions there are of each kind of the legend."""
+        counts = Counter(instruction.kind for instruction in self.instructions)
+        return {kind: counts[kind] for kind in _KINDS}
+
+    def _title(self) -> str:
+        shown = len(self.instructions)
+        part = f"{shown:,} of {self.total:,}" if shown < self.total else f"{shown:,}"
+        lines = len({group.line for group in self.groups})
+        return f"{self.entry}: {part} instructions of {lines:,} source lines"
+
+    def __repr__(self) -> str:
+        return f"MachineCode({self._title()})"
+
+    def __rich__(self) -> RichGroup:
+        from rich.columns import Columns
+        from rich.console import Group as RichGroup
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        legend = Columns(Text(f"■ {kind} {count:,}", _colour(kind)) for kind, count in self.kinds.items())
+        table = RichTable(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for group in self.groups:
+            table.add_row(Text("\n").join(self._source(group)), Text("\n").join(self._listing(group)))
+        return RichGroup(Text(self._title(), style="bold"), legend, table)
+
+    def _source(self, group: Group) -> Iterator[Text]:
+        from rich.text import Text
+
+        if group.line is None:
+            yield Text("no source line", style="dim")
+            return
+        yield Text.assemble((f"{group.line}  ", "bold"), group.line.text)
+        if group.calls:
+            yield Text(_calls(group), style="dim")
+
+    def _listing(self, group: Group) -> Iterator[Text]:
+        from rich.text import Text
+
+        for instruction in group.instructions:
+            if instruction.label:
+                yield Text(f"{instruction.label}:", style="dim")
+            yield Text.assemble((f"{instruction.address:05x}  ", "dim"), (instruction.text, _colour(instruction.kind)))
+
+    def text(self, width: int = TEXT_WIDTH) -> str:
+        """Without colours, in ``width`` columns, for a file."""
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=width, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        legend = " ".join(
+            f'<span style="color:{_colour(kind)}">■ {escape(kind)} {count:,}</span>'
+            for kind, count in self.kinds.items()
+        )
+        rows = "".join(
+            f'<tr><td style="{_CELL}">{_html_source(group)}</td><td style="{_CELL}">{_html_listing(group)}</td></tr>'
+            for group in self.groups
+        )
+        table = f'<div style="max-height:48em;overflow:auto"><table style="font-family:monospace">{rows}</table></div>'
+        return f"<div><b>{escape(self._title())}</b><p>{legend}</p>{table}</div>"
+
+
+_CELL = "text-align:left;vertical-align:top;white-space:pre"
+
+
+def _colour(kind: str) -> str:
+    return _KINDS[kind][0]
+
+
+def _calls(group: Group) -> str:
+    return "  in " + " < ".join(map(str, group.calls))
+
+
+def _html_source(group: Group) -> str:
+    if group.line is None:
+        return '<span style="opacity:0.6">no source line</span>'
+    calls = f'\n<span style="opacity:0.6">{escape(_calls(group))}</span>' if group.calls else ""
+    return f"<b>{escape(str(group.line))}</b>  {escape(group.line.text)}{calls}"
+
+
+def _html_listing(group: Group) -> str:
+    lines = []
+    for instruction in group.instructions:
+        if instruction.label:
+            lines.append(f'<span style="opacity:0.6">{escape(instruction.label)}:</span>')
+        address = f'<span style="opacity:0.6">{instruction.address:05x}</span>'
+        lines.append(f'{address}  <span style="color:{_colour(instruction.kind)}">{escape(instruction.text)}</span>')
+    return "\n".join(lines)
+
+
+def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
+    """The instructions of ``kernel``, grouped by the source lines that they came from.
+
+    kernel: `Workbench.kernel`, or one of `gemm.kernel_for`; compiled if need be. Lines are read in its own folder of sources, so
+    an edited kernel shows edited lines.  lines: which of them to show, all by default: a file ("up.cu"), a line ("up.cu:172"),
+    or else a regular expression that is searched for in "file:number" and in the line's text.
+
+    TypeError for what is no kernel or no text. ValueError for a kernel without line information, for what is no regular
+    expression, and for one that no line has. FileNotFoundError where there is no nvdisasm.
+    """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"kernel: expected a Kernel, got {type(kernel).__name__}")
+    if not (lines is None or isinstance(lines, str)):
+        raise TypeError(f"lines: expected a file or a regular expression, got {type(lines).__name__}")
+    try:
+        pattern = re.compile(lines or "")
+    except re.error as error:
+        raise ValueError(f"lines: expected a file or a regular expression, got {lines!r}: {error}") from None
+    groups = tuple(_parse(kernel.disassemble("--print-line-info-inline"), kernel))
+    if all(group.line is None for group in groups):
+        raise ValueError(f"kernel: expected one compiled with line information (-lineinfo), got {kernel!r}")
+    code = MachineCode(kernel.entry, groups, sum(len(group.instructions) for group in groups))
+    return code if lines is None else replace(code, groups=_matching(groups, lines, pattern))
+
+
+def _matching(groups: tuple[Group, ...], wanted: str, pattern: re.Pattern[str]) -> tuple[Group, ...]:
+    """Those of a file or a line of that name, or else of the lines that the expression is found in."""
+    written = [(group, group.line) for group in groups if group.line]
+    found = tuple(group for group, line in written if wanted in (line.file, str(line)))
+    found = found or tuple(group for group, line in written if pattern.search(str(line)) or pattern.search(line.text))
+    if not found:
+        files = ", ".join(sorted({line.file for _, line in written}))
+        raise ValueError(
+            f"lines: expected a file, or what is found in a line with instructions, got {wanted!r}; files: {files}"
+        )
+    return found
+
+
+# --- What nvdisasm prints --------------------------------------------------------------------------------------------------
+
+
+def _parse(disassembly: str, kernel: Kernel) -> Iterator[Group]:
+    """Groups of what nvdisasm prints with ``--print-line-info-inline``.
+
+    Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
+    """
+    lines_of = cache(_lines_of)
+
+    @cache
+    def source_line(path: str, number: int) -> SourceLine:
+        found, name = _source_file(Path(path), kernel)
+        texts = lines_of(found)
+        return SourceLine(name, number, texts[number - 1].strip() if 0 < number <= len(texts) else "")
+
+    for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
+        lines = [source_line(*frame) for frame in frames]
+        yield Group(function, lines[0] if lines else None, tuple(lines[1:]), tuple(row[2] for row in found))
+
+
+def _instructions(disassembly: str) -> Iterator[tuple[str, _Frames, Instruction]]:
+    """Each with its function and frames."""
+    function, label = "", ""
+    frames: _Frames = ()
+    after_frame = False
+    for row in disassembly.splitlines():
+        if frame := _FRAME.match(row):
+            frames = (*(frames if after_frame else ()), (frame[1], int(frame[2])))
+        elif instruction := _INSTRUCTION.match(row):
+            yield function, frames, Instruction(int(instruction[1], 16), instruction[2], label)
+            label = ""
+        elif section := _SECTION.match(row):
+            function, frames = section[1], ()
+        elif named := _LABEL.match(row):
+            label = named[1]
+        after_frame = frame is not None
+
+
+def _source_file(path: Path, kernel: Kernel) -> tuple[Path, str]:
+    """Where a file that the compiler was given lies now, and what to call it.
+
+    A cubin out of the cache may have been compiled from another copy of the same sources.
+    """
+    if path.name == kernel.path.name:
+        return kernel.path, kernel.path.name
+    for begin in range(1, len(path.parts)):
+        name = Path(*path.parts[begin:])
+        if (kernel.folder / name).is_file():
+            return kernel.folder / name, name.as_posix()
+    return path, path.name  # a header of CUDA
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
