@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import moe_mlp
 
-__all__ = ["REFUSED", "explain", "experts_forward", "register"]
+__all__ = ["REFUSED", "experts_forward", "explain", "register"]
 
 NAME = "blazeproto"
 OLDEST, NEWEST = (5, 17), (5, 23)  # minor versions of transformers that this is tested with
@@ -41,12 +41,16 @@ FUNCTIONS = {  # the class of act_fn, and f of blazeproto.activations
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
+PLAIN_FUNCTIONS = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # where act_fn is no module
 GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def _act_fn(experts: nn.Module) -> str | None:
     """The name of f where act_fn is one of the table's."""
-    kind = type(getattr(experts, "act_fn", None))
+    act_fn = getattr(experts, "act_fn", None)
+    if not isinstance(act_fn, nn.Module):
+        return next((name for function, name in PLAIN_FUNCTIONS.items() if act_fn is function), None)
+    kind = type(act_fn)
     return FUNCTIONS.get(kind.__name__) if kind.__module__ in LIBRARIES else None
 
 
@@ -63,8 +67,9 @@ def _clamped(limit: str, alpha: str) -> Callable[[nn.Module], str | None]:
     return name
 
 
+DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
 GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a module of transformers, as an activation
-    "transformers.integrations.moe._default_apply_gate": _swiglu_of_act_fn,
+    DEFAULT_GATE: _swiglu_of_act_fn,
     "transformers.models.beam.modeling_beam.BeamExperts._apply_gate": _swiglu_of_act_fn,
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": _clamped("limit", "alpha"),
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": _clamped(
@@ -107,6 +112,7 @@ def _weights(experts: Any) -> Weights:
 # --- What is refused -----------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.assume_constant_result
 def _quantised(experts: nn.Module) -> bool:
     tensors = [tensor for tensor in _weights(experts) if tensor is not None]
     return any(t.dtype not in FLOAT_DTYPES or type(t).__module__.startswith(QUANTISERS) for t in tensors)
@@ -138,7 +144,9 @@ def _refuse(experts: nn.Module) -> None:
 
 def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """What transformers' fine-grained FP8 experts get, which have a registry of their own."""
-    raise ValueError(f'experts_implementation="{NAME}": {type(experts).__name__} has quantised experts (FP8), not supported')
+    raise ValueError(
+        f'experts_implementation="{NAME}": {type(experts).__name__} has quantised experts (FP8), not supported'
+    )
 
 
 # --- Which road ----------------------------------------------------------------------------------------------------------
@@ -149,8 +157,9 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
     if getattr(experts, "has_post_expert_norm", False):  # not there before transformers 5.18 or so
         return "a norm after each expert"
     if _activation(experts) is None:
-        gate = _gate_name(experts).rpartition(".")[2] if experts.has_gate else "no gate"
-        return f"{gate} with {type(getattr(experts, 'act_fn', None)).__name__}, which blazeproto.activations lacks"
+        gate, act_fn = _gate_name(experts), type(getattr(experts, "act_fn", None)).__name__
+        own = experts.has_gate and gate != DEFAULT_GATE
+        return f"its own gate, {gate.removeprefix(f'{experts.__module__}.')}" if own else f"the activation {act_fn}"
     if len({tensor.dtype for tensor in _weights(experts) if tensor is not None}) > 1:
         return "weights of several dtypes"
     if any(hasattr(tensor, "placements") for tensor in _weights(experts)):
