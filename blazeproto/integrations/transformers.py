@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="blazeproto")
 
 transformers calls what is registered in place of the forward of every experts module that has its decorator
-``use_experts_implementation``. The module says how its weights lie; from that it takes one of three roads (`explain` tells which):
+``use_experts_implementation``. The module says how its weights lie, and so which of three roads it takes (`explain` tells):
 
     in place       gate_up_proj (E, 2n, d), or up_proj (E, n, d) without a gate, and down_proj (E, d, n); an activation of
                    `blazeproto.activations`: `moe_mlp` on the module's own weights
@@ -168,9 +168,10 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
 
 
 def explain(model: nn.Module) -> dict[str, str]:
-    """Which road each experts module of a model takes, by its name: "in place", "turned: ...", "grouped_mm: ..." or "refused: ...".
+    """Which road each experts module of a model takes, by its name.
 
-    The module's docstring tells what they are. It doesn't matter which implementation is set. Hugging Face transformers,
+    "in place", "turned: ...", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It
+    doesn't matter which implementation is set. Hugging Face transformers,
     ``integrations/moe.py``, has the layouts.
 
     Args:
@@ -271,7 +272,7 @@ def _check_version() -> None:
 
 
 def register() -> None:
-    """Give transformers the experts implementation "blazeproto". Call it once a process, before a model is made; again is harmless.
+    """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
     Hugging Face transformers, ``integrations/moe.py``.

@@ -14,27 +14,40 @@ from torch import nn
 
 VOCABULARY = 64
 SMALL: dict[str, Any] = {  # by whatever name a configuration has for it; it ignores the others
-
-        "vocab_size": VOCABULARY,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 64
-    ,
-    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-
-        "num_experts_per_tok": 2,
-        "moe_topk": 2,
-        "top_k_experts": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1
-    ,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "qk_head_dim": 16, "first_k_dense_replace": 0, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1,
-    "enable_moe_block": True, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "first_k_dense_replace": 0,
+    "shared_expert_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "enable_moe_block": True,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
 }
 SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
 EXTRA: dict[str, dict[str, Any]] = {  # what a family needs besides
@@ -124,11 +137,23 @@ def tokens() -> torch.Tensor:
 
 
 EXPERTS_CONFIG = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
-    "hidden_size": 32, "moe_hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16,
-    "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2",
-    "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "post_norm_eps": 1e-5, "moe_latent_size": None,
-    "mlp_gate_softcap": 20.0, "mlp_up_softcap": 20.0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "hidden_size": 32,
+    "moe_hidden_size": 32,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_hidden_act": "relu2",
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "post_norm_eps": 1e-5,
+    "moe_latent_size": None,
+    "mlp_gate_softcap": 20.0,
+    "mlp_up_softcap": 20.0,
 }
 
 

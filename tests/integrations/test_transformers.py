@@ -266,7 +266,7 @@ def test_gradient_checkpointing(family: str, use_reentrant: bool, calls: list[st
     ],
 )
 def test_sentinels(folder: str, name: str) -> None:
-    """A pair of an expert elsewhere, with weight 0: it adds nothing, its gradients are 0, and a token of only such is not read."""
+    """A pair of an expert elsewhere, with weight 0: it adds nothing, its gradients are 0; a token of only such is unread."""
     experts = families.experts_alone(folder, name)
     experts._is_expert_parallel = True
     x, index, scores = torch.randn(12, 32), torch.rand(12, 4).topk(2).indices, torch.rand(12, 2)
