@@ -215,7 +215,7 @@ def _turned(experts: Any) -> Weights:
     return Weights(up, down, up_bias, down_bias)
 
 
-def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
 
     bfloat16 on compute capability 9.0 runs on the kernels, every other dtype and device on plain torch operations (`moe_mlp`'s
