@@ -81,6 +81,7 @@ GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a mo
 }
 
 
+@torch.compiler.assume_constant_result  # it is the class's, and a compiler reads no __qualname__
 def _gate_name(experts: nn.Module) -> str:
     gate: Any = experts._apply_gate
     return f"{gate.__module__}.{gate.__qualname__}"

@@ -309,6 +309,11 @@ def test_autocast_multiplies_in_its_dtype() -> None:
 )
 def test_compiles_without_a_graph_break(folder: str, name: str) -> None:
     experts = families.experts_alone(folder, name)
+    torch._dynamo.reset()
+    decide = torch.compile(lambda m: (torch.ones(1), ours._why_grouped_mm(m), ours._activation(m)), backend="eager")
+    assert decide(experts)[1:] == (None, ours._activation(experts)), (
+        "the compiler reads what a module is as Python does"
+    )
     inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
     wanted = outputs_and_gradients(experts, "blazeproto", inputs)
     with warnings.catch_warnings():
