@@ -28,7 +28,10 @@ _HOME_OF = {
     "Dispatch": "dispatch",
     "build_dispatch": "dispatch",
 }
-_ROOMS = ("activations", "autograd", "cost", "dispatch", "gemm", "lab", "layer", "reference", "router", "runtime")
+_ROOMS = (
+    *("activations", "autograd", "cost", "dispatch", "gemm", "integrations"),
+    *("lab", "layer", "reference", "router", "runtime"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-ROOMS = ("blazeproto", *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab")))
+ROOMS = (
+    "blazeproto",
+    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab", "integrations.transformers")),
+)
 SYMBOLS = "T d n E K R P G m parts reduction columns d_model d_expert num_experts any"
 DTYPES = r"\b(bf16|fp16|fp32|fp64|bfloat16|float16|float32|float64|int32|int64|integers?|floating[ -]point|dtype|uint8|bytes)\b"
 HEADINGS = {"Args", "Returns", "Raises", "Parameters", "Fields", "Floor", "Source"}

@@ -28,7 +28,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"router"},
     {"layer"},
     {"cost"},
-    {"lab"},
+    {"lab", "integrations"},
     {"doctor", "__main__"},
 )
 

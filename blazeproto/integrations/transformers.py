@@ -1,0 +1,289 @@
+"""blazeproto's experts in Hugging Face transformers, by one line.
+
+    from blazeproto.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="blazeproto")
+
+transformers calls what is registered in place of the forward of every experts module that has its decorator
+``use_experts_implementation``. The module says how its weights lie, and so which of three roads it takes (`explain` tells):
+
+    in place       gate_up_proj (E, 2n, d), or up_proj (E, n, d) without a gate, and down_proj (E, d, n); an activation of
+                   `blazeproto.activations`: `moe_mlp` on the module's own weights
+    turned         weights transposed, or gate and up interleaved: `moe_mlp` on a view that it makes contiguous, a copy a call;
+                   gradients come back in the module's layout
+    grouped_mm     another activation, or a norm after each expert: transformers' own ``grouped_mm`` implementation
+
+What no road can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from blazeproto.autograd import moe_mlp
+
+__all__ = ["REFUSED", "experts_forward", "explain", "register"]
+
+NAME = "blazeproto"
+OLDEST, NEWEST = (5, 17), (5, 23)  # minor versions of transformers that this is tested with
+
+# --- What a module has ---------------------------------------------------------------------------------------------------
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not what their dtype says
+LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
+FUNCTIONS = {  # the class of act_fn, and f of blazeproto.activations
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+PLAIN_FUNCTIONS = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # where act_fn is no module
+GATED = {"silu": "swiglu", "gelu": "geglu"}
+
+
+def _act_fn(experts: nn.Module) -> str | None:
+    """The name of f where act_fn is one of the table's."""
+    act_fn = getattr(experts, "act_fn", None)
+    if not isinstance(act_fn, nn.Module):
+        return next((name for function, name in PLAIN_FUNCTIONS.items() if act_fn is function), None)
+    kind = type(act_fn)
+    return FUNCTIONS.get(kind.__name__) if kind.__module__ in LIBRARIES else None
+
+
+def _swiglu_of_act_fn(experts: nn.Module) -> str | None:
+    return GATED.get(_act_fn(experts) or "")
+
+
+def _clamped(limit: str, alpha: str) -> Callable[[nn.Module], str | None]:
+    """Of a gate that is gpt-oss's; limit and alpha name its attributes."""
+
+    def name(experts: nn.Module) -> str:
+        return f"clamped_swiglu(limit={float(getattr(experts, limit))!r},alpha={float(getattr(experts, alpha))!r})"
+
+    return name
+
+
+DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
+GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a module of transformers, as an activation
+    DEFAULT_GATE: _swiglu_of_act_fn,
+    "transformers.models.beam.modeling_beam.BeamExperts._apply_gate": _swiglu_of_act_fn,
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": _clamped("limit", "alpha"),
+    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": _clamped(
+        "swiglu_limit", "swiglu_alpha"
+    ),
+    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": (
+        _clamped("limit", "alpha")
+    ),
+}
+
+
+@torch.compiler.assume_constant_result  # it is the class's, and a compiler reads no __qualname__
+def _gate_name(experts: nn.Module) -> str:
+    gate: Any = experts._apply_gate
+    return f"{gate.__module__}.{gate.__qualname__}"
+
+
+def _activation(experts: nn.Module) -> str | None:
+    """The activation of the table that a module's experts have, or None."""
+    if not experts.has_gate:
+        return _act_fn(experts)
+    known = GATES.get(_gate_name(experts))
+    return None if known is None else known(experts)
+
+
+class Weights(NamedTuple):
+    """A module's parameters, as they lie: up (E, 2n, d) or (E, n, d) and down (E, d, n), each maybe transposed."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _weights(experts: Any) -> Weights:
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    biases = (getattr(experts, f"{name}_bias"), experts.down_proj_bias) if experts.has_bias else (None, None)
+    return Weights(getattr(experts, name), experts.down_proj, *biases)
+
+
+# --- What is refused -----------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def _quantised(experts: nn.Module) -> bool:
+    tensors = [tensor for tensor in _weights(experts) if tensor is not None]
+    return any(t.dtype not in FLOAT_DTYPES or type(t).__module__.startswith(QUANTISERS) for t in tensors)
+
+
+def _offloaded(experts: nn.Module) -> bool:
+    """accelerate's hook brings the weights for one call and takes them away after it, or they are nowhere yet."""
+    hook = getattr(experts, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(one, "offload", False) for one in hooks) or _weights(experts).down.device.type == "meta"
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
+    "offloaded": (_offloaded, "weights on the device while the model is trained or run: load it without offloading"),
+    "quantised": (_quantised, "weights in bfloat16, float16, float32 or float64: dequantise them, or use another one"),
+}
+"""What is refused: how it is recognised in an experts module, and what was expected instead."""
+
+
+def _refuse(experts: nn.Module) -> None:
+    for what, (found, expected) in REFUSED.items():
+        if found(experts):
+            weight = _weights(experts).down
+            raise ValueError(
+                f'experts_implementation="{NAME}": {type(experts).__name__} has {what} experts; expected {expected}; '
+                f"got {weight.dtype} on {weight.device}"
+            )
+
+
+def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What transformers' fine-grained FP8 experts get, which have a registry of their own."""
+    raise ValueError(
+        f'experts_implementation="{NAME}": {type(experts).__name__} has quantised experts (FP8), not supported'
+    )
+
+
+# --- Which road ----------------------------------------------------------------------------------------------------------
+
+
+def _why_grouped_mm(experts: nn.Module) -> str | None:
+    """What keeps a module from `moe_mlp`; None where nothing does."""
+    if getattr(experts, "has_post_expert_norm", False):  # not there before transformers 5.18 or so
+        return "a norm after each expert"
+    if _activation(experts) is None:
+        gate, act_fn = _gate_name(experts), type(getattr(experts, "act_fn", None)).__name__
+        own = experts.has_gate and gate != DEFAULT_GATE
+        return f"its own gate, {gate.removeprefix(f'{experts.__module__}.')}" if own else f"the activation {act_fn}"
+    if len({tensor.dtype for tensor in _weights(experts) if tensor is not None}) > 1:
+        return "weights of several dtypes"
+    if any(hasattr(tensor, "placements") for tensor in _weights(experts)):
+        return "weights that are DTensors"
+    return None
+
+
+def explain(model: nn.Module) -> dict[str, str]:
+    """Which road each experts module of a model takes, by its name.
+
+    "in place", "turned: ...", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It
+    doesn't matter which implementation is set. Hugging Face transformers,
+    ``integrations/moe.py``, has the layouts.
+
+    Args:
+        model: a transformers model, or an experts module.
+
+    Returns:
+        The roads, in the order of ``model.named_modules()``; {} where no module has the decorator.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    return {name: _road(module) for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
+def _road(experts: Any) -> str:
+    for what, (found, expected) in REFUSED.items():
+        if found(experts):
+            return f"refused: {what}; expected {expected}"
+    if why := _why_grouped_mm(experts):
+        return f"grouped_mm: {why}"
+    turned = ["transposed"] * experts.is_transposed + ["interleaved"] * (not experts.is_concatenated)
+    return f"turned: {' and '.join(turned)}" if turned else "in place"
+
+
+def _de_interleaved(tensor: Tensor, dim: int) -> Tensor:
+    """Gate and up that alternate along dim, as gate then up."""
+    dim %= tensor.dim()
+    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _turned(experts: Any) -> Weights:
+    """The weights as `moe_mlp` has them: themselves, or views and copies of them."""
+    up, down, up_bias, down_bias = _weights(experts)
+    if experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    if not experts.is_concatenated:
+        up = _de_interleaved(up, 1)
+        up_bias = None if up_bias is None else _de_interleaved(up_bias, 1)
+    return Weights(up, down, up_bias, down_bias)
+
+
+def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
+
+    bfloat16 on compute capability 9.0 runs on the kernels, every other dtype and device on plain torch operations (`moe_mlp`'s
+    ``backend="auto"``). Outside autocast tokens are cast to the weights' dtype, as ``grouped_mm`` does.
+
+    Args:
+        experts: a module with the decorator ``use_experts_implementation``; its weights are of one dtype.
+        hidden_states: (T, d) tokens, bfloat16, float16, float32 or float64.
+        top_k_index: (T, K) expert ids, int32 or int64; of an id outside [0, E), the sentinel of expert parallelism, nothing is
+            read, and its gradients are zero.
+        top_k_weights: (T, K) the router's scores, any floating dtype.
+
+    Returns:
+        (T, d) in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: the module is one of `REFUSED`; or what `moe_mlp` raises.
+    """
+    _refuse(experts)
+    if _why_grouped_mm(experts) is not None:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    up, down, up_bias, down_bias = _turned(experts)
+    x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
+    activation = _activation(experts)
+    assert activation is not None
+    out = moe_mlp(
+        x,
+        up,
+        down,
+        top_k_weights,
+        top_k_index,
+        num_experts=down.shape[0],
+        activation=activation,
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+    return out.to(hidden_states.dtype)
+
+
+# --- Registering ---------------------------------------------------------------------------------------------------------
+
+
+def _check_version() -> None:
+    expected = f"expected transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(f"{expected}, got none: pip install 'blazeproto[transformers]'") from None
+    parts = transformers.__version__.split(".")
+    if not OLDEST <= (int(parts[0]), int(parts[1])) <= NEWEST:
+        raise ImportError(f"{expected}, got {transformers.__version__}: pip install 'blazeproto[transformers]'")
+
+
+def register() -> None:
+    """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
+
+    Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
+    Hugging Face transformers, ``integrations/moe.py``.
+
+    Raises:
+        ImportError: transformers is missing, or not of a version from 5.17 to 5.23.
+    """
+    _check_version()
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)

@@ -1,0 +1,355 @@
+"""`blazeproto.integrations.transformers` beside transformers' eager experts, on tiny models of many families."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
+
+from blazeproto.integrations import transformers as ours  # noqa: E402
+from tests.integrations import families  # noqa: E402
+from tests.integrations.families import DOZEN, experts_of, tiny, tokens  # noqa: E402
+
+OTHERS = [family for family in families.causal_families() if family not in DOZEN]
+CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
+ROADS = {  # of the classes that are not "in place"
+    "AriaExperts": "turned: transposed",
+    "DeepseekV4Experts": "grouped_mm: its own gate, DeepseekV4Experts._apply_gate",
+    "DiffusionGemmaTextExperts": "grouped_mm: the activation GELUTanh",
+    "Gemma4TextExperts": "grouped_mm: the activation GELUTanh",
+    "Glm5NextTextExperts": "grouped_mm: its own gate, Glm5NextTextExperts._apply_gate",
+    "GptOssExperts": "turned: transposed and interleaved",
+    "HYV4Experts": "grouped_mm: its own gate, HYV4Experts._apply_gate",
+    "Inkling2Experts": "grouped_mm: its own gate, Inkling2Experts._apply_gate",
+    "MuseSparkExperts": "grouped_mm: a norm after each expert",
+    "OpenAIPrivacyFilterExperts": "turned: transposed",
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    transformers.logging.set_verbosity_error()
+    ours.register()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The activation of each call of `moe_mlp`."""
+    made: list[str] = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        made.append(options["activation"])
+        return moe_mlp(*args, **options)
+
+    moe_mlp = ours.moe_mlp
+    monkeypatch.setattr(ours, "moe_mlp", counted)
+    return made
+
+
+def train(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and every parameter's gradient by its name."""
+    model.set_experts_implementation(implementation)
+    assert model.config._experts_implementation == implementation
+    model.zero_grad()
+    ids = tokens()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def agrees_with_eager(family: str, calls: list[str]) -> None:
+    model = tiny(family)
+    roads = ours.explain(model).values()
+    assert roads, "no experts in it"
+    loss, gradients = train(model, "eager")
+    assert not calls
+    our_loss, our_gradients = train(model, "blazeproto")
+    assert len(calls) == sum(not road.startswith("grouped_mm") for road in roads)
+    assert gradients.keys() == our_gradients.keys()
+    assert all(gradients[f"{name}.down_proj"].any() for name in experts_of(model))
+    close(our_loss, loss)
+    for name, gradient in gradients.items():
+        close(our_gradients[name], gradient)
+
+
+# --- Families ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DOZEN)
+def test_a_model_trains_as_eager(family: str, calls: list[str]) -> None:
+    agrees_with_eager(family, calls)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", OTHERS)
+def test_another_model_trains_as_eager(family: str, calls: list[str]) -> None:
+    agrees_with_eager(family, calls)
+
+
+def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Of one call with output gradients of ones and twos: the output, dX, dS, and the weights' gradients."""
+    x, index, scores = inputs
+    x, scores = (tensor.detach().clone().requires_grad_() for tensor in (x, scores))
+    experts.config._experts_implementation = implementation
+    experts.zero_grad()
+    out = experts(x, index, scores)
+    out.backward(torch.arange(out.numel()).view_as(out).remainder(2).add(1).to(out.dtype))
+    return [tensor.detach() for tensor in (out, x.grad, scores.grad, *(p.grad for p in experts.parameters()))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("folder", "name"), CLASSES)
+def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
+    experts = families.experts_alone(folder, name)
+    kind = name.partition(".")[2]
+    assert ours.explain(experts) == {"": ROADS.get(kind, "in place")}
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    wanted = outputs_and_gradients(experts, "eager", inputs)
+    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
+        close(got, want)
+
+
+def test_roads_are_those_of_classes_that_there_are() -> None:
+    assert {name.partition(".")[2] for _, name in CLASSES} >= ROADS.keys()
+
+
+@pytest.mark.parametrize("family", DOZEN)
+def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
+    """Each experts module, on the inputs that it had in the model."""
+    model = tiny(family).bfloat16()
+    model.set_experts_implementation("blazeproto")
+    inputs: dict[str, tuple[Tensor, ...]] = {}
+    for name, experts in experts_of(model).items():
+        experts.register_forward_pre_hook(lambda _, args, name=name: inputs.__setitem__(name, args))
+    with torch.no_grad():
+        model(input_ids=tokens())
+    for name, experts in experts_of(model).items():
+        x, index, scores = inputs[name]
+        ran = {kind: outputs_and_gradients(experts, kind, inputs[name]) for kind in ("eager", "blazeproto")}
+        exact = outputs_and_gradients(experts.float(), "eager", (x.float(), index, scores.float()))
+        for eager, got, wanted in zip(ran["eager"], ran["blazeproto"], exact, strict=True):
+            assert got.dtype == eager.dtype
+            eager_error, error = ((t.float() - wanted).norm() / wanted.norm() for t in (eager, got))
+            assert error <= max(1.1 * eager_error, 2**-7), (name, tuple(got.shape), error, eager_error)
+
+
+# --- Refused -------------------------------------------------------------------------------------------------------------
+
+
+def experts_module() -> Any:
+    return families.experts_alone("mixtral", "modeling_mixtral.MixtralExperts")
+
+
+def quantised() -> Any:
+    experts = experts_module()
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    return experts
+
+
+def offloaded() -> Any:
+    experts = experts_module()
+    experts._hf_hook = SimpleNamespace(offload=True)
+    return experts
+
+
+@pytest.mark.parametrize("what", ours.REFUSED)
+def test_the_refused_are_refused_by_name(what: str, calls: list[str]) -> None:
+    experts = {"quantised": quantised, "offloaded": offloaded}[what]()
+    experts.config._experts_implementation = "blazeproto"
+    with pytest.raises(ValueError, match=f'experts_implementation="blazeproto": MixtralExperts has {what} experts'):
+        experts(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    assert not calls
+    assert ours.explain(experts)[""].startswith(f"refused: {what}; expected ")
+
+
+def test_experts_that_are_nowhere_yet_are_refused() -> None:
+    assert ours.explain(experts_module().to("meta"))[""].startswith("refused: offloaded")
+
+
+def test_fp8_experts_are_refused() -> None:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
+    with pytest.raises(ValueError, match="MixtralExperts has quantised experts"):
+        ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"](experts_module(), None, None, None)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.24.0", "6.0.0.dev0"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which lazy imports put there anew
+    with pytest.raises(ImportError, match=rf"expected transformers 5\.17 to 5\.23, got {version}"):
+        ours.register()
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])
+def test_these_versions_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which lazy imports put there anew
+    ours.register()
+
+
+def test_a_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"expected transformers 5\.17 to 5\.23, got none: pip install"):
+        ours.register()
+
+
+def test_explain_takes_a_module() -> None:
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
+        ours.explain("a name")  # type: ignore[arg-type]
+    assert ours.explain(torch.nn.Linear(2, 2)) == {}
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    light = (
+        "import sys, blazeproto\nassert not {'torch', 'numpy', 'cupy', 'numba', 'transformers'} & set(sys.modules)\n"
+    )
+    code = light + "import blazeproto.integrations.transformers\nassert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- What a model does besides --------------------------------------------------------------------------------------------
+
+
+def test_save_and_load(tmp_path: Path, calls: list[str]) -> None:
+    model = tiny("qwen3_moe", experts_implementation="blazeproto")
+    ids = tokens()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        assert len(calls) == 2
+        model.save_pretrained(tmp_path)
+        assert "blazeproto" not in (tmp_path / "config.json").read_text(), "it would not load without us"
+        again = type(model).from_pretrained(tmp_path, experts_implementation="blazeproto")
+        plain = type(model).from_pretrained(tmp_path)
+        assert torch.equal(again(input_ids=ids).logits, logits)
+        assert len(calls) == 4
+        close(plain(input_ids=ids).logits, logits)
+        assert len(calls) == 4
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(family: str, use_reentrant: bool, calls: list[str]) -> None:
+    model = tiny(family).train()
+    loss, gradients = train(model, "blazeproto")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    calls.clear()
+    again, recomputed = train(model, "blazeproto")
+    assert len(calls) == 4, "each of two layers twice"
+    assert torch.equal(loss, again)
+    assert recomputed.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        close(recomputed[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("mixtral", "modeling_mixtral.MixtralExperts"),
+        ("gpt_oss", "modeling_gpt_oss.GptOssExperts"),
+        ("nemotron_h", "modeling_nemotron_h.NemotronHExperts"),
+        ("gemma4", "modeling_gemma4.Gemma4TextExperts"),
+    ],
+)
+def test_sentinels(folder: str, name: str) -> None:
+    """A pair of an expert elsewhere, with weight 0: it adds nothing, its gradients are 0; a token of only such is unread."""
+    experts = families.experts_alone(folder, name)
+    experts._is_expert_parallel = True
+    x, index, scores = torch.randn(12, 32), torch.rand(12, 4).topk(2).indices, torch.rand(12, 2)
+    away = torch.zeros(12, 2, dtype=torch.bool)
+    away[::2, 1], away[5] = True, True
+    scores = scores.masked_fill(away, 0)
+    here = index.clone()
+    index = index.masked_fill(away, 4)
+    read = x if ours.explain(experts)[""].startswith("grouped_mm") else x.index_fill(0, torch.tensor([5]), torch.nan)
+    got = outputs_and_gradients(experts, "blazeproto", (read, index, scores))
+    wanted = outputs_and_gradients(experts, "eager", (x, here, scores))
+    wanted[2] = wanted[2].masked_fill(away, 0)
+    assert not got[0][5].any() and not got[1][5].any() and not got[2][away].any()
+    for one, other in zip(got, wanted, strict=True):
+        close(one, other)
+
+
+def test_tokens_of_another_dtype_are_cast_to_the_weights() -> None:
+    experts = experts_module().bfloat16()
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    got = outputs_and_gradients(experts, "blazeproto", inputs)
+    wanted = outputs_and_gradients(experts, "grouped_mm", inputs)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    model = tiny("qwen3_moe")
+    exact, _ = train(model, "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = train(model, "blazeproto")
+    assert abs(loss - exact) < 0.05
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("qwen3_moe", "modeling_qwen3_moe.Qwen3MoeExperts"), ("gpt_oss", "modeling_gpt_oss.GptOssExperts")],
+)
+def test_compiles_without_a_graph_break(folder: str, name: str) -> None:
+    experts = families.experts_alone(folder, name)
+    torch._dynamo.reset()
+    decide = torch.compile(lambda m: (torch.ones(1), ours._why_grouped_mm(m), ours._activation(m)), backend="eager")
+    assert decide(experts)[1:] == (None, ours._activation(experts)), (
+        "the compiler reads what a module is as Python does"
+    )
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    wanted = outputs_and_gradients(experts, "blazeproto", inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        experts.compile(backend="aot_eager", fullgraph=True)
+        got = outputs_and_gradients(experts, "blazeproto", inputs)
+    for one, other in zip(got, wanted, strict=True):
+        close(one, other)
+
+
+def test_compiled_code_is_not_shared_by_other_activations() -> None:
+    """As where a decoder layer is compiled, and the next one has other limits."""
+    torch._dynamo.reset()
+    alike = [families.experts_alone("gpt_oss", "modeling_gpt_oss.GptOssExperts") for _ in range(2)]
+    alike[1].load_state_dict(alike[0].state_dict())
+    alike[1].limit = 0.25
+    for experts in alike:
+        experts.config._experts_implementation = "blazeproto"
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    run = torch.compile(lambda experts: experts(*inputs), backend="eager", fullgraph=True)
+    outs = [run(experts) for experts in alike]
+    assert not torch.allclose(*outs, rtol=0.01)
+    for experts, out in zip(alike, outs, strict=True):
+        close(out, experts(*inputs))
+
+
+def test_a_gate_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
+    class Halved(type(experts_module())):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return 0.5 * self.act_fn(gate) * up
+
+    experts = experts_module()
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    whole = outputs_and_gradients(experts, "eager", inputs)[0]
+    experts.__class__ = Halved
+    close(outputs_and_gradients(experts, "blazeproto", inputs)[0], whole / 2)
+    assert not calls
+    assert "Halved._apply_gate" in ours.explain(experts)[""]
