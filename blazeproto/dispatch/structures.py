@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import blazeproto
 from blazeproto.runtime.shown import Shown
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class Dispatch(Shown):
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """The load of each expert as bars, by matplotlib, on ``ax`` or new axes; waits for the device. Returns the Axes."""
-        plot_load = import_module("blazeproto.lab.views").plot_load
-        made: Axes = plot_load(self, ax)
+        made: Axes = blazeproto.lab.views.plot_load(self, ax)
         return made
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ _HOME_OF = {
     "machine_code": "sass",
     "swizzle": "layouts",
 }
-_ROOMS = ("accuracy", "oracle", "same_bits", "workbench")
+_ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
 __all__ = ["Workbench", "explain", "fragment", "machine_code", "swizzle"]
 
 

@@ -3,9 +3,9 @@
 >>> from blazeproto.lab.counters import counters
 >>> counters("up_forward", T=40960, d=768, n=256, E=128, K=8)
 
-ncu watches a program from its start, so the product is launched by a process of its own, which this file is the main program of:
+ncu watches a program from its start, so the product is launched by a process of its own:
 
-    ncu ... python -m blazeproto.lab.counters up_forward 40960 768 256 128 8
+    ncu ... python -m blazeproto.lab.watched up_forward 40960 768 256 128 8
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def counters(
     command = [
         *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none"),
         *("--kernel-name-base", "function", "--kernel-name", entry, "--metrics", ",".join([*chosen.values(), *stalls])),
-        *(sys.executable, "-m", "blazeproto.lab.counters", product, *map(str, sizes), json.dumps(options)),
+        *(sys.executable, "-m", "blazeproto.lab.watched", product, *map(str, sizes), json.dumps(options)),
     ]
     done = _run(command, environment)
     return parse(done, chosen, entry)
@@ -217,31 +217,3 @@ def parse(output: str, chosen: Mapping[str, str], kernel: str) -> Counters:
         dram_busy=field["dram_busy"] / 100,
         stalls=dict(sorted(stalls.items(), key=lambda item: -item[1])[:STALLS_SHOWN]),
     )
-
-
-# --- The program that ncu watches ----------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Two runs to warm up, and one for ncu. arguments: the product, T, d, n, E, K, and further options as JSON."""
-    import torch
-
-    from blazeproto.lab.workbench import Workbench
-
-    product, *numbers = arguments[:6]
-    options: dict[str, Any] = json.loads(arguments[6])
-    sources, config = options.pop("sources"), options.pop("config")
-    sizes: dict[str, Any] = dict(zip("TdnEK", map(int, numbers), strict=True))
-    bench = Workbench(product, **sizes, **options, config=TileConfig(**config) if config else None)
-    if sources:
-        bench.reopen(sources)
-    bench.run(), bench.run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    bench.run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

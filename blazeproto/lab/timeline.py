@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from blazeproto.gemm import compile as compilation
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.svg import Picture
+from blazeproto.lab.spans import Span, Timeline
 from blazeproto.runtime import checks
 
 MACRO = "TIMELINE"
@@ -48,104 +46,8 @@ WHATS = (
 ROLES = ("producer", "consumer", "epilogue")
 WARPGROUP_WARPS = 4
 UNDER_MMA = ("hand-over", "store")  # what a consumer does while its wgmma run
-OTHER = "other"
 
 Records = Sequence[Sequence[tuple[int, int]]]
-
-
-@dataclass(frozen=True)
-class Span:
-    """What a warp did from one clock to another, in cycles from the first record of all.
-
-    what: "mma", "wait full", ...; "hand-over under mma" where that ran during the tile's wgmma; a role for all that the warp did.
-    depth: how many spans it lies in.  tile: the warp's, from 0; -1 before its first.
-    finished: False where the record breaks off within it.
-    """
-
-    warp: int
-    role: str
-    what: str
-    begin: int
-    end: int
-    depth: int
-    tile: int
-    finished: bool = True
-
-    @property
-    def cycles(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, repr=False)
-class Timeline(Picture):
-    """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
-
-    kernel: its name.  tile_begins: (warp, tile, cycle).  complete: False where a warp's memory for records was full before its
-    last tile.
-    """
-
-    kernel: str
-    cta: int
-    tiles: int
-    spans: tuple[Span, ...]
-    tile_begins: tuple[tuple[int, int, int], ...]
-    complete: bool = True
-
-    @property
-    def warps(self) -> dict[int, str]:
-        """The role of each warp that did something."""
-        return {span.warp: span.role for span in self.spans}
-
-    @property
-    def cycles(self) -> int:
-        """From the first record to the last."""
-        return max((span.end for span in self.spans), default=0)
-
-    def innermost(self, warp: int) -> list[tuple[str, int, int]]:
-        """A warp's time without gaps and overlaps: (what, begin, end); what lies in no span is "other"."""
-        own = [span for span in self.spans if span.warp == warp]
-        cuts = sorted({clock for span in own for clock in (span.begin, span.end)})
-        pieces: list[tuple[str, int, int]] = []
-        opened: list[Span] = []
-        waiting = sorted(own, key=lambda span: (span.begin, span.depth))[::-1]
-        for begin, end in pairwise(cuts):
-            while waiting and waiting[-1].begin <= begin:
-                opened.append(waiting.pop())
-            opened = [span for span in opened if span.end > begin]
-            if not opened:
-                continue
-            deepest = max(opened, key=lambda span: span.depth)
-            what = OTHER if deepest.depth == 0 else deepest.what
-            if pieces and pieces[-1][0] == what and pieces[-1][2] == begin:
-                pieces[-1] = (what, pieces[-1][1], end)
-            else:
-                pieces.append((what, begin, end))
-        return pieces
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Shares of time by role, largest first: the mean over a role's warps. Time in nested spans is the inner one's, so
-        a role's shares add up to 1."""
-        times: dict[str, dict[str, int]] = {}
-        for warp, role in self.warps.items():
-            of_role = times.setdefault(role, {})
-            for what, begin, end in self.innermost(warp):
-                of_role[what] = of_role.get(what, 0) + end - begin
-        return {
-            role: {what: time / total for what, time in sorted(of_role.items(), key=lambda item: -item[1])}
-            for role, of_role in times.items()
-            if (total := sum(of_role.values()))
-        }
-
-    def svg(self) -> str:
-        """A row a warp, a colour for each kind of span, inner spans over outer ones; no script."""
-        from blazeproto.lab import timeline_drawing
-
-        return timeline_drawing.svg(self)
-
-    def __repr__(self) -> str:
-        from blazeproto.lab import timeline_drawing
-
-        return timeline_drawing.text(self)
 
 
 # --- From records to spans ---------------------------------------------------------------------------------------------------

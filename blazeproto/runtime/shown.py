@@ -1,18 +1,16 @@
 """`Shown`: an object that IPython, Jupyter and rich show as tables, which are made when they are asked for."""
 
-import importlib
 from typing import Any
+
+import blazeproto  # the package's face, which finds the lab when it is named
 
 
 class Shown:
-    """The rich and the HTML view of a class of this package, both from one description, `blazeproto.lab.views.view`.
-
-    The lab is imported at a call alone: what shows itself there is imported by the lab.
-    """
+    """The rich and the HTML view of a class of this package, both from one description, `blazeproto.lab.views.view`."""
 
     def __rich__(self) -> Any:
-        return importlib.import_module("blazeproto.lab.views").view(self).__rich__()
+        return blazeproto.lab.views.view(self).__rich__()
 
     def _repr_html_(self) -> str:
-        made: str = importlib.import_module("blazeproto.lab.views").view(self)._repr_html_()
+        made: str = blazeproto.lab.views.view(self)._repr_html_()
         return made

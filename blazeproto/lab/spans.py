@@ -1,14 +1,12 @@
-"""A timeline as text, for a terminal, and as a drawing."""
+"""What warps did and when, as spans of clock cycles; as text, for a terminal, and as a drawing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import pairwise
 
-from blazeproto.lab.svg import Svg
-
-if TYPE_CHECKING:
-    from blazeproto.lab.timeline import Timeline
+from blazeproto.lab.svg import Picture, Svg
 
 # What: letter, colour, words of the legend. Order of the legend.
 LOOKS = {
@@ -27,6 +25,103 @@ LOOKS = {
 COLUMNS = 100  # of the text
 LABEL_WIDTH, PLOT_WIDTH, ROW, GAP, TOP = 150, 1000, 18, 6, 64  # of the drawing, pixels
 INSET = 3.5  # by which a nested span is lower at either edge
+
+
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a warp did from one clock to another, in cycles from the first record of all.
+
+    what: "mma", "wait full", ...; "hand-over under mma" where that ran during the tile's wgmma; a role for all that the warp did.
+    depth: how many spans it lies in.  tile: the warp's, from 0; -1 before its first.
+    finished: False where the record breaks off within it.
+    """
+
+    warp: int
+    role: str
+    what: str
+    begin: int
+    end: int
+    depth: int
+    tile: int
+    finished: bool = True
+
+    @property
+    def cycles(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Picture):
+    """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
+
+    kernel: its name.  tile_begins: (warp, tile, cycle).  complete: False where a warp's memory for records was full before its
+    last tile.
+    """
+
+    kernel: str
+    cta: int
+    tiles: int
+    spans: tuple[Span, ...]
+    tile_begins: tuple[tuple[int, int, int], ...]
+    complete: bool = True
+
+    @property
+    def warps(self) -> dict[int, str]:
+        """The role of each warp that did something."""
+        return {span.warp: span.role for span in self.spans}
+
+    @property
+    def cycles(self) -> int:
+        """From the first record to the last."""
+        return max((span.end for span in self.spans), default=0)
+
+    def innermost(self, warp: int) -> list[tuple[str, int, int]]:
+        """A warp's time without gaps and overlaps: (what, begin, end); what lies in no span is "other"."""
+        own = [span for span in self.spans if span.warp == warp]
+        cuts = sorted({clock for span in own for clock in (span.begin, span.end)})
+        pieces: list[tuple[str, int, int]] = []
+        opened: list[Span] = []
+        waiting = sorted(own, key=lambda span: (span.begin, span.depth))[::-1]
+        for begin, end in pairwise(cuts):
+            while waiting and waiting[-1].begin <= begin:
+                opened.append(waiting.pop())
+            opened = [span for span in opened if span.end > begin]
+            if not opened:
+                continue
+            deepest = max(opened, key=lambda span: span.depth)
+            what = OTHER if deepest.depth == 0 else deepest.what
+            if pieces and pieces[-1][0] == what and pieces[-1][2] == begin:
+                pieces[-1] = (what, pieces[-1][1], end)
+            else:
+                pieces.append((what, begin, end))
+        return pieces
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Shares of time by role, largest first: the mean over a role's warps. Time in nested spans is the inner one's, so
+        a role's shares add up to 1."""
+        times: dict[str, dict[str, int]] = {}
+        for warp, role in self.warps.items():
+            of_role = times.setdefault(role, {})
+            for what, begin, end in self.innermost(warp):
+                of_role[what] = of_role.get(what, 0) + end - begin
+        return {
+            role: {what: time / total for what, time in sorted(of_role.items(), key=lambda item: -item[1])}
+            for role, of_role in times.items()
+            if (total := sum(of_role.values()))
+        }
+
+    def svg(self) -> str:
+        """A row a warp, a colour for each kind of span, inner spans over outer ones; no script."""
+        return drawing(self)
+
+    def __repr__(self) -> str:
+        return text(self)
+
+
+# --- Pictures -------------------------------------------------------------------------------------------------------------
 
 
 def _label(timeline: Timeline, warp: int) -> str:
@@ -65,7 +160,7 @@ def text(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def svg(timeline: Timeline) -> str:
+def drawing(timeline: Timeline) -> str:
     """A row a warp; nested spans lie over those that they are within, and are lower."""
     legend = _legend(timeline)
     rows = {warp: TOP + index * (ROW + GAP) for index, warp in enumerate(timeline.warps)}
