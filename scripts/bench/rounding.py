@@ -169,6 +169,8 @@ def figures(
             "gpu_method": f"{forward.method[name]}/{both.method[name]}",
             **model_tflops(shape, rows, forward.ms[name], both.ms[name]),
         }
+        if refused := forward.refused.get(name) or both.refused.get(name):
+            found[name]["not_captured"] = refused
     return found
 
 

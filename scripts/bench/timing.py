@@ -65,11 +65,17 @@ def capture(call: Call, pool: Pool) -> torch.cuda.CUDAGraph:
     Raises what the capture raises (at a host synchronisation, say), or RuntimeError where a replay gives other results.
     Graphs that share a pool share memory: they must not run at the same time, and nobody reads their results afterwards.
     """
-    expected = tensors_in(call())
+    # An autograd thread may let go of a backward's nodes a little after the backward returns. A leaf's AccumulateGrad node that
+    # lives on is used again, with its stream: so what runs before the capture runs on the stream that captures.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            expected = tensors_in(call())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # a capture can't return cached blocks to make room
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         results = tensors_in(call())
     for result in results:
         result.fill_(math.nan)
