@@ -24,6 +24,7 @@ from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.svg import Picture
 from blazeproto.runtime import checks
+from blazeproto.runtime.optional import need
 
 MACRO = "TIMELINE"
 # timeline.cuh has the same.
@@ -272,6 +273,7 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
     checks.integer("tiles", tiles, 1)
     checks.integer("cta", cta, 0)
+    need("cupy")
     from cupy.cuda import runtime
 
     with compiled_in():
