@@ -57,15 +57,18 @@ def _check(result: tuple[Any, ...]) -> Any:
 @cache
 def version() -> tuple[int, int]:
     """(major, minor) of the NVRTC that compiles here. CompileError where there is none, or a cuda-bindings of another version."""
-    from blazeproto.runtime.optional import need
+    from blazeproto.runtime import optional
 
     try:
-        need("cuda-bindings")
+        optional.need("cuda-bindings")
         from cuda.bindings import nvrtc
 
         status, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: no libnvrtc
+    except ImportError as error:
         raise CompileError(f"NVRTC, which compiles kernels: {error}") from error
+    except RuntimeError as error:  # the bindings are here, the library isn't
+        mend = optional.command("cuda-bindings")
+        raise CompileError(f"NVRTC, which compiles kernels: expected libnvrtc, got {error}: {mend}") from error
     _check((status,))
     return major, minor
 

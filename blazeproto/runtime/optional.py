@@ -50,7 +50,7 @@ def missing(name: str) -> str | None:
     wrong = [version for version in versions if not SpecifierSet(WANTED[name]).contains(version, prereleases=True)]
     if versions and not wrong:
         return None
-    return f"{name}{WANTED[name]}, got {wrong[0] if wrong else 'none'}: {_command(name)}"
+    return f"{name}{WANTED[name]}, got {wrong[0] if wrong else 'none'}: {command(name)}"
 
 
 @cache
@@ -69,8 +69,8 @@ def _is_importable(module: str) -> bool:
         return False
 
 
-def _command(name: str) -> str:
-    """For the CUDA whose packages are installed; for either where there are none, since only the driver says which."""
+def command(name: str) -> str:
+    """To mend a package of `WANTED`: for the CUDA whose packages are installed; for either where there are none."""
     if majors := {version.split(".")[0] for version in installed(("cuda-bindings",)).values()} & {"12", "13"}:
         return f"pip install '{requirement(name, majors.pop())}'"
     if majors := {major for major in ("12", "13") if installed((f"cupy-cuda{major}x",))}:

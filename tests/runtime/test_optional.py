@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from blazeproto.autograd import backends
+from blazeproto.gemm import nvrtc
+from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import optional
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +106,30 @@ def test_a_missing_package(versions: dict[str, str]) -> None:
     assert optional.missing("cupy") == "cupy>=13.6, got none: pip install 'cupy-cuda12x[ctk]>=13.6'"
     versions.update({"cuda-bindings": "11.8.0", "cupy-cuda13x": "14.0"})
     assert (optional.missing("cuda-bindings") or "").endswith("got 11.8.0: pip install 'numba-cuda[cu13]>=0.20'")
+
+
+def test_bindings_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def absent() -> None:
+        raise RuntimeError("no libnvrtc.so.12")
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", absent)
+    with pytest.raises(
+        nvrtc.CompileError, match=r"expected libnvrtc, got no libnvrtc\.so\.12: pip install 'numba-cuda"
+    ):
+        nvrtc.version.__wrapped__()
+
+
+def test_a_disassembler_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    tool = tmp_path / "nvdisasm"
+    tool.write_text("#!/bin/sh\necho 'fatal: unknown version' >&2; exit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(nvrtc, "find_tool", lambda name: str(tool))
+    monkeypatch.setattr(Kernel, "cubin", b"")
+    with pytest.raises(RuntimeError, match=r"got fatal: unknown version: pip install -U 'nvidia-cuda-nvdisasm>=\d"):
+        _ = Kernel("combine.cu", "combine").sass
 
 
 def test_right_versions(versions: dict[str, str]) -> None:
