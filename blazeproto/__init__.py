@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blazeproto.layer import MoE
     from blazeproto.router import Router
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Dispatch", "MoE", "Router", "SavePolicy", "build_dispatch", "moe_mlp"]
 
 _HOME_OF = {

@@ -9,7 +9,6 @@ Hopper GPU a dispatch and `combine` run on it and are compared with their twins.
 """
 
 import ctypes
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -19,10 +18,12 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-WANTED = {"numpy": "<2.5", "torch": ">=2.11,<2.16", "cupy": ">=13.6", "numba-cuda": ">=0.20"}
+from blazeproto.runtime import optional
+from blazeproto.runtime.optional import CUPY, installed, requirement
+
+WANTED = {"numpy": "<2.5", "torch": ">=2.11,<2.16", **optional.WANTED}
 """Versions, as in pyproject.toml."""
 PYTHON = ">=3.11"
-CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")  # one package under three names
 HOPPER = (9, 0)
 TIMEOUT = 300  # seconds of a check: the first NVRTC or Numba in a new environment is slow
 
@@ -72,10 +73,10 @@ def examine() -> list[Check]:
     mends = {
         "numpy": _pip(f"numpy{WANTED['numpy']}"),
         "torch": _pip(f"torch{WANTED['torch']}"),
-        "cupy": _pip(f"cupy-cuda{major}x[ctk]{WANTED['cupy']}"),
-        "numba-cuda": _pip(f"numba-cuda[cu{major}]{WANTED['numba-cuda']}"),
+        "cupy": _pip(requirement("cupy", major)),
+        "numba-cuda": _pip(requirement("numba-cuda", major)),
     }
-    mends["nvrtc"] = _pip(f"cupy-cuda{major}x[ctk]{WANTED['cupy']}", f"numba-cuda[cu{major}]{WANTED['numba-cuda']}")
+    mends["nvrtc"] = _pip(requirement("cupy", major), requirement("numba-cuda", major))
     wanted = [
         name for name in PROBES if not ((name == "hopper" and not hopper) or (name == "torch_gpu" and gpu is None))
     ]
@@ -186,17 +187,6 @@ def _nvrtc(run: "Run", mend: str) -> Check:
 
 
 # --- Packages --------------------------------------------------------------------------------------------------------------
-
-
-def installed(names: Sequence[str]) -> dict[str, str]:
-    """Versions of those distributions that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _package(

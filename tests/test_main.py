@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ import torch
 from blazeproto import doctor, gemm
 from blazeproto.__main__ import main
 from blazeproto.doctor import Check, Gpu, Run
+from blazeproto.runtime import optional
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = Gpu("NVIDIA H200", (9, 0), "580.1", (13, 0))
@@ -185,8 +187,15 @@ def test_versions_are_those_of_pyproject() -> None:
         *(f"{name}{doctor.WANTED[name]}" for name in ("numpy", "torch")),
         *(f"cupy-cuda{major}x[ctk]{doctor.WANTED['cupy']}" for major in (12, 13)),
         *(f"numba-cuda[cu{major}]{doctor.WANTED['numba-cuda']}" for major in (12, 13)),
+        *(f"{name}{doctor.WANTED[name]}" for name in ("cuda-bindings", "cuda-core")),
     }
     assert wanted <= listed
+    in_extras = {
+        re.split(r"[<>=\[]", line)[0] for extra in ("cu12", "cu13") for line in project["optional-dependencies"][extra]
+    }
+    assert in_extras == {*optional.WANTED, *optional.CUPY} - {"cupy", *optional.INTEGRATIONS}
+    for name, versions in optional.INTEGRATIONS.items():
+        assert project["optional-dependencies"][name] == [f"{name}{versions}"]
     assert project["requires-python"] == doctor.PYTHON
 
 

@@ -5,7 +5,7 @@ and every operator of one layer answers alike.
 """
 
 import importlib
-import importlib.util
+import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
+from blazeproto.runtime import optional
 
 HOPPER_CAPABILITY = (9, 0)
 
@@ -150,7 +151,8 @@ def _missing_on_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER_CAPABILITY:
         return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
-    for package, extra in (("cupy", "cupy-cuda12x or cupy-cuda13x"), ("numba_cuda", "numba-cuda")):
-        if importlib.util.find_spec(package) is None:
-            return f"the package {extra}; install blazeproto[cu12] or blazeproto[cu13]"
+    for package in optional.WANTED:
+        if lacks := optional.missing(package):
+            warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)
+            return lacks
     return None

@@ -31,11 +31,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from numba import cuda, int32, int64
-
 from blazeproto.dispatch.tiled import SCAN_EXPERTS, scan_chunks
 from blazeproto.runtime.arrays import ITEM_BYTES
 from blazeproto.runtime.memory import clear, part
+from blazeproto.runtime.numba import cuda, int32, int64
 from blazeproto.runtime.numba_kernel import Kernel
 from blazeproto.runtime.warp import inclusive_scan
 

@@ -15,9 +15,8 @@ Bytes: 4 of token_index_map read a pair, and written where it changes; 8 a row t
 from collections.abc import Sequence
 from typing import Any
 
-from numba import cuda, int64
-
 from blazeproto.runtime.memory import part
+from blazeproto.runtime.numba import cuda, int64
 from blazeproto.runtime.numba_kernel import Kernel
 
 THREADS = 256

@@ -7,8 +7,7 @@
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64, uint16, uint32, uint64
-
+from blazeproto.runtime.numba import cuda, int32, int64, uint16, uint32, uint64
 from blazeproto.runtime.warp import block_scan, device
 
 TABLE_ROWS = 16  # that a thread of place_pairs has under way, where it sums the table

@@ -31,10 +31,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from numba import cuda, int32, int64, uint32, uint64
-
 from blazeproto.dispatch.place import layout, place_pairs
 from blazeproto.runtime.memory import part
+from blazeproto.runtime.numba import cuda, int32, int64, uint32, uint64
 from blazeproto.runtime.numba_kernel import Kernel
 from blazeproto.runtime.warp import inclusive_scan
 

@@ -145,16 +145,24 @@ class Kernel(Shown):
 
     @cached_property
     def sass(self) -> str:
-        """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError where there is none."""
+        """Machine code as text, by nvdisasm (PyPI: nvidia-cuda-nvdisasm). FileNotFoundError where there is none, RuntimeError
+        where it refuses the code, as one older than the compiler may."""
         return self.disassemble()
 
     def disassemble(self, *options: str) -> str:
-        """As `sass`, with further ``options`` of nvdisasm. FileNotFoundError where there is none."""
+        """As `sass`, with further ``options`` of nvdisasm; raises what that does."""
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(self.cubin)
             command = [nvrtc.find_tool("nvdisasm"), "--print-code", *options, str(cubin)]
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode != 0:
+            release = "{}.{}".format(*nvrtc.version())
+            mend = f"pip install -U 'nvidia-cuda-nvdisasm>={release}'"
+            raise RuntimeError(
+                f"{command[0]}: expected one for code of NVRTC {release}, got {done.stderr.strip()}: {mend}"
+            )
+        return done.stdout
 
     def _usage(self, pattern: str) -> list[int]:
         """Numbers that ``pattern`` finds in the part of ptxas's report that is about this entry."""

@@ -17,6 +17,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import OPERAND_BYTES
 from blazeproto.runtime import driver
 from blazeproto.runtime.driver import arguments
+from blazeproto.runtime.optional import need
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
@@ -26,6 +27,7 @@ _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 @cache
 def num_sms(device: int) -> int:
     """Multiprocessors of a device."""
+    need("cupy")
     from cupy.cuda import runtime
 
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)

@@ -1,7 +1,7 @@
 """The compiler: one .cu file in, Hopper machine code out. Needs no GPU and no driver; serves CUDA 12 and CUDA 13 alike.
 
-Imports nothing of this package, so that ``python nvrtc.py`` is a compiler process of its own, quick to start: a malformed
-``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`` in compile.py is its caller).
+Compiling imports nothing of this package, so that ``python nvrtc.py`` is a compiler process of its own, quick to start: a
+malformed ``wgmma`` can crash NVRTC instead of failing (``compile_in_subprocess`` in compile.py is its caller).
 """
 
 import importlib.util
@@ -56,13 +56,19 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 @cache
 def version() -> tuple[int, int]:
-    """(major, minor) of the NVRTC that compiles here."""
+    """(major, minor) of the NVRTC that compiles here. CompileError where there is none, or a cuda-bindings of another version."""
+    from blazeproto.runtime import optional
+
     try:
+        optional.need("cuda-bindings")
         from cuda.bindings import nvrtc
-    except ImportError as missing:
-        hint = "install blazeproto[cu12] or blazeproto[cu13]"
-        raise CompileError(f"compiling kernels needs cuda.bindings: {hint}") from missing
-    status, major, minor = nvrtc.nvrtcVersion()
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except ImportError as error:
+        raise CompileError(f"NVRTC, which compiles kernels: {error}") from error
+    except RuntimeError as error:  # the bindings are here, the library isn't
+        mend = optional.command("cuda-bindings")
+        raise CompileError(f"NVRTC, which compiles kernels: expected libnvrtc, got {error}: {mend}") from error
     _check((status,))
     return major, minor
 

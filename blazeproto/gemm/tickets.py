@@ -3,6 +3,8 @@
 import itertools
 from functools import cache
 
+from blazeproto.runtime.optional import need
+
 EAGER, CAPTURED = 1 << 16, 1 << 18  # counters for either kind of launch
 COUNTERS = EAGER + CAPTURED
 _BYTES = 4  # of a counter
@@ -16,6 +18,7 @@ class Counters:
     """
 
     def __init__(self, device: int) -> None:
+        need("cupy")
         from cupy.cuda import Device, runtime
 
         self._is_capturing = runtime.streamIsCapturing

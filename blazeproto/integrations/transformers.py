@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.autograd import moe_mlp
+from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "experts_forward", "explain", "register"]
 
 NAME = "blazeproto"
-OLDEST, NEWEST = (5, 17), (5, 23)  # minor versions of transformers that this is tested with
 
 # --- What a module has ---------------------------------------------------------------------------------------------------
 
@@ -261,17 +261,6 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 # --- Registering ---------------------------------------------------------------------------------------------------------
 
 
-def _check_version() -> None:
-    expected = f"expected transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError(f"{expected}, got none: pip install 'blazeproto[transformers]'") from None
-    parts = transformers.__version__.split(".")
-    if not OLDEST <= (int(parts[0]), int(parts[1])) <= NEWEST:
-        raise ImportError(f"{expected}, got {transformers.__version__}: pip install 'blazeproto[transformers]'")
-
-
 def register() -> None:
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
@@ -281,7 +270,7 @@ def register() -> None:
     Raises:
         ImportError: transformers is missing, or not of a version from 5.17 to 5.23.
     """
-    _check_version()
+    need("transformers")
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

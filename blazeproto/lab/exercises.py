@@ -242,7 +242,7 @@ class GlobalMemory:
 
 
 def _launch(kernel: Callable[..., Any], blocks: int, *arrays: GlobalMemory) -> None:
-    from numba import cuda
+    from blazeproto.runtime.numba import cuda
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)  # the simulator waits in a loop, which would keep the interpreter from its threads

@@ -22,6 +22,7 @@ from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.spans import Span, Timeline
 from blazeproto.runtime import checks
+from blazeproto.runtime.optional import need
 
 MACRO = "TIMELINE"
 # timeline.cuh has the same.
@@ -174,6 +175,7 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
         raise TypeError(f"launch: expected a callable, got {type(launch).__name__}")
     checks.integer("tiles", tiles, 1)
     checks.integer("cta", cta, 0)
+    need("cupy")
     from cupy.cuda import runtime
 
     with compiled_in():

@@ -13,8 +13,7 @@ are never decides what is executed, so threads of a warp never part, and ptxas m
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
-from numba import uint32
-
+from blazeproto.runtime.numba import uint32
 from blazeproto.runtime.warp import device
 
 GROUP = 8  # keys

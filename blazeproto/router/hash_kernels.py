@@ -12,8 +12,7 @@ for the hash and 30 a choice: at T = 32768, E = 128, K = 8 about 8 million instr
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
-from numba import cuda, int32, int64, uint32
-
+from blazeproto.runtime.numba import cuda, int32, int64, uint32
 from blazeproto.runtime.warp import device, group_of
 
 GOLDEN = 0x9E3779B9

@@ -17,8 +17,7 @@ numbers and writes as many bf16 ones a part. At T = 32768, E = 128: 17 MB each w
 import math
 from typing import Any
 
-from numba import cuda, float32, int32, int64, uint16, uint32
-
+from blazeproto.runtime.numba import cuda, float32, int32, int64, uint16, uint32
 from blazeproto.runtime.warp import bits_float, device, float_bits, group_of
 
 

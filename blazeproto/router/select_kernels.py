@@ -26,8 +26,7 @@ Floor: bytes. 8·T·E (the scores read, and one word a pair written and read: co
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
-from numba import cuda, float32, float64, int32, int64, uint32
-
+from blazeproto.runtime.numba import cuda, float32, float64, int32, int64, uint32
 from blazeproto.runtime.warp import ballot, block_scan, device, float_bits, group_of
 
 CHOSEN = 1 << 30

@@ -31,9 +31,8 @@ written. At T = 1 Mi, E = 128, K = 8 in fp32: 604 MB, 0.14 ms forward.
 import math
 from typing import Any
 
-from numba import cuda, float32, int32, int64, uint16, uint32
-
 from blazeproto.router.best import GROUP, sort_group, swallow_of
+from blazeproto.runtime.numba import cuda, float32, int32, int64, uint16, uint32
 from blazeproto.runtime.warp import (
     bits_float,
     device,

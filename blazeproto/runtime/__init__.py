@@ -1,6 +1,6 @@
 """What every kernel room stands on.
 
-No torch in here, and Numba in `warp` alone.
+No torch in here, and Numba in `numba` and `warp` alone.
 
     arrays          views of device arrays, checks of them, streams
     libraries       the public edge: arrays of any library, twins for those in host memory
@@ -9,6 +9,8 @@ No torch in here, and Numba in `warp` alone.
     checks          of options
     driver          cubins loaded, kernels launched by addresses
     cache           compiled kernels, kept in a folder
+    optional        packages that only the kernels need, and their versions
+    numba           Numba's names, once its version is checked
     numba_kernel    a Numba kernel, compiled once
     warp            what the threads of a block do together, in Numba kernels
 """

@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from blazeproto.runtime.optional import need
+
 ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -107,10 +109,12 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         kind_of_device = int(array.__dlpack_device__()[0])
         if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
             raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
+        need("cupy")
         import cupy
 
         return view(cupy.from_dlpack(_AsBits(array)), name)
     if getattr(array, "__cuda_array_interface__", None) is not None:
+        need("cupy")
         import cupy
 
         return view(cupy.asarray(array), name)  # waits for the stream that the interface names
@@ -151,6 +155,7 @@ def current_stream(array: Any = None) -> int:
         array = array.owner
     if hasattr(array, "data_ptr") and "torch" in sys.modules:
         return sys.modules["torch"].cuda.current_stream(array.get_device()).cuda_stream
+    need("cupy")
     import cupy
 
     return cupy.cuda.get_current_stream().ptr
@@ -158,6 +163,7 @@ def current_stream(array: Any = None) -> int:
 
 def current_device() -> int:
     """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same."""
+    need("cupy")
     import cupy
 
     return int(cupy.cuda.runtime.getDevice())
@@ -176,6 +182,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
         import numpy
 
         return numpy.empty(shape, bits)
+    need("cupy")
     import cupy
 
     owner: Any = None if like is None else like.owner

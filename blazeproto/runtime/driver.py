@@ -11,6 +11,8 @@ from functools import cache, lru_cache
 from struct import Struct
 from typing import Any
 
+from blazeproto.runtime.optional import need
+
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -35,6 +37,7 @@ arguments = Arguments()
 
 @cache
 def _driver() -> Any:
+    need("cupy")
     import cupy
 
     return cupy.cuda.driver
@@ -53,6 +56,7 @@ def load(code: bytes, entry: str, device: int, shared_bytes: int | None = None) 
 
     shared_bytes: of dynamic shared memory that launches may ask for; None: all that a block may have beside its static memory.
     """
+    need("cupy")
     from cupy.cuda import Device, Module, driver, runtime
 
     with Device(device):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from blazeproto.runtime.arrays import ITEM_BYTES, DeviceArray, current_stream, simulated
+from blazeproto.runtime.optional import need
 
 # --- Arguments -------------------------------------------------------------------------------------------------------
 
@@ -42,6 +43,7 @@ def as_cupy(array: DeviceArray) -> Any:
     """The same memory as a CuPy array; in the simulator the NumPy array."""
     if simulated():
         return array.owner
+    need("cupy")
     import cupy
 
     memory = cupy.cuda.UnownedMemory(array.ptr, max(array.nbytes, 1), array.owner, array.device)
@@ -55,6 +57,7 @@ def on_stream(array: DeviceArray, stream: int | None) -> AbstractContextManager[
     """
     if simulated():
         return nullcontext(0)
+    need("cupy")
     import cupy
 
     stream = current_stream(array) if stream is None else stream

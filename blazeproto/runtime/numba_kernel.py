@@ -22,6 +22,7 @@ from typing import Any
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import simulated
+from blazeproto.runtime.optional import need
 
 CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
@@ -56,7 +57,7 @@ class Kernel:
 
     def ptx(self, capability: tuple[int, int] = (9, 0)) -> str:
         """PTX for a compute capability."""
-        from numba import cuda, types
+        from blazeproto.runtime.numba import cuda, types
 
         kinds = [(getattr(types, word.rstrip("*")), word.endswith("*")) for word in self.parameters]
         signature = types.void(*(types.CPointer(kind) if pointer else kind for kind, pointer in kinds))
@@ -77,6 +78,7 @@ class Kernel:
         kept = (compile_cache.read(name) or b"").split(b"\n", 2)
         if len(kept) == 3 and hashlib.sha256(kept[2]).hexdigest().encode() == kept[0]:  # else absent or damaged
             return kept[1].decode(), kept[2]
+        need("cuda-core")
         try:
             from cuda.core import Linker, LinkerOptions, ObjectCode
         except ImportError:  # before 1.0
@@ -100,6 +102,7 @@ class Kernel:
     def load(self, device: int) -> Any:
         """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time."""
         if device not in self._functions:
+            need("cupy")
             from cupy.cuda import Device
 
             capability = Device(device).compute_capability
@@ -116,7 +119,7 @@ class Kernel:
         In the simulator the pointers are NumPy arrays, and device and stream don't matter.
         """
         if simulated():
-            from numba import cuda
+            from blazeproto.runtime.numba import cuda
 
             cuda.jit(self.function)[blocks, self.threads, 0, shared_bytes](*arguments)
         else:

@@ -9,9 +9,9 @@ as functions of their own they would ask for a device.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float64, int32, uint32
 
 from blazeproto.runtime.arrays import simulated
+from blazeproto.runtime.numba import cuda, float64, int32, uint32
 
 device = cuda.jit(device=True, inline="always")
 WARP = 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
 from blazeproto.integrations import transformers as ours  # noqa: E402
+from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
 from tests.integrations.families import DOZEN, experts_of, tiny, tokens  # noqa: E402
 
@@ -186,22 +188,32 @@ def test_fp8_experts_are_refused() -> None:
         ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"](experts_module(), None, None, None)
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The versions that pip knows of, to be filled."""
+    versions: dict[str, str] = {}
+    monkeypatch.setattr(optional, "installed", lambda names: {n: versions[n] for n in names if n in versions})
+    optional.need.cache_clear()
+    yield versions
+    optional.need.cache_clear()
+
+
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.24.0", "6.0.0.dev0"])
-def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which lazy imports put there anew
-    with pytest.raises(ImportError, match=rf"expected transformers 5\.17 to 5\.23, got {version}"):
+def test_other_versions_are_refused(version: str, installed: dict[str, str]) -> None:
+    installed["transformers"] = version
+    with pytest.raises(ImportError, match=rf"expected transformers>=5\.17,<5\.24, got {version}: pip install"):
         ours.register()
 
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])
-def test_these_versions_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which lazy imports put there anew
+def test_these_versions_are_taken(version: str, installed: dict[str, str]) -> None:
+    installed["transformers"] = version
     ours.register()
 
 
-def test_a_missing_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"expected transformers 5\.17 to 5\.23, got none: pip install"):
+def test_a_missing_transformers_is_told(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional, "_is_importable", lambda module: False)
+    with pytest.raises(ImportError, match=r"expected transformers>=5\.17,<5\.24, got none: pip install 'blazeproto"):
         ours.register()
 
 

@@ -23,7 +23,7 @@ MODULES = [
     ),
     *(f"blazeproto.router.{name}" for name in ROUTER),
 ]
-NEED_NUMBA = {"warp", "tiled", "place", "dense", "limit", "best"}
+NEED_NUMBA = {"numba", "warp", "tiled", "place", "dense", "limit", "best"}
 NEED_NUMBA |= {"topk_kernels", "select_kernels", "pair_kernels", "hash_kernels"}
 
 
@@ -42,6 +42,28 @@ def run(code: str) -> None:
 )
 def test_a_name_leaves_torch_out(code: str) -> None:
     run(f"import sys\n{code}\nassert 'torch' not in sys.modules")
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("blazeproto", "torch numpy cupy numba cuda.core cuda.bindings rich matplotlib"),
+        ("blazeproto.__main__", "torch numpy cupy numba cuda.core cuda.bindings rich matplotlib"),
+        ("blazeproto.lab", "torch numpy cupy numba cuda.core cuda.bindings rich matplotlib"),
+        ("blazeproto.doctor", "torch numpy cupy numba cuda.core cuda.bindings rich matplotlib"),
+        ("blazeproto.runtime", "torch numpy cupy numba cuda.core cuda.bindings rich matplotlib"),
+        ("blazeproto.runtime.arrays", "torch numpy cupy numba cuda.core cuda.bindings packaging"),
+        ("blazeproto.gemm", "torch cupy numba cuda.core cuda.bindings packaging"),
+        ("blazeproto.dispatch", "torch cupy numba cuda.core cuda.bindings packaging"),
+    ],
+)
+def test_what_importing_a_module_leaves_out(module: str, names: str) -> None:
+    run(f"""
+import sys
+import {module}
+loaded = set({names.split()}) & sys.modules.keys()
+assert not loaded, loaded
+""")
 
 
 def test_every_module_leaves_torch_out() -> None:

@@ -1,10 +1,49 @@
-"""The sdist, by MANIFEST.in: setuptools puts the package, pyproject.toml, README and LICENSE in; the rest must be listed."""
+"""What is handed out. The sdist has the whole repository (MANIFEST.in), the wheel the package alone; both are built here."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import blazeproto
+from blazeproto.runtime import optional
+
 ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = (".*", "build", "dist", "site", "runs", "*.egg-info", "__pycache__")
+STEM = f"blazeproto-{blazeproto.__version__}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with wheel and sdist, made of a copy of the repository by setuptools, as pip calls it; nothing is fetched."""
+    setuptools = pytest.importorskip("setuptools")
+    if Version(setuptools.__version__) < Version("77"):
+        pytest.skip(f"needs setuptools>=77, got {setuptools.__version__}")
+    copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "out"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
+    for folder in (".ci", ".gitignore", ".pre-commit-config.yaml"):
+        source = ROOT / folder
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / folder)
+    code = f"from setuptools import build_meta as b; out = {str(out)!r}; b.build_sdist(out); b.build_wheel(out)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        return message_from_bytes(archive.read(f"{STEM}.dist-info/METADATA"))
 
 
 def test_the_sdist_has_what_running_the_tests_takes() -> None:
@@ -15,3 +54,47 @@ def test_the_sdist_has_what_running_the_tests_takes() -> None:
     assert folders >= {"docs", "results", "scripts", "tests"}
     assert files >= {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     assert all((ROOT / name).exists() for name in folders | files)
+
+
+def test_the_wheel_has_the_package_alone(built: Path) -> None:
+    with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as archive:
+        names = set(archive.namelist())
+    info = {name for name in names if name.startswith(f"{STEM}.dist-info/")}
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "blazeproto").rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh") or path.name == "py.typed"
+    }
+    assert names - info == package
+    assert f"{STEM}.dist-info/licenses/LICENSE" in info
+
+
+def test_the_sdist_has_the_repository(built: Path) -> None:
+    with tarfile.open(built / f"{STEM}.tar.gz") as archive:
+        names = {member.name.removeprefix(f"{STEM}/") for member in archive.getmembers()}
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    assert {here, "pyproject.toml", "CHANGELOG.md", "Makefile", ".ci/run", "docs/decisions.md"} <= names
+    assert {"scripts/train_lm.py", "results/README.md", "blazeproto/gemm/cuda/up.cu"} <= names
+    assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
+
+
+def test_metadata(built: Path) -> None:
+    """What `pip install blazeproto[cu13]` asks for."""
+    data = metadata(built / f"{STEM}-py3-none-any.whl")
+    assert (data["Name"], data["Version"]) == ("blazeproto", blazeproto.__version__)
+    assert data["Requires-Python"] == ">=3.11" and data["License-Expression"] == "Apache-2.0"
+    assert set(data.get_all("Provides-Extra", [])) == {"cu12", "cu13", "dev", "docs", *optional.INTEGRATIONS}
+    required = [Requirement(line) for line in data.get_all("Requires-Dist", [])]
+    always = {one.name for one in required if one.marker is None}
+    assert always == {"torch", "numpy", "rich", "matplotlib", "packaging"}
+    for major in ("12", "13"):
+        chosen = [one for one in required if one.marker and one.marker.evaluate({"extra": f"cu{major}"})]
+        asked = {one.name: sorted(one.extras) for one in chosen}
+        cuda = {f"cupy-cuda{major}x": ["ctk"], "numba-cuda": [f"cu{major}"], "cuda-bindings": [], "cuda-core": []}
+        assert asked == cuda
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (.*)", text, flags=re.MULTILINE)[:2] == ["Unreleased", blazeproto.__version__]
+    assert re.search(rf"^## {blazeproto.__version__}\n\n\d{{4}}-\d\d-\d\d\. ", text, flags=re.MULTILINE), "no date"

@@ -1,0 +1,88 @@
+"""Packages that only kernels or integrations need: whether they are installed, in a version that this package takes.
+
+    need("cupy")  # ImportError: expected cupy>=13.6, got 13.5.1: pip install 'cupy-cuda12x[ctk]>=13.6'
+    import cupy
+
+Versions are those that pip wrote down, so nothing is imported to learn them. A package that passed is not looked up again.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+
+INTEGRATIONS = {"transformers": ">=5.17,<5.24"}
+WANTED = {
+    "cupy": ">=13.6",
+    "numba-cuda": ">=0.20",
+    "cuda-bindings": ">=12.9,<14",
+    "cuda-core": ">=0.3,<2",
+    **INTEGRATIONS,
+}
+"""Versions, as in the extras of pyproject.toml; an integration's extra has its package's name."""
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")  # one package under three names
+_DISTRIBUTIONS = {"cupy": CUPY}
+_MODULES = {"numba-cuda": "numba_cuda", "cuda-bindings": "cuda.bindings", "cuda-core": "cuda.core"}
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def requirement(name: str, major: str) -> str:
+    """What to ask pip for, so that a package of `WANTED` fits CUDA ``major``."""
+    if name == "cupy":
+        return f"cupy-cuda{major}x[ctk]{WANTED[name]}"
+    return f"numba-cuda[cu{major}]{WANTED['numba-cuda']}"  # which brings cuda-bindings and cuda-core
+
+
+def missing(name: str) -> str | None:
+    """What a package of `WANTED` lacks: the version expected, the one found, the command that mends it; None if nothing.
+
+    One that can be imported but that pip knows nothing of has no version, and is taken as it is.
+    """
+    versions = list(installed(_DISTRIBUTIONS.get(name, (name,))).values())
+    if not versions and _is_importable(_MODULES.get(name, name)):
+        return None
+    from packaging.specifiers import SpecifierSet
+
+    wrong = [version for version in versions if not SpecifierSet(WANTED[name]).contains(version, prereleases=True)]
+    if versions and not wrong:
+        return None
+    return f"{name}{WANTED[name]}, got {wrong[0] if wrong else 'none'}: {command(name)}"
+
+
+@cache
+def need(name: str) -> None:
+    """Call it before a package of `WANTED` is imported. ImportError where it is missing or of another version."""
+    if lacks := missing(name):
+        raise ImportError(f"expected {lacks}", name=_MODULES.get(name, name))
+
+
+def _is_importable(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def command(name: str) -> str:
+    """To mend a package of `WANTED`: for the CUDA whose packages are installed; for either where there are none."""
+    if name in INTEGRATIONS:
+        return f"pip install 'blazeproto[{name}]'"
+    if majors := {version.split(".")[0] for version in installed(("cuda-bindings",)).values()} & {"12", "13"}:
+        return f"pip install '{requirement(name, majors.pop())}'"
+    if majors := {major for major in ("12", "13") if installed((f"cupy-cuda{major}x",))}:
+        return f"pip install '{requirement(name, max(majors))}'"
+    either = " or ".join(f"'{requirement(name, major)}'" for major in ("12", "13"))
+    return f"pip install {either}, by the driver's CUDA (python -m blazeproto doctor says which)"

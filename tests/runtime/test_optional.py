@@ -1,0 +1,168 @@
+"""Packages of wrong versions, or none, where they are used: the error names the version wanted, the one found, the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from blazeproto.autograd import backends
+from blazeproto.gemm import nvrtc
+from blazeproto.gemm.compile import Kernel
+from blazeproto.runtime import optional
+
+ROOT = Path(__file__).resolve().parents[2]
+CUPY_USES = (
+    "arrays.current_device()",
+    "arrays.current_stream()",
+    "arrays.empty((1,), 'float32')",
+    "memory.as_cupy(a)",
+    "memory.on_stream(a, None)",
+    "driver.load(b'', 'f', 0)",
+    "driver.launch(0, (1, 1), 1, 0, 0, [1])",
+    "launch.num_sms(0)",
+    "tickets.counters(0)",
+    "timeline.record(print)",
+)
+
+
+def fake(folder: Path, name: str, version: str) -> None:
+    """What pip leaves of a distribution: the version is read from nothing else."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "expected", "uses"),
+    [
+        ("cupy-cuda12x", "13.5.1", "cupy>=13.6, got 13.5.1", CUPY_USES),
+        ("numba-cuda", "0.19.1", "numba-cuda>=0.20, got 0.19.1", ["from blazeproto.dispatch import tiled"]),
+        ("numba-cuda", "0.19.1", "numba-cuda>=0.20, got 0.19.1", ["from blazeproto.router import topk_kernels"]),
+        ("cuda-core", "2.0.0", "cuda-core>=0.3,<2, got 2.0.0", ["numba_kernel.Kernel(print, '', threads=32).cubin()"]),
+        (
+            "cuda-bindings",
+            "12.8.0",
+            "cuda-bindings>=12.9,<14, got 12.8.0",
+            ["nvrtc.version()", "compile_one().compile()"],
+        ),
+    ],
+)
+def test_a_wrong_version_where_it_is_used(
+    tmp_path: Path, distribution: str, version: str, expected: str, uses: Sequence[str]
+) -> None:
+    fake(tmp_path, distribution, version)
+    if distribution != "cuda-bindings":
+        fake(tmp_path, "cuda-bindings", "13.1.0")
+    code = f"""
+from blazeproto.lab import timeline
+from blazeproto.gemm import launch, nvrtc, tickets
+from blazeproto.gemm.compile import Kernel
+from blazeproto.runtime import arrays, driver, memory, numba_kernel
+numba_kernel.Kernel.key = lambda *_: "none"
+a = arrays.DeviceArray(256, (1,), "float32", (1,), 0, None)
+def compile_one(): return Kernel("combine.cu", "combine", {{"TOP_K": 8, "HAS_SCORES": 1}})
+for use in {list(uses)}:
+    try:
+        exec(use)
+    except (ImportError, nvrtc.CompileError) as error:
+        print(error)
+    else:
+        raise AssertionError(use)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    package = {"cupy-cuda12x": "cupy-cuda13x[ctk]>=13.6", "cuda-bindings": "numba-cuda[cu12]>=0.20"}
+    command = f"pip install '{package.get(distribution, 'numba-cuda[cu13]>=0.20')}'"
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(uses)
+    assert all(line.endswith(f"expected {expected}: {command}") for line in lines), lines
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Those of the distributions that are installed: none. No module of theirs can be imported."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(optional, "installed", lambda names: {name: found[name] for name in names if name in found})
+    monkeypatch.setattr(optional, "_is_importable", lambda module: False)
+    optional.need.cache_clear()
+    yield found
+    optional.need.cache_clear()
+
+
+def test_a_missing_package(versions: dict[str, str]) -> None:
+    with pytest.raises(ImportError) as error:
+        optional.need("cupy")
+    assert error.value.name == "cupy"
+    either = "pip install 'cupy-cuda12x[ctk]>=13.6' or 'cupy-cuda13x[ctk]>=13.6', by the driver's CUDA"
+    assert str(error.value).startswith(f"expected cupy>=13.6, got none: {either}") and "doctor" in str(error.value)
+    versions["cuda-bindings"] = "12.9.4"
+    assert optional.missing("cupy") == "cupy>=13.6, got none: pip install 'cupy-cuda12x[ctk]>=13.6'"
+    versions.update({"cuda-bindings": "11.8.0", "cupy-cuda13x": "14.0"})
+    assert (optional.missing("cuda-bindings") or "").endswith("got 11.8.0: pip install 'numba-cuda[cu13]>=0.20'")
+
+
+def test_bindings_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def absent() -> None:
+        raise RuntimeError("no libnvrtc.so.12")
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", absent)
+    with pytest.raises(
+        nvrtc.CompileError, match=r"expected libnvrtc, got no libnvrtc\.so\.12: pip install 'numba-cuda"
+    ):
+        nvrtc.version.__wrapped__()
+
+
+def test_a_disassembler_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    tool = tmp_path / "nvdisasm"
+    tool.write_text("#!/bin/sh\necho 'fatal: unknown version' >&2; exit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(nvrtc, "find_tool", lambda name: str(tool))
+    monkeypatch.setattr(Kernel, "cubin", b"")
+    with pytest.raises(RuntimeError, match=r"got fatal: unknown version: pip install -U 'nvidia-cuda-nvdisasm>=\d"):
+        _ = Kernel("combine.cu", "combine").sass
+
+
+def test_right_versions(versions: dict[str, str]) -> None:
+    versions |= {"cupy": "13.6.0", "numba-cuda": "0.20.0+local", "cuda-bindings": "13.0rc1", "cuda-core": "1.2.2"}
+    versions["transformers"] = "5.17.0"
+    for name in optional.WANTED:
+        optional.need(name)
+    versions.clear()
+    optional.need("cupy")  # looked up once
+
+
+def test_a_package_without_a_version_is_taken(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optional, "_is_importable", lambda module: module == "cupy")
+    assert optional.missing("cupy") is None and optional.missing("numba-cuda")
+
+
+def test_what_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    found = {name: optional._is_importable(name) for name in ("json", "sys", "blocked", "no_such_package.inside")}
+    assert found == {"json": True, "sys": True, "blocked": False, "no_such_package.inside": False}
+
+
+def test_the_hopper_backend_says_what_it_lacks(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, it refuses; "auto" runs the torch backend, and says why once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    versions |= {"cupy-cuda12x": "13.5.1", "numba-cuda": "0.30.4", "cuda-bindings": "12.9.4", "cuda-core": "1.2.2"}
+    arguments = (torch.device("cuda", 97), torch.bfloat16, 8, 64)
+    lacks = r"cupy>=13\.6, got 13\.5\.1: pip install 'cupy-cuda12x\[ctk\]>=13\.6'"
+    try:
+        with pytest.warns(UserWarning, match=lacks):
+            assert backends.backend_on("auto", *arguments).__name__.endswith("torch_backend")
+        with pytest.raises(ValueError, match=f'got "hopper", which needs {lacks}'):
+            backends.backend_on("hopper", *arguments)
+    finally:
+        backends.backend_on.cache_clear()
+        backends._missing_on_device.cache_clear()
