@@ -3,6 +3,9 @@
     gated     H = [gate, up]    act = f(gate) * g(up), g(up) = up but for clamped_swiglu
     ungated   H = pre           act = f(pre)
 
+Gate and up are H's halves, gate 0, gate 1, ..., up 0, up 1, ... (Hugging Face's gate_up_proj). In the weights of some models
+they alternate, gate 0, up 0, gate 1, up 1, ... (gpt-oss's); then they do in H, and ``alternating("swiglu")`` names that.
+
 A new activation is a line of `_TABLE` here and a branch of ``nonlinearity`` in gemm/cuda/activation.cuh; every product, both
 backends, the twins, the tests and the fuzzer read this table. An activation is asked for by its name, one with parameters by
 what its function here returns: ``activation=clamped_swiglu(limit=7.0, alpha=1.702)``.
@@ -93,6 +96,7 @@ class Activation(NamedTuple):
     g_slope: Callable[[Any, Any], Any] | None = None  # None: 1
     kind: str = ""  # its name in cuda/activation.cuh, where that isn't its own
     parameters: tuple[tuple[str, float], ...] = ()
+    alternating: bool = False  # how gate and up lie in H: cuda/layout.cuh
 
     @property
     def halves(self) -> int:
@@ -103,7 +107,8 @@ class Activation(NamedTuple):
     def macros(self) -> dict[str, int | str]:
         """What chooses it in cuda/activation.cuh."""
         values = {f"ACTIVATION_{name.upper()}": f"{value!r}f" for name, value in self.parameters}
-        return {"ACTIVATION": self.kind or self.name.upper(), **values}
+        gate_up = "ALTERNATING" if self.alternating else "HALVES"
+        return {"ACTIVATION": self.kind or self.name.upper(), "GATE_UP": gate_up, **values}
 
 
 _SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
@@ -170,13 +175,30 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
 
 
 _TABLE["clamped_swiglu"] = _TABLE[clamped_swiglu()]  # gpt-oss's parameters
-ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", *(name for name, entry in _TABLE.items() if not entry.gated))
+
+
+def alternating(name: str) -> str:
+    """The name of a gated activation whose gate and up alternate in H, and so in the rows of gate_up_proj and in its bias.
+
+    ValueError for an activation that isn't there, or has no gate.
+    """
+    chosen = activation_named(name)
+    if not chosen.gated:
+        raise ValueError(f"activation: expected one with a gate to alternate with up, got {name!r}")
+    if chosen.alternating:
+        return chosen.name
+    made = chosen._replace(
+        name=f"alternating({chosen.name})", kind=chosen.kind or chosen.name.upper(), alternating=True
+    )
+    return _TABLE.setdefault(made.name, made).name
 
 
 def activation_named(name: str) -> Activation:
     """The activation of this name. ValueError for another, with the nearest that there is."""
     if isinstance(name, str) and name in _TABLE:
         return _TABLE[name]
+    if isinstance(name, str) and (inner := re.fullmatch(r"alternating\((.+)\)", name)):
+        return _TABLE[alternating(inner[1])]
     if isinstance(name, str) and (found := re.fullmatch(r"clamped_swiglu\(limit=(.+),\s*alpha=(.+)\)", name)):
         try:
             limit, alpha = map(float, found.groups())
@@ -188,27 +210,52 @@ def activation_named(name: str) -> Activation:
     raise ValueError(f"activation: expected one of {known}, got {name!r}{checks.nearest(name, ACTIVATIONS)}")
 
 
+_TABLE["alternating(clamped_swiglu)"] = _TABLE[alternating("clamped_swiglu")]  # gpt-oss
+ACTIVATIONS = (
+    *("swiglu", "geglu", "clamped_swiglu", "alternating(clamped_swiglu)"),
+    *(name for name, entry in _TABLE.items() if not entry.gated),
+)
+
+
 # --- Forward and backward, of NumPy arrays and torch tensors ---------------------------------------------------------------
 
 
-def _read(h: Any, activation: str) -> tuple[Any, ...]:
-    """The activation, the mathematics of h's library, and gate and up; without a gate h and None."""
+def gate_and_up(h: Any, activation: str) -> tuple[Any, Any]:
+    """Views of h (..., G n): gate and up, each (..., n); without a gate h and None."""
     chosen, n = activation_named(activation), h.shape[-1] // 2
-    m = _NUMPY if isinstance(h, np.ndarray) else _TORCH
-    return chosen, m, *((h[..., :n], h[..., n:]) if chosen.gated else (h, None))
+    if not chosen.gated:
+        return h, None
+    return (h[..., 0::2], h[..., 1::2]) if chosen.alternating else (h[..., :n], h[..., n:])
+
+
+def side_by_side(gate: Any, up: Any, activation: str) -> Any:
+    """What `gate_and_up` takes apart: (..., G n) of gate and up, each (..., n); of gate alone without a gate."""
+    if up is None:
+        return gate
+    library: Any = np
+    if not isinstance(gate, np.ndarray):
+        import torch as library
+    if activation_named(activation).alternating:
+        return library.stack((gate, up), -1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    return library.concatenate((gate, up), -1)
+
+
+def _read(h: Any, activation: str) -> tuple[Any, ...]:
+    """The activation, the mathematics of h's library, and gate and up."""
+    return activation_named(activation), _NUMPY if isinstance(h, np.ndarray) else _TORCH, *gate_and_up(h, activation)
 
 
 def activate(h: Any, activation: str) -> Any:
-    """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * up where there is a gate, else f(h)."""
+    """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * g(up) where there is a gate, else f(h)."""
     chosen, m, gate, up = _read(h, activation)
     act = chosen.f(m, gate)
     return act if up is None else act * chosen.g(m, up)
 
 
-def activate_backward(h: Any, d_act: Any, activation: str) -> tuple[Any, ...]:
-    """From h (..., G n) and the gradient of act (..., n), the gradients of h's halves: (d_gate, d_up), or (d_pre,)."""
+def activate_backward(h: Any, d_act: Any, activation: str) -> Any:
+    """From h (..., G n) and the gradient of act (..., n), the gradient of h."""
     chosen, m, gate, up = _read(h, activation)
     if up is None:
-        return (d_act * chosen.slope(m, gate),)
+        return d_act * chosen.slope(m, gate)
     d_gate, d_up = d_act * chosen.g(m, up) * chosen.slope(m, gate), d_act * chosen.f(m, gate)
-    return d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up)
+    return side_by_side(d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up), activation)

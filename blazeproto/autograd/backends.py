@@ -18,6 +18,8 @@ from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import optional
 
 HOPPER_CAPABILITY = (9, 0)
+LowRows = tuple[Tensor, Tensor]
+"""What low-rank factors add to a product: rows (R, r) in expert order, and the factor (E, m, r) or (E, r, m) that they meet."""
 
 
 class Backend(Protocol):

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.backends import LowRows
 from blazeproto.autograd.operators import cast
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
-from blazeproto.gemm import linear, reduce, up, weight
+from blazeproto.gemm import fused, linear, reduce, up, weight
 from blazeproto.gemm.combine import column_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.tiles import ALIGNMENT, TILES
+from blazeproto.gemm.rows import LowRank
+from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
 from blazeproto.runtime.arrays import current_stream
 
 
@@ -65,13 +67,18 @@ def up_forward(
     activation: str,
     h: Tensor | None = None,
     act: Tensor | None = None,
+    low: LowRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, up_width = rows.num_rows, up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h is None else h
     act = x.new_empty(num_rows, up_width // activation_named(activation).halves) if act is None else act
     bias = None if bias is None else _ready(cast(bias, x.dtype))
-    x, up_proj = _ready(x), _ready(up_proj)  # names keep copies alive until the launch is in the stream
-    up.launch(x, up_proj, rows, activation=activation, bias=bias, h=h, act=act)
+    x, (up_proj, transposed) = (
+        _ready(x),
+        as_it_lies(up_proj),
+    )  # names keep copies alive until the launch is in the stream
+    added = _low_rank(low, turned=transposed)
+    up.launch(x, up_proj, rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
     return h, act
 
 
@@ -90,22 +97,24 @@ def down_forward(
     rows: Addresses,
     out: Tensor,
     combine: str,
+    low: LowRows | None = None,
     *,
     overwrite_act: bool,
 ) -> None:
     d_model, d_expert = down_proj.shape[1:]
-    act, down_proj, scores = _ready(act), _ready(down_proj), _ready(scores)
+    act, (down_proj, transposed), scores = _ready(act), as_it_lies(down_proj), _ready(scores)
     bias = None if bias is None else _ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        linear.launch_fused(act, down_proj, scores, rows, bias=bias, out_f32=sums)
+        fused.launch(act, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
         return
     # Over act, where a tile has whole rows of both: it has read its part of act before it writes the same part of Y.
-    over_act = overwrite_act and d_model == d_expert <= TILES["down_forward"].tile_n
+    over_act = overwrite_act and d_model == d_expert <= TILES[linear.name_of(transposed)].tile_n
+    added = _low_rank(low, turned=transposed)
     for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):  # as if gated
         y = act if over_act else act.new_empty(rows.num_rows, len(columns))
-        linear.launch(act, down_proj, rows, bias=bias, columns=columns, out=y)
+        linear.launch(act, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
         launch_combine(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
 
@@ -127,35 +136,55 @@ def down_backward(
     overwrite_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     needs_h, needs_scores, needs_weight, needs_bias = needs
-    d_out, down_proj, scores = _ready(d_out), _ready(down_proj), _ready(scores)
+    d_out, scores = _ready(d_out), _ready(scores)
     dh = d_scores = None
     if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
-        h = _ready(h)
-        num_rows, d_expert = h.shape[0], down_proj.shape[2]
-        # Over H: a tile reads its part of H before it writes the same part of dH.
-        dh = h if overwrite_h else torch.empty_like(h)
-        a_scaled = h.new_empty(num_rows, d_expert)
-        d_scores = torch.empty_like(scores)
-        down_act.launch(
-            d_out,
-            down_proj,
-            h,
-            scores,
-            rows,
-            activation=activation,
-            dh=dh,
-            a_scaled=a_scaled,
-            d_scores=d_scores,
-            workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
-        )
-        if bias is not None and needs_scores:
-            bias = _ready(cast(bias, d_out.dtype))
-            reduce.launch_bias_score_grad(d_out, bias, rows, d_scores=d_scores)
+        of_scores = bias if needs_scores else None
+        saved = (h, scores, down_proj, of_scores, rows, activation)
+        dh, d_scores, a_scaled = down_backward_frozen(d_out, *saved, overwrite_h=overwrite_h)
         if needs_weight:
             d_weight = _weight_gradient(weight.DOWN, d_out, a_scaled, down_proj, rows, weight_dtype, d_weight)
     if needs_bias:
         d_bias = _expert_sum(d_out, down_proj, rows, d_bias, scores)
     return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
+
+
+def down_backward_frozen(
+    d_out: Tensor,
+    h: Tensor,
+    scores: Tensor,
+    down_proj: Tensor,
+    bias: Tensor | None,
+    rows: Addresses,
+    activation: str,
+    low: LowRows | None = None,
+    *,
+    overwrite_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_out, (lying, transposed), h, scores = _ready(d_out), as_it_lies(down_proj), _ready(h), _ready(scores)
+    num_rows, d_expert = h.shape[0], down_proj.shape[2]
+    # Over H: a tile reads its part of H before it writes the same part of dH.
+    dh = h if overwrite_h else torch.empty_like(h)
+    a_scaled = h.new_empty(num_rows, d_expert)
+    d_scores = torch.empty_like(scores)
+    down_act.launch(
+        d_out,
+        lying,
+        h,
+        scores,
+        rows,
+        activation=activation,
+        transposed=transposed,
+        low=_low_rank(low, turned=transposed),
+        dh=dh,
+        a_scaled=a_scaled,
+        d_scores=d_scores,
+        workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
+    )
+    if bias is not None:
+        bias = _ready(cast(bias, d_out.dtype))
+        reduce.launch_bias_score_grad(d_out, bias, rows, d_scores=d_scores)
+    return dh, d_scores, a_scaled
 
 
 def up_backward(
@@ -170,19 +199,57 @@ def up_backward(
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     needs_x, needs_weight, needs_bias = needs
-    dh, x, up_proj = _ready(dh), _ready(x), _ready(up_proj)
+    dh, x = _ready(dh), _ready(x)
     if needs_x:
-        dx = torch.empty_like(x) if dx is None else dx
-        for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
-            dx_rows = x.new_empty(rows.num_rows, len(columns))
-            linear.launch(dh, up_proj, rows, transposed=True, columns=columns, out=dx_rows)
-            launch_combine(dx_rows, rows, columns=columns, out=dx)
-            del dx_rows  # before the next one, or the weight gradient, is allocated
+        dx = up_backward_frozen(dh, x, up_proj, rows, dx=dx)
     if needs_weight:
         d_weight = _weight_gradient(weight.UP, x, dh, up_proj, rows, weight_dtype, d_weight)
     if needs_bias:
         d_bias = _expert_sum(dh, up_proj, rows, d_bias)
     return dx, d_weight, d_bias
+
+
+def up_backward_frozen(
+    dh: Tensor, x: Tensor, up_proj: Tensor, rows: Addresses, low: LowRows | None = None, dx: Tensor | None = None
+) -> Tensor:
+    dh, (lying, transposed) = _ready(dh), as_it_lies(up_proj)
+    dx = torch.empty_like(x) if dx is None else dx
+    added = _low_rank(low, turned=transposed)
+    for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
+        dx_rows = x.new_empty(rows.num_rows, len(columns))
+        linear.launch(dh, lying, rows, transposed=not transposed, columns=columns, low=added, out=dx_rows)
+        launch_combine(dx_rows, rows, columns=columns, out=dx)
+        del dx_rows  # before the next one, or the weight gradient, is allocated
+    return dx
+
+
+# ---- low-rank factors ----------------------------------------------------------------------------------------------
+
+
+def low_rank_rows(a: Tensor, weights: Tensor, rows: Addresses, *, gather: bool, transposed: bool) -> Tensor:
+    a, weights = _ready(a), _ready(weights)
+    out = a.new_empty(rows.num_rows, weights.shape[2 if transposed else 1])
+    linear.launch(a, weights, rows, gather=gather, transposed=transposed, out=out, config=FACTOR_ROWS)
+    return out
+
+
+def factor_gradient(
+    left: Tensor, ordered: Tensor, rows: Addresses, *, gather: bool, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    left, ordered = _ready(left), _ready(ordered)
+    shape = (ordered.shape[1], left.shape[1]) if transposed else (left.shape[1], ordered.shape[1])
+    out = left.new_empty(rows.num_experts, *shape, dtype=torch.float32 if dtype == torch.float32 else left.dtype)
+    options: dict[str, Any] = {"gather": gather, "f32": dtype == torch.float32, "config": FACTOR_GRADIENT}
+    weight.launch(weight.UP if transposed else weight.DOWN, left, ordered, rows, dw=out, **options)
+    return cast(out, dtype)
+
+
+def _low_rank(low: LowRows | None, *, turned: bool) -> LowRank | None:
+    """As a launch takes it. turned: whether the factor must lie the other way round, as its weights do."""
+    if low is None:
+        return None
+    rows, factor = low
+    return LowRank(_ready(rows), _ready(factor.mT if turned else factor))
 
 
 def _weight_gradient(
@@ -194,15 +261,18 @@ def _weight_gradient(
     dtype: torch.dtype,
     accumulator: Tensor | None,
 ) -> Tensor:
-    """Of a weight: a new tensor of ``dtype``, or added to the fp32 ``accumulator``."""
-    dw = of.new_empty(of.shape, dtype=dtype) if accumulator is None else accumulator
-    elements = weight.workspace_elements(product, rows.where, dw.shape)
+    """Of a weight: a new tensor of ``dtype`` that lies as the weight does, or added to the fp32 ``accumulator``."""
+    dw = torch.empty_like(of, dtype=dtype) if accumulator is None else accumulator
+    lying = dw
+    if not dw.is_contiguous():  # one product's gradient transposed is what the other makes
+        lying, product = dw.mT, weight.UP if product == weight.DOWN else weight.DOWN
+    elements = weight.workspace_elements(product, rows.where, lying.shape)
     weight.launch(
         product,
         gathered,
         ordered,
         rows,
-        dw=dw,
+        dw=lying,
         f32=dw.dtype == torch.float32,
         accumulate=accumulator is not None,
         workspace=dw.new_empty(elements, dtype=torch.float32) if elements else None,
@@ -227,6 +297,14 @@ def _expert_sum(
         workspace=values.new_empty(reduce.row_sum_slots(rows.num_rows, num_experts), width, dtype=torch.float32),
     )
     return out
+
+
+def as_it_lies(weight: Tensor) -> tuple[Tensor, bool]:
+    """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
+    True."""
+    if not weight.is_contiguous() and weight.mT.is_contiguous():
+        return _ready(weight.mT), True
+    return _ready(weight), False
 
 
 def _ready(t: Tensor) -> Tensor:

@@ -52,10 +52,11 @@ def moe_mlp(
 
     Args:
         x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast.
-        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or (E, n, d) for an ungated activation; of x's
-            dtype, or float32, or under autocast of any; cast where it is used. A gradient has its weight's dtype, and of a
-            float32 weight it is the float32 sum of the products, never rounded to x's.
-        down_proj: (E, d, n), of a dtype as gate_up_proj.
+        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or in turn (`activations.alternating`), or
+            (E, n, d) for an ungated activation; of x's dtype, or float32, or under autocast of any; cast where it is used. A
+            gradient has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
+            A transposed view of (E, d, 2n), as gpt-oss has it, is read where it lies, and its gradient lies likewise.
+        down_proj: (E, d, n), or a transposed view of (E, n, d); of a dtype as gate_up_proj.
         scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
         topk_experts: (T, K) expert ids, int32 or int64, distinct in a row; (P,) when experts per token vary. An id
             outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E, as on a
@@ -117,7 +118,7 @@ def moe_mlp(
         save = "recompute"  # nothing will ask for H
     options = Options(activation, save, combine, backend).encode()
     with without_autocast(device_type):
-        x, up_proj, down_proj = x.contiguous(), gate_up_proj.contiguous(), down_proj.contiguous()
+        x, up_proj, down_proj = x.contiguous(), _dense(gate_up_proj), _dense(down_proj)
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
         quiet = nobody_listens((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
@@ -136,3 +137,8 @@ def moe_mlp(
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, options)
         return node.experts.way(quiet, parameters)(*parameters, *tail)[0]
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """Contiguous, or a transposed view of what is."""
+    return weight if weight.mT.is_contiguous() else weight.contiguous()

@@ -113,7 +113,7 @@ def down_backward(
     act = activations.activate(_accumulation(h), activation).to(h.dtype) if act is None else act
     if needs_weight:
         a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
-        d_weight = _deliver(_grouped_outer(d_rows, a_scaled, rows.expert_token_offsets, weight_dtype), d_weight)
+        d_weight = _deliver(_gradient_of(down_proj, d_rows, a_scaled, rows, weight_dtype), d_weight)
         del a_scaled
     if needs_bias:
         d_bias = _deliver(_expert_sum(_accumulation(d_rows) * row_scores, rows), d_bias)
@@ -126,8 +126,7 @@ def down_backward(
                 row_d_scores += (_accumulation(d_rows) * of_rows).sum(-1, keepdim=True)
             d_scores = _by_pair(_zero_past_last(row_d_scores, rows), rows).reshape(scores.shape)
         if needs_h:
-            parts = activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation)
-            dh = torch.cat(parts, dim=-1).to(h.dtype)
+            dh = activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
     return dh, d_scores, d_weight, d_bias
 
 
@@ -148,10 +147,17 @@ def up_backward(
         dx = made if dx is None else dx.copy_(made)
     if needs_weight:
         of_rows = _gather(x, _row_tokens(rows))
-        d_weight = _deliver(_grouped_outer(dh, of_rows, rows.expert_token_offsets, weight_dtype), d_weight)
+        d_weight = _deliver(_gradient_of(up_proj, dh, of_rows, rows, weight_dtype), d_weight)
     if needs_bias:
         d_bias = _deliver(_expert_sum(_accumulation(dh), rows), d_bias)
     return dx, d_weight, d_bias
+
+
+def _gradient_of(weight: Tensor, a: Tensor, b: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
+    """Sums over each expert's rows of a_r^T b_r, (E, m, k) like ``weight``, and lying as it does, perhaps transposed."""
+    if weight.is_contiguous():
+        return _grouped_outer(a, b, rows.expert_token_offsets, dtype)
+    return _grouped_outer(b, a, rows.expert_token_offsets, dtype).mT
 
 
 def _deliver(grad: Tensor, accumulator: Tensor | None) -> Tensor:

@@ -17,7 +17,8 @@ current GPU.
 from blazeproto.gemm.combine import combine
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.down_backward import down_backward_act, score_partials
-from blazeproto.gemm.linear import down_forward, down_forward_fused, grouped_mm, up_backward_act
+from blazeproto.gemm.fused import down_forward_fused
+from blazeproto.gemm.linear import down_forward, grouped_mm, up_backward_act
 from blazeproto.gemm.product import Product, Sizes
 from blazeproto.gemm.reduce import bias_score_grad, expert_row_sum
 from blazeproto.gemm.registry import PRODUCTS, all_kernels, candidates, kernel_for, prepare

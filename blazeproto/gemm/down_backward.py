@@ -10,8 +10,8 @@ from blazeproto.gemm import product, reduce
 from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Product, tiled_kernel
-from blazeproto.gemm.rows import h_box, rows_plan, weight_box, words
+from blazeproto.gemm.product import SHAPES, TRANSPOSED, Product, tiled_kernel
+from blazeproto.gemm.rows import LowRank, h_box, low_maps, rank_of, read_low, rows_plan, take_low, weight_box, words
 from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.libraries import any_library
@@ -26,6 +26,8 @@ def down_backward_act(
     dispatch: Dispatch,
     *,
     activation: str = "swiglu",
+    transposed: bool = False,
+    low: tuple[Any, Any] | None = None,
     dh: Any = None,
     a_scaled: Any = None,
     d_scores: Any = None,
@@ -39,15 +41,18 @@ def down_backward_act(
     → dh (R, G n) bf16, a_scaled (R, n) bf16 = S act, and d_scores (P,) fp32, zero for pairs without a row. dh may be h itself.
 
     dA' = d_out[token] W_down; d_scores = ⟨dA', act⟩, which spares keeping Y; dh is the gradient S dA' of act, through f.
-    activation: a name of `blazeproto.activations`.  workspace: (score_partials(n), R) fp32; made where it is not given.
+    activation: a name of `blazeproto.activations`.  transposed: down_proj is (E, n, d), read as it lies.
+    low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
+    workspace: (score_partials(n), R) fp32; made where it is not given.
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
+    arrays = (d_out, down_proj, h, scores, activation, transposed, low, dh, a_scaled, d_scores)
     given = check(Arguments(dispatch, stream, config), *arrays)
     given.write("workspace", workspace, f"{score_partials(given.sizes['n'], config)} R", "float32")
-    launch(**given.views, at=given.located(), activation=activation, config=config)
+    at, added = given.located(), take_low(given.views)
+    launch(**given.views, at=at, activation=activation, transposed=transposed, low=added, config=config)
     return given.arrays["dh"], given.arrays["a_scaled"], given.arrays["d_scores"]
 
 
@@ -58,15 +63,18 @@ def check(
     h: Any,
     scores: Any,
     activation: str,
+    transposed: bool,
+    low: Any,
     dh: Any,
     a_scaled: Any,
     d_scores: Any,
 ) -> Arguments:
     """The arrays of `down_backward_act`, but for the workspace."""
     halves = activation_named(activation).halves
-    given.read("down_proj", down_proj, "E d n").read("d_out", d_out, "T d", gathered=True)
+    given.read("down_proj", down_proj, "E n d" if transposed else "E d n").read("d_out", d_out, "T d", gathered=True)
     width = halves * given.sizes["n"]
     given.read("h", h, f"R {width}").read("scores", scores, "P", "float32")
+    read_low(given, low, "E n r" if transposed else "E r n")
     return (
         given.write("dh", dh, f"R {width}", over="h")
         .write("a_scaled", a_scaled, "R n")
@@ -87,10 +95,13 @@ def kernel(
     config: TileConfig | None = None,
     *,
     activation: str = "swiglu",
+    transposed: bool = False,
+    low_rank: bool = False,
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
 ) -> Kernel:
-    """With these tiles, which must be 256 wide and not deferred, and this activation."""
+    """With these tiles, which must be 256 wide and not deferred, and this activation.  transposed: weights (E, n, d).
+    low_rank: a `LowRank` too."""
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     if config.tile_n != 256 or config.deferred:
@@ -103,8 +114,8 @@ def kernel(
         sources,
         tickets=True,
         GATHER=1,
-        B_MN=1,
-        GATE_UP="HALVES",
+        B_MN=not transposed,
+        LOW_RANK=low_rank,
         **activation_named(activation).macros,
     )
 
@@ -114,23 +125,30 @@ def _plan(
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
     activation: str,
+    transposed: bool,
+    rank: int,
     config: TileConfig,
     build: product.Build,
 ) -> Plan:
-    halves = activation_named(activation).halves
-    _, d, n = shape
+    wanted = activation_named(activation)
+    halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
+    n, d = shape[1:] if transposed else shape[:0:-1]
+    of_h = n * wanted.halves // halves
+    factor = (shape[0], n, rank) if transposed else (shape[0], rank, n)
     return rows_plan(
-        kernel(config, activation=activation, **build._asdict()),
+        kernel(config, activation=activation, transposed=transposed, low_rank=rank > 0, **build._asdict()),
         config,
         where,
         gather=True,
         reduction=d,
         columns=n,
         tile_columns=config.tile_n,
-        weights=weight_box(shape, n, config, transposed=True),
-        h=h_box(n, halves, where[0], (SLAB, BM, halves)),
-        out0=h_box(n, halves, where[0], (SLAB, SLAB, 1)),
+        weights=weight_box(shape, n, config, transposed=not transposed),
+        h=h_box(of_h, halves, where[0], (SLAB, BM, halves)),
+        out0=h_box(of_h, halves, where[0], (SLAB, SLAB, 1)),
         out1=dense_box((n, where[0]), (SLAB, SLAB)),
+        rank=rank,
+        low_weights=weight_box(factor, n, config, transposed=not transposed) if rank else None,
     )
 
 
@@ -142,16 +160,20 @@ def launch(
     at: Addresses,
     *,
     activation: str,
+    transposed: bool = False,
+    low: LowRank | None = None,
     dh: Any,
     a_scaled: Any,
     d_scores: Any,
     workspace: Any,
     config: TileConfig | None = None,
 ) -> None:
-    """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it."""
+    """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it.
+    low: added to dA'."""
     if at.num_rows:
-        config = config or with_tickets("down_backward_act", at.num_rows, at.num_experts, down_proj.shape[1])
-        plan = _plan(at.where, down_proj.shape, activation, config, product.build_of("down_backward_act"))
+        config = config or with_tickets("down_backward_act", at.num_rows, at.num_experts, d_out.shape[1])
+        build = product.build_of("down_backward_act")
+        plan = _plan(at.where, down_proj.shape, activation, transposed, rank_of(low), config, build)
         dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
         addresses = words(
             at,
@@ -162,7 +184,8 @@ def launch(
             scores=scores.data_ptr(),
             sums=workspace.data_ptr(),
         )
-        driver.launch(*plan.fill((down_proj.data_ptr(), h.data_ptr(), dh_at, a_at), addresses), at.stream)
+        maps = (down_proj.data_ptr(), h.data_ptr(), dh_at, a_at, *low_maps(low))
+        driver.launch(*plan.fill(maps, addresses), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
@@ -171,11 +194,18 @@ DOWN_BACKWARD_ACT = Product(
     down_backward_act,
     kernels=lambda: [
         *(kernel(activation=activation) for activation in ACTIVATIONS),
+        *(kernel(activation=activation, transposed=True) for activation in TRANSPOSED),
+        *(kernel(activation=name, transposed=lies, low_rank=True) for name in TRANSPOSED for lies in (False, True)),
         *(kernel(config) for config in CANDIDATES["down_backward_act"]),
     ],
     for_layer=lambda layer: [
         *(
-            kernel(config, activation=layer.activation, **product.build_of("down_backward_act")._asdict())
+            kernel(
+                config,
+                activation=layer.activation,
+                transposed=layer.transposed,
+                **product.build_of("down_backward_act")._asdict(),
+            )
             for config in tiles_of_layer("down_backward_act", layer.d_model)
         ),
         reduce.kernel("reduce_scores_grad", 0, product.build_of("down_backward_act").sources),

@@ -1,8 +1,7 @@
-"""Rows times weights with nothing but a bias at the end (cuda/linear.cu): three of the products.
+"""Rows times weights with nothing but a bias at the end (cuda/linear.cu): two of the products; fused.py has the third.
 
 down forward          Y = act W_down^T (+ bias)     MoEBlaze Algorithm 1, line 10
 up backward, rows     dX~ = dH W_up                 MoEBlaze Algorithm 1, line 30
-down forward, fused   O[token] += S Y               MoEBlaze §3.1; fp32 atomics, so not deterministic
 """
 
 from functools import lru_cache
@@ -16,8 +15,17 @@ from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
-from blazeproto.gemm.rows import rows_plan, weight_box, words
-from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, WIDTHS, TileConfig, tiles_for
+from blazeproto.gemm.rows import LowRank, low_maps, rank_of, read_low, rows_plan, take_low, weight_box, words
+from blazeproto.gemm.tiles import (
+    CANDIDATES,
+    FACTOR_ROWS,
+    OPERAND_BYTES,
+    SLAB,
+    TILES,
+    WIDTHS,
+    TileConfig,
+    tiles_for,
+)
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
 from blazeproto.runtime.libraries import any_library
@@ -33,6 +41,7 @@ def grouped_mm(
     transposed: bool = False,
     bias: Any = None,
     columns: range | None = None,
+    low: tuple[Any, Any] | None = None,
     out: Any = None,
     config: TileConfig | None = None,
     stream: int | None = None,
@@ -46,11 +55,12 @@ def grouped_mm(
     gather: a has a row for each token, (T, reduction).  transposed: weights (E, reduction, columns), read as they lie.
     columns: make only these of the columns, e.g. range(0, 1024): out (R, len(columns)). ``out`` may be ``a`` itself where
     a tile has whole rows of both (reduction = columns <= ``config.tile_n``); elsewhere the two must not overlap.
+    low: rows (R, r) and factor (E, columns, r), with ``transposed`` (E, r, columns), both bf16: out gets rows factor^T too.
 
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (a, weights, gather, transposed, bias, columns, out)
+    arrays = (a, weights, gather, transposed, bias, columns, low, out)
     return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
 
 
@@ -75,7 +85,7 @@ def down_forward(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (act, down_proj, False, False, bias, columns, y)
+    arrays = (act, down_proj, False, False, bias, columns, None, y)
     return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
 
 
@@ -99,33 +109,8 @@ def up_backward_act(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (dh, up_proj, False, True, None, columns, dx_rows)
+    arrays = (dh, up_proj, False, True, None, columns, None, dx_rows)
     return _checked_launch(UP_NAMES, dispatch, config, stream, *arrays)
-
-
-@any_library("gemm", {"out_f32": "float32"})
-def down_forward_fused(
-    act: Any,
-    down_proj: Any,
-    scores: Any,
-    dispatch: Dispatch,
-    *,
-    bias: Any = None,
-    out_f32: Any,
-    config: TileConfig | None = None,
-    stream: int | None = None,
-) -> Any:
-    """out_f32[token] += S y, the combination inside the product. MoEBlaze §3.1. Not deterministic: fp32 atomics.
-
-    act (R, n), down_proj (E, d, n) and bias (E, d) or None, all bf16; scores (P,) or (T, K) fp32; and a dispatch of E experts
-    → out_f32 (T, d) fp32, zeroed by the caller. Of JAX arrays a new one is returned, for they are immutable.
-
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
-    ValueError names the argument, before anything is launched.
-    """
-    given = check_fused(Arguments(dispatch, stream, config), act, down_proj, scores, bias, out_f32)
-    launch_fused(**given.views, at=given.located(), config=config)
-    return out_f32
 
 
 # --- Checks ----------------------------------------------------------------------------------------------------------------
@@ -144,6 +129,7 @@ def check(
     transposed: bool,
     bias: Any,
     columns: range | None,
+    low: Any,
     out: Any,
 ) -> Arguments:
     """The arrays of `grouped_mm`. names: what its caller calls ``a``, ``weights`` and ``out``."""
@@ -151,6 +137,7 @@ def check(
     given.read(experts, weights, "E reduction width" if transposed else "E width reduction")
     given.read(rows, a, "T reduction" if gather else "R reduction", gathered=gather)
     given.read("bias", bias, "E width", optional=True)
+    read_low(given, low, "E r width" if transposed else "E width r")
     width = given.sizes["width"]
     count = len(columns_within(columns, width, given.multiple))
     tile = tiles(config, transposed, count).tile_n
@@ -179,24 +166,20 @@ def _checked_launch(
     transposed: bool,
     bias: Any,
     columns: range | None,
+    low: Any,
     out: Any,
 ) -> Any:
     """`grouped_mm`, whose arrays errors call by ``names``."""
     arguments = Arguments(dispatch, stream, config)
-    given = check(arguments, names, config, a, weights, gather, transposed, bias, columns, out)
+    given = check(arguments, names, config, a, weights, gather, transposed, bias, columns, low, out)
     columns = columns_within(columns, given.sizes["width"])
     if columns:
         at = given.located()
         rows, experts, made = (given.views[name] for name in names)
         options: dict[str, Any] = {"gather": gather, "transposed": transposed, "columns": columns, "config": config}
+        options["low"] = take_low(given.views)
         launch(rows, experts, at, bias=given.views["bias"], out=made, **options)
     return given.arrays[names[2]]
-
-
-def check_fused(given: Arguments, act: Any, down_proj: Any, scores: Any, bias: Any, out_f32: Any) -> Arguments:
-    """The arrays of `down_forward_fused`."""
-    given.read("down_proj", down_proj, "E d n").read("act", act, "R n").read("scores", scores, "P", "float32")
-    return given.read("bias", bias, "E d", optional=True).update("out_f32", out_f32, "T d", "float32")
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
@@ -209,10 +192,12 @@ def kernel(
     transposed: bool = False,
     bias: bool = False,
     fused: bool = False,
+    low_rank: bool = False,
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
 ) -> Kernel:
-    """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself."""
+    """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself.
+    low_rank: a `LowRank` too."""
     return tiled_kernel(
         "linear.cu",
         "linear",
@@ -225,11 +210,12 @@ def kernel(
         B_MN=transposed,
         HAS_BIAS=bias,
         FUSED_COMBINE=fused,
+        LOW_RANK=low_rank,
     )
 
 
 @lru_cache(maxsize=SHAPES)
-def _plan(
+def plan(
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
     columns: int,
@@ -237,12 +223,15 @@ def _plan(
     transposed: bool,
     bias: bool,
     fused: bool,
+    rank: int,
     config: TileConfig,
     build: product.Build,
 ) -> Plan:
     width, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+    factor = (shape[0], rank, width) if transposed else (shape[0], width, rank)
+    variant: dict[str, Any] = {"gather": gather, "transposed": transposed, "bias": bias, "fused": fused}
     return rows_plan(
-        kernel(config, gather=gather, transposed=transposed, bias=bias, fused=fused, **build._asdict()),
+        kernel(config, **variant, low_rank=rank > 0, **build._asdict()),
         config,
         where,
         gather=gather,
@@ -252,6 +241,8 @@ def _plan(
         weights=weight_box(shape, columns, config, transposed),
         out0=None if fused else dense_box((columns, where[0]), (SLAB, SLAB)),
         bias_stride=width,
+        rank=rank,
+        low_weights=weight_box(factor, columns, config, transposed) if rank else None,
     )
 
 
@@ -264,16 +255,17 @@ def launch(
     transposed: bool = False,
     bias: Any = None,
     columns: range | None = None,
+    low: LowRank | None = None,
     out: Any,
     config: TileConfig | None = None,
 ) -> None:
-    """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all."""
+    """`grouped_mm` of arrays that have been checked. columns: those of the output to make, default all.  low: added to them."""
     if not at.num_rows:
         return
     _, outer, inner = shape = weights.shape
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     config = tiles(config, transposed, count)
-    plan = _plan(
+    made = plan(
         at.where,
         shape,
         count,
@@ -281,38 +273,16 @@ def launch(
         transposed,
         bias is not None,
         False,
+        rank_of(low),
         config,
         product.build_of(name_of(transposed)),
     )
     a_at, out_at = a.data_ptr(), out.data_ptr()
     weights_at = weights.data_ptr() + OPERAND_BYTES * first * (1 if transposed else inner)
     maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
+    maps += low_maps(low, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
-    driver.launch(*plan.fill(maps, addresses), at.stream)
-
-
-def launch_fused(
-    act: Any,
-    down_proj: Any,
-    scores: Any,
-    at: Addresses,
-    *,
-    bias: Any = None,
-    out_f32: Any,
-    config: TileConfig | None = None,
-) -> None:
-    """`down_forward_fused` of arrays that have been checked: one launch, which adds to out_f32 (T, d) by fp32 atomics."""
-    if not at.num_rows:
-        return
-    shape, config = down_proj.shape, config or TILES["down_forward"]
-    plan = _plan(
-        at.where, shape, shape[1], False, False, bias is not None, True, config, product.build_of("down_forward_fused")
-    )
-    addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
-    driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
-
-
-# --- The registry's entries ------------------------------------------------------------------------------------------------
+    driver.launch(*made.fill(maps, addresses), at.stream)
 
 
 def _tiles_of_layer(name: str, layer: Layer) -> list[TileConfig]:
@@ -320,39 +290,32 @@ def _tiles_of_layer(name: str, layer: Layer) -> list[TileConfig]:
     return list(dict.fromkeys(tiles_for(name, width) for width in slice_widths(layer.d_model)))
 
 
+def _kernel_of_layer(config: TileConfig, transposed: bool, bias: bool = False) -> Kernel:
+    return kernel(config, transposed=transposed, bias=bias, **product.build_of(name_of(transposed))._asdict())
+
+
 DOWN_FORWARD = Product(
     "down_forward",
     down_forward,
-    kernels=lambda: [
-        kernel(config, gather=gather, bias=bias)
-        for config in CANDIDATES["down_forward"]
-        for bias in (False, True)
-        for gather in (False, True)
-    ],
+    kernels=lambda: (
+        [
+            kernel(config, gather=gather, bias=bias)
+            for config in CANDIDATES["down_forward"]
+            for bias in (False, True)
+            for gather in (False, True)
+        ]
+        + [kernel(config, transposed=True, bias=True) for config in CANDIDATES["up_backward_act"]]
+        + [kernel(transposed=transposed, low_rank=True) for transposed in (False, True)]
+        + [kernel(FACTOR_ROWS, gather=gather, transposed=lies) for gather in (False, True) for lies in (False, True)]
+    ),
     for_layer=lambda layer: [
-        kernel(config, bias=layer.down_bias, **product.build_of("down_forward")._asdict())
-        for config in _tiles_of_layer("down_forward", layer)
+        _kernel_of_layer(config, layer.transposed, bias=layer.down_bias)
+        for config in _tiles_of_layer(name_of(layer.transposed), layer)
         if not layer.fused
     ],
     operations=lambda s: 2.0 * s.rows * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d + s.rows * s.d),
     kernel=kernel,
-)
-DOWN_FORWARD_FUSED = Product(
-    "down_forward_fused",
-    down_forward_fused,
-    kernels=lambda: [
-        *(kernel(bias=bias, fused=True) for bias in (False, True)),
-        *(kernel(config, fused=True) for config in CANDIDATES["down_forward"]),
-    ],
-    for_layer=lambda layer: (
-        [kernel(bias=layer.down_bias, fused=True, **product.build_of("down_forward_fused")._asdict())]
-        if layer.fused
-        else []
-    ),
-    operations=lambda s: 2.0 * s.rows * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d) + 4 * (s.T * s.d + s.rows),
-    kernel=lambda config=None, **variant: kernel(config, fused=True, **variant),
 )
 UP_BACKWARD_ACT = Product(
     "up_backward_act",
@@ -363,8 +326,8 @@ UP_BACKWARD_ACT = Product(
         for gather in (False, True)
     ],
     for_layer=lambda layer: [
-        kernel(config, transposed=True, **product.build_of("up_backward_act")._asdict())
-        for config in _tiles_of_layer("up_backward_act", layer)
+        _kernel_of_layer(config, not layer.transposed)
+        for config in _tiles_of_layer(name_of(not layer.transposed), layer)
     ],
     operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
     least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.halves * s.E * s.n * s.d + s.rows * s.d),

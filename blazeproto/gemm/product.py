@@ -16,6 +16,10 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, TileConfig
 
 SHAPES = 1024  # whose plans are kept, of each product
+TRANSPOSED = (
+    "swiglu",
+    "alternating(clamped_swiglu)",
+)  # activations that layers with transposed weights have, in compile-all
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
@@ -95,6 +99,7 @@ class Layer(NamedTuple):
     down_bias: bool
     fused: bool  # down_forward_fused runs instead of down_forward and combine
     f32_weight_grads: bool
+    transposed: bool = False  # weights (E, d, G n) and (E, n, d)
 
 
 @dataclass(frozen=True)

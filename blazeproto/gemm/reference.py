@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from blazeproto.activations import activate, activate_backward
 from blazeproto.dispatch.structures import Dispatch
-from blazeproto.gemm import down_backward, linear, reduce, up, weight
+from blazeproto.gemm import down_backward, fused, linear, reduce, up, weight
 from blazeproto.gemm.arguments import TwinArguments
 from blazeproto.gemm.combine import check as combine_check
 from blazeproto.gemm.tiles import TileConfig
@@ -43,6 +43,14 @@ def experts(dispatch: Dispatch) -> Iterator[tuple[int, slice, Array, Array]]:
 def tokens_of(pairs: Array, dispatch: Dispatch) -> Array:
     """The token of each of ``pairs``."""
     return pairs // dispatch.top_k if dispatch.top_k else dispatch.pair_tokens[pairs]
+
+
+def _low(low: tuple[Array, Array] | None, expert: int, rows: slice, transposed: bool) -> Array | int:
+    """What low-rank factors add to an expert's rows; the factor is (E, columns, r), or with ``transposed`` (E, r, columns)."""
+    if low is None:
+        return 0
+    values, factor = low
+    return values[rows] @ (factor[expert] if transposed else factor[expert].T)
 
 
 def _slice(columns: range | None) -> slice:
@@ -72,18 +80,22 @@ def up_forward(
     dispatch: Dispatch,
     *,
     activation: str = "swiglu",
+    transposed: bool = False,
     bias: Array | None = None,
+    low: tuple[Array, Array] | None = None,
     h: Array | None = None,
     act: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
     round_to: RoundTo = None,
 ) -> tuple[Array, Array]:
-    """x (T, d), up_proj (E, G·n, d), bias (E, G·n) → h (R, G·n), act (R, n).  h_r = x_t W_upᵀ + b, act = SiLU(gate)·up."""
-    a = _checked(up.check, dispatch, config, stream, x, up_proj, activation, bias, h, act)
+    """x (T, d), up_proj (E, G·n, d), or with ``transposed`` (E, d, G·n), bias (E, G·n) → h (R, G·n), act (R, n).
+    h_r = x_t W_upᵀ + b, act = SiLU(gate)·up."""
+    a = _checked(up.check, dispatch, config, stream, x, up_proj, activation, transposed, bias, low, h, act)
     h, act, stored = a["h"], a["act"], _rounding(round_to)
+    weights = up_proj if transposed else up_proj.swapaxes(1, 2)
     for e, r, _, tokens in experts(dispatch):
-        h[r] = stored(x[tokens] @ up_proj[e].T + (0 if bias is None else bias[e]))
+        h[r] = stored(x[tokens] @ weights[e] + _low(low, e, r, transposed) + (0 if bias is None else bias[e]))
         act[r] = stored(activate(h[r], activation))
     return h, act
 
@@ -97,6 +109,7 @@ def grouped_mm(
     transposed: bool = False,
     bias: Array | None = None,
     columns: range | None = None,
+    low: tuple[Array, Array] | None = None,
     out: Array | None = None,
     config: TileConfig | None = None,
     stream: int | None = None,
@@ -104,9 +117,9 @@ def grouped_mm(
 ) -> Array:
     """out_r = a_r W[e]ᵀ + b, a (R, reduction), or (T, reduction) with ``gather``; weights (E, columns, reduction), or with
     ``transposed`` (E, reduction, columns); bias (E, columns) → out (R, columns), or only these of its columns."""
-    names, arrays = ("a", "weights", "out"), (a, weights, gather, transposed, bias, columns, out)
+    names, arrays = ("a", "weights", "out"), (a, weights, gather, transposed, bias, columns, low, out)
     out = _checked(linear.check, dispatch, config, stream, names, config, *arrays)["out"]
-    return _grouped_mm(a, weights, dispatch, out, gather, transposed, bias, columns, round_to)
+    return _grouped_mm(a, weights, dispatch, out, gather, transposed, bias, columns, round_to, low)
 
 
 def _grouped_mm(
@@ -119,11 +132,15 @@ def _grouped_mm(
     bias: Array | None = None,
     columns: range | None = None,
     round_to: RoundTo = None,
+    low: tuple[Array, Array] | None = None,
 ) -> Array:
+    if low is not None and columns is not None:
+        low = (low[0], low[1][..., _slice(columns)] if transposed else low[1][:, _slice(columns)])
     weights, some = weights if transposed else weights.swapaxes(1, 2), _slice(columns)
     stored = _rounding(round_to)
     for e, r, _, tokens in experts(dispatch):
-        out[r] = stored(a[tokens if gather else r] @ weights[e, :, some] + (0 if bias is None else bias[e, some]))
+        made = a[tokens if gather else r] @ weights[e, :, some] + _low(low, e, r, transposed)
+        out[r] = stored(made + (0 if bias is None else bias[e, some]))
     return out
 
 
@@ -140,7 +157,7 @@ def down_forward(
     round_to: RoundTo = None,
 ) -> Array:
     """act (R, n), down_proj (E, d, n), bias (E, d) → y (R, d), or only these of its columns.  y_r = act_r W_downᵀ + b."""
-    arrays = (act, down_proj, False, False, bias, columns, y)
+    arrays = (act, down_proj, False, False, bias, columns, None, y)
     y = _checked(linear.check, dispatch, config, stream, linear.DOWN_NAMES, config, *arrays)["y"]
     return _grouped_mm(act, down_proj, dispatch, y, bias=bias, columns=columns, round_to=round_to)
 
@@ -151,6 +168,7 @@ def down_forward_fused(
     scores: Array,
     dispatch: Dispatch,
     *,
+    transposed: bool = False,
     bias: Array | None = None,
     out_f32: Array,
     config: TileConfig | None = None,
@@ -158,8 +176,8 @@ def down_forward_fused(
     round_to: RoundTo = None,
 ) -> Array:
     """`down_forward` and `combine` in one: adds into out_f32 (T, d), which the caller has zeroed."""
-    _checked(linear.check_fused, dispatch, config, stream, act, down_proj, scores, bias, out_f32)
-    y = down_forward(act, down_proj, dispatch, bias=bias)
+    _checked(fused.check, dispatch, config, stream, act, down_proj, scores, transposed, bias, out_f32)
+    y = grouped_mm(act, down_proj, dispatch, transposed=transposed, bias=bias)
     out_f32 += combine(y, dispatch, scores=scores)
     return out_f32
 
@@ -199,6 +217,8 @@ def down_backward_act(
     dispatch: Dispatch,
     *,
     activation: str = "swiglu",
+    transposed: bool = False,
+    low: tuple[Array, Array] | None = None,
     dh: Array | None = None,
     a_scaled: Array | None = None,
     d_scores: Array | None = None,
@@ -207,22 +227,23 @@ def down_backward_act(
     stream: int | None = None,
     round_to: RoundTo = None,
 ) -> tuple[Array, Array, Array]:
-    """d_out (T, d), down_proj (E, d, n), h (R, G·n), scores (P,) → dh (R, G·n), a_scaled (R, n), d_scores (P,).
+    """d_out (T, d), down_proj (E, d, n), or with ``transposed`` (E, n, d), h (R, G·n), scores (P,) → dh (R, G·n),
+    a_scaled (R, n), d_scores (P,).
 
     dA' = dO_t W_down; dS_p = ⟨dA', act⟩ (SonicMoE §3: no need for Y), 0 for a pair without a row; a_scaled = S_p·act;
     dH from the gradient S_p·dA' of act, which is made again from h.
     """
-    arrays = (d_out, down_proj, h, scores, activation, dh, a_scaled, d_scores)
+    arrays = (d_out, down_proj, h, scores, activation, transposed, low, dh, a_scaled, d_scores)
     a = _checked(down_backward.check, dispatch, config, stream, *arrays)
     dh, a_scaled, d_scores, stored = a["dh"], a["a_scaled"], a["d_scores"], _rounding(round_to)
     d_scores[...] = 0
     for e, r, pairs, tokens in experts(dispatch):
         score = scores.reshape(-1)[pairs, None]
-        d_act = d_out[tokens] @ down_proj[e]
+        d_act = d_out[tokens] @ (down_proj[e].T if transposed else down_proj[e]) + _low(low, e, r, not transposed)
         act = activate(h[r], activation)
         d_scores.reshape(-1)[pairs] = (d_act * act).sum(axis=1)
         a_scaled[r] = stored(score * act)
-        dh[r] = stored(np.concatenate(activate_backward(h[r], score * d_act, activation), axis=-1))
+        dh[r] = stored(activate_backward(h[r], score * d_act, activation))
     return dh, a_scaled, d_scores
 
 
@@ -261,7 +282,7 @@ def up_backward_act(
 ) -> Array:
     """dh (R, G·n), up_proj (E, G·n, d) → dx_rows (R, d), or only these of its columns.  dX̃_r = dH_r W_up; `combine` sums a
     token's rows to dX."""
-    arrays = (dh, up_proj, False, True, None, columns, dx_rows)
+    arrays = (dh, up_proj, False, True, None, columns, None, dx_rows)
     dx_rows = _checked(linear.check, dispatch, config, stream, linear.UP_NAMES, config, *arrays)["dx_rows"]
     return _grouped_mm(dh, up_proj, dispatch, dx_rows, transposed=True, columns=columns, round_to=round_to)
 

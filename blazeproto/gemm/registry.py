@@ -5,7 +5,8 @@ from blazeproto.gemm import product
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
-from blazeproto.gemm.linear import DOWN_FORWARD, DOWN_FORWARD_FUSED, UP_BACKWARD_ACT
+from blazeproto.gemm.fused import DOWN_FORWARD_FUSED
+from blazeproto.gemm.linear import DOWN_FORWARD, UP_BACKWARD_ACT
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
 from blazeproto.gemm.tiles import CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
@@ -65,6 +66,7 @@ def prepare(
     down_bias: bool = False,
     fused: bool = False,
     f32_weight_grads: bool = False,
+    transposed: bool = False,
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
@@ -76,6 +78,7 @@ def prepare(
     activation: a name of `blazeproto.activations`.
     up_bias, down_bias: whether the projections have biases.  fused: whether `down_forward_fused` runs instead of
     `down_forward` and `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
+    transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
     device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
@@ -92,7 +95,7 @@ def prepare(
     for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
         if value is not None:
             checks.integer(name, value, least)
-    layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads)
+    layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads, transposed)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(layer))
     made = compile_many(wanted, jobs)
     device = _hopper_device() if device is None else device

@@ -82,6 +82,10 @@ def tiles_for(product: str, columns: int) -> TileConfig:
     return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
 
 
+# Of products with low-rank factors, whose narrow side is a few columns: the least that a tile has. (Which product's row it would
+# be in the table doesn't matter then: they are bound by the bytes of the wide side.)
+FACTOR_ROWS, FACTOR_GRADIENT = TileConfig(tile_n=128), TileConfig(tile_n=128, cluster=2)
+
 WITH_TICKETS = ("up_forward", "down_backward_act")
 # Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter
 # little. With fewer, half tiles are so many that those who share weights no longer read them at the same time. And a short

@@ -17,7 +17,7 @@ from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
-from blazeproto.gemm.tiles import BK, BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
+from blazeproto.gemm.tiles import BK, BM, CANDIDATES, FACTOR_GRADIENT, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
 from blazeproto.runtime.libraries import any_library, in_host_memory
@@ -310,7 +310,12 @@ def _kernels(name: str) -> list[Kernel]:
     return [
         *(kernel(config, transposed=transposed, f32=f32) for config in configs for f32 in (False, True)),
         *(kernel(transposed=transposed, f32=f32, gather=False) for f32 in (False, True)),
-        *(sum_kernel(config.tile_n) for config in configs),
+        *(
+            kernel(FACTOR_GRADIENT, transposed=transposed, f32=f32, gather=gather)
+            for f32 in (False, True)
+            for gather in (False, True)
+        ),
+        *(sum_kernel(config.tile_n) for config in (*configs, FACTOR_GRADIENT)),
     ]
 
 

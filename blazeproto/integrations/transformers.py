@@ -5,12 +5,11 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="blazeproto")
 
 transformers calls what is registered in place of the forward of every experts module that has its decorator
-``use_experts_implementation``. The module says how its weights lie, and so which of three roads it takes (`explain` tells):
+``use_experts_implementation``. What the module has says which of two roads it takes (`explain` tells):
 
-    in place       gate_up_proj (E, 2n, d), or up_proj (E, n, d) without a gate, and down_proj (E, d, n); an activation of
-                   `blazeproto.activations`: `moe_mlp` on the module's own weights
-    turned         weights transposed, or gate and up interleaved: `moe_mlp` on a view that it makes contiguous, a copy a call;
-                   gradients come back in the module's layout
+    in place       an activation of `blazeproto.activations`: `moe_mlp` on the module's own weights, gate_up_proj (E, 2n, d), or
+                   up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up in turn, as
+                   the module says. Gradients lie as the weights do
     grouped_mm     another activation, or a norm after each expert: transformers' own ``grouped_mm`` implementation
 
 What no road can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import moe_mlp
 from blazeproto.runtime.optional import need
 
@@ -62,9 +62,16 @@ def _clamped(limit: str, alpha: str) -> Callable[[nn.Module], str | None]:
     """Of a gate that is gpt-oss's; limit and alpha name its attributes."""
 
     def name(experts: nn.Module) -> str:
-        return f"clamped_swiglu(limit={float(getattr(experts, limit))!r},alpha={float(getattr(experts, alpha))!r})"
+        wanted = f"clamped_swiglu(limit={float(getattr(experts, limit))!r},alpha={float(getattr(experts, alpha))!r})"
+        return _in_table(wanted)
 
     return name
+
+
+@torch.compiler.assume_constant_result  # a compiler would trace the regular expression that reads a name
+def _in_table(name: str, alternates: bool = False) -> str:
+    """The name under which the table has an activation."""
+    return alternating(name) if alternates else activation_named(name).name
 
 
 DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
@@ -81,10 +88,13 @@ GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a mo
 }
 
 
-@torch.compiler.assume_constant_result  # it is the class's, and a compiler reads no __qualname__
 def _gate_name(experts: nn.Module) -> str:
-    gate: Any = experts._apply_gate
-    return f"{gate.__module__}.{gate.__qualname__}"
+    return "its instance's" if "_apply_gate" in experts.__dict__ else _gate_of(type(experts))
+
+
+@torch.compiler.assume_constant_result  # a compiler reads no __qualname__
+def _gate_of(kind: Any) -> str:
+    return f"{kind._apply_gate.__module__}.{kind._apply_gate.__qualname__}"
 
 
 def _activation(experts: nn.Module) -> str | None:
@@ -92,7 +102,8 @@ def _activation(experts: nn.Module) -> str | None:
     if not experts.has_gate:
         return _act_fn(experts)
     known = GATES.get(_gate_name(experts))
-    return None if known is None else known(experts)
+    name = None if known is None else known(experts)
+    return name if name is None or experts.is_concatenated else _in_table(name, True)
 
 
 class Weights(NamedTuple):
@@ -113,10 +124,14 @@ def _weights(experts: Any) -> Weights:
 # --- What is refused -----------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
 def _quantised(experts: nn.Module) -> bool:
     tensors = [tensor for tensor in _weights(experts) if tensor is not None]
-    return any(t.dtype not in FLOAT_DTYPES or type(t).__module__.startswith(QUANTISERS) for t in tensors)
+    return any(t.dtype not in FLOAT_DTYPES or _is_quantiser_s(type(t)) for t in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _is_quantiser_s(kind: type) -> bool:
+    return kind.__module__.startswith(QUANTISERS)
 
 
 def _offloaded(experts: nn.Module) -> bool:
@@ -171,9 +186,8 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
 def explain(model: nn.Module) -> dict[str, str]:
     """Which road each experts module of a model takes, by its name.
 
-    "in place", "turned: ...", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It
-    doesn't matter which implementation is set. Hugging Face transformers,
-    ``integrations/moe.py``, has the layouts.
+    "in place", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It doesn't matter
+    which implementation is set. Hugging Face transformers, ``integrations/moe.py``, has the layouts.
 
     Args:
         model: a transformers model, or an experts module.
@@ -195,25 +209,7 @@ def _road(experts: Any) -> str:
             return f"refused: {what}; expected {expected}"
     if why := _why_grouped_mm(experts):
         return f"grouped_mm: {why}"
-    turned = ["transposed"] * experts.is_transposed + ["interleaved"] * (not experts.is_concatenated)
-    return f"turned: {' and '.join(turned)}" if turned else "in place"
-
-
-def _de_interleaved(tensor: Tensor, dim: int) -> Tensor:
-    """Gate and up that alternate along dim, as gate then up."""
-    dim %= tensor.dim()
-    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
-def _turned(experts: Any) -> Weights:
-    """The weights as `moe_mlp` has them: themselves, or views and copies of them."""
-    up, down, up_bias, down_bias = _weights(experts)
-    if experts.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if not experts.is_concatenated:
-        up = _de_interleaved(up, 1)
-        up_bias = None if up_bias is None else _de_interleaved(up_bias, 1)
-    return Weights(up, down, up_bias, down_bias)
+    return "in place"
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -240,7 +236,9 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    up, down, up_bias, down_bias = _turned(experts)
+    up, down, up_bias, down_bias = _weights(experts)
+    if experts.is_transposed:
+        up, down = up.mT, down.mT
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     activation = _activation(experts)
     assert activation is not None

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product as every
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from blazeproto.activations import activate, activation_named
+from blazeproto.activations import activate, activation_named, gate_and_up, side_by_side
 from blazeproto.lab.oracle import EXACT, Case, evaluate
 
 ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
@@ -48,38 +48,33 @@ def _rounded(exact: Tensor, error: Tensor) -> Tensor:
     return error * (1 + ROUNDING) + ROUNDING * exact.abs()
 
 
-def _halves(h: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
-    if not activation_named(activation).gated:
-        return h, None
-    gate, up = h.chunk(2, dim=1)
-    return gate, up
-
-
 def _value_error(h: Tensor, activation: str) -> Tensor:
     """Of act, by how the kernels compute it from an exact h (rows, G n)."""
-    gate, up = _halves(h, activation)
+    gate, up = gate_and_up(h, activation)
     alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
     return FUNCTION * alpha * gate.abs() * (1.0 if up is None else up.abs() + 1)
 
 
 def _slope_errors(h: Tensor, activation: str) -> Tensor:
     """Of the derivatives of act by h, likewise: (rows, G n)."""
-    gate, up = _halves(h, activation)
+    gate, up = gate_and_up(h, activation)
     alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
     by_gate = FUNCTION * (1 + 4 * alpha * gate.abs())
-    return by_gate if up is None else torch.cat([by_gate * (up.abs() + 1), FUNCTION * alpha * gate.abs()], dim=1)
+    if up is None:
+        return by_gate
+    return cast(Tensor, side_by_side(by_gate * (up.abs() + 1), FUNCTION * alpha * gate.abs(), activation))
 
 
 def _activation_error(h: Tensor, error: Tensor, activation: str) -> Tensor:
     """Of act, where h is wrong by at most ``error``. An activation is monotonic between two points so near, or curved by
     at most 2 (alpha and the other factor apart)."""
-    act, parts = activate(h, activation), _halves(error, activation)
+    act, (gate, up) = activate(h, activation), gate_and_up(error, activation)
     worst = torch.zeros_like(act)
-    for signs in every((-1.0, 1.0), repeat=1 if parts[1] is None else 2):
-        moved = torch.cat([sign * part for sign, part in zip(signs, parts, strict=False) if part is not None], dim=1)
+    for of_gate, of_up in every((-1.0, 1.0), repeat=2):
+        moved = side_by_side(of_gate * gate, None if up is None else of_up * up, activation)
         worst = torch.maximum(worst, (activate(h + moved, activation) - act).abs())
-    up = _halves(h, activation)[1]
-    return worst + 2 * parts[0].square() * (1.0 if up is None else up.abs() + 1) + _value_error(h, activation)
+    factor = gate_and_up(h, activation)[1]
+    return worst + 2 * gate.square() * (1.0 if factor is None else factor.abs() + 1) + _value_error(h, activation)
 
 
 def _of_pairs(case: Case, by_row: Tensor) -> Tensor:

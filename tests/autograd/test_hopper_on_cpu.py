@@ -21,12 +21,14 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators, private
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
-from blazeproto.gemm import down_backward, linear, reduce, reference, up, weight
+from blazeproto.gemm import down_backward, fused, linear, reduce, reference, up, weight
 
 
 def as_numpy(value):
     if isinstance(value, Dispatch):
         return replace(value, **{name: as_numpy(t) for name, t in value.arrays.items()})
+    if isinstance(value, tuple):
+        return tuple(map(as_numpy, value))
     return value.detach().numpy() if isinstance(value, Tensor) else value
 
 
@@ -43,7 +45,7 @@ def expert_row_sum(values, dispatch, *, f32, **options):
 LAUNCHES = (  # module, launch, twin
     (up, "launch", reference.up_forward),
     (linear, "launch", reference.grouped_mm),
-    (linear, "launch_fused", reference.down_forward_fused),
+    (fused, "launch", reference.down_forward_fused),
     (down_backward, "launch", reference.down_backward_act),
     (weight, "launch", weight_gradient),
     (hopper_backend, "launch_combine", reference.combine),
@@ -105,6 +107,24 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
             for got, reference_of_it in zip(results, expected, strict=True):
                 # Some sums are left in float32: the fused output, bias gradients.
                 torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "alternating(swiglu)", "relu2"])
+@pytest.mark.parametrize("combine", ["gather", "fused"])
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_transposed_weights_are_read_where_they_lie(make_case, watch, activation, combine, workspace_bytes):
+    """And their gradients lie likewise."""
+    case, seen = make_case(40, activation=activation, bias=True, sentinels=True), set()
+    expected = case.reference()
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(case, name, getattr(case, name).detach().mT.contiguous().mT.requires_grad_())
+    for module in (up, linear, fused, down_backward):
+        watch(module, "launch", lambda a, weights, *args, **kwargs: seen.add(weights.data_ptr()))
+    out, *gradients = case.run(combine=combine, workspace_bytes=workspace_bytes)
+    for got, reference_of_it in zip([out, *gradients], expected, strict=True):
+        torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
+    assert seen == {case.gate_up_proj.data_ptr(), case.down_proj.data_ptr()}
+    assert all(gradients[i].stride() == case.parameters[i].stride() for i in (1, 2))
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])

@@ -110,7 +110,7 @@ def test_oracle_is_the_twins(activation: str) -> None:
 def test_derivatives_by_finite_differences(activation: str) -> None:
     rng = np.random.default_rng(0)
     h, d_act = rng.normal(size=(4, 6)), rng.normal(size=(4, 6 // activation_named(activation).halves))
-    gradient, step = np.concatenate(activate_backward(h, d_act, activation), axis=-1), 1e-6
+    gradient, step = activate_backward(h, d_act, activation), 1e-6
     for place in np.ndindex(h.shape):
         nudge = np.zeros_like(h)
         nudge[place] = step
@@ -123,8 +123,7 @@ def test_numpy_and_torch_agree(activation: str) -> None:
     h, d_act = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 6 // activation_named(activation).halves).double()
     np.testing.assert_allclose(activate(h.numpy(), activation), activate(h, activation), atol=1e-14)
     by_numpy, by_torch = (activate_backward(*pair, activation) for pair in ((h.numpy(), d_act.numpy()), (h, d_act)))
-    for a, b in zip(by_numpy, by_torch, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-14)
+    np.testing.assert_allclose(by_numpy, by_torch, atol=1e-14)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -143,7 +142,7 @@ def test_clamped_swiglu_is_gpt_oss_s(limit: float, alpha: float) -> None:
     gate, up = h[:, :8].clamp(max=limit), h[:, 8:].clamp(-limit, limit)
     expected, d_act = (up + 1) * gate * torch.sigmoid(alpha * gate), torch.randn(50, 8, dtype=torch.float64)
     torch.testing.assert_close(activate(h, name), expected)
-    d_h = torch.cat(activate_backward(h.detach(), d_act, name), dim=-1)
+    d_h = activate_backward(h.detach(), d_act, name)
     torch.testing.assert_close(d_h, torch.autograd.grad(expected, h, d_act)[0])
 
 
@@ -218,8 +217,8 @@ def test_a_name_holds_in_a_fresh_process() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_numbers_give_no_warning(activation: str) -> None:
     h = np.array([[-1e4, 1e4, 1.0, 1.0]])
-    halves = activate_backward(h, np.ones((1, 4 // activation_named(activation).halves)), activation)
-    assert np.isfinite(activate(h, activation)).all() and all(np.isfinite(half).all() for half in halves)
+    gradient = activate_backward(h, np.ones((1, 4 // activation_named(activation).halves)), activation)
+    assert np.isfinite(activate(h, activation)).all() and np.isfinite(gradient).all()
 
 
 def random_case(rng: np.random.Generator) -> tuple[Dispatch, np.ndarray, np.ndarray]:

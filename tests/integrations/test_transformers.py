@@ -24,16 +24,13 @@ from tests.integrations.families import DOZEN, experts_of, tiny, tokens  # noqa:
 OTHERS = [family for family in families.causal_families() if family not in DOZEN]
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ROADS = {  # of the classes that are not "in place"
-    "AriaExperts": "turned: transposed",
     "DeepseekV4Experts": "grouped_mm: its own gate, DeepseekV4Experts._apply_gate",
     "DiffusionGemmaTextExperts": "grouped_mm: the activation GELUTanh",
     "Gemma4TextExperts": "grouped_mm: the activation GELUTanh",
     "Glm5NextTextExperts": "grouped_mm: its own gate, Glm5NextTextExperts._apply_gate",
-    "GptOssExperts": "turned: transposed and interleaved",
     "HYV4Experts": "grouped_mm: its own gate, HYV4Experts._apply_gate",
     "Inkling2Experts": "grouped_mm: its own gate, Inkling2Experts._apply_gate",
     "MuseSparkExperts": "grouped_mm: a norm after each expert",
-    "OpenAIPrivacyFilterExperts": "turned: transposed",
 }
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch.structures import addresses
-from blazeproto.gemm import TileConfig, down_backward, launch, linear, product, reduce, up, weight
+from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, up, weight
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build
@@ -215,7 +215,7 @@ def launch_all(case: Case) -> None:
     scores, dw = case.scores, torch.empty_like(case.down_proj)
     up.launch(case.x, case.up_proj, at, activation="swiglu", h=h, act=act)
     linear.launch(act, case.down_proj, at, out=y)
-    linear.launch_fused(act, case.down_proj, scores, at, out_f32=f32)
+    fused.launch(act, case.down_proj, scores, at, out_f32=f32)
     launch_combine(y, at, scores=scores, out=case.x)
     outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
     down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blazeproto.activations import activate, activate_backward, activation_named
+from blazeproto.activations import activate, activate_backward, activation_named, gate_and_up, side_by_side
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 # Half of the least distance between two numbers; bf16 and fp32 products may also be flushed below the least normal number.
@@ -131,7 +131,8 @@ def error_bounds(problem: Problem) -> dict[str, Tensor]:
     h = h.rounded(dtype)
     gated = activation_named(p.activation).gated
     largest = h.size.clamp_min(1)
-    sizes = largest[:, :n] * (largest[:, n:] + 1) if gated else largest * largest
+    gates, ups = gate_and_up(largest, p.activation)
+    sizes = gates * (ups + 1) if gated else largest * largest
     act = function_of(h, lambda t: activate(t, p.activation), sizes, unit).rounded(dtype)
     y = product("rn,rdn->rd", act, down, n, unit)
     y = y if p.down_bias is None else y.plus(given(p.down_bias)[expert], unit)
@@ -147,13 +148,13 @@ def error_bounds(problem: Problem) -> dict[str, Tensor]:
     if gated:
         slopes = function_of(
             h,
-            lambda t: torch.cat(activate_backward(t, torch.ones_like(t[:, :n]), p.activation), dim=1),
-            torch.cat([sizes, sizes], dim=1),
+            lambda t: activate_backward(t, torch.ones_like(t[:, :n]), p.activation),
+            side_by_side(sizes, sizes, p.activation),
             unit,
         )
-        scaled = Bounded(torch.cat([scaled.value] * 2, dim=1), torch.cat([scaled.error] * 2, dim=1))
+        scaled = Bounded(*(side_by_side(part, part, p.activation) for part in (scaled.value, scaled.error)))
     else:
-        slopes = function_of(h, lambda t: activate_backward(t, torch.ones_like(t), p.activation)[0], sizes, unit)
+        slopes = function_of(h, lambda t: activate_backward(t, torch.ones_like(t), p.activation), sizes, unit)
     dh = slopes.times(scaled, 4 * unit).rounded(dtype)
 
     def of_experts(values: Bounded) -> Bounded:

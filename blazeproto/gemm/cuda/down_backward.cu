@@ -19,20 +19,18 @@
 //                                            ldmatrix, derivative, stmatrix in place
 //                                      | dgate | dup | A' |  --TMA--> dH, A'
 //
+// Where gate and up alternate in H (layout.cuh), the two planes are its next 128 columns: gate and up of 32 hidden units each.
+// ldmatrix would give a thread gate and up of other units than it has dA' of, so it loads and stores 8 bytes: of two units.
+//
 // dH may be the same memory as H: a tile loads its own rows of H before it stores their dH, and of the rows that it loads
 // past its expert's end it uses nothing.
 //
 // Floor: max(2 n d R / 785 TFLOP/s, (2 d T + 2 n d E + 2 (2n + 2n + n) R) bytes / 4.24 TB/s) for a gated layer.
-#include "activation.cuh"
 #include "epilogue.cuh"
 #include "layout.cuh"
 #include "varlen_m.cuh"
 
 static_assert(!DEFERRED, "dA' stays in fp32: no registers for it beside the next tile's accumulators");
-static_assert(B_MN, "W_down (E, n, d) is not built yet, only (E, d, n)");
-
-constexpr bool GATED = is_gated(ACTIVATION);
-
 using Scheduler = TileScheduler<BN>;
 
 struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
@@ -56,8 +54,14 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 
     // By one thread of the producer.
     DEVICE static void load_stage(const RowsParams& p, const Ring& ring, const RowTile& of, int index) {
+        const int column = of.column + index * H_COLUMNS;
         mbarrier_arrive_expect_tx(ring.full_barrier(), H_BYTES);
-        tma_load_3d(ring.a(), &p.h, ring.full_barrier(), of.column + index * H_COLUMNS, of.row, 0);
+        if constexpr (ALTERNATING) {
+            for (int plane = 0; plane < 2; ++plane)
+                tma_load_3d(ring.a() + plane * PLANE_BYTES, &p.h, ring.full_barrier(), 2 * column + plane * SLAB, of.row, 0);
+        } else {
+            tma_load_3d(ring.a(), &p.h, ring.full_barrier(), column, of.row, 0);
+        }
     }
 
     // Runs with the tile's first stage. By then the last stage of the tile before is stored, and its release costs no wait;
@@ -96,25 +100,34 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
     DEVICE void work_on_stage(const float* d_acts, const Ring& ring, int column) {
         const uint32_t gates = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW, scaled = gates + 2 * PLANE_BYTES;
 #pragma unroll
-        for (int block = 0; block < H_COLUMNS / 16; ++block)
-            differentiate(d_acts + block * 8, slab_address(gates, block), slab_address(scaled, block));
+        for (int block = 0; block < H_COLUMNS / 16; ++block) {
+            if constexpr (ALTERNATING) differentiate_alternating(d_acts + block * 8, gates, block, slab_address(scaled, block));
+            else differentiate(d_acts + block * 8, slab_address(gates, block), slab_address(scaled, block));
+        }
         fence_proxy_async();
         release_stored();  // the stage before this one: TMA has read it by now
         warpgroup_sync();
         MARK(BEGIN, STORE);
+        const int first = ALTERNATING ? 2 * column : column;  // of the first plane's columns of H
         if (tile.row + STRIP <= tile.row_end) {
             if (warpgroup_thread() == 0) {
-                tma_store_3d(&p.out0, gates, column, tile.row, 0);
-                if (GATED) tma_store_3d(&p.out0, gates + PLANE_BYTES, column, tile.row, 1);
+                tma_store_3d(&p.out0, gates, first, tile.row, 0);
+                if (ALTERNATING) tma_store_3d(&p.out0, gates + PLANE_BYTES, first + SLAB, tile.row, 0);
+                else if (GATED) tma_store_3d(&p.out0, gates + PLANE_BYTES, column, tile.row, 1);
                 tma_store_2d(&p.out1, scaled, column, tile.row);
                 bulk_commit_group();
             }
         } else {
             const int64_t stride = (GATED ? 2 : 1) * p.columns;
             const int rows = tile.row_end - tile.row, columns = p.columns - column;
-            bf16* dh = p.out0_rows + tile.row * stride + column;
-            store_slab_predicated(gates, dh, stride, rows, columns);
-            if (GATED) store_slab_predicated(gates + PLANE_BYTES, dh + p.columns, stride, rows, columns);
+            bf16* dh = p.out0_rows + tile.row * stride + first;
+            if (ALTERNATING) {
+                store_slab_predicated(gates, dh, stride, rows, 2 * columns);
+                store_slab_predicated(gates + PLANE_BYTES, dh + SLAB, stride, rows, 2 * columns - SLAB);
+            } else {
+                store_slab_predicated(gates, dh, stride, rows, columns);
+                if (GATED) store_slab_predicated(gates + PLANE_BYTES, dh + p.columns, stride, rows, columns);
+            }
             store_slab_predicated(scaled, p.out1_rows + int64_t(tile.row) * p.columns + column, p.columns, rows, columns);
             warpgroup_sync();
         }
@@ -132,32 +145,55 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         unreleased = 0;
     }
 
-    // One 16-column block in place: gate, up -> dgate, dup, and A'. Adds to the row sums of dS.
+    struct Unit {
+        float d_gate, d_up, a;
+    };
+
+    // Of one hidden unit in row h. Adds to the row's sum of dS.
+    DEVICE Unit of_unit(float gate, float up_value, float d_a, int h) {
+        const auto [value, slope] = nonlinearity<ACTIVATION>(gate);
+        const auto [up, up_slope] = GATED ? linear_half<ACTIVATION>(up_value) : ValueAndSlope{1.0f, 0.0f};
+        const float act = value * up, d_a_scaled = score[h] * d_a;
+        d_score[h] += d_a * act;
+        return {d_a_scaled * up * slope, d_a_scaled * value * up_slope, score[h] * act};
+    }
+
+    // A block of 16 hidden units in place: gate, up -> dgate, dup, and A'.
     DEVICE void differentiate(const float* d_acts, uint32_t gates_at, uint32_t scaled_at) {
-        uint32_t gates[4], ups[4], scaled[4];
+        uint32_t gates[4], ups[4] = {}, scaled[4];
         ldmatrix_x4(gates, gates_at);
         if (GATED) ldmatrix_x4(ups, gates_at + PLANE_BYTES);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // matrices 0, 2: rows l / 4; 1, 3: rows 8 + l / 4
             const int h = i % 2;
-            float d_gate[2], d_up[2], a[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const auto [value, slope] = nonlinearity<ACTIVATION>(j ? bf16_high(gates[i]) : bf16_low(gates[i]));
-                const auto [up, up_slope] =
-                    GATED ? linear_half<ACTIVATION>(j ? bf16_high(ups[i]) : bf16_low(ups[i])) : ValueAndSlope{1.0f, 0.0f};
-                const float d_a = d_acts[2 * i + j], act = value * up, d_a_scaled = score[h] * d_a;
-                d_gate[j] = d_a_scaled * up * slope;
-                d_up[j] = d_a_scaled * value * up_slope;
-                a[j] = score[h] * act;
-                d_score[h] += d_a * act;
-            }
-            gates[i] = pack_bf16(d_gate[0], d_gate[1]);
-            ups[i] = pack_bf16(d_up[0], d_up[1]);
-            scaled[i] = pack_bf16(a[0], a[1]);
+            const Unit low = of_unit(bf16_low(gates[i]), bf16_low(ups[i]), d_acts[2 * i], h);
+            const Unit high = of_unit(bf16_high(gates[i]), bf16_high(ups[i]), d_acts[2 * i + 1], h);
+            gates[i] = pack_bf16(low.d_gate, high.d_gate);
+            ups[i] = pack_bf16(low.d_up, high.d_up);
+            scaled[i] = pack_bf16(low.a, high.a);
         }
         stmatrix_x4(gates_at, gates);
         if (GATED) stmatrix_x4(gates_at + PLANE_BYTES, ups);
+        stmatrix_x4(scaled_at, scaled);
+    }
+
+    // The same where gate and up alternate: 16 units are 32 columns of H, half a plane. This thread has dA' of two units in each
+    // of two groups of eight, in two rows.
+    DEVICE void differentiate_alternating(const float* d_acts, uint32_t planes, int block, uint32_t scaled_at) {
+        uint32_t scaled[4];
+        const uint32_t plane = planes + block / 2 * PLANE_BYTES;
+        const int lane = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int h = i % 2, chunk = block % 2 * 4 + i / 2 * 2 + lane / 2;
+            const uint32_t at = swizzled(plane, strip_row(h), chunk) + lane % 2 * 8;
+            uint2 pairs = load_shared_8(at);
+            const Unit first = of_unit(bf16_low(pairs.x), bf16_high(pairs.x), d_acts[2 * i], h);
+            const Unit second = of_unit(bf16_low(pairs.y), bf16_high(pairs.y), d_acts[2 * i + 1], h);
+            pairs = make_uint2(pack_bf16(first.d_gate, first.d_up), pack_bf16(second.d_gate, second.d_up));
+            store_shared_8(at, pairs);
+            scaled[i] = pack_bf16(first.a, second.a);
+        }
         stmatrix_x4(scaled_at, scaled);
     }
 

@@ -7,8 +7,9 @@
 // Only the kernels that tell gate from up ask. Products that reduce over the 2n columns (linear.cu) or make them rows of a
 // gradient (weight.cu) take either.
 #pragma once
+#include "activation.cuh"
 
 enum class GateUp { HALVES, ALTERNATING };
 
-static_assert(GateUp::GATE_UP == GateUp::HALVES,
-              "ALTERNATING is not built yet: up.cu and down_backward.cu expect gate and up of a hidden unit in two slabs");
+constexpr bool GATED = is_gated(ACTIVATION);
+constexpr bool ALTERNATING = GATED && GateUp::GATE_UP == GateUp::ALTERNATING;

@@ -257,6 +257,16 @@ DEVICE uint4 load_shared_16(uint32_t src) {
     return v;
 }
 
+DEVICE uint2 load_shared_8(uint32_t src) {
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(src));
+    return v;
+}
+
+DEVICE void store_shared_8(uint32_t dst, uint2 v) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(dst), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // ---- arithmetic -----------------------------------------------------------------------------------------------
 DEVICE uint32_t pack_bf16(float low, float high) {
     uint32_t packed;

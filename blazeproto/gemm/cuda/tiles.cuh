@@ -20,7 +20,8 @@
 //   slots    | tiles 0 .. 15 | tiles 16 .. 31 |       then tiles 32 .. 47 in place of 0 .. 15: consumers are at most
 //                                                           STAGES tiles behind the producer, the epilogue warps one more
 //
-// -D: TICKETS   as above
+// -D: TICKETS    as above
+//     LOW_RANK   1: the reduction goes on over contiguous rows of a low rank (varlen_m.cuh)
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"
@@ -32,6 +33,7 @@ struct RowsParams {
     TensorMap b;           // the weights
     TensorMap h;           // H, read by the down backward epilogue
     TensorMap out0, out1;  // what the epilogue stores
+    TensorMap low_rows, low_weights;  // LOW_RANK: (rank, rows), and like b
     const bf16* source;    // (tokens, reduction) to gather from
     PairToToken pairs;
     const int* offsets;  // (experts + 1,)
@@ -42,6 +44,7 @@ struct RowsParams {
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
     int rows, experts, reduction, columns;
     int bias_stride;  // elements from one expert's bias to the next's
+    int rank;         // LOW_RANK: elements of the reduction that follow the others
 };
 
 struct alignas(16) RowTile {
@@ -84,7 +87,7 @@ struct TileScheduler {
     DEVICE bool has(int position) const { return TICKETS ? at(position).expert >= 0 : position < count(); }
 
     // Steps of the reduction, the same for every tile.
-    DEVICE int steps() const { return (p.reduction + BK - 1) / BK; }
+    DEVICE int steps() const { return (p.reduction + BK - 1) / BK + (LOW_RANK ? (p.rank + BK - 1) / BK : 0); }
 
     // Whether the producer has to find tiles before it reads the one at `position`.
     DEVICE static bool begins_batch(int position) { return TICKETS ? position > 0 : position % BATCH == 0; }

@@ -8,8 +8,9 @@
 //                                       wgmma -> acc (BM x BN) -> slabs of H --TMA----------------> H
 //   W_up    --TMA----->  B (BN x 64)  /                              \--epilogue warpgroup--------> act
 //
-// B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units. So gate and up of a unit lie at the same place of
-// two slabs, and no interleaved copy of the weights exists.
+// Where gate and up are halves of H (layout.cuh), B stacks BN/2 gate rows over the BN/2 up rows of the same hidden units. So
+// gate and up of a unit lie at the same place of two slabs, and no interleaved copy of the weights exists. Where they
+// alternate, B is BN rows in a row, and a thread finds gate and up of a unit beside each other.
 //
 // An activation takes longer than the wgmma it could hide under, so an epilogue warpgroup computes it. A consumer stages
 // its strip of H in two parts through the slab pipeline (slab_pipeline.cuh): the first part as soon as the tile is
@@ -21,18 +22,15 @@
 // docs/kernels.md tells how this kernel came to be as it is.
 //
 // Floor: max(4 n d R / 785 TFLOP/s, (2 d T + 2 d 2n E + 2 (2n + n) R) bytes / 4.24 TB/s) for a gated layer.
-#include "activation.cuh"
 #include "layout.cuh"
 #include "slab_pipeline.cuh"
 #include "varlen_m.cuh"
 
 static_assert(EPILOGUE_WARPGROUPS == 1, "it makes act and stores");
 static_assert(PLANES == 2, "gate and up of the same hidden units are a part");
-static_assert(!B_MN, "weights (E, d, 2n) are not built yet: their B tile takes a box for each of gate and up");
-
-constexpr int HALVES = is_gated(ACTIVATION) ? 2 : 1;  // of a tile's columns: gate and up, or one
-constexpr int UNITS = PART_COLUMNS / HALVES;          // hidden units of a part: 64, gate and up; without a gate 128
-constexpr int STRIP_PARTS = BN / PART_COLUMNS;        // parts of a tile's strip
+constexpr int HALVES = GATED && !ALTERNATING ? 2 : 1;  // of a tile's columns: gate and up, or one
+constexpr int PART_OF_HALF = PART_COLUMNS / HALVES;    // columns of a half, in a part: p.columns counts them
+constexpr int STRIP_PARTS = BN / PART_COLUMNS;         // parts of a tile's strip
 
 using Scheduler = TileScheduler<BN / HALVES>;
 
@@ -96,24 +94,36 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 };
 
 // ---- epilogue warpgroup --------------------------------------------------------------------------------------------------
-DEVICE uint32_t activate(uint32_t gate, uint32_t up) {
-    float low = nonlinearity<ACTIVATION>(bf16_low(gate)).value, high = nonlinearity<ACTIVATION>(bf16_high(gate)).value;
-    if (HALVES == 2) low *= linear_half<ACTIVATION>(bf16_low(up)).value, high *= linear_half<ACTIVATION>(bf16_high(up)).value;
-    return pack_bf16(low, high);
+DEVICE float act_of(float gate, float up) {
+    const float value = nonlinearity<ACTIVATION>(gate).value;
+    return GATED ? value * linear_half<ACTIVATION>(up).value : value;
+}
+
+// Of two pairs: gate and up of two units each; alternating, gate and up of one unit each.
+DEVICE uint32_t activate(uint32_t first, uint32_t second) {
+    if (ALTERNATING) return pack_bf16(act_of(bf16_low(first), bf16_high(first)), act_of(bf16_low(second), bf16_high(second)));
+    return pack_bf16(act_of(bf16_low(first), bf16_low(second)), act_of(bf16_high(first), bf16_high(second)));
 }
 
 DEVICE uint4 activate(uint4 gate, uint4 up) {
     return make_uint4(activate(gate.x, up.x), activate(gate.y, up.y), activate(gate.z, up.z), activate(gate.w, up.w));
 }
 
-// Evicts the chunk from L2 first: nobody reads H before backward, and act is more than L2 holds.
-DEVICE void store(bf16* out, uint4 chunk) { __stcs(reinterpret_cast<uint4*>(out), chunk); }
+DEVICE uint2 activate(uint4 alternating) {
+    return make_uint2(activate(alternating.x, alternating.y), activate(alternating.z, alternating.w));
+}
 
-// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread. A thread
-// reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
+// Evicts the chunk from L2 first: nobody reads H before backward, and act is more than L2 holds.
+template <class Chunk>
+DEVICE void store(bf16* out, Chunk chunk) {
+    __stcs(reinterpret_cast<Chunk*>(out), chunk);
+}
+
+// One part of one strip. H of a whole strip leaves by TMA; act, and H at an expert's end, by 16 bytes a thread (act by 8 where
+// gate and up alternate). A thread reads its slabs one pass at a time: more reads at once would keep wgmma from its operands.
 DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int strip) {
     const int thread = warpgroup_thread(), first_row = thread / CHUNKS_IN_ROW, chunk = thread % CHUNKS_IN_ROW;
-    const int row = tile.row + strip * STRIP, column = tile.column + part * UNITS, own_column = column + chunk * CHUNK;
+    const int row = tile.row + strip * STRIP, column = tile.column + part * PART_OF_HALF, own_column = column + chunk * CHUNK;
     const bool whole = row + STRIP <= tile.row_end;
     const uint32_t slabs = slabs_of(strip);
     uint32_t at = swizzled(slabs, first_row, chunk);
@@ -124,7 +134,7 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
                          HALVES == 2 ? plane : 0);
         bulk_commit_group();
     }
-    int64_t unit_zero = int64_t(row + first_row) * p.columns;  // of the row, in act
+    int64_t column_zero = int64_t(row + first_row) * p.columns;  // of the row, in one half of H
 #pragma unroll
     for (int pass = 0; pass < STRIP / PASS_ROWS; ++pass) {
         const bool in_expert = row + first_row + pass * PASS_ROWS < tile.row_end;
@@ -133,13 +143,14 @@ DEVICE void store_part(const RowsParams& p, const RowTile& tile, int part, int s
         for (int plane = 0; plane < PLANES; ++plane) h[plane] = load_shared_16(at + plane * SLAB_BYTES);
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane) {
-            const int unit = own_column + (HALVES == 2 ? 0 : plane * SLAB);
-            if (!in_expert || unit >= p.columns) continue;
-            if (!whole) store(p.out0_rows + unit_zero * HALVES + (HALVES == 2 ? plane * p.columns : 0) + unit, h[plane]);
-            if (plane < PLANES / HALVES) store(p.out1_rows + unit_zero + unit, activate(h[plane], h[HALVES - 1]));
+            const int own = own_column + (HALVES == 2 ? 0 : plane * SLAB);
+            if (!in_expert || own >= p.columns) continue;
+            if (!whole) store(p.out0_rows + column_zero * HALVES + (HALVES == 2 ? plane * p.columns : 0) + own, h[plane]);
+            if (ALTERNATING) store(p.out1_rows + (column_zero + own) / 2, activate(h[plane]));
+            else if (plane < PLANES / HALVES) store(p.out1_rows + column_zero + own, activate(h[plane], h[HALVES - 1]));
         }
         at += PASS_ROWS * SWIZZLE_ROW;
-        unit_zero += PASS_ROWS * p.columns;
+        column_zero += PASS_ROWS * p.columns;
     }
     __syncwarp();
     if (thread == 0) bulk_wait_group_read<0>();

@@ -6,6 +6,11 @@
 //
 //   B_MN 0     weights (E, columns, reduction): B tiles K-major       B_MN 1   weights (E, reduction, columns): MN-major
 //
+//   LOW_RANK 1 out[r, :] = a[r, :] . W[e] + low_rows[r, :] . L[e]: the reduction goes on over `rank` elements more, of contiguous
+//              rows and of weights that lie as W does. With low_rows = a . A[e] that is LoRA, W + L A never made:
+//
+//              ring   | a, W | a, W | ... | a, W | low_rows, L | a, W of the next tile
+//
 // This is the producer: it fills the ring with the stages of tile after tile.
 #pragma once
 #include "kernel.cuh"
@@ -13,16 +18,29 @@
 
 static_assert(CLUSTER == 1, "measured slower with weights shared by two CTAs: an expert's last tiles are half empty more often");
 
-// The B part of a stage. K-major, the map's box is a whole block of BN columns; where the weights are gate and up, as many
-// columns of the one as of the other.
-DEVICE void load_weights(const RowsParams& p, const Ring& ring, const RowTile& tile, int k) {
+// The B part of a stage: COLUMNS columns of the output from each of BN / COLUMNS halves of the weights, gate and up. K-major, the
+// map's box is a whole block; MN-major it is a panel.
+template <int COLUMNS>
+DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTile& tile, int k) {
     if constexpr (B_MN) {
 #pragma unroll
-        for (int panel = 0; panel < BN / PANEL; ++panel)
-            tma_load_3d(ring.b() + panel * PANEL_BYTES, &p.b, ring.full_barrier(), tile.column + panel * PANEL, k, tile.expert);
+        for (int panel = 0; panel < BN / PANEL; ++panel) {
+            const uint32_t dst = ring.b() + panel * PANEL_BYTES;
+            const int column = tile.column + panel * PANEL % COLUMNS, half = panel * PANEL / COLUMNS;
+            if constexpr (COLUMNS == BN) tma_load_3d(dst, &weights, ring.full_barrier(), column, k, tile.expert);
+            else tma_load_4d(dst, &weights, ring.full_barrier(), column, k, half, tile.expert);
+        }
     } else {
-        tma_load_4d(ring.b(), &p.b, ring.full_barrier(), k, tile.column, 0, tile.expert);
+        tma_load_4d(ring.b(), &weights, ring.full_barrier(), k, tile.column, 0, tile.expert);
     }
+}
+
+// A stage of contiguous rows and weights, by one thread.
+template <int COLUMNS>
+DEVICE void load_stage(const TensorMap& rows, const TensorMap& weights, const Ring& ring, const RowTile& tile, int k) {
+    mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
+    tma_load_2d(ring.a(), &rows, ring.full_barrier(), k, tile.row);
+    load_weights<COLUMNS>(weights, ring, tile, k);
 }
 
 struct RowProducer {
@@ -50,10 +68,13 @@ struct RowProducer {
                 for (int k = 0; k < p.reduction; k += BK) {
                     ring.wait_until_empty();
                     MARK(BEGIN, TMA);
-                    mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
-                    tma_load_2d(ring.a(), &p.a, ring.full_barrier(), k, tile.row);
-                    load_weights(p, ring, tile, k);
+                    load_stage<Scheduler::TILE_COLUMNS>(p.a, p.b, ring, tile, k);
                     MARK(END, TMA);
+                    ring.advance();
+                }
+                for (int k = 0; LOW_RANK && k < p.rank; k += BK) {
+                    ring.wait_until_empty();
+                    load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k);
                     ring.advance();
                 }
             }
@@ -93,7 +114,7 @@ struct RowProducer {
                 if (threadIdx.x == 0) {
                     MARK(BEGIN, TMA);
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                    load_weights(p, ring, tile, k);
+                    load_weights<Scheduler::TILE_COLUMNS>(p.b, ring, tile, k);
                     MARK(END, TMA);
                 }
                 MARK(BEGIN, COPY);
@@ -104,6 +125,12 @@ struct RowProducer {
                 MARK(END, COPY);
                 ring.advance();
                 rows.next_panel();
+            }
+            for (int k = 0; LOW_RANK && k < p.rank; k += BK) {
+                ring.wait_until_empty();
+                if (threadIdx.x == 0) load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k);
+                mbarrier_arrive(ring.full_barrier());
+                ring.advance();
             }
             for (int index = 0; index < Epilogue::ring_stages(p, tile); ++index) {
                 ring.wait_until_empty();
