@@ -74,7 +74,11 @@ def test_rows_that_are_counted_and_not_there() -> None:
     tensors, counts, d_out = inputs(COUNTS)
     tensors[0], d_out = tensors[0][:30], d_out[:30]
     wanted = results(by_loop, tensors, torch.tensor([5, 0, 20, 5]), d_out)
-    close(results(grouped_experts, tensors, counts, d_out), wanted)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        close(results(grouped_experts, tensors, counts, d_out), wanted)
+    [offsets] = [t.tolist() for t in saved if t.shape == (5,)]
+    assert offsets == [0, 5, 5, 25, 30], "a kernel would read past the end"
 
 
 def test_float64() -> None:
@@ -225,6 +229,16 @@ def test_policies_and_repeats_agree_to_the_bit(poisoned: None) -> None:
     given = gpu_inputs([700, 0, 1300, 129], 50, 256, 128)
     first, *others = [results(grouped_experts, *given, backend="hopper", save=save) for save in (*POLICIES, "minimal")]
     assert all(torch.equal(other[name], first[name]) for other in others for name in NAMES)
+
+
+@pytest.mark.gpu
+def test_rows_that_are_counted_and_not_there_on_a_gpu(poisoned: None) -> None:
+    tensors, counts, d_out = gpu_inputs([700, 0, 1300, 129], 0, 256, 128)
+    tensors[0], d_out = tensors[0][:2050], d_out[:2050]
+    got = results(grouped_experts, tensors, counts, d_out)
+    counts[3] = 50
+    wanted = results(grouped_experts, tensors, counts, d_out)
+    assert all(torch.equal(got[name], wanted[name]) for name in NAMES)
 
 
 @pytest.mark.gpu
