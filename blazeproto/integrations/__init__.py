@@ -1,4 +1,7 @@
-"""blazeproto in the programs that people already use. Each module names one program, and imports it where it is first needed.
+"""blazeproto in the programs that people already use, each of which has its module; `grouped` has what such programs share.
 
-from blazeproto.integrations.transformers import register
+    from blazeproto.integrations.transformers import register
+    python -m torchtitan.train ... --override.imports blazeproto.integrations.torchtitan.experts
+
+A program is imported where it is first needed: torchtitan by its module, which torchtitan itself imports.
 """

@@ -22,6 +22,8 @@ from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
 from blazeproto.gemm import down_backward, fused, linear, reduce, reference, up, weight
+from blazeproto.integrations.grouped import grouped_experts
+from tests.integrations import test_grouped as grouped
 
 
 def as_numpy(value):
@@ -311,3 +313,18 @@ def test_fake_tensors_of_a_gpu_need_none(make_case):
         )
         out = mlp.moe_mlp(x, up_proj, down_proj, scores, experts, num_experts=5)
     assert out.shape == x.shape and out.device == x.device
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+@pytest.mark.parametrize("padding", [0, 5])
+def test_rows_that_lie_by_expert(watch, save, padding):
+    """As torchtitan has them; dH lies over H there too."""
+    tensors, counts, d_out = grouped.inputs([5, 0, 20, 9], padding)
+    given = [tensor.double() for tensor in tensors], counts, d_out.double()
+    over = []
+    watch(down_backward, "launch", lambda *args, dh, **kwargs: over.append(dh.data_ptr() == args[2].data_ptr()))
+    got = grouped.results(grouped_experts, *given, save=save)
+    wanted = grouped.results(grouped.by_loop, *given)
+    wanted["x"][34:] = 0
+    grouped.close(got, wanted)
+    assert over == [True]

@@ -1,0 +1,284 @@
+"""`grouped_experts`, of rows that lie by expert already, beside a loop over experts; on a GPU within the bounds of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from blazeproto.autograd import SavePolicy
+from blazeproto.integrations.grouped import grouped_experts
+from blazeproto.lab.accuracy import Pool
+
+D, N = 16, 24
+COUNTS = [5, 0, 20, 9]
+NAMES = ("out", "x", "w1", "w3", "w2")
+POLICIES = [policy.value for policy in SavePolicy]
+
+
+def inputs(counts: list[int], padding: int = 0, d: int = D, n: int = N) -> tuple[list[Tensor], Tensor, Tensor]:
+    """x, w1, w3, w2; the counts; the output's gradient. Padding is NaN wherever there may be some."""
+    rows, experts = sum(counts), len(counts)
+    tensors = [torch.randn(rows, d), *(torch.randn(experts, *s) * s[1] ** -0.5 for s in ((n, d), (n, d), (d, n)))]
+    nothing = torch.full((padding, d), torch.nan)
+    tensors[0] = torch.cat((tensors[0], nothing))
+    return tensors, torch.tensor(counts), torch.cat((torch.randn(rows, d), nothing))
+
+
+def by_loop(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
+    """The same, expert by expert."""
+    parts = x[: counts.sum()].split(counts.tolist())
+    made = [(F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w3, w2 in zip(parts, w1, w3, w2, strict=True)]
+    return torch.cat((*made, x.new_zeros(len(x) - int(counts.sum()), x.shape[1])))
+
+
+def results(function: Callable[..., Tensor], tensors: list[Tensor], *args: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Of function(*tensors, counts): the output and the gradients, by name."""
+    counts, d_out = args
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    out = function(*tensors, counts, **options)
+    gradients = torch.autograd.grad(out, tensors, d_out.to(out.dtype))
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
+
+
+def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("padding", [0, 7])
+def test_equals_a_loop(save: str, padding: int) -> None:
+    given = inputs(COUNTS, padding)
+    got, wanted = results(grouped_experts, *given, save=save), results(by_loop, *given)
+    wanted["x"][sum(COUNTS) :] = 0
+    close(got, wanted)
+    assert not got["out"][sum(COUNTS) :].any() and not got["x"][sum(COUNTS) :].any()
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [0, 0, 3, 0], [1], [40, 1]])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_few_rows_or_none(counts: list[int], padding: int) -> None:
+    given = inputs(counts, padding)
+    wanted = results(by_loop, *given)
+    wanted["x"][sum(counts) :] = 0
+    close(results(grouped_experts, *given), wanted)
+
+
+def test_rows_that_are_counted_and_not_there() -> None:
+    tensors, counts, d_out = inputs(COUNTS)
+    tensors[0], d_out = tensors[0][:30], d_out[:30]
+    wanted = results(by_loop, tensors, torch.tensor([5, 0, 20, 5]), d_out)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        close(results(grouped_experts, tensors, counts, d_out), wanted)
+    [offsets] = [t.tolist() for t in saved if t.shape == (5,)]
+    assert offsets == [0, 5, 5, 25, 30], "a kernel would read past the end"
+
+
+def test_float64() -> None:
+    tensors, counts, d_out = inputs(COUNTS)
+    given = [tensor.double() for tensor in tensors], counts.int(), d_out.double()
+    close(results(grouped_experts, *given), results(by_loop, *given), 1e-12)
+
+
+def test_float32_weights_get_gradients_that_were_not_rounded() -> None:
+    (x, *weights), counts, d_out = inputs(COUNTS)
+    got = results(grouped_experts, [x.bfloat16(), *weights], counts, d_out)
+    assert got["out"].dtype == got["x"].dtype == torch.bfloat16
+    for name in ("w1", "w3", "w2"):
+        values = got[name][got[name] != 0]
+        assert values.dtype == torch.float32 and (values.bfloat16().float() == values).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("w1",), ("w1", "w3"), ("x", "w1", "w3"), ("w2",)])
+def test_what_is_frozen_gets_no_gradient(frozen: tuple[str, ...]) -> None:
+    tensors, counts, d_out = inputs(COUNTS)
+    wanted = results(by_loop, tensors, counts, d_out)
+    named = {n: t.requires_grad_(n not in frozen) for n, t in zip(NAMES[1:], tensors, strict=True)}
+    grouped_experts(*tensors, counts).backward(d_out)
+    assert all(named[name].grad is None for name in frozen)
+    close({n: t.grad for n, t in named.items() if n not in frozen}, {n: wanted[n] for n in named if n not in frozen})
+
+
+def test_autocast_changes_nothing() -> None:
+    given = inputs(COUNTS)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results(grouped_experts, *given)
+    close(got, results(by_loop, *given))
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_nothing_saved_is_a_copy_of_the_weights(save: str) -> None:
+    """Or a layer that FSDP has sharded again would keep its weights until backward."""
+    tensors, counts, _ = inputs(COUNTS)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        grouped_experts(*tensors, counts, save=save)
+    weights = {tensor.data_ptr() for tensor in tensors[1:]}
+    assert {t.data_ptr() for t in saved if t.dim() == 3} == weights
+
+
+def test_a_kept_graph_can_be_used_again() -> None:
+    tensors, counts, d_out = inputs(COUNTS)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    out = grouped_experts(*tensors, counts)
+    first = torch.autograd.grad(out, tensors, d_out, retain_graph=True)
+    second = torch.autograd.grad(out, tensors, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    once = torch.autograd.grad(grouped_experts(*tensors, counts), tensors, d_out, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        torch.autograd.grad(once[1].sum(), tensors)
+
+
+def test_compiles_without_a_graph_break() -> None:
+    given = inputs(COUNTS, padding=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(grouped_experts, backend="aot_eager", fullgraph=True)
+    close(results(compiled, *given), results(grouped_experts, *given))
+
+
+def test_operations_are_counted() -> None:
+    tensors, counts, d_out = inputs(COUNTS)
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    with forward:
+        out = grouped_experts(*tensors, counts)
+    with backward:
+        out.backward(d_out)
+    once = 6 * sum(COUNTS) * D * N
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (once, 2 * once)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no tensor": ({"x": [[1.0]]}, TypeError, r"x: expected a torch\.Tensor that is local, got list"),
+    "dtype of x": ({"x": torch.ones(3, D, dtype=torch.int64)}, TypeError, r"x: expected dtype torch\.bfloat16 or"),
+    "shape of x": ({"x": torch.ones(3)}, ValueError, r"x: expected shape \(R, d\), got \(3,\)"),
+    "shape of w1": ({"w1": torch.ones(4, N, D + 1)}, ValueError, rf"w1: expected shape \(E, n, d\) = .* {D}\), got"),
+    "no experts": ({"w1": torch.ones(0, N, D)}, ValueError, r"w1: expected shape \(E, n, d\) = \(E >= 1"),
+    "shape of w3": ({"w3": torch.ones(4, N + 1, D)}, ValueError, rf"w3: expected shape .* = \(4, {N}, {D}\), got"),
+    "shape of w2": ({"w2": torch.ones(4, N, D)}, ValueError, rf"w2: expected shape .* = \(4, {D}, {N}\), got"),
+    "dtype of w2": ({"w2": torch.ones(4, D, N).half()}, ValueError, r"w2: expected dtype torch\.float32 as x has"),
+    "dtype of w3": (
+        {"x": torch.ones(3, D).bfloat16(), "w3": torch.ones(4, N, D).bfloat16()},
+        ValueError,
+        r"w3: expected dtype torch\.float32 as w1 has, got torch\.bfloat16",
+    ),
+    "shape of counts": ({"counts": torch.ones(5).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got"),
+    "dtype of counts": ({"counts": torch.ones(4)}, TypeError, r"counts: expected dtype torch\.int32 or torch\.int64"),
+    "device": ({"w2": torch.ones(4, D, N, device="meta")}, ValueError, "w2: expected on cpu as x is, got meta"),
+    "save": ({"save": "all"}, ValueError, "save: expected one of 'minimal', 'paper', 'recompute', got 'all'"),
+    "backend": ({"backend": "hopper"}, ValueError, 'backend: .* got "hopper", which needs a CUDA GPU'),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_is_named(what: str) -> None:
+    changed, error, words = WRONG[what]
+    tensors, counts, _ = inputs(COUNTS)
+    named = dict(zip(NAMES[1:], tensors, strict=True))
+    with pytest.raises(error, match=words):
+        grouped_experts(**{**named, "counts": counts, **changed})
+
+
+# --- On a Hopper GPU -----------------------------------------------------------------------------------------------------
+
+
+def gpu_inputs(counts: list[int], padding: int, d: int, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    tensors, tokens, d_out = inputs(counts, padding, d, n)
+    return [tensor.bfloat16().cuda() for tensor in tensors], tokens.cuda(), d_out.bfloat16().cuda()
+
+
+@pytest.fixture
+def poisoned() -> Any:
+    """Every torch.empty comes filled with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", [0, 333])
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_kernels_are_as_good_as_torch(poisoned: None, padding: int, save: str, wide: bool) -> None:
+    """wide: with float32 weights."""
+    counts = [700, 0, 1300, 1, 129, 2048, 5, 900]
+    tensors, tokens, d_out = gpu_inputs(counts, padding, 256, 136)
+    if wide:
+        tensors = [tensors[0], *(weight.float() for weight in tensors[1:])]
+    rows, pool = sum(counts), Pool()
+    got = results(grouped_experts, tensors, tokens, d_out, backend="hopper", save=save)
+    assert not got["out"][rows:].any() and not got["x"][rows:].any()
+    yardstick = results(grouped_experts, tensors, tokens, d_out, backend="torch", save=save)
+    exact = results(by_loop, [tensor.double() for tensor in tensors], tokens, d_out)
+    for name in NAMES:
+        used = slice(None, rows) if name in ("out", "x") else slice(None)
+        pool.add(name, got[name][used], yardstick[name][used], exact[name][used])
+    assert not pool.failures()
+
+
+@pytest.mark.gpu
+def test_policies_and_repeats_agree_to_the_bit(poisoned: None) -> None:
+    given = gpu_inputs([700, 0, 1300, 129], 50, 256, 128)
+    first, *others = [results(grouped_experts, *given, backend="hopper", save=save) for save in (*POLICIES, "minimal")]
+    assert all(torch.equal(other[name], first[name]) for other in others for name in NAMES)
+
+
+@pytest.mark.gpu
+def test_rows_that_are_counted_and_not_there_on_a_gpu(poisoned: None) -> None:
+    tensors, counts, d_out = gpu_inputs([700, 0, 1300, 129], 0, 256, 128)
+    tensors[0], d_out = tensors[0][:2050], d_out[:2050]
+    got = results(grouped_experts, tensors, counts, d_out)
+    counts[3] = 50
+    wanted = results(grouped_experts, tensors, counts, d_out)
+    assert all(torch.equal(got[name], wanted[name]) for name in NAMES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", [0, 9])
+def test_no_rows_on_a_gpu(poisoned: None, padding: int) -> None:
+    got = results(grouped_experts, *gpu_inputs([0, 0, 0], padding, 64, 64), backend="hopper")
+    assert not any(tensor.any() for tensor in got.values())
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_counts_as_they_come_and_the_host_does_not_wait() -> None:
+    tensors, counts, d_out = gpu_inputs([700, 0, 1300, 129], 50, 256, 128)
+    tensors[0], d_out = tensors[0].nan_to_num(), d_out.nan_to_num()
+    results(grouped_experts, tensors, counts, d_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(grouped_experts, tensors, counts, d_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = results(grouped_experts, tensors, counts, d_out)
+    for others in ([1, 2000, 0, 100], [700, 0, 1300, 129]):
+        counts.copy_(torch.tensor(others))
+        graph.replay()
+        wanted = results(grouped_experts, tensors, counts, d_out)
+        assert all(torch.equal(replayed[name], wanted[name]) for name in NAMES)
+
+
+@pytest.mark.gpu
+def test_h_is_written_over_in_backward() -> None:
+    """Peak memory of a backward beside what is there: A', and dX~ or the joined weights, but no second H."""
+    rows, d, n = 65536, 256, 512
+    tensors, counts, d_out = gpu_inputs([rows // 4] * 4, 0, d, n)
+    results(grouped_experts, tensors, counts, d_out)
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    out = grouped_experts(*tensors, counts)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.backward(d_out)
+    h_bytes = 2 * rows * 2 * n
+    assert torch.cuda.max_memory_allocated() - before < h_bytes, "dH has a place of its own"
