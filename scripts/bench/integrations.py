@@ -259,8 +259,12 @@ def print_table(rows: dict[str, Row]) -> None:
 
 def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
     """The rows of an earlier file; those of other sources say of which."""
-    mark = {"other_sources": earlier["sources_sha256"]} if earlier["sources_sha256"] != sources else {}
-    return {part: mark | row for part, row in earlier["parts"].items()}
+    if earlier["sources_sha256"] == sources:
+        return dict(earlier["parts"])
+    mark = {"sources_sha256": earlier["sources_sha256"]}
+    return {
+        name: {"other_sources": mark | {"measured": row["measured"]}} | row for name, row in earlier["parts"].items()
+    }
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

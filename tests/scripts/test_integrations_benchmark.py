@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
 from blazeproto.integrations.transformers import experts_forward, register
-from scripts.bench import integrations
+from scripts.bench import integrations, result_tables
 from scripts.bench.timing import KernelTime, Rotation
 
 QWEN = {
@@ -125,7 +125,7 @@ def test_parts_that_are_not_asked_for_stay(
     ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "integrations.json"
-    old = {"sources_sha256": "a", "parts": {"qwen": {"ms": {}}, "gpt_oss": {"ms": {}}}}
+    old = {"sources_sha256": "a", "parts": {name: {"ms": {}, "measured": "then"} for name in ("qwen", "gpt_oss")}}
     file.write_text(json.dumps(old))
     monkeypatch.setattr(integrations, "need_hopper", lambda: None)
     row = {"cfg": {}, "ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
@@ -134,7 +134,14 @@ def test_parts_that_are_not_asked_for_stay(
     monkeypatch.setattr("sys.argv", ["", "--parts", "gpt_oss", "--rounds", "2", "--out", str(file)])
     integrations.main()
     record = json.loads(file.read_text())
-    assert record["parts"]["qwen"] == {"other_sources": "a", "ms": {}}
+    mark = {"sources_sha256": "a", "measured": "then"}
+    assert record["parts"]["qwen"] == {"other_sources": mark, "ms": {}, "measured": "then"}
+    assert integrations.kept(record, "b")["qwen"]["other_sources"] == mark
+    assert "other_sources" not in integrations.kept(record, record["sources_sha256"])["gpt_oss"]
     assert record["parts"]["gpt_oss"]["rounds"] == 2 and record["parts"]["gpt_oss"]["measured"]
     assert record["sources_sha256"] and record["protocol"].startswith("qwen: a whole training step")
     assert "holds  gpt_oss: 1.500 x as fast as grouped_mm, at least 1.4" in capsys.readouterr().out
+    qwen = row | {"other_sources": mark, "measured": "then"}
+    table = result_tables.integrations_table(record | {"parts": {**record["parts"], "qwen": qwen}})
+    assert "| gpt-oss's experts, forward + backward | **2.00** | 3.00 | 1.50 | 0.75 |" in table
+    assert "| training step of Qwen3-MoE, 4 layers † | **2.00** |" in table and "†: then, sources `a`." in table
