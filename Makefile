@@ -1,6 +1,7 @@
 # make train     set up .venv and train the language model that fits this machine
 # make test      lint, types and tests; what CI runs
 # make test-all  the same with the tests marked `full`, which take longer; results/cpu/test-all.log keeps what it prints
+# make families  the tests of every family of transformers; results/cpu/families.log keeps a line of each
 # make lint      ruff, and mypy on the package and the scripts
 # make site      the documentation, built strictly into site/; what CI runs after the tests
 # make bench     the layer against its peers (an H200 or H100)
@@ -31,7 +32,7 @@ TORCH := $(if $(CUDA),$(TORCH_FOR_GPU),'torch==2.13.0')
 PY := $(if $(VENV),"$$VENV/bin/python",PYTHONPATH="$$PWD" "$$PYTHON")
 PIP := $(PY) -m pip install --disable-pip-version-check -q
 
-.PHONY: train test test-all lint site bench clean ready ready-for-tests ready-for-site environment tools site-tools
+.PHONY: train test test-all families lint site bench clean ready ready-for-tests ready-for-site environment tools site-tools
 
 train: ready
 	$(PY) -m scripts.train_lm $(ARGS)
@@ -45,6 +46,12 @@ test: lint
 test-all: lint
 	@mkdir -p results/cpu
 	$(PYTEST) -m "" | sed "s|$$PWD/||g" | tee results/cpu/test-all.log
+
+families: ready-for-tests
+	@mkdir -p results/cpu
+	{ $(PY) -m pip list --format=freeze | grep -E '^(torch|transformers)=='; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -v --no-header -W ignore -m "" tests/integrations/test_transformers.py; } \
+		| sed "s|$$PWD/||g" | tee results/cpu/families.log
 
 lint: ready-for-tests
 	$(PY) -m ruff check .

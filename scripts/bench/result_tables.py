@@ -17,6 +17,7 @@ from scripts.bench.markdown import (
     NOT_MEASURED,
     OURS,
     Record,
+    dagger,
     layer_shape,
     markdown_table,
     measured_on,
@@ -303,6 +304,26 @@ def training_table(record: Record) -> str:
     return f"{markdown_table(header, [row])}\n\n{origin}"
 
 
+PARTS = {  # of integrations.json
+    "qwen": "training step of Qwen3-MoE, 4 layers",
+    "gpt_oss": "gpt-oss's experts, forward + backward",
+}
+
+
+def integrations_table(record: Record) -> str:
+    """Our experts beside transformers' grouped_mm, by part: milliseconds, and peak memory."""
+    rows = []
+    for part, label in PARTS.items():
+        if (row := record["parts"].get(part)) is not None:
+            ours, theirs = (row["ms"][name] for name in (OURS, "grouped_mm"))
+            peak = row["peak_MiB"][OURS] / row["peak_MiB"]["grouped_mm"]
+            marked = label + (" †" if "other_sources" in row else "")
+            rows.append([marked, f"**{number(ours)}**", number(theirs), number(theirs / ours), number(peak)])
+    header = ["", "blazeproto, ms", "grouped_mm, ms", "grouped_mm / ours", "peak memory, ours / grouped_mm"]
+    notes = dagger(row["other_sources"] for row in record["parts"].values() if "other_sources" in row)
+    return f"{markdown_table(header, rows)}\n\n{measured_on(record)} {notes}".rstrip()
+
+
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "readme": ("module", readme_table),
@@ -319,6 +340,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "topk": ("topk", topk_table),
     "rounding": ("rounding", rounding_table),
     "rounding_layers": ("rounding", rounding_layers_table),
+    "integrations": ("integrations", integrations_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
 }

@@ -115,11 +115,18 @@ def randomise(module: nn.Module) -> None:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
 
 
-def tiny(family: str, **options: Any) -> Any:
-    """A language model of a family (its model type), with random weights in float32, in evaluation mode."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+def configuration(family: str) -> Any:
+    """A tiny one of a family (its model type)."""
+    from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[family](**{**SMALL, **EXTRA.get(family, {})}, use_cache=False)
+    return CONFIG_MAPPING[family](**{**SMALL, **EXTRA.get(family, {})}, use_cache=False)
+
+
+def tiny(family: str, **options: Any) -> Any:
+    """A language model of a family, with random weights in float32, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    config = configuration(family)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     assert size < 6_000_000, f"{family} takes other names for its sizes: {size} parameters"

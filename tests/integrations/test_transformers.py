@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.integrations import families  # noqa: E402
 from tests.integrations.families import DOZEN, experts_of, tiny, tokens  # noqa: E402
 
 OTHERS = [family for family in families.causal_families() if family not in DOZEN]
+NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ROADS = {  # of the classes that are not "in place"
     "DeepseekV4Experts": "grouped_mm: its own gate, DeepseekV4Experts._apply_gate",
@@ -125,8 +126,7 @@ def test_roads_are_those_of_classes_that_there_are() -> None:
     assert {name.partition(".")[2] for _, name in CLASSES} >= ROADS.keys()
 
 
-@pytest.mark.parametrize("family", DOZEN)
-def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
+def bf16_experts_are_near_to_float32(family: str) -> None:
     """Each experts module, on the inputs that it had in the model."""
     model = tiny(family).bfloat16()
     model.set_experts_implementation("blazeproto")
@@ -143,6 +143,17 @@ def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
             assert got.dtype == eager.dtype
             eager_error, error = ((t.float() - wanted).norm() / wanted.norm() for t in (eager, got))
             assert error <= max(1.1 * eager_error, 2**-7), (name, tuple(got.shape), error, eager_error)
+
+
+@pytest.mark.parametrize("family", DOZEN)
+def test_bf16_experts_are_as_near_to_float32_as_eager(family: str) -> None:
+    bf16_experts_are_near_to_float32(family)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in OTHERS if family not in NEVER_BF16])
+def test_bf16_experts_of_another_model_are_as_near_to_float32_as_eager(family: str) -> None:
+    bf16_experts_are_near_to_float32(family)
 
 
 # --- Refused -------------------------------------------------------------------------------------------------------------
@@ -226,6 +237,26 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     )
     code = light + "import blazeproto.integrations.transformers\nassert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_pages_plugins_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/transformers.md gives to axolotl and ms-swift, with a stub of what it imports from there."""
+    text = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    stub = ModuleType("axolotl.integrations.base")
+    stub.BasePlugin = object  # type: ignore[attr-defined]
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+        monkeypatch.setitem(sys.modules, name, stub)
+    plugin, file = (block for block in blocks if "class" in block or block.endswith("\nregister()\n"))
+    functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS._global_mapping
+    monkeypatch.delitem(functions, "blazeproto")
+    scope: dict[str, Any] = {}
+    exec(plugin, scope)
+    assert "blazeproto" not in functions
+    scope["Blazeproto"]().pre_model_load(None)
+    assert functions.pop("blazeproto") is ours.experts_forward
+    exec(file, {})
+    assert functions["blazeproto"] is ours.experts_forward
 
 
 # --- What a model does besides --------------------------------------------------------------------------------------------

@@ -74,6 +74,14 @@ def test_the_site_has_tools_of_its_own(project: Project) -> None:
     assert project.make("site", "CUDA=") == first[-1:]
 
 
+def test_the_families_are_logged(project: Project) -> None:
+    echoes = project.python.read_text() + 'echo "$*"; echo torch==2\n'
+    project.python.write_text(echoes)
+    assert "tests/integrations/test_transformers.py" in project.make("families", "VENV=")[-1]
+    log = (project.folder / "results/cpu/families.log").read_text()
+    assert log.startswith("torch==2") and "pytest -v" in log
+
+
 def test_an_empty_venv_uses_python_as_it_is(project: Project) -> None:
     assert project.make("train", "VENV=") == [f"{project.python} -m scripts.train_lm"]
     assert {path.name for path in project.folder.iterdir()} == {"Makefile", "pyproject.toml"}

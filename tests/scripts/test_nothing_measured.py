@@ -16,6 +16,7 @@ from scripts.lm import compare_routers
 NEED_A_GPU = {
     "scripts.bench.choices": [],
     "scripts.bench.dispatch": [],
+    "scripts.bench.integrations": [],
     "scripts.bench.layer": [],
     "scripts.bench.module": [],
     "scripts.bench.products": [],
@@ -54,6 +55,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         ("scripts.bench.layer", ["--configs", "24"], "argument --configs: expected numbers from 1 to 23"),
         ("scripts.bench.layer", ["--peers", "sonik"], "--peers: expected some of"),
         ("scripts.bench.module", ["--configs", "28"], "argument --configs: expected numbers from 1 to 27"),
+        ("scripts.bench.integrations", ["--parts", "qwen,gpt"], "--parts: expected some of qwen, gpt_oss, got gpt"),
         ("scripts.bench.router", ["--configs", "3"], "argument --configs: expected numbers from 1 to 2"),
         ("scripts.bench.products", ["--products", "up"], "--products: expected some of"),
         ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
@@ -64,6 +66,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
             ["--parts", "layer"],
             "--parts: expected some of layers, dispatches, choices",
         ),
+        ("scripts.checks.transformers_suite", ["{tmp}"], "folder: expected one with src/transformers, got"),
         ("scripts.checks.same_bits", ["--compare", "{tmp}/a", "{tmp}/b"], "--compare: expected two files"),
         ("scripts.lm.compare_backends", ["--results", "{tmp}/none"], "--results: expected the losses of two runs"),
         ("scripts.lm.compare_routers", ["--runs", "{tmp}"], "--runs: expected runs router-NAME that have ended"),

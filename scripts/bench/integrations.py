@@ -1,0 +1,305 @@
+"""Our experts in other libraries' training: beside transformers' own ``grouped_mm``, in one process, in turn (A B A B).
+
+    python -m scripts.bench.integrations                   # all parts -> results/h200/integrations.json
+    python -m scripts.bench.integrations --parts gpt_oss   # one; the others' rows stay
+
+qwen: a whole training step (forward, loss, backward, SGD) of one Qwen3-MoE model of four layers, whose implementation
+`set_experts_implementation` switches; bf16, sdpa, no recomputation. Milliseconds between CUDA events around a step, the host's
+time included; medians of eight steps after two. Peak: the most that the allocator had given out, weights included.
+
+gpt_oss: the experts module of gpt-oss alone, biases and clamp included, forward + backward; no leaf has a gradient before. Times
+are the durations of the kernels, by the profiler, an overlap counted once; the GPU is held until the host has queued a call.
+
+Random weights, tokens and routing. Before it is timed, both implementations compute the same loss, or the same output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.bench.common import MIB, RESULTS, format_table, now, number, provenance, write_json
+from scripts.bench.module import times_of, verdict
+from scripts.bench.timing import Rotation, peak_bytes, relative_difference
+from scripts.command import argument_parser, need_hopper, positive, refuse
+
+Row = dict[str, Any]
+
+IMPLEMENTATIONS = ("grouped_mm", "blazeproto")
+ROUNDS, WARM_UPS = 8, 2
+
+QWEN = {
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+QWEN_BATCH = (8, 4096)
+QWEN_LEAST_RATIO, QWEN_MOST_PEAK = 1.33, 0.85  # grouped_mm's time over ours; our peak over its
+SAME_LOSS = 2**-8  # relative: a few tokens go to other experts after the first layer
+
+GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4}
+GPT_OSS_TOKENS = 16384
+GPT_OSS_LEAST_RATIO = 1.4
+SAME_OUTPUT = 0.02  # the norm of the difference over the output's, in bf16
+
+
+# ------------------------------------------------------------------------------------------------------ a whole model
+
+
+def qwen_model(sizes: dict[str, int], device: str) -> Any:
+    """Four layers of Qwen3-MoE in training mode, in bf16."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, use_cache=False)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    return model.train()
+
+
+def event_ms(call: Callable[[], object]) -> float:
+    """Milliseconds from before a call's first kernel to after its last."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def most_allocated(call: Callable[[], object]) -> int:
+    """The most bytes that were allocated at a time during a call, what was there before included."""
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def measure_qwen(
+    sizes: dict[str, int] = QWEN, batch: tuple[int, int] = QWEN_BATCH, rounds: int = ROUNDS, device: str = "cuda"
+) -> Row:
+    """The row of "qwen". RuntimeError where the implementations' losses differ by more than `SAME_LOSS`."""
+    torch.manual_seed(0)
+    model = qwen_model(sizes, device)
+    ids = torch.randint(0, sizes["vocab_size"], batch, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses: dict[str, list[Tensor]] = {name: [] for name in IMPLEMENTATIONS}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses[model.config._experts_implementation].append(loss.detach())
+
+    first = {}
+    for name in IMPLEMENTATIONS:
+        model.set_experts_implementation(name)
+        with torch.no_grad():
+            first[name] = float(model(input_ids=ids, labels=ids).loss)
+    one, other = first.values()
+    if not abs(one - other) <= SAME_LOSS * abs(one):
+        raise RuntimeError(f"the implementations compute different losses: {first}")
+    samples: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    peaks = dict.fromkeys(IMPLEMENTATIONS, 0)
+    for turn in range(WARM_UPS + rounds):
+        for name in IMPLEMENTATIONS:
+            model.set_experts_implementation(name)
+            if turn < WARM_UPS:
+                peaks[name] = max(peaks[name], most_allocated(step))
+            else:
+                samples[name].append(event_ms(step))
+    return {
+        "cfg": {**sizes, "sequences": batch[0], "tokens": batch[1]},
+        "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
+        "samples_ms": {name: [round(time, 3) for time in times] for name, times in samples.items()},
+        "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
+        "first_loss": first,
+        "losses": {name: [round(float(loss), 4) for loss in each] for name, each in losses.items()},
+    }
+
+
+def claims_of_qwen(row: Row) -> dict[str, bool]:
+    faster, peak = ratio(row["ms"]), 1 / ratio(row["peak_MiB"])
+    return {
+        f"qwen: {faster:.3f} x as fast as grouped_mm, at least {QWEN_LEAST_RATIO}": faster >= QWEN_LEAST_RATIO,
+        f"qwen: peak {peak:.3f} of grouped_mm's, at most {QWEN_MOST_PEAK}": peak <= QWEN_MOST_PEAK,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- an experts module
+
+
+class GptOss:
+    """gpt-oss's experts module on fixed tokens and routing, and its gradients."""
+
+    def __init__(self, sizes: dict[str, int], tokens: int, device: str) -> None:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        torch.manual_seed(0)
+        config = GptOssConfig(**sizes)
+        with torch.device(device):
+            self.experts = GptOssExperts(config).bfloat16()
+            x, self.d_out = (torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+            self.ids = torch.rand(tokens, config.num_local_experts).topk(config.num_experts_per_tok).indices
+            scores = torch.rand(self.ids.shape).softmax(dim=1).bfloat16()
+        with torch.no_grad():
+            for parameter in self.experts.parameters():
+                parameter.normal_(0, config.hidden_size**-0.5)
+        self.x, self.scores = x.requires_grad_(), scores.requires_grad_()
+
+    def call(self, name: str) -> Callable[[], tuple[Tensor, ...]]:
+        """Forward and backward by an implementation: the output, and the gradients of x and scores."""
+
+        def forward_backward() -> tuple[Tensor, ...]:
+            self.clear()
+            self.experts.config._experts_implementation = name
+            out = self.experts(self.x, self.ids, self.scores)
+            out.backward(self.d_out)
+            assert self.x.grad is not None and self.scores.grad is not None
+            return out.detach(), self.x.grad, self.scores.grad
+
+        return forward_backward
+
+    def clear(self) -> None:
+        for leaf in (self.x, self.scores, *self.experts.parameters()):
+            leaf.grad = None
+
+
+def measure_gpt_oss(
+    sizes: dict[str, int] = GPT_OSS, tokens: int = GPT_OSS_TOKENS, rounds: int = ROUNDS, device: str = "cuda"
+) -> Row:
+    """The row of "gpt_oss". RuntimeError where outputs or gradients differ by more than `SAME_OUTPUT`."""
+    program = GptOss(sizes, tokens, device)
+    calls = {name: program.call(name) for name in IMPLEMENTATIONS}
+    one, other = (call() for call in calls.values())
+    names = ("out", "x", "scores")
+    differences = {n: round(relative_difference(a, b), 6) for n, a, b in zip(names, other, one, strict=True)}
+    if not all(difference <= SAME_OUTPUT for difference in differences.values()):
+        raise RuntimeError(f"the implementations compute different experts: {differences}")
+    del one, other
+    peaks = {}
+    for name, call in calls.items():
+        program.clear()
+        peaks[name] = peak_bytes(call)
+    program.clear()
+    times = times_of({name: Rotation([call]) for name, call in calls.items()}, rounds)
+    return {
+        "cfg": {**sizes, "tokens": tokens},
+        "ms": {name: round(time.busy, 4) for name, time in times.items()},
+        "sum_ms": {name: round(time.total, 4) for name, time in times.items()},
+        "peak_MiB": {name: round(peak / MIB, 1) for name, peak in peaks.items()},
+        "difference": differences,
+    }
+
+
+def claims_of_gpt_oss(row: Row) -> dict[str, bool]:
+    faster = ratio(row["ms"])
+    return {
+        f"gpt_oss: {faster:.3f} x as fast as grouped_mm, at least {GPT_OSS_LEAST_RATIO}": faster >= GPT_OSS_LEAST_RATIO
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- the parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """What measures a row, given how many rounds; and what is asked of the row, in words, and whether it holds.
+
+    A row has "cfg", and by program "ms" and "peak_MiB".
+    """
+
+    measure: Callable[[int], Row]
+    claims: Callable[[Row], dict[str, bool]]
+
+
+PARTS = {
+    "qwen": Part(lambda rounds: measure_qwen(rounds=rounds), claims_of_qwen),
+    "gpt_oss": Part(lambda rounds: measure_gpt_oss(rounds=rounds), claims_of_gpt_oss),
+}
+
+
+def ratio(values: dict[str, float]) -> float:
+    """grouped_mm's over ours."""
+    return values["grouped_mm"] / values["blazeproto"]
+
+
+def print_table(rows: dict[str, Row]) -> None:
+    lines = []
+    for part, row in rows.items():
+        ours = {key: row[key]["blazeproto"] for key in ("ms", "peak_MiB")}
+        for name, ms in row["ms"].items():
+            peak = row["peak_MiB"].get(name)
+            relative = [number(ms / ours["ms"]), number(None if peak is None else ours["peak_MiB"] / peak)]
+            lines.append([part, name, number(ms), relative[0], number(peak, 0), relative[1]])
+    print(format_table(["part", "program", "ms", "/ ours", "peak, MiB", "ours /"], lines))
+    for part, row in rows.items():
+        for what, holds in PARTS[part].claims(row).items():
+            print(verdict(what, holds))
+
+
+def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
+    """The rows of an earlier file; those of other sources say of which."""
+    if earlier["sources_sha256"] == sources:
+        return dict(earlier["parts"])
+    mark = {"sources_sha256": earlier["sources_sha256"]}
+    return {
+        name: {"other_sources": mark | {"measured": row["measured"]}} | row for name, row in earlier["parts"].items()
+    }
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argument_parser("scripts.bench.integrations", __doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"default {ROUNDS}")
+    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/integrations.json)")
+    options = parser.parse_args(words)
+    options.parts = options.parts.split(",")
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    options.out = options.out or RESULTS / "integrations.json"
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    need_hopper()
+    if importlib.util.find_spec("transformers") is None:
+        refuse("transformers is not installed: pip install 'blazeproto[transformers]'; nothing was run")
+    from blazeproto.integrations.transformers import register
+
+    register()
+    protocol = " ".join(" ".join((__doc__ or "").split("\n\n")[2:]).split())
+    record = provenance() | {"benchmark": "integrations", "protocol": protocol, "parts": {}}
+    if options.out.exists():
+        record["parts"] = kept(json.loads(options.out.read_text()), record["sources_sha256"])
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    for part in options.parts:
+        record["parts"][part] = PARTS[part].measure(options.rounds) | {"measured": now()}
+        write_json(options.out, record)
+        gc.collect()
+        torch.cuda.empty_cache()
+    print_table({part: record["parts"][part] for part in options.parts})
+
+
+if __name__ == "__main__":
+    main()

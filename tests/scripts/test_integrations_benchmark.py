@@ -1,0 +1,147 @@
+"""`scripts.bench.integrations` on a CPU: tiny models, made-up times and bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
+
+from blazeproto.integrations.transformers import experts_forward, register
+from scripts.bench import integrations, result_tables
+from scripts.bench.timing import KernelTime, Rotation
+
+QWEN = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The implementations in the order in which they were timed; grouped_mm takes 3 ms and ours 2."""
+    register()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+    order: list[str] = []
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return function(*args)
+
+        return call
+
+    for name, function in (("grouped_mm", grouped_mm_experts_forward), ("blazeproto", experts_forward)):
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, watched(name, function))
+
+    def event_ms(call: Callable[[], object]) -> float:
+        call()
+        return {"grouped_mm": 3.0, "blazeproto": 2.0}[order[-1]]
+
+    def times_of(calls: dict[str, Rotation], rounds: int) -> dict[str, KernelTime]:
+        return {name: KernelTime(event_ms(call), 9.0) for name, call in calls.items()}
+
+    def allocated(call: Callable[[], object]) -> int:
+        call()
+        return {"grouped_mm": 40, "blazeproto": 30}[order[-1]] << 20
+
+    monkeypatch.setattr(integrations, "event_ms", event_ms)
+    monkeypatch.setattr(integrations, "times_of", times_of)
+    monkeypatch.setattr(integrations, "most_allocated", allocated)
+    monkeypatch.setattr(integrations, "peak_bytes", allocated)
+    return order
+
+
+def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
+    row = integrations.measure_qwen(QWEN, (2, 16), rounds=3, device="cpu")
+    layers, turns = QWEN["num_hidden_layers"], 1 + integrations.WARM_UPS + 3  # the first turn compares the losses
+    assert ran == (["grouped_mm"] * layers + ["blazeproto"] * layers) * turns
+    assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0} and row["peak_MiB"] == {
+        "grouped_mm": 40,
+        "blazeproto": 30,
+    }
+    assert {name: len(each) for name, each in row["losses"].items()} == dict.fromkeys(integrations.IMPLEMENTATIONS, 5)
+    losses = [loss for pair in zip(*row["losses"].values(), strict=True) for loss in pair]
+    assert losses[-1] < losses[0], "it trains"
+    claims = integrations.claims_of_qwen(row)
+    assert all(claims.values()) and "qwen: 1.500 x as fast" in next(iter(claims))
+    slow = row | {"ms": {"grouped_mm": 3.0, "blazeproto": 2.3}, "peak_MiB": {"grouped_mm": 40, "blazeproto": 35}}
+    assert not any(integrations.claims_of_qwen(slow).values())
+
+
+def test_another_loss_is_refused(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", lambda _, x, *__: 50 * torch.randn_like(x))
+    with pytest.raises(RuntimeError, match="compute different losses"):
+        integrations.measure_qwen(QWEN, (2, 16), rounds=1, device="cpu")
+
+
+def test_experts_are_timed_in_turn(ran: list[str]) -> None:
+    row = integrations.measure_gpt_oss(GPT_OSS, tokens=40, rounds=1, device="cpu")
+    assert ran == ["grouped_mm", "blazeproto"] * 3
+    assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0}
+    assert set(row["difference"]) == {"out", "x", "scores"}
+    assert all(integrations.claims_of_gpt_oss(row).values())
+    assert not any(integrations.claims_of_gpt_oss(row | {"ms": {"grouped_mm": 2.7, "blazeproto": 2.0}}).values())
+
+
+def test_no_leaf_has_a_gradient_before_a_backward(ran: list[str]) -> None:
+    program = integrations.GptOss(GPT_OSS, 40, "cpu")
+    call = program.call("blazeproto")
+    first = [tensor.clone() for tensor in call()]
+    assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True)), "gradients were added up"
+    program.clear()
+    assert all(leaf.grad is None for leaf in (program.x, program.scores, *program.experts.parameters()))
+
+
+def test_other_experts_are_refused(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def halved(experts: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return experts_forward(experts, x, ids, scores / 2)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", halved)
+    with pytest.raises(RuntimeError, match="compute different experts"):
+        integrations.measure_gpt_oss(GPT_OSS, tokens=40, rounds=1, device="cpu")
+
+
+def test_parts_that_are_not_asked_for_stay(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "integrations.json"
+    old = {"sources_sha256": "a", "parts": {name: {"ms": {}, "measured": "then"} for name in ("qwen", "gpt_oss")}}
+    file.write_text(json.dumps(old))
+    monkeypatch.setattr(integrations, "need_hopper", lambda: None)
+    row = {"cfg": {}, "ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
+    part = integrations.Part(lambda rounds: row | {"rounds": rounds}, integrations.claims_of_gpt_oss)
+    monkeypatch.setitem(integrations.PARTS, "gpt_oss", part)
+    monkeypatch.setattr("sys.argv", ["", "--parts", "gpt_oss", "--rounds", "2", "--out", str(file)])
+    integrations.main()
+    record = json.loads(file.read_text())
+    mark = {"sources_sha256": "a", "measured": "then"}
+    assert record["parts"]["qwen"] == {"other_sources": mark, "ms": {}, "measured": "then"}
+    assert integrations.kept(record, "b")["qwen"]["other_sources"] == mark
+    assert "other_sources" not in integrations.kept(record, record["sources_sha256"])["gpt_oss"]
+    assert record["parts"]["gpt_oss"]["rounds"] == 2 and record["parts"]["gpt_oss"]["measured"]
+    assert record["sources_sha256"] and record["protocol"].startswith("qwen: a whole training step")
+    assert "holds  gpt_oss: 1.500 x as fast as grouped_mm, at least 1.4" in capsys.readouterr().out
+    qwen = row | {"other_sources": mark, "measured": "then"}
+    table = result_tables.integrations_table(record | {"parts": {**record["parts"], "qwen": qwen}})
+    assert "| gpt-oss's experts, forward + backward | **2.00** | 3.00 | 1.50 | 0.75 |" in table
+    assert "| training step of Qwen3-MoE, 4 layers † | **2.00** |" in table and "†: then, sources `a`." in table
