@@ -25,7 +25,8 @@ from typing import Any
 
 ROOMS = (
     "blazeproto",
-    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab", "integrations.transformers")),
+    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab")),
+    *(f"blazeproto.integrations.{program}" for program in ("transformers", "peft")),
 )
 SYMBOLS = "T d n E K R P G m parts reduction columns d_model d_expert num_experts any"
 DTYPES = r"\b(bf16|fp16|fp32|fp64|bfloat16|float16|float32|float64|int32|int64|integers?|floating[ -]point|dtype|uint8|bytes)\b"

@@ -134,7 +134,7 @@ def test_a_disassembler_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_right_versions(versions: dict[str, str]) -> None:
     versions |= {"cupy": "13.6.0", "numba-cuda": "0.20.0+local", "cuda-bindings": "13.0rc1", "cuda-core": "1.2.2"}
-    versions["transformers"] = "5.17.0"
+    versions |= {"transformers": "5.17.0", "peft": "0.21.2"}
     for name in optional.WANTED:
         optional.need(name)
     versions.clear()
