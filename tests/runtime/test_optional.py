@@ -166,3 +166,13 @@ def test_the_hopper_backend_says_what_it_lacks(versions: dict[str, str], monkeyp
     finally:
         backends.backend_on.cache_clear()
         backends._missing_on_device.cache_clear()
+
+
+def test_the_kernels_need_no_integrations_package(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    versions |= {"cupy-cuda12x": "13.6.0", "numba-cuda": "0.30.4", "cuda-bindings": "12.9.4", "cuda-core": "1.2.2"}
+    versions |= dict.fromkeys(optional.INTEGRATIONS, "0.1")
+    try:
+        assert backends._missing_on_device(97) is None
+    finally:
+        backends._missing_on_device.cache_clear()

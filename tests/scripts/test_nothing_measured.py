@@ -17,6 +17,7 @@ NEED_A_GPU = {
     "scripts.bench.choices": [],
     "scripts.bench.dispatch": [],
     "scripts.bench.layer": [],
+    "scripts.bench.lora": [],
     "scripts.bench.module": [],
     "scripts.bench.products": [],
     "scripts.bench.rounding": [],
