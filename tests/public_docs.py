@@ -27,8 +27,8 @@ from tests.integrations import titan
 
 ROOMS = (
     "blazeproto",
-    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab", "integrations.transformers")),
-    "blazeproto.integrations.grouped",
+    *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab")),
+    *(f"blazeproto.integrations.{program}" for program in ("transformers", "peft", "grouped")),
     *(() if titan.missing() else ("blazeproto.integrations.torchtitan",)),
 )
 SYMBOLS = "T d n E K R P G m parts reduction columns d_model d_expert num_experts any"

@@ -28,7 +28,7 @@ class Backend(Protocol):
     Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n); G is 2 for a gated
     activation, else 1. H is the up projection of each row's token, with its bias if there is one; act is the activation of H.
     ``rows`` is what the backend's ``rows_of`` made of the dispatch. Accumulators (``d_weight``, ``d_bias``) are float32 and are
-    added to.
+    added to. ``low`` is what low-rank factors add to a product (`LowRows`); r is a multiple of 8.
     """
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -47,8 +47,10 @@ class Backend(Protocol):
         activation: str,
         h: Tensor | None = None,
         act: Tensor | None = None,
+        low: LowRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """-> H and act, new or in the places given."""
+        """-> H and act, new or in the places given. low: rows (R, r) and factor (E, G n, r); H gets rows factor^T before bias and
+        activation."""
 
     def recompute_h(
         self, x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Any, activation: str
@@ -65,10 +67,11 @@ class Backend(Protocol):
         rows: Any,
         out: Tensor,
         combine: str,
+        low: LowRows | None = None,
         *,
         overwrite_act: bool,
     ) -> None:
-        """-> out (T, d), in place. overwrite_act: ``act`` may be written over."""
+        """-> out (T, d), in place. low: rows (R, r) and factor (E, d, r), for Y. overwrite_act: ``act`` may be written over."""
 
     def down_backward(
         self,
@@ -102,6 +105,37 @@ class Backend(Protocol):
         d_bias: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """-> those needed of dX, d_up_proj, d_up_bias. dx: a place to write to."""
+
+    def low_rank_rows(self, a: Tensor, weights: Tensor, rows: Any, *, gather: bool, transposed: bool) -> Tensor:
+        """-> (R, r) in a's dtype: each row of a times its expert's weights (E, r, m)^T, or with ``transposed`` (E, m, r).
+        a: (R, m) in expert order, or (T, m) with ``gather``."""
+
+    def down_backward_frozen(
+        self,
+        d_out: Tensor,
+        h: Tensor,
+        scores: Tensor,
+        down_proj: Tensor,
+        bias: Tensor | None,
+        rows: Any,
+        activation: str,
+        low: LowRows | None = None,
+        *,
+        overwrite_h: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`down_backward` for a frozen weight -> dH, d_scores, S act (R, n). low: rows (R, r) and factor (E, r, n), for dA'
+        before the score."""
+
+    def up_backward_frozen(
+        self, dh: Tensor, x: Tensor, up_proj: Tensor, rows: Any, low: LowRows | None = None
+    ) -> Tensor:
+        """-> dX (T, d). low: rows (R, r) and factor (E, r, d), for a row's dX before its token's sum."""
+
+    def factor_gradient(
+        self, left: Tensor, ordered: Tensor, rows: Any, *, gather: bool, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """-> (E, m, r) of ``dtype``, or with ``transposed`` (E, r, m): the sum over each expert's rows of left^T ordered; zeros
+        for an expert without rows. left: (R, m) in expert order, or (T, m) with ``gather``.  ordered: (R, r)."""
 
 
 @lru_cache(maxsize=1024)
@@ -153,7 +187,7 @@ def _missing_on_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER_CAPABILITY:
         return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
-    for package in optional.WANTED:
+    for package in optional.WANTED.keys() - optional.INTEGRATIONS.keys():
         if lacks := optional.missing(package):
             warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)
             return lacks

@@ -67,10 +67,7 @@ def check_arguments(
         if weight is None and name.endswith("_bias"):
             continue
         _check_tensor(name, weight, FLOAT_DTYPES, device, shape, words)
-        if not autocast and (weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype):
-            raise ValueError(
-                f"{name}: expected dtype {x.dtype} as x has, or torch.float32 (outside autocast), got {weight.dtype}"
-            )
+        _check_dtype(name, weight, x)
 
     _check_tensor("scores", scores, FLOAT_DTYPES, device)
     if (pair_tokens is None) != (token_offsets is None):
@@ -100,6 +97,35 @@ def check_arguments(
         )
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
         backend_on(backend, device, autocast or x.dtype, num_experts, d_model, d_expert)
+
+
+def check_frozen(**weights: Tensor | None) -> None:
+    """ValueError for the first of these that requires a gradient."""
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad:
+            raise ValueError(f"{name}: expected frozen, requires_grad=False, got one that requires a gradient")
+
+
+def check_factors(name: str, a: Any, b: Any, x: Tensor, weight_shape: tuple[int, ...]) -> None:
+    """Raise ValueError or TypeError for the low-rank factors of a weight (E, out, in), a (E, r, in) and b (E, out, r)."""
+    num_experts, width_out, width_in = weight_shape
+    for which, factor in (("a", a), ("b", b)):
+        _check_tensor(f"{name}.{which}", factor, FLOAT_DTYPES, x.device)
+        _check_dtype(f"{name}.{which}", factor, x)
+    if a.dim() != 3 or (a.shape[0], a.shape[2]) != (num_experts, width_in) or not a.shape[1]:
+        expected = f"(E, r, in) = ({num_experts}, r, {width_in}), r >= 1"
+        raise ValueError(f"{name}.a: expected shape {expected}, got {tuple(a.shape)}")
+    shape = (num_experts, width_out, a.shape[1])
+    _check_tensor(f"{name}.b", b, FLOAT_DTYPES, None, shape, "(E, out, r)")
+
+
+def _check_dtype(name: str, weight: Tensor, x: Tensor) -> None:
+    if autocast_dtype(x.device.type):
+        return
+    if weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype:
+        raise ValueError(
+            f"{name}: expected dtype {x.dtype} as x has, or torch.float32 (outside autocast), got {weight.dtype}"
+        )
 
 
 def _check_choice(

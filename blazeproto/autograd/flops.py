@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from blazeproto.autograd import node
+from blazeproto.autograd import lora, node
 
 Shape = Sequence[int]
 
@@ -101,3 +101,68 @@ def backward_in_chunks(
         needs_of_down, d_out, h, act, scores, down_proj, down_bias, x, made_again, up_bias, pair_indices
     )
     return of_down + up_backward(needs_of_up, d_out, x, up_proj, up_bias, pair_indices)
+
+
+@register_flop_formula(lora.experts.overload.overloadpacket)
+def lora_experts(
+    x: Shape,
+    up_proj: Shape,
+    up_bias: Shape | None,
+    up_a: Shape | None,
+    up_b: Shape | None,
+    down_proj: Shape,
+    down_bias: Shape | None,
+    down_a: Shape | None,
+    down_b: Shape | None,
+    scores: Shape,
+    pair_indices: Shape,
+    *_: Any,
+    **out: Any,
+) -> int:
+    """Forward: H and Y, each with what two factors add."""
+    weights = (up_proj, up_a, up_b, down_proj, down_a, down_b)
+    return sum(_product(pair_indices, weight) for weight in weights if weight is not None)
+
+
+@register_flop_formula(lora.down_backward.overload.overloadpacket)
+def lora_down_backward(
+    needs: Sequence[bool],
+    d_out: Shape,
+    h: Shape,
+    scores: Shape,
+    down_proj: Shape,
+    down_bias: Shape | None,
+    down_a: Shape | None,
+    down_b: Shape | None,
+    pair_indices: Shape,
+    *_: Any,
+    **out: Any,
+) -> int:
+    """dA' for dH and dS, with the factors; dA_down, and dB_down with the rows that it is made from."""
+    whole = _product(pair_indices, down_proj)
+    if down_a is None or down_b is None:
+        return whole
+    of_a, of_b = _product(pair_indices, down_a), _product(pair_indices, down_b)
+    return whole + of_a + of_b + needs[2] * of_a + needs[3] * (of_a + of_b)
+
+
+@register_flop_formula(lora.up_backward.overload.overloadpacket)
+def lora_up_backward(
+    needs: Sequence[bool],
+    dh: Shape,
+    x: Shape,
+    xa: Shape,
+    up_proj: Shape,
+    up_a: Shape | None,
+    up_b: Shape | None,
+    pair_indices: Shape,
+    *_: Any,
+    **out: Any,
+) -> int:
+    """dX, with the factors; dA_up and dB_up."""
+    needs_x, needs_a, needs_b = needs
+    total = needs_x * _product(pair_indices, up_proj)
+    if up_a is None or up_b is None:
+        return total
+    of_a, of_b = _product(pair_indices, up_a), _product(pair_indices, up_b)
+    return total + (needs_x or needs_a) * of_b + (needs_x + needs_a) * of_a + needs_b * of_b

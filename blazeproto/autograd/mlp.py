@@ -22,7 +22,7 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_arguments
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.operators import autocast_dtype, cast, on_another_gpu, without_autocast
+from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.policy import Options, SavePolicy
 from blazeproto.autograd.private import nobody_listens
 from blazeproto.dispatch.structures import Dispatch
@@ -118,7 +118,7 @@ def moe_mlp(
         save = "recompute"  # nothing will ask for H
     options = Options(activation, save, combine, backend).encode()
     with without_autocast(device_type):
-        x, up_proj, down_proj = x.contiguous(), _dense(gate_up_proj), _dense(down_proj)
+        x, up_proj, down_proj = x.contiguous(), dense(gate_up_proj), dense(down_proj)
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
         quiet = nobody_listens((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
@@ -137,8 +137,3 @@ def moe_mlp(
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, options)
         return node.experts.way(quiet, parameters)(*parameters, *tail)[0]
-
-
-def _dense(weight: Tensor) -> Tensor:
-    """Contiguous, or a transposed view of what is."""
-    return weight if weight.mT.is_contiguous() else weight.contiguous()

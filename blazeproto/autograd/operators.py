@@ -128,6 +128,11 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def dense(weight: Tensor) -> Tensor:
+    """A weight (E, out, in), contiguous or a transposed view of what is; a copy if it is neither."""
+    return weight if weight.mT.is_contiguous() else weight.contiguous()
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """What autocast computes in on devices of this type; None where it is off, or unknown, as on "meta"."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto import activations
+from blazeproto.autograd.backends import LowRows
 from blazeproto.dispatch.structures import Dispatch
 
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
@@ -59,8 +60,9 @@ def up_forward(
     activation: str,
     h: Tensor | None = None,
     act: Tensor | None = None,
+    low: LowRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    made = _grouped_mm(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows.expert_token_offsets, bias)
+    made = _product(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows, bias, _transposed(low))
     h = made if h is None else h.copy_(made)
     made_act = activations.activate(_accumulation(h), activation).to(h.dtype)
     return h, made_act if act is None else act.copy_(made_act)
@@ -77,11 +79,12 @@ def down_forward(
     rows: Dispatch,
     out: Tensor,
     combine: str,
+    low: LowRows | None = None,
     *,
     overwrite_act: bool,
 ) -> None:
     """Both kinds of combine are one here, and ``act`` is not written over."""
-    y = _grouped_mm(act, down_proj.transpose(-2, -1), rows.expert_token_offsets, bias)
+    y = _product(act, down_proj.transpose(-2, -1), rows, bias, _transposed(low))
     out.copy_(_combine(y, scores, rows))
 
 
@@ -107,7 +110,7 @@ def down_backward(
     """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
     needs_h, needs_scores, needs_weight, needs_bias = needs
     d_rows = _gather(d_out, _row_tokens(rows))  # (R, d): dO of each row's token
-    row_scores = scores.reshape(-1, 1).index_select(0, rows.expert_pair_indices.clamp_min(0))  # (R, 1)
+    row_scores = _row_scores(scores, rows)
     dh = d_scores = None
 
     act = activations.activate(_accumulation(h), activation).to(h.dtype) if act is None else act
@@ -120,14 +123,24 @@ def down_backward(
     if needs_h or needs_scores:
         d_act = _accumulation(_grouped_mm(d_rows, down_proj, rows.expert_token_offsets))  # dA' = dO W_down, unscaled
         if needs_scores:
-            row_d_scores = (d_act * act).sum(-1, keepdim=True)
-            if bias is not None:
-                of_rows = _accumulation(bias.to(d_rows.dtype))[_row_experts(rows)]
-                row_d_scores += (_accumulation(d_rows) * of_rows).sum(-1, keepdim=True)
-            d_scores = _by_pair(_zero_past_last(row_d_scores, rows), rows).reshape(scores.shape)
+            d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
         if needs_h:
-            dh = activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
+            dh = _through_activation(h, d_act, row_scores, activation)
     return dh, d_scores, d_weight, d_bias
+
+
+def _score_gradient(d_act: Tensor, act: Tensor, d_rows: Tensor, bias: Tensor | None, rows: Dispatch) -> Tensor:
+    """(P, 1) dS of each pair; d_act: dO W_down, unscaled."""
+    row_d_scores = (d_act * act).sum(-1, keepdim=True)
+    if bias is not None:
+        of_rows = _accumulation(bias.to(d_rows.dtype))[_row_experts(rows)]
+        row_d_scores += (_accumulation(d_rows) * of_rows).sum(-1, keepdim=True)
+    return _by_pair(_zero_past_last(row_d_scores, rows), rows)
+
+
+def _through_activation(h: Tensor, d_act: Tensor, row_scores: Tensor, activation: str) -> Tensor:
+    """dH (R, G n) in h's dtype; d_act is written over."""
+    return activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
 
 
 def up_backward(
@@ -164,6 +177,65 @@ def _deliver(grad: Tensor, accumulator: Tensor | None) -> Tensor:
     return grad if accumulator is None else accumulator.add_(grad)
 
 
+# ---- frozen weights, and low-rank factors beside them ------------------------------------------------------------
+
+
+def low_rank_rows(a: Tensor, weights: Tensor, rows: Dispatch, *, gather: bool, transposed: bool) -> Tensor:
+    a = _gather(a, _row_tokens(rows)) if gather else a
+    return _grouped_mm(a, weights if transposed else weights.transpose(-2, -1), rows.expert_token_offsets)
+
+
+def down_backward_frozen(
+    d_out: Tensor,
+    h: Tensor,
+    scores: Tensor,
+    down_proj: Tensor,
+    bias: Tensor | None,
+    rows: Dispatch,
+    activation: str,
+    low: LowRows | None = None,
+    *,
+    overwrite_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``h`` is not written over."""
+    d_rows, row_scores = _gather(d_out, _row_tokens(rows)), _row_scores(scores, rows)
+    act = activations.activate(_accumulation(h), activation).to(h.dtype)
+    d_act = _accumulation(_product(d_rows, down_proj, rows, None, low))
+    d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
+    return _through_activation(h, d_act, row_scores, activation), d_scores, (act * row_scores).to(h.dtype)
+
+
+def up_backward_frozen(dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None) -> Tensor:
+    return _combine(_product(dh, up_proj, rows, None, low), None, rows)
+
+
+def factor_gradient(
+    left: Tensor, ordered: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    left = _gather(left, _row_tokens(rows)) if gather else left
+    pair = (ordered, left) if transposed else (left, ordered)
+    return _grouped_outer(*pair, rows.expert_token_offsets, dtype)
+
+
+def _transposed(low: LowRows | None) -> LowRows | None:
+    """low's factor (E, m, r) as `_product` takes it: (E, r, m)."""
+    return None if low is None else (low[0], low[1].transpose(-2, -1))
+
+
+def _product(a: Tensor, b: Tensor, rows: Dispatch, bias: Tensor | None, low: LowRows | None) -> Tensor:
+    """`_grouped_mm`, with low = (rows (R, r), factor (E, r, m)) added.
+
+    A kernel adds both in one sum. Here that would take a copy of ``b``, so the low-rank product is made in float32, with the
+    bias, and added to the rounded other one.
+    """
+    offsets = rows.expert_token_offsets
+    if low is None:
+        return _grouped_mm(a, b, offsets, bias)
+    bias = None if bias is None else bias.to(a.dtype)
+    added = _grouped_mm(_accumulation(low[0]), _accumulation(low[1]), offsets, bias)
+    return added.add_(_grouped_mm(a, b, offsets)).to(a.dtype)
+
+
 # ---- rows, pairs, tokens, experts --------------------------------------------------------------------------------
 
 
@@ -171,6 +243,11 @@ def _row_tokens(rows: Dispatch) -> Tensor:
     """(R,) the token of each row; rows past the last get a token that exists, and are not read."""
     pairs = rows.expert_pair_indices.clamp_min(0)
     return pairs // rows.top_k if rows.top_k else rows.pair_tokens[pairs].clamp_min(0)
+
+
+def _row_scores(scores: Tensor, rows: Dispatch) -> Tensor:
+    """(R, 1) the score of each row's pair; rows past the last get one that exists."""
+    return scores.reshape(-1, 1).index_select(0, rows.expert_pair_indices.clamp_min(0))
 
 
 def _row_experts(rows: Dispatch) -> Tensor:

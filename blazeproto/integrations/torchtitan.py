@@ -17,23 +17,11 @@ from torch.distributed.tensor import DTensor
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.policy import check_options
 from blazeproto.integrations.grouped import grouped_experts
+from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "Experts", "experts"]
 
-MINOR = (0, 3)  # the version of torchtitan that this is tested with
-
-
-def _check_version() -> None:
-    expected = f"expected torchtitan {MINOR[0]}.{MINOR[1]}"
-    try:
-        import torchtitan
-    except ImportError:
-        raise ImportError(f"{expected}, got none: pip install 'blazeproto[torchtitan]'") from None
-    if torchtitan.__version__.split(".")[:2] != [str(number) for number in MINOR]:
-        raise ImportError(f"{expected}, got {torchtitan.__version__}: pip install 'blazeproto[torchtitan]'")
-
-
-_check_version()  # before what only that version may have is imported
+need("torchtitan")  # before what only that version may have is imported
 
 import spmd_types as spmd  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402

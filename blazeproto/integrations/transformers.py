@@ -16,13 +16,14 @@ What no road can take is refused by name, with the reason, before the module com
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named, alternating
-from blazeproto.autograd import moe_mlp
+from blazeproto.autograd import LowRank, moe_mlp, moe_mlp_lora
 from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "experts_forward", "explain", "register"]
@@ -212,7 +213,14 @@ def _road(experts: Any) -> str:
     return "in place"
 
 
-def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    low_rank: tuple[LowRank | None, LowRank | None] | None = None,
+) -> Tensor:
     """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
 
     bfloat16 on compute capability 9.0 runs on the kernels, every other dtype and device on plain torch operations (`moe_mlp`'s
@@ -224,15 +232,19 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         top_k_index: (T, K) expert ids, int32 or int64; of an id outside [0, E), the sentinel of expert parallelism, nothing is
             read, and its gradients are zero.
         top_k_weights: (T, K) the router's scores, any floating dtype.
+        low_rank: factors of the up and the down weight, which are frozen then (`moe_mlp_lora`): a (E, r, in) and b (E, out, r),
+            in and out in the module's order. For experts that don't run by ``grouped_mm``.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
 
     Raises:
-        ValueError: the module is one of `REFUSED`; or what `moe_mlp` raises.
+        ValueError: the module is one of `REFUSED`; or what `moe_mlp` and `moe_mlp_lora` raise.
     """
     _refuse(experts)
-    if _why_grouped_mm(experts) is not None:
+    if (why := _why_grouped_mm(experts)) is not None:
+        if low_rank is not None:
+            raise ValueError(f"low_rank: expected None, since {type(experts).__name__} has {why}")
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -242,7 +254,10 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     activation = _activation(experts)
     assert activation is not None
-    out = moe_mlp(
+    layer: Callable[..., Tensor] = moe_mlp
+    if low_rank is not None:
+        layer = partial(moe_mlp_lora, up=low_rank[0], down=low_rank[1])
+    out = layer(
         x,
         up,
         down,

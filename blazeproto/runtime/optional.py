@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
-INTEGRATIONS = {"transformers": ">=5.17,<5.24"}
+INTEGRATIONS = {"transformers": ">=5.17,<5.24", "peft": ">=0.20,<0.22", "torchtitan": ">=0.3,<0.4"}
 WANTED = {
     "cupy": ">=13.6",
     "numba-cuda": ">=0.20",

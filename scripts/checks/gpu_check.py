@@ -80,6 +80,7 @@ STEPS = {
         last_lines=60,
     ),
     "router": Step("python -m scripts.bench.router --quick", 2, "python -m scripts.bench.router", 3),
+    "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
     "products": Step(
         "python -m scripts.bench.products --quick",
         2,

@@ -134,7 +134,7 @@ def test_a_disassembler_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_right_versions(versions: dict[str, str]) -> None:
     versions |= {"cupy": "13.6.0", "numba-cuda": "0.20.0+local", "cuda-bindings": "13.0rc1", "cuda-core": "1.2.2"}
-    versions["transformers"] = "5.17.0"
+    versions |= {"transformers": "5.17.0", "peft": "0.21.2", "torchtitan": "0.3.0"}
     for name in optional.WANTED:
         optional.need(name)
     versions.clear()
@@ -165,4 +165,14 @@ def test_the_hopper_backend_says_what_it_lacks(versions: dict[str, str], monkeyp
             backends.backend_on("hopper", *arguments)
     finally:
         backends.backend_on.cache_clear()
+        backends._missing_on_device.cache_clear()
+
+
+def test_the_kernels_need_no_integrations_package(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    versions |= {"cupy-cuda12x": "13.6.0", "numba-cuda": "0.30.4", "cuda-bindings": "12.9.4", "cuda-core": "1.2.2"}
+    versions |= dict.fromkeys(optional.INTEGRATIONS, "0.1")
+    try:
+        assert backends._missing_on_device(97) is None
+    finally:
         backends._missing_on_device.cache_clear()

@@ -18,6 +18,7 @@ NEED_A_GPU = {
     "scripts.bench.dispatch": [],
     "scripts.bench.integrations": [],
     "scripts.bench.layer": [],
+    "scripts.bench.lora": [],
     "scripts.bench.module": [],
     "scripts.bench.products": [],
     "scripts.bench.rounding": [],
