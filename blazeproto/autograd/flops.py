@@ -129,6 +129,7 @@ def lora_down_backward(
     needs: Sequence[bool],
     d_out: Shape,
     h: Shape,
+    act_a: Shape,
     scores: Shape,
     down_proj: Shape,
     down_bias: Shape | None,
@@ -138,12 +139,12 @@ def lora_down_backward(
     *_: Any,
     **out: Any,
 ) -> int:
-    """dA' for dH and dS, with the factors; dA_down, and dB_down with the rows that it is made from."""
+    """dA' for dH and dS, with the factors; dA_down and dB_down."""
     whole = _product(pair_indices, down_proj)
     if down_a is None or down_b is None:
         return whole
     of_a, of_b = _product(pair_indices, down_a), _product(pair_indices, down_b)
-    return whole + of_a + of_b + needs[2] * of_a + needs[3] * (of_a + of_b)
+    return whole + of_a + of_b + needs[2] * of_a + needs[3] * of_b
 
 
 @register_flop_formula(lora.up_backward.overload.overloadpacket)

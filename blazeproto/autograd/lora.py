@@ -5,7 +5,7 @@ read the tokens' rows where the frozen weights' products read them, and are adde
 
     XA  = X A_up^T        H = X W_up^T + XA B_up^T        act A_down^T        Y = act W_down^T + (act A_down^T) B_down^T
 
-    saved:      X, S, indices, H, XA
+    saved:      X, S, indices, H, XA, act A_down^T
 
     dOB = dO B_down     dH, dS, S act <── dO W_down + dOB A_down     dA_down = dOB^T (S act)     dB_down = dO^T (S act A_down^T)
     dHB = dH B_up       dX            <── dH W_up   + dHB A_up       dA_up   = dHB^T X           dB_up   = dH^T XA
@@ -71,19 +71,25 @@ def _read(t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]) -> tuple[Bac
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-def _saved(x: Tensor, up_proj: Tensor, up_a: Tensor | None, tail: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Places for H (R, G n) and XA (R, r); without rows where nothing is saved."""
+def _saved(
+    x: Tensor, up_proj: Tensor, up_a: Tensor | None, down_a: Tensor | None, tail: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Places for H (R, G n), XA (R, r) and act A_down^T (R, r); without rows where nothing is saved."""
     num_rows = tail[0].shape[0] if Options.decode(tail[-1]).saves_h else 0
-    return x.new_empty(num_rows, up_proj.shape[1]), x.new_empty(num_rows, 0 if up_a is None else up_a.shape[1])
+    h, xa, act_a = (
+        x.new_empty(num_rows, 0 if t is None else t.shape[1])  # a factor is (E, r, in)
+        for t in (up_proj, up_a, down_a)
+    )
+    return h, xa, act_a
 
 
 def _experts_fake(
     x: Tensor, up_proj: Tensor, up_bias: Tensor | None, up_a: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), *_saved(x, up_proj, up_a, rest[6:])
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), *_saved(x, up_proj, up_a, rest[3], rest[6:])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     *parameters, pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets, chunk_tokens, encoded = (
         inputs
     )
@@ -99,7 +105,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     saved, (top_k, chunk_tokens, encoded) = ctx.saved_tensors, ctx.rest
     quiet = not torch.is_grad_enabled() and nobody_listens((d_out, *saved))  # enabled: create_graph=True
     overwrite_h = quiet and getattr(ctx, "alone", False) and not graph_is_kept()
-    x, up_proj, _, up_a, up_b, down_proj, down_bias, down_a, down_b, scores, h, xa, *index = saved
+    x, up_proj, _, up_a, up_b, down_proj, down_bias, down_a, down_b, scores, h, xa, act_a, *index = saved
     *index, pair_tokens, token_offsets = index
     del saved
     release_saved_tensors(ctx)
@@ -109,7 +115,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
 
     down = partial(down_backward.kernel, overwrite_h=overwrite_h) if quiet else down_backward.gradients
     needs_of_down = (any(needs_of_up), needs_scores, needs_down_a, needs_down_b)
-    of_down = down(needs_of_down, d_out, h, scores, down_proj, down_bias, down_a, down_b, *tail)
+    of_down = down(needs_of_down, d_out, h, act_a, scores, down_proj, down_bias, down_a, down_b, *tail)
     dh, d_scores, d_down_a, d_down_b = of_down
     del h, of_down  # before the up projection's backward allocates
     of_up: Gradients = (None, None, None)
@@ -122,7 +128,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
 
 
 @define(
-    f"moe_lora({PARAMETERS}, {INDEX}) -> (Tensor out, Tensor h, Tensor xa)",
+    f"moe_lora({PARAMETERS}, {INDEX}) -> (Tensor out, Tensor h, Tensor xa, Tensor act_a)",
     _experts_fake,
     setup=_setup,
     backward=_backward,
@@ -139,11 +145,11 @@ def experts(
     down_b: Tensor | None,
     scores: Tensor,
     *tail: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (T, d), the frozen weights and biases, up_a (E, r, d), up_b (E, G n, r), down_a (E, r, n), down_b (E, d, r) and scores
-    -> out (T, d), h (R, G n), xa (R, r); the last two have no rows where nothing is saved."""
+    -> out (T, d), h (R, G n), xa (R, r), act_a (R, r); the last three have no rows where nothing is saved."""
     backend, options, rows = _read(x, down_proj.shape, tail)
-    saved_h, xa = _saved(x, up_proj, up_a, tail)
+    saved_h, xa, act_a = _saved(x, up_proj, up_a, down_a, tail)
     low = None
     if up_a is not None and up_b is not None:
         made = backend.low_rank_rows(x, cast(up_a, x.dtype), rows, gather=True, transposed=False)
@@ -157,9 +163,10 @@ def experts(
     if down_a is not None and down_b is not None:
         made = backend.low_rank_rows(act, cast(down_a, x.dtype), rows, gather=False, transposed=False)
         low = (made, cast(down_b, x.dtype))
+        act_a = made if options.saves_h else act_a
     out, weight = torch.empty_like(x), cast(down_proj, x.dtype)
     backend.down_forward(act, weight, down_bias, scores, rows, out, options.combine, low, overwrite_act=True)
-    return out, saved_h, xa
+    return out, saved_h, xa, act_a
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
@@ -177,6 +184,7 @@ def _down_fake(
     needs: Sequence[bool],
     d_out: Tensor,
     h: Tensor,
+    act_a: Tensor,
     scores: Tensor,
     down_proj: Tensor,
     down_bias: Tensor | None,
@@ -188,13 +196,15 @@ def _down_fake(
 
 
 @define(
-    f"moe_lora_down_backward(bool[] needs, Tensor d_out, Tensor h, Tensor scores, {OF_DOWN}, {INDEX}) -> Tensor[]",
+    "moe_lora_down_backward(bool[] needs, Tensor d_out, Tensor h, Tensor act_a, Tensor scores, "
+    f"{OF_DOWN}, {INDEX}) -> Tensor[]",
     _down_fake,
 )
 def down_backward(
     needs: Sequence[bool],
     d_out: Tensor,
     h: Tensor,
+    act_a: Tensor,
     scores: Tensor,
     down_proj: Tensor,
     down_bias: Tensor | None,
@@ -203,21 +213,22 @@ def down_backward(
     *tail: Any,
     overwrite_h: bool = False,
 ) -> Gradients:
-    """d_out (T, d), h (R, G n) -> those needed of dh (R, G n), d_scores, d_down_a (E, r, n), d_down_b (E, d, r)."""
+    """d_out (T, d), h (R, G n), act_a (R, r) -> those needed of dh (R, G n), d_scores, d_down_a (E, r, n), d_down_b (E, d, r)."""
     backend, options, rows = _read(d_out, down_proj.shape, tail)
     d_out, dtype = d_out.contiguous(), h.dtype  # out.sum() delivers a gradient of stride 0
-    low = a = None
+    low = None
     if down_a is not None and down_b is not None:
-        a = cast(down_a, dtype)
-        low = (backend.low_rank_rows(d_out, cast(down_b, dtype), rows, gather=True, transposed=True), a)
+        of_rows = backend.low_rank_rows(d_out, cast(down_b, dtype), rows, gather=True, transposed=True)
+        low = (of_rows, cast(down_a, dtype))
     saved = (h, scores, cast(down_proj, dtype), down_bias, rows, options.activation, low)
     dh, d_scores, a_scaled = backend.down_backward_frozen(d_out, *saved, overwrite_h=overwrite_h)
     del h, saved
     d_down_a = d_down_b = None
     if needs[2] and low is not None and down_a is not None:
         d_down_a = backend.factor_gradient(a_scaled, low[0], rows, gather=False, transposed=True, dtype=down_a.dtype)
-    if needs[3] and a is not None and down_b is not None:
-        scaled = backend.low_rank_rows(a_scaled, a, rows, gather=False, transposed=False)
+    if needs[3] and down_b is not None:
+        pairs = tail[0].clamp_min(0)  # rows past the last get a score that exists
+        scaled = (act_a * scores.reshape(-1, 1).index_select(0, pairs)).to(dtype)
         d_down_b = backend.factor_gradient(d_out, scaled, rows, gather=True, transposed=False, dtype=down_b.dtype)
     return _needed((dh, d_scores, d_down_a, d_down_b), needs)
 
@@ -301,7 +312,7 @@ def moe_mlp_lora(
     """`moe_mlp` of frozen experts with trained low-rank factors: an expert's weight is W + b a. MoEBlaze §2.1; Hu et al., LoRA,
     arXiv 2106.09685, section 4.1.
 
-    Neither W + b a nor a gradient of a weight's size is made. 2d + 4nK + 2rK + 12K bytes a token are kept for backward, in bf16
+    Neither W + b a nor a gradient of a weight's size is made. 2d + 4nK + 4rK + 12K bytes a token are kept for backward, in bf16
     with a gate.
 
     Args:

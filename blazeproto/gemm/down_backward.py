@@ -11,7 +11,18 @@ from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, TRANSPOSED, Product, tiled_kernel
-from blazeproto.gemm.rows import LowRank, h_box, low_maps, rank_of, read_low, rows_plan, take_low, weight_box, words
+from blazeproto.gemm.rows import (
+    LowRank,
+    h_box,
+    low_maps,
+    low_rank_of,
+    rank_of,
+    read_low,
+    rows_plan,
+    take_low,
+    weight_box,
+    words,
+)
 from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.libraries import any_library
@@ -96,12 +107,12 @@ def kernel(
     *,
     activation: str = "swiglu",
     transposed: bool = False,
-    low_rank: bool = False,
+    low_rank: int = 0,
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
 ) -> Kernel:
     """With these tiles, which must be 256 wide and not deferred, and this activation.  transposed: weights (E, n, d).
-    low_rank: a `LowRank` too."""
+    low_rank: as `low_rank_of` has it."""
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     if config.tile_n != 256 or config.deferred:
@@ -115,7 +126,7 @@ def kernel(
         tickets=True,
         GATHER=1,
         B_MN=not transposed,
-        LOW_RANK=low_rank,
+        low_rank=low_rank,
         **activation_named(activation).macros,
     )
 
@@ -136,7 +147,7 @@ def _plan(
     of_h = n * wanted.halves // halves
     factor = (shape[0], n, rank) if transposed else (shape[0], rank, n)
     return rows_plan(
-        kernel(config, activation=activation, transposed=transposed, low_rank=rank > 0, **build._asdict()),
+        kernel(config, activation=activation, transposed=transposed, low_rank=low_rank_of(rank), **build._asdict()),
         config,
         where,
         gather=True,
@@ -195,7 +206,7 @@ DOWN_BACKWARD_ACT = Product(
     kernels=lambda: [
         *(kernel(activation=activation) for activation in ACTIVATIONS),
         *(kernel(activation=activation, transposed=True) for activation in TRANSPOSED),
-        *(kernel(activation=name, transposed=lies, low_rank=True) for name in TRANSPOSED for lies in (False, True)),
+        *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
         *(kernel(config) for config in CANDIDATES["down_backward_act"]),
     ],
     for_layer=lambda layer: [

@@ -15,7 +15,17 @@ from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
-from blazeproto.gemm.rows import LowRank, low_maps, rank_of, read_low, rows_plan, take_low, weight_box, words
+from blazeproto.gemm.rows import (
+    LowRank,
+    low_maps,
+    low_rank_of,
+    rank_of,
+    read_low,
+    rows_plan,
+    take_low,
+    weight_box,
+    words,
+)
 from blazeproto.gemm.tiles import (
     CANDIDATES,
     FACTOR_ROWS,
@@ -192,12 +202,12 @@ def kernel(
     transposed: bool = False,
     bias: bool = False,
     fused: bool = False,
-    low_rank: bool = False,
+    low_rank: int = 0,
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
 ) -> Kernel:
     """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself.
-    low_rank: a `LowRank` too."""
+    low_rank: as `low_rank_of` has it."""
     return tiled_kernel(
         "linear.cu",
         "linear",
@@ -210,7 +220,7 @@ def kernel(
         B_MN=transposed,
         HAS_BIAS=bias,
         FUSED_COMBINE=fused,
-        LOW_RANK=low_rank,
+        low_rank=low_rank,
     )
 
 
@@ -231,7 +241,7 @@ def plan(
     factor = (shape[0], rank, width) if transposed else (shape[0], width, rank)
     variant: dict[str, Any] = {"gather": gather, "transposed": transposed, "bias": bias, "fused": fused}
     return rows_plan(
-        kernel(config, **variant, low_rank=rank > 0, **build._asdict()),
+        kernel(config, **variant, low_rank=low_rank_of(rank), **build._asdict()),
         config,
         where,
         gather=gather,
@@ -305,7 +315,7 @@ DOWN_FORWARD = Product(
             for gather in (False, True)
         ]
         + [kernel(config, transposed=True, bias=True) for config in CANDIDATES["up_backward_act"]]
-        + [kernel(transposed=transposed, low_rank=True) for transposed in (False, True)]
+        + [kernel(transposed=transposed, low_rank=1) for transposed in (False, True)]
         + [kernel(FACTOR_ROWS, gather=gather, transposed=lies) for gather in (False, True) for lies in (False, True)]
     ),
     for_layer=lambda layer: [

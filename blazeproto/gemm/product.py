@@ -133,6 +133,7 @@ def tiled_kernel(
     widths: tuple[int, ...] = (128, 256),
     epilogue_warpgroups: int = 0,
     epilogue_registers: int = 40,
+    low_rank: int = 0,
     **macros: int | str,
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
@@ -140,7 +141,10 @@ def tiled_kernel(
     clusters, tickets: whether it may run in clusters, or take tickets; ValueError for a config that does elsewhere.
     widths: the columns that its tiles may have; ValueError for a config of others.
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
+    low_rank: LOW_RANK of mainloop.cuh.
     """
+    if (config.stages == 8) > (config.tile_n == 64):
+        raise ValueError(f"config: expected stages=8 beside tile_n=64 alone, got {config}")
     if config.tile_n not in widths:
         raise ValueError(f"config: expected tile_n={' or '.join(map(str, widths))} for {entry}, got {config}")
     if config.cluster != 1 and not clusters:
@@ -155,6 +159,7 @@ def tiled_kernel(
         "TICKETS": config.tickets,
         "EPILOGUE_WARPGROUPS": epilogue_warpgroups,
         "EPILOGUE_REGISTERS": epilogue_registers,
+        "LOW_RANK": low_rank,
         **macros,
         **DEVICE_CONSTANTS,
     }

@@ -110,6 +110,11 @@ def take_low(views: dict[str, Any]) -> LowRank | None:
     return LowRank(views.pop("low rows"), views.pop("low factor")) if "low rows" in views else None
 
 
+def low_rank_of(rank: int) -> int:
+    """LOW_RANK of a kernel for this rank: the wgmma of 16 elements in the last of its stages of 64; in full stages all."""
+    return 0 if not rank else min(-(-rank // 16), BK // 16)
+
+
 def rank_of(low: LowRank | None) -> int:
     """0 where there is none."""
     return 0 if low is None else int(low.rows.shape[1])

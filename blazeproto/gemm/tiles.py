@@ -25,14 +25,20 @@ DEVICE_CONSTANTS = {
     "WARPGROUP": WARPGROUP,
     "SLAB": SLAB,
 }
-WIDTHS, DEPTHS, CLUSTERS, SWITCH = (128, 192, 256), (2, 4), (1, 2), (False, True)  # what the device code is written for
+WIDTHS, DEPTHS, CLUSTERS, SWITCH = (
+    (64, 128, 192, 256),
+    (2, 4, 8),
+    (1, 2),
+    (False, True),
+)  # what the device code is written for
 
 
 @dataclass(frozen=True)
 class TileConfig(Shown):
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
-    tile_n: columns of a tile (128 or 256; 192 in linear.cu alone), which has 128 rows.  stages: depth of the ring (2 or 4).
+    tile_n: columns of a tile (128 or 256; 64 and 192 in linear.cu alone), which has 128 rows.  stages: depth of the ring (2 or 4;
+    8 beside 64 columns).
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
     cluster: CTAs of a weight gradient that share their B tiles (1 or 2); 1 for the other products.
     tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward
@@ -82,9 +88,9 @@ def tiles_for(product: str, columns: int) -> TileConfig:
     return narrow if by_narrow <= covered * (1 - WORTH_NARROWING) else wide
 
 
-# Of products with low-rank factors, whose narrow side is a few columns: the least that a tile has. (Which product's row it would
-# be in the table doesn't matter then: they are bound by the bytes of the wide side.)
-FACTOR_ROWS, FACTOR_GRADIENT = TileConfig(tile_n=128), TileConfig(tile_n=128, cluster=2)
+# Of products with low-rank factors, whose narrow side is a few columns: the narrowest tiles, and a deep ring, since the bytes of
+# the wide side bound them.
+FACTOR_ROWS, FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8), TileConfig(tile_n=128, cluster=2)
 
 WITH_TICKETS = ("up_forward", "down_backward_act")
 # Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter

@@ -11,7 +11,18 @@ from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box
 from blazeproto.gemm.product import SHAPES, TRANSPOSED, Product, tiled_kernel
-from blazeproto.gemm.rows import LowRank, h_box, low_maps, rank_of, read_low, rows_plan, take_low, weight_box, words
+from blazeproto.gemm.rows import (
+    LowRank,
+    h_box,
+    low_maps,
+    low_rank_of,
+    rank_of,
+    read_low,
+    rows_plan,
+    take_low,
+    weight_box,
+    words,
+)
 from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
 from blazeproto.runtime.libraries import any_library
@@ -69,11 +80,12 @@ def kernel(
     activation: str = "swiglu",
     transposed: bool = False,
     bias: bool = False,
-    low_rank: bool = False,
+    low_rank: int = 0,
     debug: tuple[str, ...] = (),
     sources: Path | None = None,
 ) -> Kernel:
-    """With these tiles, this activation, with or without a bias.  transposed: weights (E, d, G n).  low_rank: a `LowRank` too."""
+    """With these tiles, this activation, with or without a bias.  transposed: weights (E, d, G n).
+    low_rank: as `low_rank_of` has it."""
     wanted = activation_named(activation)
     return tiled_kernel(
         "up.cu",
@@ -88,7 +100,7 @@ def kernel(
         GATHER=1,
         B_MN=transposed,
         HAS_BIAS=bias,
-        LOW_RANK=low_rank,
+        low_rank=low_rank,
         **wanted.macros,
     )
 
@@ -111,7 +123,7 @@ def _plan(
     factor = (shape[0], rank, width) if transposed else (shape[0], width, rank)
     variant: dict[str, Any] = {"activation": activation, "transposed": transposed, "bias": bias}
     return rows_plan(
-        kernel(config, **variant, low_rank=rank > 0, **build._asdict()),
+        kernel(config, **variant, low_rank=low_rank_of(rank), **build._asdict()),
         config,
         where,
         gather=True,
@@ -161,7 +173,7 @@ UP_FORWARD = Product(
     kernels=lambda: [
         *(kernel(activation=activation, bias=bias) for activation in ACTIVATIONS for bias in (False, True)),
         *(kernel(activation=name, transposed=True, bias=bias) for name in TRANSPOSED for bias in (False, True)),
-        *(kernel(activation=name, transposed=lies, low_rank=True) for name in TRANSPOSED for lies in (False, True)),
+        *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
         *(kernel(config) for config in CANDIDATES["up_forward"]),
     ],
     for_layer=lambda layer: [

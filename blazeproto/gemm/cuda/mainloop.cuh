@@ -25,6 +25,8 @@
 //     GATHER               1: the producer copies gathered rows by cp.async (gather.cuh).  0: it loads contiguous ones by TMA
 //     EPILOGUE_WARPGROUPS  0, or 1: a fourth warpgroup that only runs the epilogue, on EPILOGUE_REGISTERS registers a thread
 //     MAX_EXPERTS          for how many the schedule in shared memory has room
+//     LOW_RANK             0, or how many wgmma of a tile's last stage have elements of the reduction, where it ends with a low
+//                          rank (varlen_m.cuh)
 #pragma once
 #include "timeline.cuh"
 #include "wgmma.cuh"
@@ -41,7 +43,7 @@ constexpr int PANEL_BYTES = BK * SWIZZLE_ROW;  // an MN-major panel: BK rows
 
 static_assert(WARPGROUP_WARPS == 4, "what the hardware calls a warpgroup");
 static_assert(BM == CONSUMERS * STRIP, "a consumer for every strip of a tile");
-static_assert(BN == 128 || BN == 192 || BN == 256, "the widths that wgmma.cuh has");
+static_assert(BN == 64 || BN == 128 || BN == 192 || BN == 256, "the widths that wgmma.cuh has");
 static_assert(BK == PANEL, "a K-major stage is one panel wide");
 static_assert(EPILOGUE_WARPGROUPS == 0 || EPILOGUE_WARPGROUPS == 1, "one is built");
 
@@ -130,8 +132,9 @@ struct Ring {
 };
 
 // ---- the consumers' products -----------------------------------------------------------------------------------------
-// Starts the products of the stage at `ring` and does not wait for them. ACCUMULATE: adds to acc.
-template <class Producer, bool ACCUMULATE>
+// Starts the products of the stage at `ring` and does not wait for them. ACCUMULATE: adds to acc. COUNT: how many wgmma, each over
+// WGMMA_K elements of the reduction.
+template <class Producer, bool ACCUMULATE, int COUNT = BK / WGMMA_K>
 DEVICE void multiply_stage(float (&acc)[BN / 2], const Ring& ring, int strip) {
     constexpr int MN_A = Producer::MN_A, MN_B = Producer::MN_B;
     ring.wait_until_full();
@@ -143,7 +146,7 @@ DEVICE void multiply_stage(float (&acc)[BN / 2], const Ring& ring, int strip) {
     pin_registers(acc);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BK / WGMMA_K; ++k)
+    for (int k = 0; k < COUNT; ++k)
         wgmma<MN_A, MN_B>(acc, matrix_descriptor(a + k * (MN_A ? MN_MAJOR_STEP : K_MAJOR_STEP)),
                           matrix_descriptor(b + k * (MN_B ? MN_MAJOR_STEP : K_MAJOR_STEP)), ACCUMULATE || k > 0);
     wgmma_commit_group();
@@ -164,7 +167,8 @@ DEVICE void multiply(float (&acc)[BN / 2], Ring& ring, int strip, int steps, Mea
         ring.advance();
         meanwhile(left);
         if (left == 1) break;
-        multiply_stage<Producer, true>(acc, ring, strip);
+        if (LOW_RANK > 0 && left == 2) multiply_stage<Producer, true, LOW_RANK>(acc, ring, strip);
+        else multiply_stage<Producer, true>(acc, ring, strip);
         wgmma_wait_group<1>();  // one group stays in flight
         ring.before(1).release();
     }

@@ -21,7 +21,7 @@
 //                                                           STAGES tiles behind the producer, the epilogue warps one more
 //
 // -D: TICKETS    as above
-//     LOW_RANK   1: the reduction goes on over contiguous rows of a low rank (varlen_m.cuh)
+//     LOW_RANK   above 0: the reduction goes on over contiguous rows of a low rank (varlen_m.cuh)
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"

@@ -6,7 +6,7 @@
 //
 //   B_MN 0     weights (E, columns, reduction): B tiles K-major       B_MN 1   weights (E, reduction, columns): MN-major
 //
-//   LOW_RANK 1 out[r, :] = a[r, :] . W[e] + low_rows[r, :] . L[e]: the reduction goes on over `rank` elements more, of contiguous
+//   LOW_RANK   out[r, :] = a[r, :] . W[e] + low_rows[r, :] . L[e]: the reduction goes on over `rank` elements more, of contiguous
 //              rows and of weights that lie as W does. With low_rows = a . A[e] that is LoRA, W + L A never made:
 //
 //              ring   | a, W | a, W | ... | a, W | low_rows, L | a, W of the next tile
