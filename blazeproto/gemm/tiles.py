@@ -37,8 +37,8 @@ WIDTHS, DEPTHS, CLUSTERS, SWITCH = (
 class TileConfig(Shown):
     """Tile shape and pipeline of one kernel (cuda/mainloop.cuh draws it). ValueError for what no kernel can have.
 
-    tile_n: columns of a tile (128 or 256; 64 and 192 in linear.cu alone), which has 128 rows.  stages: depth of the ring (2 or 4;
-    8 beside 64 columns).
+    tile_n: columns of a tile, which has 128 rows: 128 or 256; 64 in linear.cu and weight.cu, 192 in linear.cu alone.
+    stages: depth of the ring: 2 or 4; 8 beside 64 columns.
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
     cluster: CTAs of a weight gradient that share their B tiles (1 or 2); 1 for the other products.
     tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward
@@ -90,7 +90,7 @@ def tiles_for(product: str, columns: int) -> TileConfig:
 
 # Of products with low-rank factors, whose narrow side is a few columns: the narrowest tiles, and a deep ring, since the bytes of
 # the wide side bound them.
-FACTOR_ROWS, FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8), TileConfig(tile_n=128, cluster=2)
+FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
 
 WITH_TICKETS = ("up_forward", "down_backward_act")
 # Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter

@@ -173,7 +173,8 @@ def kernel(
     """transposed: of dW_up.  f32: into fp32.  gather: rows fetched by index."""
     config = config or TILES[UP if transposed else DOWN]
     macros = {"GATHER": gather, "TRANSPOSED": transposed, "OUT_F32": f32}
-    return tiled_kernel("weight.cu", "weight_gradient", config, debug, sources, clusters=True, **macros)
+    options: dict[str, Any] = {"clusters": True, "widths": (64, 128, 256)}
+    return tiled_kernel("weight.cu", "weight_gradient", config, debug, sources, **options, **macros)
 
 
 @cache
@@ -315,7 +316,7 @@ def _kernels(name: str) -> list[Kernel]:
             for f32 in (False, True)
             for gather in (False, True)
         ),
-        *(sum_kernel(config.tile_n) for config in (*configs, FACTOR_GRADIENT)),
+        *(sum_kernel(config.tile_n) for config in configs),
     ]
 
 

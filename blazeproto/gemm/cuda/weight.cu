@@ -23,7 +23,7 @@
 #include "weight_schedule.cuh"
 
 constexpr int A_PANELS = BM / PANEL, B_PANELS = BN / PANEL;
-static_assert(B_PANELS % 2 == 0, "the CTAs of a cluster share them, and the epilogue's slabs alternate");
+static_assert(B_PANELS % CLUSTER == 0, "the CTAs of a cluster share them");
 constexpr int PASSES = BK / PASS_ROWS;
 constexpr int NUMBERED_STEPS = NUMBERED_ROWS / BK;  // steps for which the producer holds row numbers
 
@@ -162,6 +162,7 @@ struct WeightProducer {
 struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
     static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
     static constexpr int PARTS = OUT_F32 ? 0 : BN / SLAB;
+    static_assert(PARTS < 2 || PARTS % 2 == 0, "slabs alternate, or there is one");
     const WeightParams& p;
     uint32_t out[BN / 4];
     WeightTile tile;
@@ -184,6 +185,7 @@ struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
     DEVICE void part() {
         const int i = tile.i, j = tile.j + INDEX * SLAB;
         if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
+        if constexpr (PARTS == 1) skip_slab();  // the slabs don't alternate: the last tile's has been read
         const uint32_t slab = slab_of_part(INDEX);
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
