@@ -188,8 +188,6 @@ def main() -> None:
         sys.exit(code)
     end = time.monotonic() + 60 * options.minutes
     record = provenance() | {"steps": {}}
-    if (RESULTS / "check.json").exists():
-        record["steps"] = kept_steps(json.loads((RESULTS / "check.json").read_text()), record["sources_sha256"])
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     log = (options.out or RESULTS) / "check.log"
@@ -200,9 +198,13 @@ def main() -> None:
         left = end - time.monotonic()
         if left < 10:
             made[name] = {"outcome": "skipped: no time left"}
-            record["steps"].setdefault(name, made[name])
         else:
-            made[name] = record["steps"][name] = run(name, options.full, left, log) | {"measured": now()}
+            made[name] = run(name, options.full, left, log) | {"measured": now()}
+        if (RESULTS / "check.json").exists():  # read anew: another run, on another GPU, may have written to it
+            record["steps"] |= kept_steps(json.loads((RESULTS / "check.json").read_text()), record["sources_sha256"])
+        record["steps"] |= {
+            name: step for name, step in made.items() if "seconds" in step or name not in record["steps"]
+        }
         write_json(RESULTS / "check.json", record)
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)

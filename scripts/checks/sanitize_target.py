@@ -19,7 +19,7 @@ import torch
 
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
-from blazeproto.autograd import moe_mlp
+from blazeproto.autograd import LowRank, moe_mlp, moe_mlp_lora
 from blazeproto.dispatch.build import Method
 from blazeproto.gemm.tiles import give_tickets
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
@@ -36,9 +36,14 @@ def layer(
     activation: str = "swiglu",
     bias: bool = False,
     weight_dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False,
+    rank: int = 0,
     **options: Any,
 ) -> None:
-    """One forward and backward; the last expert gets no token, the first token's first choice is not here."""
+    """One forward and backward; the last expert gets no token, the first token's first choice is not here.
+
+    rank: of low-rank factors, beside weights that are frozen then.
+    """
     T, d, n, E, K = shape
     up_rows = activation_named(activation).halves * n
 
@@ -49,11 +54,18 @@ def layer(
     scores = torch.rand(T, K, device=DEVICE).requires_grad_()
     experts = torch.rand(T, E - 1, device=DEVICE).topk(K, dim=1).indices.to(torch.int32)
     experts[0, 0] = E
+    if transposed:
+        up, down = (t.detach().mT.contiguous().mT.requires_grad_() for t in (up, down))
     leaves = [x, up, down, scores]
     if bias:
         options |= {"up_bias": normal(E, up_rows), "down_bias": normal(E, d)}
         leaves += [options["up_bias"], options["down_bias"]]
-    out = moe_mlp(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
+    function: Callable[..., torch.Tensor] = moe_mlp
+    if rank:
+        factors = [LowRank(normal(E, rank, t.shape[2]), normal(E, t.shape[1], rank)) for t in (up, down)]
+        up, down, leaves = up.detach(), down.detach(), [x, scores, *factors[0], *factors[1]]
+        function = partial(moe_mlp_lora, up=factors[0], down=factors[1])
+    out = function(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
     gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
     torch.cuda.synchronize()
     for tensor in (out, *gradients):
@@ -132,6 +144,10 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
             {"row_capacity": 50},
             {"row_capacity": 0},
             {"row_capacity": 50, "workspace_bytes": 1 << 15},
+            {"transposed": True},
+            {"transposed": True, "activation": "alternating(clamped_swiglu)", "bias": True},
+            {"rank": 16},
+            {"rank": 72, "transposed": True, "activation": "alternating(clamped_swiglu)"},
         )
         for options in variants:
             yield f"{shape} {options}", partial(layer, shape, **options)
