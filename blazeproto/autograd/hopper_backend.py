@@ -75,7 +75,7 @@ def up_forward(
     bias = None if bias is None else _ready(cast(bias, x.dtype))
     x, (up_proj, transposed) = (
         _ready(x),
-        as_it_lies(up_proj),
+        _as_it_lies(up_proj),
     )  # names keep copies alive until the launch is in the stream
     added = _low_rank(low, turned=transposed)
     up.launch(x, up_proj, rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
@@ -102,7 +102,7 @@ def down_forward(
     overwrite_act: bool,
 ) -> None:
     d_model, d_expert = down_proj.shape[1:]
-    act, (down_proj, transposed), scores = _ready(act), as_it_lies(down_proj), _ready(scores)
+    act, (down_proj, transposed), scores = _ready(act), _as_it_lies(down_proj), _ready(scores)
     bias = None if bias is None else _ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -161,7 +161,7 @@ def down_backward_frozen(
     *,
     overwrite_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d_out, (lying, transposed), h, scores = _ready(d_out), as_it_lies(down_proj), _ready(h), _ready(scores)
+    d_out, (lying, transposed), h, scores = _ready(d_out), _as_it_lies(down_proj), _ready(h), _ready(scores)
     num_rows, d_expert = h.shape[0], down_proj.shape[2]
     # Over H: a tile reads its part of H before it writes the same part of dH.
     dh = h if overwrite_h else torch.empty_like(h)
@@ -212,7 +212,7 @@ def up_backward(
 def up_backward_frozen(
     dh: Tensor, x: Tensor, up_proj: Tensor, rows: Addresses, low: LowRows | None = None, dx: Tensor | None = None
 ) -> Tensor:
-    dh, (lying, transposed) = _ready(dh), as_it_lies(up_proj)
+    dh, (lying, transposed) = _ready(dh), _as_it_lies(up_proj)
     dx = torch.empty_like(x) if dx is None else dx
     added = _low_rank(low, turned=transposed)
     for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
@@ -299,7 +299,7 @@ def _expert_sum(
     return out
 
 
-def as_it_lies(weight: Tensor) -> tuple[Tensor, bool]:
+def _as_it_lies(weight: Tensor) -> tuple[Tensor, bool]:
     """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
     True."""
     if not weight.is_contiguous() and weight.mT.is_contiguous():

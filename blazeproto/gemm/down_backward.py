@@ -207,6 +207,7 @@ DOWN_BACKWARD_ACT = Product(
         *(kernel(activation=activation) for activation in ACTIVATIONS),
         *(kernel(activation=activation, transposed=True) for activation in TRANSPOSED),
         *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
+        *(kernel(low_rank=count) for count in (2, 3, 4)),
         *(kernel(config) for config in CANDIDATES["down_backward_act"]),
     ],
     for_layer=lambda layer: [

@@ -315,7 +315,7 @@ DOWN_FORWARD = Product(
             for gather in (False, True)
         ]
         + [kernel(config, transposed=True, bias=True) for config in CANDIDATES["up_backward_act"]]
-        + [kernel(transposed=transposed, low_rank=1) for transposed in (False, True)]
+        + [kernel(transposed=lies, low_rank=count) for lies in (False, True) for count in (1, 2, 3, 4)]
         + [kernel(FACTOR_ROWS, gather=gather, transposed=lies) for gather in (False, True) for lies in (False, True)]
     ),
     for_layer=lambda layer: [

@@ -174,6 +174,7 @@ UP_FORWARD = Product(
         *(kernel(activation=activation, bias=bias) for activation in ACTIVATIONS for bias in (False, True)),
         *(kernel(activation=name, transposed=True, bias=bias) for name in TRANSPOSED for bias in (False, True)),
         *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
+        *(kernel(low_rank=count) for count in (2, 3, 4)),
         *(kernel(config) for config in CANDIDATES["up_forward"]),
     ],
     for_layer=lambda layer: [
