@@ -24,7 +24,9 @@ from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 CAUSAL = families.causal_families()
 NEWEST = transformers.__version__.startswith("5.23.")  # whose families and classes the tables here name
 NOT_DECORATED = pytest.mark.skip(reason=f"transformers {transformers.__version__} has no decorator there")
-DOZEN = [family if family in CAUSAL or NEWEST else pytest.param(family, marks=NOT_DECORATED) for family in families.DOZEN]
+DOZEN = [
+    family if family in CAUSAL or NEWEST else pytest.param(family, marks=NOT_DECORATED) for family in families.DOZEN
+]
 OTHERS = [family for family in CAUSAL if family not in families.DOZEN]
 NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
