@@ -56,7 +56,7 @@ EXTRA: dict[str, dict[str, Any]] = {  # what a family needs besides
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_state": 8},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
     "mimo_v2_flash": {**SPARSE, "num_attention_heads": 8},
-    "nemotron_h": {"layer_types": ["attention", "moe"], "moe_shared_expert_intermediate_size": 16},
+    "nemotron_h": {"layer_types": ["full_attention", "moe"], "moe_shared_expert_intermediate_size": 16},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "num_key_value_heads": 2},
 }
 DOZEN = (
