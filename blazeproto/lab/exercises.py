@@ -350,20 +350,20 @@ EXERCISES = {
         ),
         Exercise(
             "silu_by_exp",
-            "CUDA, in up.cu's epilogue: act = SiLU(gate) * up for two neighbouring columns, with SiLU(x) = x / (1 + exp(-x)) "
+            "CUDA, in up.cu's epilogue: act = SiLU(gate) * up of one hidden unit, with SiLU(x) = x / (1 + exp(-x)) "
             "by exp2_approx and reciprocal_approx instead of tanh_approx.",
             file="up.cu",
-            first="DEVICE uint32_t activate(uint32_t gate, uint32_t up) {\n",
+            first="DEVICE float act_of(float gate, float up) {\n",
             last="\n}\n",
             product="up_forward",
         ),
         Exercise(
             "swiglu_backward",
-            "CUDA, in down_backward.cu's epilogue: d_gate[j], d_up[j] and a[j] of one element, and its share of d_score[h], from "
-            "d_acts[2 * i + j], score[h], value = f(gate), slope = f'(gate), up and up_slope.",
+            "CUDA, in down_backward.cu's epilogue: add one hidden unit's share to d_score[h] and return {d_gate, d_up, a}, from "
+            "d_a, score[h], value = f(gate), slope = f'(gate), up and up_slope.",
             file="down_backward.cu",
-            first="                const float d_a = d_acts[2 * i + j], act",
-            last="d_score[h] += d_a * act;\n",
+            first="        const float act = value * up, d_a_scaled",
+            last="score[h] * act};\n",
             product="down_backward_act",
         ),
     )

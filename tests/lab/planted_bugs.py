@@ -37,11 +37,12 @@ BUGS = (
         (
             (
                 "up.cu",
-                "if (plane < PLANES / HALVES) store(p.out1_rows + unit_zero + unit, activate(h[plane], h[HALVES - 1]));",
-                """const bool here = tile.expert == 2 && row == p.offsets[2] + BM && pass == 3 && first_row == 5;
-            if (plane < PLANES / HALVES)
-                store(p.out1_rows + unit_zero + unit, here && own_column == 64 ? activate(h[HALVES - 1], h[plane])
-                                                                               : activate(h[plane], h[HALVES - 1]));""",
+                "else if (plane < PLANES / HALVES) store(p.out1_rows + column_zero + own, activate(h[plane], h[HALVES - 1]));",
+                """else if (plane < PLANES / HALVES) {
+                const bool here = tile.expert == 2 && row == p.offsets[2] + BM && pass == 3 && first_row == 5;
+                store(p.out1_rows + column_zero + own, here && own_column == 64 ? activate(h[HALVES - 1], h[plane])
+                                                                                : activate(h[plane], h[HALVES - 1]));
+            }""",
             ),
         ),
         ("act",),

@@ -215,7 +215,7 @@ def launch_all(case: Case) -> None:
     scores, dw = case.scores, torch.empty_like(case.down_proj)
     up.launch(case.x, case.up_proj, at, activation="swiglu", h=h, act=act)
     linear.launch(act, case.down_proj, at, out=y)
-    fused.launch(act, case.down_proj, scores, at, out_f32=f32)
+    fused.launch(act, case.down_proj, scores, at, out_f32=torch.empty(case.x.shape))
     launch_combine(y, at, scores=scores, out=case.x)
     outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
     down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)

@@ -129,5 +129,5 @@ def test_wrong_solutions_in_cuda_compile(name: str, what: str, monkeypatch: pyte
 
 
 def test_what_does_not_compile_is_wrong() -> None:
-    outcome = check_exercise("silu_by_exp", "DEVICE uint32_t activate(uint32_t gate, uint32_t up) { return gat; }")
+    outcome = check_exercise("silu_by_exp", "DEVICE float act_of(float gate, float up) { return gat; }")
     assert outcome.passed is False and "gat" in outcome.report and "up.cu" in outcome.report

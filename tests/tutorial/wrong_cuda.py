@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 SILU = """
-DEVICE float silu(float x) {{ return x * reciprocal_approx(1.0f + exp2_approx(-{factor}f * x)); }}
+DEVICE float silu(float x) {{ return {x} * reciprocal_approx(1.0f + exp2_approx({power} * x)); }}
 
-DEVICE uint32_t activate(uint32_t gate, uint32_t up) {{
-    return pack_bf16({low}, {high});
-}}
+DEVICE float act_of(float gate, float up) {{ return {act}; }}
 """
-LOG2E = "1.4426950408889634"
-LOW, HIGH = "silu(bf16_low(gate)) * bf16_low(up)", "silu(bf16_high(gate)) * bf16_high(up)"
+RIGHT_SILU = {"x": "x", "power": "-1.4426950408889634f", "act": "silu(gate) * up"}
 
 BACKWARD = """
-                const float d_a = d_acts[2 * i + j], act = value * up, scaled = score[h] * d_a;
-                d_gate[j] = {d_gate};
-                d_up[j] = {d_up};
-                a[j] = {a};
-                d_score[h] += {d_score};
+        const float act = value * up, scaled = score[h] * d_a;
+        d_score[h] += {d_score};
+        return {{{d_gate}, {d_up}, {a}}};
 """
 RIGHT = {
     "d_gate": "scaled * up * slope",
@@ -28,12 +23,10 @@ RIGHT = {
 
 WRONG = {
     "silu_by_exp": {
-        "base 2 instead of e": SILU.format(factor="1.0", low=LOW, high=HIGH),
-        "gate and up exchanged": SILU.format(
-            factor=LOG2E, low="silu(bf16_low(up)) * bf16_low(gate)", high="silu(bf16_high(up)) * bf16_high(gate)"
-        ),
-        "two columns exchanged": SILU.format(factor=LOG2E, low=HIGH, high=LOW),
-        "up of the other column": SILU.format(factor=LOG2E, low=LOW, high="silu(bf16_high(gate)) * bf16_low(up)"),
+        "base 2 instead of e": SILU.format(**RIGHT_SILU | {"power": "-1.0f"}),
+        "gate and up exchanged": SILU.format(**RIGHT_SILU | {"act": "silu(up) * gate"}),
+        "the sigmoid alone": SILU.format(**RIGHT_SILU | {"x": "1.0f"}),
+        "SiLU of the product": SILU.format(**RIGHT_SILU | {"act": "silu(gate * up)"}),
     },
     "swiglu_backward": {
         "dS with the score in it": BACKWARD.format(**RIGHT | {"d_score": "scaled * act"}),

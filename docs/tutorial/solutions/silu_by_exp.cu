@@ -4,6 +4,4 @@ DEVICE float silu(float x) {
     return x * reciprocal_approx(1.0f + exp2_approx(-LOG2E * x));
 }
 
-DEVICE uint32_t activate(uint32_t gate, uint32_t up) {
-    return pack_bf16(silu(bf16_low(gate)) * bf16_low(up), silu(bf16_high(gate)) * bf16_high(up));
-}
+DEVICE float act_of(float gate, float up) { return silu(gate) * up; }
