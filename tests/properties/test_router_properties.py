@@ -49,12 +49,23 @@ def check_scores(case: Case, routing: Routing, scores: Tensor, expected: Expecte
     assert (error <= bound).all(), f"score {want[worst]} is off by {error[worst]}, allowed {bound[worst]}"
 
 
+def chosen_by_token(case: Case, routing: Routing, expected: Expected) -> list[list[int]]:
+    """What the balancing loss counts: the router's own choice, which of experts that tie need not be the reference's."""
+    chosen = expected.chosen if case.varies else routing.experts.tolist()
+    return [[e for e in row if 0 <= e < case.router.num_experts] for row in chosen]
+
+
 def gradient_terms(
-    case: Case, expected: Expected, scores: Tensor, d_scores: Tensor, weights: dict[str, float]
+    case: Case,
+    expected: Expected,
+    chosen: list[list[int]],
+    scores: Tensor,
+    d_scores: Tensor,
+    weights: dict[str, float],
 ) -> Tensor:
     """(T, E): the sum of the absolute values of what is added to give the gradient of each logit.
 
-    scores, d_scores (T, E).  weights: by which each auxiliary loss is multiplied.
+    chosen: `chosen_by_token`.  scores, d_scores (T, E).  weights: by which each auxiliary loss is multiplied.
     """
     router, logits = case.router, expected.logits.detach()
     num_tokens, num_experts = logits.shape
@@ -65,7 +76,7 @@ def gradient_terms(
         terms = router.scale * probabilities * (d + (d * probabilities * (s > 0)).sum(dim=1, keepdim=True))
     if "load_balancing" in weights:
         p = reference.probabilities(logits, router.score)
-        choices = torch.tensor([e for row in expected.chosen for e in row], dtype=torch.int64)
+        choices = torch.tensor([e for row in chosen for e in row], dtype=torch.int64)
         share = torch.bincount(choices, minlength=num_experts)
         share = share * num_experts / max(int(share.sum()), 1)
         size = weights["load_balancing"] * router.aux_loss / max(num_tokens, 1)
@@ -153,7 +164,7 @@ def check_gradients(
     total = total + sum(weight * routing.aux_losses[name] for name, weight in weights.items())
     total.backward()
 
-    terms = gradient_terms(case, expected, scores, dense, weights)
+    terms = gradient_terms(case, expected, chosen_by_token(case, routing, expected), scores, dense, weights)
     d_logit_error = 2 * expected.score_error * terms + expected.least * router.scale * 100
     unit, x_size, weight_size = expected.unit, x64.detach().abs(), weight64.detach().abs()
     bounds = (
