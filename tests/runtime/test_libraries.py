@@ -328,7 +328,7 @@ def test_outputs_of_a_product_are_made_like_its_first_array() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("blazeproto.gemm.arguments.current_device", lambda: 0)
         gemm_up = importlib.import_module("blazeproto.gemm.up")
-        made = gemm_up.check(given, CudaTensor(T, d), CudaTensor(E, 2 * N, d), "swiglu", None, None, None).arrays
+        made = gemm_up.check(given, CudaTensor(T, d), CudaTensor(E, 2 * N, d), "swiglu", False, *[None] * 4).arrays
     assert type(made["h"]) is CudaTensor and made["h"].shape == (R, 2 * N)
     assert made["act"].dtype == torch.bfloat16
 
