@@ -130,7 +130,7 @@ def agrees_with_peft(model: Any, calls: list[tuple[int, int]]) -> dict[str, Tens
 # --- As peft computes it -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.of_this_version(FAMILIES))
 def test_adapters_train_as_with_peft(family: str, calls: list[tuple[int, int]]) -> None:
     model = adapted(family)
     gradients = agrees_with_peft(model, calls)
@@ -161,7 +161,7 @@ def test_options_of_peft(options: dict[str, Any], calls: list[tuple[int, int]]) 
 
 
 @pytest.mark.usefixtures("no_sum")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.of_this_version(FAMILIES))
 def test_w_plus_ba_is_never_made(family: str) -> None:
     model = adapted(family)
     _, gradients = train(model, "blazeproto")

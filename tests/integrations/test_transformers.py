@@ -21,13 +21,8 @@ from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
 from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 
-CAUSAL = families.causal_families()
-NEWEST = transformers.__version__.startswith("5.23.")  # whose families and classes the tables here name
-NOT_DECORATED = pytest.mark.skip(reason=f"transformers {transformers.__version__} has no decorator there")
-DOZEN = [
-    family if family in CAUSAL or NEWEST else pytest.param(family, marks=NOT_DECORATED) for family in families.DOZEN
-]
-OTHERS = [family for family in CAUSAL if family not in families.DOZEN]
+DOZEN = families.of_this_version(families.DOZEN)
+OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
 NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ROADS = {  # of the classes that are not "in place"
@@ -128,7 +123,7 @@ def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
         close(got, want)
 
 
-@pytest.mark.skipif(not NEWEST, reason="the table is of 5.23's classes")
+@pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.23's classes")
 def test_roads_are_those_of_classes_that_there_are() -> None:
     assert {name.partition(".")[2] for _, name in CLASSES} >= ROADS.keys()
 
