@@ -324,6 +324,26 @@ def integrations_table(record: Record) -> str:
     return f"{markdown_table(header, rows)}\n\n{measured_on(record)} {notes}".rstrip()
 
 
+LORA = {  # programs of lora.json
+    "lora": "`moe_mlp_lora`",
+    "wrapped": "the same through peft's wrappers",
+    "full": "`moe_mlp`, all weights trained",
+    "peft": "peft on transformers' `grouped_mm`",
+}
+
+
+def lora_table(record: Record) -> str:
+    """Frozen experts with low-rank factors beside full fine-tuning and peft: milliseconds, and peak memory."""
+    [row] = record["rows"]
+    rows = []
+    for name, label in LORA.items():
+        if both := row.get(f"{name}_fwdbwd_ms"):
+            figures = (row[f"{name}_fwd_ms"], both, both / row["lora_fwdbwd_ms"])
+            rows.append([label, *map(number, figures), number(row[f"{name}_peak_fwdbwd_MiB"], 0)])
+    header = ["", "forward, ms", "forward + backward, ms", "of `moe_mlp_lora`'s", "peak memory, MiB"]
+    return f"{markdown_table(header, rows)}\n\n{measured_on(record)}"
+
+
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "readme": ("module", readme_table),
@@ -341,6 +361,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "rounding": ("rounding", rounding_table),
     "rounding_layers": ("rounding", rounding_layers_table),
     "integrations": ("integrations", integrations_table),
+    "lora": ("lora", lora_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
 }

@@ -43,7 +43,7 @@ def test_a_verdict_takes_at_most_three_seconds(tmp_path: Path) -> None:
     bench = Workbench("up_forward", T=4096, d=512, n=512, E=16, K=4)
     folder = bench.edit(tmp_path / "sources")
     assert bench.check()
-    old = "if (plane < PLANES / HALVES) store(p.out1_rows + unit_zero + unit, activate(h[plane], h[HALVES - 1]));"
+    old = "else if (plane < PLANES / HALVES) store(p.out1_rows + column_zero + own, activate(h[plane], h[HALVES - 1]));"
     change(folder, "up.cu", old, old.replace("activate(h[plane]", "activate(h[HALVES - 1]"))
     begin = time.perf_counter()
     verdict = bench.check()
