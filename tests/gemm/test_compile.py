@@ -285,17 +285,17 @@ def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:
         (
             lambda: gemm.kernel_for("up_backward_weight", TileConfig(tile_n=192)),
             ValueError,
-            "config: expected tile_n=128 or 256 for weight_gradient",
+            "config: expected tile_n=64 or 128 or 256 for weight_gradient",
         ),
         (
             lambda: gemm.kernel_for("down_forward", TileConfig(tickets=True)),
             ValueError,
             "config: expected tickets=False for linear",
         ),
-        (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 128, 192, 256, got 100"),
-        (lambda: TileConfig(stages=3), ValueError, "stages: expected one of 2, 4, got 3"),
+        (lambda: TileConfig(tile_n=100, stages=3), ValueError, "tile_n: expected one of 64, 128, 192, 256, got 100"),
+        (lambda: TileConfig(stages=3), ValueError, "stages: expected one of 2, 4, 8, got 3"),
         (lambda: TileConfig(deferred=1), ValueError, "deferred: expected one of False, True, got 1"),
-        (lambda: TileConfig(tile_n=256.0), ValueError, "tile_n: expected one of 128, 192, 256, got 256.0"),
+        (lambda: TileConfig(tile_n=256.0), ValueError, "tile_n: expected one of 64, 128, 192, 256, got 256.0"),
         (
             lambda: gemm.kernel_for("up_forward", {"tile_n": 256}),
             TypeError,

@@ -76,17 +76,23 @@ def gathered_sum(values: Bounded, index: Tensor, length: int, unit: float) -> Bo
     return Bounded(sums(values.value), sums(values.error) + (len(index) + 1) * unit * sums(values.size))
 
 
-def function_of(h: Bounded, function: Callable[[Tensor], Tensor], sizes: Tensor, unit: float) -> Bounded:
+def function_of(
+    h: Bounded, activation: str, function: Callable[[Tensor], Tensor], sizes: Tensor, unit: float
+) -> Bounded:
     """A function of H, which may have jumps. sizes: of what is multiplied in it. Looked up at H's value and at the corners of
     where H may lie: gate and up move each both ways; and with up as near to 0 as it may lie, for two clamps may be nearer to
     each other than the corners. Inside, a smooth function leaves the corners' range by second-order terms only."""
-    value, half = function(h.value), h.value.shape[-1] // 2
-    both = torch.ones_like(h.value)
-    mixed = torch.cat([both[:, :half], -both[:, half:]], dim=1)
+
+    def joined(gates: Tensor, ups: Tensor) -> Tensor:
+        """Gate of the one, up of the other."""
+        return side_by_side(gate_and_up(gates, activation)[0], gate_and_up(ups, activation)[1], activation)
+
+    value, both = function(h.value), torch.ones_like(h.value)
+    mixed = joined(both, -both)
     corners = [function(h.value + signs * h.error) for signs in (both, -both, mixed, -mixed)]
     nearest_0 = h.value.sign() * (h.value.abs() - h.error).clamp_min(0)
     gates = (h.value + h.error, h.value - h.error, nearest_0)
-    corners += [function(torch.cat([gate[:, :half], nearest_0[:, half:]], dim=1)) for gate in gates]
+    corners += [function(joined(gate, nearest_0)) for gate in gates]
     error = torch.stack([(corner - value).abs() for corner in corners]).amax(dim=0)
     return Bounded(value, 1.1 * error + FUNCTION_ULPS * unit * sizes)
 
@@ -133,7 +139,7 @@ def error_bounds(problem: Problem) -> dict[str, Tensor]:
     largest = h.size.clamp_min(1)
     gates, ups = gate_and_up(largest, p.activation)
     sizes = gates * (ups + 1) if gated else largest * largest
-    act = function_of(h, lambda t: activate(t, p.activation), sizes, unit).rounded(dtype)
+    act = function_of(h, p.activation, lambda t: activate(t, p.activation), sizes, unit).rounded(dtype)
     y = product("rn,rdn->rd", act, down, n, unit)
     y = y if p.down_bias is None else y.plus(given(p.down_bias)[expert], unit)
     out = gathered_sum(y.rounded(dtype).times(scores, unit), token, num_tokens, unit).rounded(dtype)
@@ -148,13 +154,16 @@ def error_bounds(problem: Problem) -> dict[str, Tensor]:
     if gated:
         slopes = function_of(
             h,
+            p.activation,
             lambda t: activate_backward(t, torch.ones_like(t[:, :n]), p.activation),
             side_by_side(sizes, sizes, p.activation),
             unit,
         )
         scaled = Bounded(*(side_by_side(part, part, p.activation) for part in (scaled.value, scaled.error)))
     else:
-        slopes = function_of(h, lambda t: activate_backward(t, torch.ones_like(t), p.activation), sizes, unit)
+        slopes = function_of(
+            h, p.activation, lambda t: activate_backward(t, torch.ones_like(t), p.activation), sizes, unit
+        )
     dh = slopes.times(scaled, 4 * unit).rounded(dtype)
 
     def of_experts(values: Bounded) -> Bounded:
