@@ -89,13 +89,17 @@ GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a mo
 }
 
 
-def _gate_name(experts: nn.Module) -> str:
-    return "its instance's" if "_apply_gate" in experts.__dict__ else _gate_of(type(experts))
+def _gate_name(experts: Any) -> str:
+    return _name_of(experts._apply_gate) if "_apply_gate" in experts.__dict__ else _gate_of(type(experts))
 
 
 @torch.compiler.assume_constant_result  # a compiler reads no __qualname__
 def _gate_of(kind: Any) -> str:
-    return f"{kind._apply_gate.__module__}.{kind._apply_gate.__qualname__}"
+    return _name_of(kind._apply_gate)
+
+
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _activation(experts: nn.Module) -> str | None:
