@@ -146,7 +146,7 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
             outcome = f"killed after {limit:.0f} s"
     with log.open("rb") as source:
         source.seek(start)
-        lines = source.read().decode(errors="replace").splitlines()
+        lines = source.read().decode(errors="replace").replace(f"{REPOSITORY}/", "").splitlines()
     last = [line[:1000] for line in lines[-step.last_lines :]]
     print("\n".join(last), flush=True)
     record: dict[str, Any] = {

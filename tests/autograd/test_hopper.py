@@ -14,11 +14,11 @@ import torch
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, moe_mlp, saved_bytes
+from tests.autograd.comparison import assert_as_good_as
 
 pytestmark = pytest.mark.gpu
 
 POLICIES = [policy.value for policy in SavePolicy]
-SMALL_OUTPUT = 10_000  # elements
 MIB = 1 << 20
 
 
@@ -28,31 +28,6 @@ def gpu_case(make_case):
         return make_case(*shape, **{"dtype": torch.bfloat16, "device": "cuda", **options})
 
     return make
-
-
-@pytest.fixture
-def poisoned():
-    """Every torch.empty comes filled with NaN (indices: the largest integer)."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def assert_as_good_as(got, yardstick, expected):
-    names = ("out", "dx", "d_gate_up_proj", "d_down_proj", "d_scores", "d_up_bias", "d_down_bias")
-    for name, a, y, reference in zip(names, got, yardstick, expected, strict=False):
-        reference = reference.double()
-        error, allowed = a.double() - reference, y.double() - reference
-        assert error.isfinite().all(), f"{name}: {(~error.isfinite()).sum()} elements are not finite"
-        tiny = 1e-6 * reference.norm()
-        if error.numel() < SMALL_OUTPUT:
-            assert error.norm() <= torch.maximum(1.1 * allowed.norm(), 0.01 * reference.norm()), name
-            continue
-        assert error.norm() <= 1.1 * allowed.norm() + tiny, f"{name}: {error.norm():.3e}, torch {allowed.norm():.3e}"
-        rows, allowed_rows = (t.reshape(-1, t.shape[-1]).norm(dim=1).max() for t in (error, allowed))
-        assert rows <= 3 * allowed_rows + tiny, f"{name}: worst row {rows:.3e}, torch {allowed_rows:.3e}"
-        worst, allowed_worst = error.abs().max(), allowed.abs().max()
-        assert worst <= 3 * allowed_worst + tiny, f"{name}: worst element {worst:.3e}, torch {allowed_worst:.3e}"
 
 
 def assert_same_bits(results, others):

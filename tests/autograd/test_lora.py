@@ -16,10 +16,10 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import LowRank, lora, moe_mlp, moe_mlp_lora, node
 from blazeproto.dispatch import Dispatch
 from blazeproto.reference import moe_mlp as reference_mlp
+from tests.autograd.comparison import assert_as_good_as
 
 ADAPTED = {"both": (True, True), "up": (True, False), "down": (False, True), "neither": (False, False)}
 SHAPE = (8192, 2048, 768, 128, 8)  # whose H and Y are smaller than down_proj
-SMALL_OUTPUT = 10_000  # elements
 
 
 @dataclass
@@ -454,30 +454,6 @@ def test_transforms_are_refused(adapted):
 @pytest.fixture
 def gpu_adapted(adapted):
     return lambda *shape, **options: adapted(*shape, **{"dtype": torch.bfloat16, "device": "cuda", **options})
-
-
-@pytest.fixture
-def poisoned():
-    """Every torch.empty comes filled with NaN (indices: the largest integer)."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def assert_as_good_as(got, yardstick, expected):
-    for index, (a, y, reference) in enumerate(zip(got, yardstick, expected, strict=True)):
-        reference, what = reference.double(), f"output {index} of shape {tuple(reference.shape)}"
-        error, allowed = a.double() - reference, y.double() - reference
-        assert error.isfinite().all(), f"{what}: {(~error.isfinite()).sum()} elements are not finite"
-        tiny = 1e-6 * reference.norm()
-        if error.numel() < SMALL_OUTPUT:
-            assert error.norm() <= torch.maximum(1.1 * allowed.norm(), 0.01 * reference.norm()), what
-            continue
-        assert error.norm() <= 1.1 * allowed.norm() + tiny, f"{what}: {error.norm():.3e}, torch {allowed.norm():.3e}"
-        rows, allowed_rows = (t.reshape(-1, t.shape[-1]).norm(dim=1).max() for t in (error, allowed))
-        assert rows <= 3 * allowed_rows + tiny, f"{what}: worst row {rows:.3e}, torch {allowed_rows:.3e}"
-        worst, allowed_worst = error.abs().max(), allowed.abs().max()
-        assert worst <= 3 * allowed_worst + tiny, f"{what}: worst element {worst:.3e}, torch {allowed_worst:.3e}"
 
 
 def check_on_hopper(layer, **options):

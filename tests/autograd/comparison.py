@@ -1,0 +1,27 @@
+"""How near to float64 the Hopper backend must be: about as near as the torch backend is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+SMALL_OUTPUT = 10_000  # elements
+
+
+def assert_as_good_as(got: Iterable[Tensor], yardstick: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Each output about as near to float64's as that of the yardstick, the torch backend."""
+    for index, (a, y, reference) in enumerate(zip(got, yardstick, expected, strict=True)):
+        reference, what = reference.double(), f"output {index} of shape {tuple(reference.shape)}"
+        error, allowed = a.double() - reference, y.double() - reference
+        assert error.isfinite().all(), f"{what}: {(~error.isfinite()).sum()} elements are not finite"
+        tiny = 1e-6 * reference.norm()
+        if error.numel() < SMALL_OUTPUT:
+            assert error.norm() <= torch.maximum(1.1 * allowed.norm(), 0.01 * reference.norm()), what
+            continue
+        assert error.norm() <= 1.1 * allowed.norm() + tiny, f"{what}: {error.norm():.3e}, torch {allowed.norm():.3e}"
+        rows, allowed_rows = (t.reshape(-1, t.shape[-1]).norm(dim=1).max() for t in (error, allowed))
+        assert rows <= 3 * allowed_rows + tiny, f"{what}: worst row {rows:.3e}, torch {allowed_rows:.3e}"
+        worst, allowed_worst = error.abs().max(), allowed.abs().max()
+        assert worst <= 3 * allowed_worst + tiny, f"{what}: worst element {worst:.3e}, torch {allowed_worst:.3e}"
