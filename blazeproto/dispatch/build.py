@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-@any_library("dispatch", {}, simulated=True)
+@any_library("blazeproto.dispatch.reference", {}, simulated=True)
 def build_dispatch(
     topk_experts: Any,
     num_experts: int,
@@ -89,7 +89,7 @@ def build_dispatch(
     return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
-@any_library("dispatch", {}, simulated=True)
+@any_library("blazeproto.dispatch.reference", {}, simulated=True)
 def build_dispatch_varying(
     pair_experts: Any,
     pair_tokens: Any,

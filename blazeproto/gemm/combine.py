@@ -22,7 +22,7 @@ SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that muc
 LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
 
 
-@any_library("gemm", {"out": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
 def combine(
     y: Any,
     dispatch: Dispatch,

@@ -28,7 +28,7 @@ from blazeproto.runtime import checks, driver
 from blazeproto.runtime.libraries import any_library
 
 
-@any_library("gemm", {"dh": "bfloat16", "a_scaled": "bfloat16", "d_scores": "float32"})
+@any_library("blazeproto.gemm.reference", {"dh": "bfloat16", "a_scaled": "bfloat16", "d_scores": "float32"})
 def down_backward_act(
     d_out: Any,
     down_proj: Any,

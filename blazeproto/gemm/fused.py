@@ -13,7 +13,7 @@ from blazeproto.runtime import driver
 from blazeproto.runtime.libraries import any_library
 
 
-@any_library("gemm", {"out_f32": "float32"})
+@any_library("blazeproto.gemm.reference", {"out_f32": "float32"})
 def down_forward_fused(
     act: Any,
     down_proj: Any,

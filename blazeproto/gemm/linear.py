@@ -41,7 +41,7 @@ from blazeproto.runtime.arrays import columns_within
 from blazeproto.runtime.libraries import any_library
 
 
-@any_library("gemm", {"out": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
 def grouped_mm(
     a: Any,
     weights: Any,
@@ -74,7 +74,7 @@ def grouped_mm(
     return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
 
 
-@any_library("gemm", {"y": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"y": "bfloat16"})
 def down_forward(
     act: Any,
     down_proj: Any,
@@ -99,7 +99,7 @@ def down_forward(
     return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
 
 
-@any_library("gemm", {"dx_rows": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"dx_rows": "bfloat16"})
 def up_backward_act(
     dh: Any,
     up_proj: Any,

@@ -16,7 +16,7 @@ THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
-@any_library("gemm", {"d_scores": "float32"})
+@any_library("blazeproto.gemm.reference", {"d_scores": "float32"})
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
     """d_scores += ⟨d_out[token], down_bias[expert]⟩: a down bias's share. From MoEBlaze Algorithm 1, line 10, with a bias.
 
@@ -37,7 +37,7 @@ def check_score_grad(given: Arguments, d_out: Any, down_bias: Any, d_scores: Any
     return given.update("d_scores", d_scores, "P", "float32")
 
 
-@any_library("gemm", {"out": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
 def expert_row_sum(
     values: Any,
     dispatch: Dispatch,

@@ -28,7 +28,7 @@ from blazeproto.runtime import driver
 from blazeproto.runtime.libraries import any_library
 
 
-@any_library("gemm", {"h": "bfloat16", "act": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"h": "bfloat16", "act": "bfloat16"})
 def up_forward(
     x: Any,
     up_proj: Any,

@@ -48,7 +48,7 @@ WEIGHT_PARAMS = Params(
 )
 
 
-@any_library("gemm", {"dw": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"dw": "bfloat16"})
 def down_backward_weight(
     d_out: Any,
     a_scaled: Any,
@@ -77,7 +77,7 @@ def down_backward_weight(
     return _launch(DOWN, given, ("d_out", "a_scaled"), gather, accumulate, workspace, config)
 
 
-@any_library("gemm", {"dw": "bfloat16"})
+@any_library("blazeproto.gemm.reference", {"dw": "bfloat16"})
 def up_backward_weight(
     dh: Any,
     x: Any,

@@ -31,7 +31,7 @@ def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.De
     return view
 
 
-@any_library("router", {"experts": "int32"}, check=_check, simulated=True)
+@any_library("blazeproto.router.reference", {"experts": "int32"}, check=_check, simulated=True)
 def hash_route(
     token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
 ) -> Any:

@@ -44,7 +44,9 @@ def _check_gradient(d_logits: Any, logits: Any, parts: int) -> tuple[arrays.Devi
     return view, arrays.expect("logits", logits, "float32", view.shape, device=view.device, alignment=4)
 
 
-@any_library("router", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True)
+@any_library(
+    "blazeproto.router.reference", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True
+)
 def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
     """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
 
@@ -70,7 +72,7 @@ def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int
     return logits
 
 
-@any_library("router", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
+@any_library("blazeproto.router.reference", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
 def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
     """A gradient as a sum of bf16 numbers: the nearest, the rest, and with ``parts`` 3 the nearest again.
 

@@ -32,7 +32,7 @@ def _check(
 LOSSES = {"load": "int32", "balance_loss": "float32", "z_loss": "float32"}
 
 
-@any_library("router", LOSSES, check=_check, simulated=True)
+@any_library("blazeproto.router.reference", LOSSES, check=_check, simulated=True)
 def routing_losses(
     logits: Any,
     experts: Any,
@@ -95,7 +95,7 @@ def _check_backward(
     return view, counts, d_balance, d_z
 
 
-@any_library("router", {"d_logits": "float32"}, check=_check_backward, simulated=True)
+@any_library("blazeproto.router.reference", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def routing_losses_backward(
     logits: Any,
     load: Any,

@@ -49,7 +49,7 @@ def _check_choosing(
 PAIRS = dict.fromkeys(("pair_experts", "pair_tokens", "token_offsets", "load"), "int32")
 
 
-@any_library("router", PAIRS, check=_check_choosing, simulated=True)
+@any_library("blazeproto.router.reference", PAIRS, check=_check_choosing, simulated=True)
 def choose_pairs(
     scores: Any,
     experts: Any,
@@ -172,7 +172,7 @@ def _check_backward(
     return view, listed, offsets, incoming
 
 
-@any_library("router", {"scores": "float32"}, check=_check_pairs, simulated=True)
+@any_library("blazeproto.router.reference", {"scores": "float32"}, check=_check_pairs, simulated=True)
 def score_pairs(
     logits: Any,
     pair_experts: Any,
@@ -206,7 +206,7 @@ def score_pairs(
     return scores
 
 
-@any_library("router", {"d_logits": "float32"}, check=_check_backward, simulated=True)
+@any_library("blazeproto.router.reference", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def score_pairs_backward(
     logits: Any,
     pair_experts: Any,

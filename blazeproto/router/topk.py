@@ -33,7 +33,9 @@ def _check_forward(logits: Any, top_k: int, score: str, bias: Any, scale: float)
     return view, arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
 
 
-@any_library("router", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True)
+@any_library(
+    "blazeproto.router.reference", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True
+)
 def topk_route(
     logits: Any,
     top_k: int,
@@ -93,7 +95,7 @@ def _check_backward(logits: Any, experts: Any, d_scores: Any, score: str, scale:
     return view, chosen, incoming
 
 
-@any_library("router", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
+@any_library("blazeproto.router.reference", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
 def topk_route_backward(
     logits: Any,
     experts: Any,

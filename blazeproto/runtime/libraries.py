@@ -7,7 +7,7 @@
     NumPy                      the twin       NumPy arrays
     torch or JAX, on a CPU     the twin       of that library
 
-A twin is the function of the same name in the room's reference.py. Given float32 and nothing wider, it rounds to bf16 wherever
+A twin is a function of the same signature that a CPU runs. Given float32 and nothing wider, it rounds to bf16 wherever
 the kernels store bf16 (``round_to="bf16"``), so that a laptop sees a GPU's numbers; float64 is not rounded. NumPy has no bf16
 but by ml_dtypes: such arrays, and torch's and JAX's, go through float32 and come back as bf16.
 """
@@ -28,7 +28,7 @@ WRITTEN = ("out", "workspace")  # by every function that has such a parameter
 
 
 def any_library(
-    room: str,
+    twin: str | Callable[..., Any],
     makes: Mapping[str, str],
     *,
     writes: Collection[str] = (),
@@ -37,7 +37,8 @@ def any_library(
 ) -> Callable[[F], F]:
     """Decorates a function of device arrays, the first parameter being one, so that it takes arrays of any library.
 
-    room: whose reference.py has the twin.  makes: the results, by name, in order, and their dtypes in the kernels.
+    twin: of the function; or the name of the module that has it, under the function's name, imported at a call.
+    makes: the results, by name, in order, and their dtypes in the kernels.
     writes: further arrays that it writes to.  check: what it refuses, from parameters of the same names; None where the twin
     refuses as much.  simulated: whether Numba's simulator runs its kernels, on NumPy arrays.
     """
@@ -58,8 +59,8 @@ def any_library(
             bound.apply_defaults()
             if library == "jax" and not _is_host(array):
                 return _by_kernels(function, array, bound.arguments, {*makes, *writes, *WRITTEN})
-            twin = getattr(import_module(f"blazeproto.{room}.reference"), function.__name__)
-            return _by_twin(twin, library, first, bound.arguments, makes, check)
+            found = getattr(import_module(twin), function.__name__) if isinstance(twin, str) else twin
+            return _by_twin(found, library, first, bound.arguments, makes, check)
 
         return run  # type: ignore[return-value]
 
