@@ -1,19 +1,19 @@
-"""The table of activations: f and f' for NumPy and torch, the name in cuda/activation.cuh, and whether there is a gate.
+"""The table of activations: f, g and their derivatives for NumPy and torch, parameters, and the name in cuda/activation.cuh.
 
-    gated     H = [gate, up]    act = f(gate) * g(up), g(up) = up but for clamped_swiglu
+    gated     H = [gate, up]    act = f(gate) * g(up), g(up) = up but for those that say otherwise
     ungated   H = pre           act = f(pre)
 
 Gate and up are H's halves, gate 0, gate 1, ..., up 0, up 1, ... (Hugging Face's gate_up_proj). In the weights of some models
 they alternate, gate 0, up 0, gate 1, up 1, ... (gpt-oss's); then they do in H, and ``alternating("swiglu")`` names that.
 
-A new activation is a line of `_TABLE` here and a branch of ``nonlinearity`` in gemm/cuda/activation.cuh; every product, both
-backends, the twins, the tests and the fuzzer read this table. An activation is asked for by its name, one with parameters by
-what its function here returns: ``activation=clamped_swiglu(limit=7.0, alpha=1.702)``.
+A new activation is a line of `_ROWS` here and, where f or g is new, a branch of gemm/cuda/activation.cuh; every product, both
+backends, the twins, the tests and the fuzzer read this table. An activation is asked for by its name. One with parameters is
+asked for by its name alone, which stands for the table's values, or by ``"clamped_swiglu(limit=7.0,alpha=1.702)"``.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -85,17 +85,37 @@ def _gelu_slope(m: Any, x: Any) -> Any:
 # --- The table -----------------------------------------------------------------------------------------------------------
 
 
-class Activation(NamedTuple):
-    """One activation. f, g and their derivatives take a library's mathematics and an array of it: ``f(m, x)``."""
+class Parameter(NamedTuple):
+    """A number that an activation takes: finite in float32, as the kernels have it."""
 
     name: str
-    gated: bool
-    f: Callable[[Any, Any], Any]
-    slope: Callable[[Any, Any], Any]
-    g: Callable[[Any, Any], Any] = lambda m, up: up
-    g_slope: Callable[[Any, Any], Any] | None = None  # None: 1
-    kind: str = ""  # its name in cuda/activation.cuh, where that isn't its own
-    parameters: tuple[tuple[str, float], ...] = ()
+    value: float  # in the table, the default
+    above_zero: bool = False
+
+    def __str__(self) -> str:
+        return f"a finite {self.name}{' above 0' if self.above_zero else ''}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the value is allowed."""
+        return (_LEAST if self.above_zero else -_MOST) <= self.value <= _MOST
+
+
+_LEAST, _MOST = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+
+class Activation(NamedTuple):
+    """One activation. f, g and their derivatives take a library's mathematics, an array of it, and the parameters' values:
+    ``f(m, x, *values)``."""
+
+    name: str
+    cuda: str  # the name of its branches in cuda/activation.cuh
+    f: Callable[..., Any]
+    slope: Callable[..., Any]
+    g: Callable[..., Any] | None = None  # None: g(up) = up
+    g_slope: Callable[..., Any] | None = None
+    parameters: tuple[Parameter, ...] = ()
+    gated: bool = False
     alternating: bool = False  # how gate and up lie in H: cuda/layout.cuh
 
     @property
@@ -104,77 +124,100 @@ class Activation(NamedTuple):
         return 2 if self.gated else 1
 
     @property
+    def values(self) -> tuple[float, ...]:
+        """The parameters' values, in the order in which f takes them."""
+        return tuple(parameter.value for parameter in self.parameters)
+
+    @property
     def macros(self) -> dict[str, int | str]:
-        """What chooses it in cuda/activation.cuh."""
-        values = {f"ACTIVATION_{name.upper()}": f"{value!r}f" for name, value in self.parameters}
-        gate_up = "ALTERNATING" if self.alternating else "HALVES"
-        return {"ACTIVATION": self.kind or self.name.upper(), "GATE_UP": gate_up, **values}
+        """What chooses it in cuda/activation.cuh and cuda/layout.cuh."""
+        return {
+            "ACTIVATION": self.cuda,
+            f"ACTIVATION_IS_{self.cuda}": 1,
+            "GATED": int(self.gated),
+            "PLAIN_UP": int(self.g is None),
+            "GATE_UP": "ALTERNATING" if self.alternating else "HALVES",
+            **{f"ACTIVATION_{parameter.name.upper()}": f"{parameter.value!r}f" for parameter in self.parameters},
+        }
 
 
-_SILU: Any = (lambda m, x: m.silu(x), _silu_slope)
-_GELU: Any = (lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
-_RELU: Any = (lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
-_RELU2: Any = (
-    lambda m, x: m.relu(x) * m.relu(x),
-    lambda m, x: 2 * m.relu(x),
-)  # squared ReLU: Nemotron-H, So et al. 2021
-
-_TABLE = {
-    entry.name: entry
-    for entry in (
-        Activation("swiglu", True, *_SILU),
-        Activation("geglu", True, *_GELU),
-        Activation("relu", False, *_RELU),
-        Activation("relu2", False, *_RELU2),
-        Activation("silu", False, *_SILU),
-        Activation("gelu", False, *_GELU),
-    )
-}
+_SILU: Any = ("SILU", lambda m, x: m.silu(x), _silu_slope)
+_GELU: Any = ("GELU", lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
+_RELU: Any = ("RELU", lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise TypeError(f"clamped_swiglu: expected a number as {name}, got {type(value).__name__}")
+def _clamped_slope(m: Any, x: Any, limit: float, alpha: float) -> Any:
+    c = m.clip(x, -math.inf, limit)
+    s = m.sigmoid(alpha * c)
+    return s * (1 + alpha * c * (1 - s)) * m.within(x, -math.inf, limit)
+
+
+_ROWS = (
+    Activation("swiglu", *_SILU, gated=True),
+    Activation("geglu", *_GELU, gated=True),
+    Activation(  # gpt-oss: c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where c = min(gate, limit)
+        "clamped_swiglu",
+        "CLAMPED_SWIGLU",
+        lambda m, x, limit, alpha: m.clip(x, -math.inf, limit) * m.sigmoid(alpha * m.clip(x, -math.inf, limit)),
+        _clamped_slope,
+        lambda m, up, limit, alpha: m.clip(up, -limit, limit) + 1,
+        lambda m, up, limit, alpha: m.within(up, -limit, limit),
+        (Parameter("limit", 7.0, above_zero=True), Parameter("alpha", 1.702)),
+        gated=True,
+    ),
+    Activation("relu", *_RELU),
+    Activation("relu2", "RELU2", lambda m, x: m.relu(x) * m.relu(x), lambda m, x: 2 * m.relu(x)),  # So et al. 2021
+    Activation("silu", *_SILU),
+    Activation("gelu", *_GELU),
+)
+_TABLE = {row.name: row for row in _ROWS if not row.parameters}
+
+
+# --- Names ---------------------------------------------------------------------------------------------------------------
+
+
+def _entry(row: Activation, values: Mapping[str, Any]) -> Activation:
+    """The row with these parameters, as the table has it under the name that says them."""
+    for key, value in values.items():
+        if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+            raise TypeError(f"{row.name}: expected a number as {key}, got {type(value).__name__}")
+    parameters = tuple(p._replace(value=_float(values.get(p.name, p.value))) for p in row.parameters)
+    if not all(parameter.fits for parameter in parameters):
+        got = " and ".join(str(parameter.value) for parameter in parameters)
+        raise ValueError(f"{row.name}: expected {' and '.join(map(str, parameters))}, of float32, got {got}")
+    name = f"{row.name}({','.join(f'{p.name}={p.value!r}' for p in parameters)})"
+    return _TABLE.setdefault(name, row._replace(name=name, parameters=parameters))
+
+
+def _float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an int beyond the largest float
         return math.inf
 
 
-def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
-    """The name of gpt-oss's SwiGLU with these parameters: act = c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where
-    c = min(gate, limit).
+_PARAMETRISED = {row.name: row for row in _ROWS if row.parameters}
+_TABLE.update({name: _entry(row, {}) for name, row in _PARAMETRISED.items()})
 
-    TypeError unless both are numbers. ValueError unless limit is above 0 and both are finite, in float32 too, as the kernels
-    have them.
+
+def with_parameters(name: str, **values: float) -> str:
+    """The name of the table's activation ``name`` with these parameters, and the table's values of the others.
+
+    TypeError unless all are numbers. ValueError for a name without such parameters, for a value that is not finite, in float32
+    too, and for one that is not above 0 where it has to be.
     """
-    limit, alpha = _number("limit", limit), _number("alpha", alpha)
-    least, most = (float(bound) for bound in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-    if not (least <= limit <= most and abs(alpha) <= most):
-        raise ValueError(
-            f"clamped_swiglu: expected a finite limit above 0 and a finite alpha, of float32, got {limit} and {alpha}"
+    row = _PARAMETRISED.get(name)
+    if row is None or not values.keys() <= {parameter.name for parameter in row.parameters}:
+        known = ", ".join(
+            f"{each.name}({', '.join(p.name for p in each.parameters)})" for each in _PARAMETRISED.values()
         )
-
-    def slope(m: Any, x: Any) -> Any:
-        c = m.clip(x, -math.inf, limit)
-        s = m.sigmoid(alpha * c)
-        return s * (1 + alpha * c * (1 - s)) * m.within(x, -math.inf, limit)
-
-    name = f"clamped_swiglu(limit={limit!r},alpha={alpha!r})"
-    made = Activation(
-        name,
-        True,
-        lambda m, x: m.clip(x, -math.inf, limit) * m.sigmoid(alpha * m.clip(x, -math.inf, limit)),
-        slope,
-        lambda m, up: m.clip(up, -limit, limit) + 1,
-        lambda m, up: m.within(up, -limit, limit),
-        "CLAMPED_SWIGLU",
-        (("limit", limit), ("alpha", alpha)),
-    )
-    return _TABLE.setdefault(name, made).name
+        raise ValueError(f"activation: expected parameters of {known}, got {name}({', '.join(values)})")
+    return _entry(row, values).name
 
 
-_TABLE["clamped_swiglu"] = _TABLE[clamped_swiglu()]  # gpt-oss's parameters
+def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> str:
+    """The name of gpt-oss's SwiGLU with these parameters: `with_parameters`, which says what it raises."""
+    return with_parameters("clamped_swiglu", limit=limit, alpha=alpha)
 
 
 def alternating(name: str) -> str:
@@ -187,9 +230,7 @@ def alternating(name: str) -> str:
         raise ValueError(f"activation: expected one with a gate to alternate with up, got {name!r}")
     if chosen.alternating:
         return chosen.name
-    made = chosen._replace(
-        name=f"alternating({chosen.name})", kind=chosen.kind or chosen.name.upper(), alternating=True
-    )
+    made = chosen._replace(name=f"alternating({chosen.name})", alternating=True)
     return _TABLE.setdefault(made.name, made).name
 
 
@@ -197,24 +238,35 @@ def activation_named(name: str) -> Activation:
     """The activation of this name. ValueError for another, with the nearest that there is."""
     if isinstance(name, str) and name in _TABLE:
         return _TABLE[name]
-    if isinstance(name, str) and (inner := re.fullmatch(r"alternating\((.+)\)", name)):
-        return _TABLE[alternating(inner[1])]
-    if isinstance(name, str) and (found := re.fullmatch(r"clamped_swiglu\(limit=(.+),\s*alpha=(.+)\)", name)):
-        try:
-            limit, alpha = map(float, found.groups())
-        except ValueError:
-            expected = "clamped_swiglu(limit=NUMBER,alpha=NUMBER)"
-            raise ValueError(f"activation: expected {expected}, got {name!r}") from None
-        return _TABLE[clamped_swiglu(limit, alpha)]
+    if isinstance(name, str) and (found := re.fullmatch(r"(\w+)\((.+)\)", name)):
+        outer, inside = found.groups()
+        if outer == "alternating":
+            return _TABLE[alternating(inside)]
+        if outer in _PARAMETRISED:
+            return _entry(_PARAMETRISED[outer], _parsed(name, _PARAMETRISED[outer], inside))
     known = ", ".join(map(repr, ACTIVATIONS))
     raise ValueError(f"activation: expected one of {known}, got {name!r}{checks.nearest(name, ACTIVATIONS)}")
 
 
-_TABLE["alternating(clamped_swiglu)"] = _TABLE[alternating("clamped_swiglu")]  # gpt-oss
+def _parsed(name: str, row: Activation, inside: str) -> dict[str, float]:
+    """The values in a name's brackets."""
+    expected = [parameter.name for parameter in row.parameters]
+    try:
+        values = {key.strip(): float(value) for key, value in (pair.split("=") for pair in inside.split(","))}
+    except ValueError:
+        values = {"": math.nan}
+    if not values.keys() <= set(expected):
+        form = f"{row.name}({','.join(f'{key}=NUMBER' for key in expected)})"
+        raise ValueError(f"activation: expected {form}, got {name!r}")
+    return values
+
+
 ACTIVATIONS = (
-    *("swiglu", "geglu", "clamped_swiglu", "alternating(clamped_swiglu)"),
-    *(name for name, entry in _TABLE.items() if not entry.gated),
+    *(row.name for row in _ROWS if row.gated),
+    "alternating(clamped_swiglu)",  # gpt-oss
+    *(row.name for row in _ROWS if not row.gated),
 )
+_TABLE["alternating(clamped_swiglu)"] = _TABLE[alternating("clamped_swiglu")]
 
 
 # --- Forward and backward, of NumPy arrays and torch tensors ---------------------------------------------------------------
@@ -240,22 +292,34 @@ def side_by_side(gate: Any, up: Any, activation: str) -> Any:
     return library.concatenate((gate, up), -1)
 
 
+def mathematics(array: Any) -> Any:
+    """The functions that f, g and their derivatives take first: NumPy's for a NumPy array, else torch's."""
+    return _NUMPY if isinstance(array, np.ndarray) else _TORCH
+
+
 def _read(h: Any, activation: str) -> tuple[Any, ...]:
     """The activation, the mathematics of h's library, and gate and up."""
-    return activation_named(activation), _NUMPY if isinstance(h, np.ndarray) else _TORCH, *gate_and_up(h, activation)
+    return activation_named(activation), mathematics(h), *gate_and_up(h, activation)
+
+
+def _factor(chosen: Activation, m: Any, up: Any) -> Any:
+    return up if chosen.g is None else chosen.g(m, up, *chosen.values)
 
 
 def activate(h: Any, activation: str) -> Any:
     """h (..., G n) -> act (..., n), in the dtype of ``h``: f(gate) * g(up) where there is a gate, else f(h)."""
     chosen, m, gate, up = _read(h, activation)
-    act = chosen.f(m, gate)
-    return act if up is None else act * chosen.g(m, up)
+    act = chosen.f(m, gate, *chosen.values)
+    return act if up is None else act * _factor(chosen, m, up)
 
 
 def activate_backward(h: Any, d_act: Any, activation: str) -> Any:
     """From h (..., G n) and the gradient of act (..., n), the gradient of h."""
     chosen, m, gate, up = _read(h, activation)
+    slope = chosen.slope(m, gate, *chosen.values)
     if up is None:
-        return d_act * chosen.slope(m, gate)
-    d_gate, d_up = d_act * chosen.g(m, up) * chosen.slope(m, gate), d_act * chosen.f(m, gate)
-    return side_by_side(d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up), activation)
+        return d_act * slope
+    d_gate, d_up = d_act * _factor(chosen, m, up) * slope, d_act * chosen.f(m, gate, *chosen.values)
+    return side_by_side(
+        d_gate, d_up if chosen.g_slope is None else d_up * chosen.g_slope(m, up, *chosen.values), activation
+    )

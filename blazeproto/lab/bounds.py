@@ -10,18 +10,19 @@ A bound of each element finds a single wrong 16-byte chunk in millions, which a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from itertools import product as every
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from blazeproto.activations import activate, activation_named, gate_and_up, side_by_side
+from blazeproto.activations import activate, activation_named, gate_and_up, mathematics, side_by_side
 from blazeproto.lab.oracle import EXACT, Case, evaluate
 
 ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
 STEP, FP32_STEP = 2.0**-22, 2.0**-23  # of an addition of wgmma, and of one that rounds to nearest
-FUNCTION = 2.0**-11  # of an activation's value at gate 1
+FUNCTION = 2.0**-11  # of f(1)
 TINY = 2.0**-126  # where bf16 has no more digits
 
 
@@ -48,33 +49,48 @@ def _rounded(exact: Tensor, error: Tensor) -> Tensor:
     return error * (1 + ROUNDING) + ROUNDING * exact.abs()
 
 
+def _factor(h: Tensor, activation: str) -> Tensor:
+    """|g(up)|, or ones without a gate: (rows, n)."""
+    chosen, (gate, up) = activation_named(activation), gate_and_up(h, activation)
+    if up is None:
+        return torch.ones_like(gate)
+    return (up if chosen.g is None else cast(Tensor, chosen.g(mathematics(up), up, *chosen.values))).abs()
+
+
+@cache
+def _steepness(activation: str) -> float:
+    """The largest |f''| over SiLU's, which is 1/2, or 1 if that is more: how much a wrong sigmoid changes the slope."""
+    chosen, x = activation_named(activation), torch.linspace(-30, 30, 60001, dtype=torch.float64, requires_grad=True)
+    (curvature,) = torch.autograd.grad(chosen.slope(mathematics(x), x, *chosen.values).sum() + 0 * x.sum(), x)
+    return max(1.0, 2 * float(curvature.abs().max()))
+
+
 def _value_error(h: Tensor, activation: str) -> Tensor:
     """Of act, by how the kernels compute it from an exact h (rows, G n)."""
-    gate, up = gate_and_up(h, activation)
-    alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
-    return FUNCTION * alpha * gate.abs() * (1.0 if up is None else up.abs() + 1)
+    return FUNCTION * gate_and_up(h, activation)[0].abs() * _factor(h, activation)
 
 
 def _slope_errors(h: Tensor, activation: str) -> Tensor:
     """Of the derivatives of act by h, likewise: (rows, G n)."""
-    gate, up = gate_and_up(h, activation)
-    alpha = max(1.0, abs(dict(activation_named(activation).parameters).get("alpha", 1.0)))
-    by_gate = FUNCTION * (1 + 4 * alpha * gate.abs())
-    if up is None:
-        return by_gate
-    return cast(Tensor, side_by_side(by_gate * (up.abs() + 1), FUNCTION * alpha * gate.abs(), activation))
+    gate = gate_and_up(h, activation)[0].abs()
+    by_gate = FUNCTION * (1 + 4 * _steepness(activation) * gate) * _factor(h, activation)
+    return _for_halves(by_gate, FUNCTION * gate, activation)
+
+
+def _for_halves(of_gate: Tensor, of_up: Tensor, activation: str) -> Tensor:
+    """(rows, n) each -> laid out as h; of_gate alone without a gate."""
+    return cast(Tensor, side_by_side(of_gate, of_up if activation_named(activation).gated else None, activation))
 
 
 def _activation_error(h: Tensor, error: Tensor, activation: str) -> Tensor:
-    """Of act, where h is wrong by at most ``error``. An activation is monotonic between two points so near, or curved by
-    at most 2 (alpha and the other factor apart)."""
+    """Of act, where h is wrong by at most ``error``. An activation is monotonic between two points so near, or curved."""
     act, (gate, up) = activate(h, activation), gate_and_up(error, activation)
     worst = torch.zeros_like(act)
     for of_gate, of_up in every((-1.0, 1.0), repeat=2):
         moved = side_by_side(of_gate * gate, None if up is None else of_up * up, activation)
         worst = torch.maximum(worst, (activate(h + moved, activation) - act).abs())
-    factor = gate_and_up(h, activation)[1]
-    return worst + 2 * gate.square() * (1.0 if factor is None else factor.abs() + 1) + _value_error(h, activation)
+    curved = 2 * _steepness(activation) * gate.square() * _factor(h, activation)
+    return worst + curved + _value_error(h, activation)
 
 
 def _of_pairs(case: Case, by_row: Tensor) -> Tensor:
@@ -125,11 +141,9 @@ def _down_backward(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, 
     slopes = torch.autograd.grad(act.sum(), h)[0].abs()
     act, h = act.detach(), h.detach()
 
-    def twice(value: Tensor) -> Tensor:
-        return value.repeat(1, h.shape[1] // act.shape[1])  # for gate and for up
-
     wrong_slopes = _slope_errors(h, case.activation)
-    dh = twice(score * error) * (slopes + wrong_slopes) + twice(score * d_act.abs()) * wrong_slopes
+    moved, d_a = (_for_halves(score * t, score * t, case.activation) for t in (error, d_act.abs()))
+    dh = moved * (slopes + wrong_slopes) + d_a * wrong_slopes
     wrong_act = _value_error(h, case.activation)
     by_row = (error * (act.abs() + wrong_act) + d_act.abs() * wrong_act).sum(dim=1)
     by_row += _sum_error(4 * act.shape[1], (d_act * act).abs().sum(dim=1))

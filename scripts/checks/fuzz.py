@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blazeproto import dispatch, gemm
-from blazeproto.activations import ACTIVATIONS, clamped_swiglu
+from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import SavePolicy, moe_mlp
 from blazeproto.gemm import product, reduce
 from blazeproto.gemm.combine import kernel as combine_kernel
@@ -49,8 +49,14 @@ MOST_FAILURES = 5
 SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
 # How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16.
 FP32_NOISE_OF_CHAINS = 2.0**-8
-# Limits that few values are near: the slope jumps there, and a rounded value may lie on the other side than the exact one.
-CLAMPED = [clamped_swiglu(limit, alpha) for limit, alpha in ((7.0, 1.702), (2.5, 1.3), (4.0, -0.7))]
+# Other parameters than the table's. Few values are near to these limits: the slope jumps there, and a rounded value may lie on
+# the other side than the exact one.
+OTHERS = [
+    with_parameters(name, **{p.name: factor * p.value if p.above_zero else drift * p.value for p in row.parameters})
+    for name, row in ((name, activation_named(name)) for name in ACTIVATIONS if "(" not in name)
+    for factor, drift in ((1.3, 1.0), (0.36, 0.76), (0.57, -0.41))
+    if row.parameters
+]
 BACKENDS = ["hopper", "torch"]  # of moe_mlp
 # (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.
 EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]
@@ -66,7 +72,7 @@ def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Shape, dic
     pairs = tokens * top_k
     options = {
         "routing": rng.choice(ROUTINGS),
-        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu", *CLAMPED]),
+        "activation": rng.choice([*ACTIVATIONS, "swiglu", "swiglu", *OTHERS]),
         "biases": rng.random() < 0.3,
         "sentinels": rng.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
         "varying": rng.random() < 0.2,
@@ -92,7 +98,7 @@ def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
 def kernels_of_shapes(drawn: Iterable[tuple[Shape, dict[str, Any]]]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
     kernels = [*gemm.all_kernels()]
-    for activation in (*ACTIVATIONS, *CLAMPED):
+    for activation in (*ACTIVATIONS, *OTHERS):
         for up, dh in zip(*(tiles_of_layer(name, TICKET_REDUCTION) for name in WITH_TICKETS), strict=True):
             kernels += [gemm.kernel_for("up_forward", up, activation=activation, bias=bias) for bias in (False, True)]
             kernels.append(gemm.kernel_for("down_backward_act", dh, activation=activation))

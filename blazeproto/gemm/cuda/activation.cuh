@@ -1,61 +1,62 @@
-// The expert's nonlinearity, element by element in fp32, and its derivative. ACTIVATION is fixed when a kernel is compiled.
+// The expert's nonlinearity, element by element in fp32, and its derivative. blazeproto/activations.py hands a kernel these macros
+// when it is compiled:
 //
-//   gated    H = [gate, up]   act = f(gate) * g(up)   f = SiLU (SwiGLU) or GELU (GeGLU), and g(up) = up
-//            clamped SwiGLU   c = min(gate, LIMIT), f = c sigmoid(ALPHA c), g = clamp(up, -LIMIT, LIMIT) + 1   (gpt-oss)
-//   ungated  H = pre          act = f(pre)          f = ReLU, squared ReLU, SiLU or GELU (erf form)
+//   ACTIVATION_IS_NAME   1 for the branch that it takes below; ACTIVATION is its NAME
+//   ACTIVATION_LIMIT...  the parameters, of those that have them
+//   GATED                1   H = [gate, up]   act = f(gate) * g(up)
+//                        0   H = pre          act = f(pre)
+//   PLAIN_UP             1   g(up) = up
 #pragma once
 #include "ptx.cuh"
 
-#ifndef ACTIVATION_LIMIT  // parameters, of those that have them
-#define ACTIVATION_LIMIT 0.0f
-#define ACTIVATION_ALPHA 1.0f
-#endif
-
-enum Activation { SWIGLU, GEGLU, CLAMPED_SWIGLU, RELU, RELU2, SILU, GELU };
-
-constexpr bool is_gated(int activation) { return activation <= CLAMPED_SWIGLU; }
+#define TEXT_OF(name) #name
+#define TEXT(macro) TEXT_OF(macro)
 
 struct ValueAndSlope {
     float value, slope;
 };
 
-template <int ACTIVATION_KIND>
+// f and its derivative.
 DEVICE ValueAndSlope nonlinearity(float x) {
-    if constexpr (ACTIVATION_KIND == SWIGLU || ACTIVATION_KIND == SILU) {
-        // x sigmoid(x) by tanh: one trip to the special-function unit instead of two (exp, reciprocal).
-        const float half = 0.5f * x, t = tanh_approx(half), sigmoid = 0.5f * t + 0.5f;
-        const float value = half * t + half;
-        return {value, sigmoid + value - value * sigmoid};
-    } else if constexpr (ACTIVATION_KIND == RELU2) {
-        const float positive = x <= 0.0f ? 0.0f : x;  // NaN stays NaN
-        return {positive * positive, 2.0f * positive};
-    } else if constexpr (ACTIVATION_KIND == CLAMPED_SWIGLU) {
-        const bool clamped = x > ACTIVATION_LIMIT;
-        const float c = clamped ? ACTIVATION_LIMIT : x, half = 0.5f * ACTIVATION_ALPHA * c;
-        const float sigmoid = 0.5f * tanh_approx(half) + 0.5f, value = c * sigmoid;
-        return {value, clamped ? 0.0f : sigmoid + ACTIVATION_ALPHA * value * (1.0f - sigmoid)};
-    } else if constexpr (ACTIVATION_KIND == RELU) {
-        return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};  // NaN stays NaN
-    } else {
-        // Normal distribution: Abramowitz and Stegun 26.2.17, absolute error below 8e-8; one exponential serves value and slope.
-        constexpr float INV_SQRT_2PI = 0.3989422804014327f, HALF_LOG2E = 0.7213475204444817f;
-        const float density = INV_SQRT_2PI * exp2_approx(-HALF_LOG2E * x * x);
-        const float t = reciprocal_approx(1.0f + 0.2316419f * fabsf(x));
-        const float upper =
-            density * t *
-            (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
-        const float cdf = x > 0.0f ? 1.0f - upper : upper;
-        return {x * cdf, cdf + x * density};
-    }
+#if ACTIVATION_IS_SILU
+    // x sigmoid(x) by tanh: one trip to the special-function unit instead of two (exp, reciprocal).
+    const float half = 0.5f * x, t = tanh_approx(half), sigmoid = 0.5f * t + 0.5f;
+    const float value = half * t + half;
+    return {value, sigmoid + value - value * sigmoid};
+#elif ACTIVATION_IS_CLAMPED_SWIGLU
+    // gpt-oss: c = min(gate, LIMIT), f = c sigmoid(ALPHA c), g = clamp(up, -LIMIT, LIMIT) + 1
+    const bool clamped = x > ACTIVATION_LIMIT;
+    const float c = clamped ? ACTIVATION_LIMIT : x, half = 0.5f * ACTIVATION_ALPHA * c;
+    const float sigmoid = 0.5f * tanh_approx(half) + 0.5f, value = c * sigmoid;
+    return {value, clamped ? 0.0f : sigmoid + ACTIVATION_ALPHA * value * (1.0f - sigmoid)};
+#elif ACTIVATION_IS_RELU
+    return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};  // NaN stays NaN
+#elif ACTIVATION_IS_RELU2
+    const float positive = x <= 0.0f ? 0.0f : x;  // NaN stays NaN
+    return {positive * positive, 2.0f * positive};
+#elif ACTIVATION_IS_GELU
+    // Normal distribution: Abramowitz and Stegun 26.2.17, absolute error below 8e-8; one exponential serves value and slope.
+    constexpr float INV_SQRT_2PI = 0.3989422804014327f, HALF_LOG2E = 0.7213475204444817f;
+    const float density = INV_SQRT_2PI * exp2_approx(-HALF_LOG2E * x * x);
+    const float t = reciprocal_approx(1.0f + 0.2316419f * fabsf(x));
+    const float upper =
+        density * t *
+        (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
+    const float cdf = x > 0.0f ? 1.0f - upper : upper;
+    return {x * cdf, cdf + x * density};
+#else
+    static_assert(false, "activation.cuh: nonlinearity has no branch for " TEXT(ACTIVATION));
+#endif
 }
 
 // What the gated half is multiplied with, g(up), and its derivative.
-template <int ACTIVATION_KIND>
 DEVICE ValueAndSlope linear_half(float up) {
-    if constexpr (ACTIVATION_KIND == CLAMPED_SWIGLU) {
-        const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
-        return {(above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up) + 1.0f, above || below ? 0.0f : 1.0f};
-    } else {
-        return {up, 1.0f};
-    }
+#if PLAIN_UP
+    return {up, 1.0f};
+#elif ACTIVATION_IS_CLAMPED_SWIGLU
+    const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
+    return {(above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up) + 1.0f, above || below ? 0.0f : 1.0f};
+#else
+    static_assert(false, "activation.cuh: linear_half has no branch for " TEXT(ACTIVATION));
+#endif
 }

@@ -11,5 +11,4 @@
 
 enum class GateUp { HALVES, ALTERNATING };
 
-constexpr bool GATED = is_gated(ACTIVATION);
 constexpr bool ALTERNATING = GATED && GateUp::GATE_UP == GateUp::ALTERNATING;
