@@ -155,6 +155,7 @@ def _clamped_slope(m: Any, x: Any, limit: float, alpha: float) -> Any:
 _ROWS = (
     Activation("swiglu", *_SILU, gated=True),
     Activation("geglu", *_GELU, gated=True),
+    Activation("reglu", *_RELU, gated=True),
     Activation(  # gpt-oss: c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where c = min(gate, limit)
         "clamped_swiglu",
         "CLAMPED_SWIGLU",
