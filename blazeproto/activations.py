@@ -30,12 +30,13 @@ def _torch_silu(x: Any) -> Any:
     return silu(x)
 
 
-def _torch_gelu(x: Any) -> Any:
+def _torch_gelu(x: Any, approximate: str = "none") -> Any:
     from torch.nn.functional import gelu
 
-    return gelu(x)
+    return gelu(x, approximate=approximate)
 
 
+_GELU_TANH, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715  # of GELU by tanh (Hendrycks and Gimpel 2016)
 _erf = np.vectorize(math.erf, otypes=[float])
 
 
@@ -49,6 +50,10 @@ def _numpy_silu(x: Any) -> Any:
         return x / (1 + np.exp(-x))
 
 
+def _numpy_gelu_tanh(x: Any) -> Any:
+    return x * _numpy_sigmoid(2 * _GELU_TANH * (x + _GELU_CUBE * x * x * x))
+
+
 _NUMPY = SimpleNamespace(
     sigmoid=_numpy_sigmoid,
     exp=np.exp,
@@ -58,6 +63,7 @@ _NUMPY = SimpleNamespace(
     above_zero=lambda x: (~(x <= 0)).astype(x.dtype),
     normal_cdf=lambda x: (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
     silu=_numpy_silu,
+    gelu_tanh=_numpy_gelu_tanh,
     gelu=lambda x: x * (0.5 * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
 )
 _TORCH = SimpleNamespace(
@@ -70,6 +76,7 @@ _TORCH = SimpleNamespace(
     normal_cdf=lambda x: 0.5 * (1 + (x * math.sqrt(0.5)).erf()),
     silu=_torch_silu,
     gelu=_torch_gelu,
+    gelu_tanh=lambda x: _torch_gelu(x, "tanh"),
 )
 
 
@@ -80,6 +87,11 @@ def _silu_slope(m: Any, x: Any) -> Any:
 
 def _gelu_slope(m: Any, x: Any) -> Any:
     return m.normal_cdf(x) + x * m.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_slope(m: Any, x: Any) -> Any:
+    s = m.sigmoid(2 * _GELU_TANH * (x + _GELU_CUBE * x * x * x))  # (1 + tanh) / 2 is a sigmoid of twice as much
+    return s + x * s * (1 - s) * (2 * _GELU_TANH) * (1 + 3 * _GELU_CUBE * x * x)
 
 
 # --- The table -----------------------------------------------------------------------------------------------------------
@@ -143,6 +155,7 @@ class Activation(NamedTuple):
 
 _SILU: Any = ("SILU", lambda m, x: m.silu(x), _silu_slope)
 _GELU: Any = ("GELU", lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
+_GELU_TANH_ROW: Any = ("GELU_TANH", lambda m, x: m.gelu_tanh(x), _gelu_tanh_slope)
 _RELU: Any = ("RELU", lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
 
 
@@ -170,6 +183,7 @@ _ROWS = (
     Activation("relu2", "RELU2", lambda m, x: m.relu(x) * m.relu(x), lambda m, x: 2 * m.relu(x)),  # So et al. 2021
     Activation("silu", *_SILU),
     Activation("gelu", *_GELU),
+    Activation("gelu_tanh", *_GELU_TANH_ROW),
 )
 _TABLE = {row.name: row for row in _ROWS if not row.parameters}
 

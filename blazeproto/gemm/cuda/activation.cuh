@@ -44,6 +44,13 @@ DEVICE ValueAndSlope nonlinearity(float x) {
         (0.319381530f + t * (-0.356563782f + t * (1.781477937f + t * (-1.821255978f + t * 1.330274429f))));
     const float cdf = x > 0.0f ? 1.0f - upper : upper;
     return {x * cdf, cdf + x * density};
+#elif ACTIVATION_IS_GELU_TANH
+    // x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3), by an exponential: tanh.approx is not near enough
+    // to 1 for the slope.
+    constexpr float TWICE = 1.5957691216057308f, CUBE = 0.044715f, LOG2E = 1.4426950408889634f;
+    const float square = x * x, sigmoid = reciprocal_approx(1.0f + exp2_approx(-LOG2E * TWICE * x * (1.0f + CUBE * square)));
+    const float value = x * sigmoid;
+    return {value, sigmoid + value * (1.0f - sigmoid) * (TWICE * (1.0f + 3.0f * CUBE * square))};
 #else
     static_assert(false, "activation.cuh: nonlinearity has no branch for " TEXT(ACTIVATION));
 #endif
