@@ -168,6 +168,7 @@ def _clamped_slope(m: Any, x: Any, limit: float, alpha: float) -> Any:
 _ROWS = (
     Activation("swiglu", *_SILU, gated=True),
     Activation("geglu", *_GELU, gated=True),
+    Activation("geglu_tanh", *_GELU_TANH_ROW, gated=True),
     Activation("reglu", *_RELU, gated=True),
     Activation(  # gpt-oss: c sigmoid(alpha c) (clamp(up, -limit, limit) + 1), where c = min(gate, limit)
         "clamped_swiglu",
