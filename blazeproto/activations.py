@@ -180,6 +180,16 @@ _ROWS = (
         (Parameter("limit", 7.0, above_zero=True), Parameter("alpha", 1.702)),
         gated=True,
     ),
+    Activation(  # DeepSeek-V4, GLM-5, HY-V4: silu(min(gate, limit)) clamp(up, -limit, limit)
+        "limited_swiglu",
+        "LIMITED_SWIGLU",
+        lambda m, x, limit: m.silu(m.clip(x, -math.inf, limit)),
+        lambda m, x, limit: _clamped_slope(m, x, limit, 1.0),
+        lambda m, up, limit: m.clip(up, -limit, limit),
+        lambda m, up, limit: m.within(up, -limit, limit),
+        (Parameter("limit", 10.0, above_zero=True),),
+        gated=True,
+    ),
     Activation("relu", *_RELU),
     Activation("relu2", "RELU2", lambda m, x: m.relu(x) * m.relu(x), lambda m, x: 2 * m.relu(x)),  # So et al. 2021
     Activation("silu", *_SILU),

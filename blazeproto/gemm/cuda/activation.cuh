@@ -29,6 +29,12 @@ DEVICE ValueAndSlope nonlinearity(float x) {
     const float c = clamped ? ACTIVATION_LIMIT : x, half = 0.5f * ACTIVATION_ALPHA * c;
     const float sigmoid = 0.5f * tanh_approx(half) + 0.5f, value = c * sigmoid;
     return {value, clamped ? 0.0f : sigmoid + ACTIVATION_ALPHA * value * (1.0f - sigmoid)};
+#elif ACTIVATION_IS_LIMITED_SWIGLU
+    // f = SiLU(min(gate, LIMIT)), g = clamp(up, -LIMIT, LIMIT)
+    const bool clamped = x > ACTIVATION_LIMIT;
+    const float half = 0.5f * (clamped ? ACTIVATION_LIMIT : x), t = tanh_approx(half), sigmoid = 0.5f * t + 0.5f;
+    const float value = half * t + half;
+    return {value, clamped ? 0.0f : sigmoid + value - value * sigmoid};
 #elif ACTIVATION_IS_RELU
     return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};  // NaN stays NaN
 #elif ACTIVATION_IS_RELU2
@@ -63,6 +69,9 @@ DEVICE ValueAndSlope linear_half(float up) {
 #elif ACTIVATION_IS_CLAMPED_SWIGLU
     const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
     return {(above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up) + 1.0f, above || below ? 0.0f : 1.0f};
+#elif ACTIVATION_IS_LIMITED_SWIGLU
+    const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
+    return {above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up, above || below ? 0.0f : 1.0f};
 #else
     static_assert(false, "activation.cuh: linear_half has no branch for " TEXT(ACTIVATION));
 #endif
