@@ -57,6 +57,7 @@ def _numpy_gelu_tanh(x: Any) -> Any:
 _NUMPY = SimpleNamespace(
     sigmoid=_numpy_sigmoid,
     exp=np.exp,
+    tanh=np.tanh,
     clip=np.clip,
     within=lambda x, low, high: (~((x < low) | (x > high))).astype(x.dtype),
     relu=lambda x: np.maximum(x, 0),
@@ -69,6 +70,7 @@ _NUMPY = SimpleNamespace(
 _TORCH = SimpleNamespace(
     sigmoid=lambda x: x.sigmoid(),
     exp=lambda x: x.exp(),
+    tanh=lambda x: x.tanh(),
     clip=lambda x, low, high: x.clamp(low, high),
     within=lambda x, low, high: (~((x < low) | (x > high))).to(x.dtype),
     relu=lambda x: x.relu(),
@@ -165,6 +167,11 @@ def _clamped_slope(m: Any, x: Any, limit: float, alpha: float) -> Any:
     return s * (1 + alpha * c * (1 - s)) * m.within(x, -math.inf, limit)
 
 
+def _softcapped_slope(m: Any, x: Any, gate_cap: float, up_cap: float) -> Any:
+    t, s = m.tanh(x / gate_cap), m.sigmoid(x)
+    return s * (1 - t * t + gate_cap * t * (1 - s))
+
+
 _ROWS = (
     Activation("swiglu", *_SILU, gated=True),
     Activation("geglu", *_GELU, gated=True),
@@ -188,6 +195,16 @@ _ROWS = (
         lambda m, up, limit: m.clip(up, -limit, limit),
         lambda m, up, limit: m.within(up, -limit, limit),
         (Parameter("limit", 10.0, above_zero=True),),
+        gated=True,
+    ),
+    Activation(  # Inkling: gate_cap tanh(gate / gate_cap) sigmoid(gate) up_cap tanh(up / up_cap)
+        "softcapped_swiglu",
+        "SOFTCAPPED_SWIGLU",
+        lambda m, x, gate_cap, up_cap: m.tanh(x / gate_cap) * gate_cap * m.sigmoid(x),
+        _softcapped_slope,
+        lambda m, up, gate_cap, up_cap: m.tanh(up / up_cap) * up_cap,
+        lambda m, up, gate_cap, up_cap: 1 - m.tanh(up / up_cap) ** 2,
+        (Parameter("gate_cap", 4.0, above_zero=True), Parameter("up_cap", 25.0, above_zero=True)),
         gated=True,
     ),
     Activation("relu", *_RELU),

@@ -16,6 +16,17 @@ struct ValueAndSlope {
     float value, slope;
 };
 
+// cap tanh(x / cap) and its derivative, to some 2^-20 of each: tanh.approx, of 2^-11, would show in bf16.
+DEVICE ValueAndSlope soft_cap(float x, float cap) {
+    constexpr float TWICE_LOG2E = 2.8853900817779268f;
+    const float scaled = x * (1.0f / cap), far = fabsf(scaled), square = scaled * scaled;
+    const float e = exp2_approx(-TWICE_LOG2E * far), quotient = reciprocal_approx(1.0f + e);
+    // Near 0 the quotient would lose digits: the series to scaled^9, whose next term is below 2^-23 of it.
+    const float series = 1.0f + square * (-0.33333334f + square * (0.13333334f + square * (-0.053968254f + square * 0.021869488f)));
+    const float t = far < 0.25f ? scaled * series : copysignf((1.0f - e) * quotient, x);
+    return {cap * t, 4.0f * e * quotient * quotient};
+}
+
 // f and its derivative.
 DEVICE ValueAndSlope nonlinearity(float x) {
 #if ACTIVATION_IS_SILU
@@ -35,6 +46,11 @@ DEVICE ValueAndSlope nonlinearity(float x) {
     const float half = 0.5f * (clamped ? ACTIVATION_LIMIT : x), t = tanh_approx(half), sigmoid = 0.5f * t + 0.5f;
     const float value = half * t + half;
     return {value, clamped ? 0.0f : sigmoid + value - value * sigmoid};
+#elif ACTIVATION_IS_SOFTCAPPED_SWIGLU
+    // f = GATE_CAP tanh(gate / GATE_CAP) sigmoid(gate), g = UP_CAP tanh(up / UP_CAP)
+    const auto [capped, slope] = soft_cap(x, ACTIVATION_GATE_CAP);
+    const float sigmoid = 0.5f * tanh_approx(0.5f * x) + 0.5f, value = capped * sigmoid;
+    return {value, slope * sigmoid + value * (1.0f - sigmoid)};
 #elif ACTIVATION_IS_RELU
     return {x <= 0.0f ? 0.0f : x, x <= 0.0f ? 0.0f : 1.0f};  // NaN stays NaN
 #elif ACTIVATION_IS_RELU2
@@ -72,6 +88,8 @@ DEVICE ValueAndSlope linear_half(float up) {
 #elif ACTIVATION_IS_LIMITED_SWIGLU
     const bool above = up > ACTIVATION_LIMIT, below = up < -ACTIVATION_LIMIT;
     return {above ? ACTIVATION_LIMIT : below ? -ACTIVATION_LIMIT : up, above || below ? 0.0f : 1.0f};
+#elif ACTIVATION_IS_SOFTCAPPED_SWIGLU
+    return soft_cap(up, ACTIVATION_UP_CAP);
 #else
     static_assert(false, "activation.cuh: linear_half has no branch for " TEXT(ACTIVATION));
 #endif
