@@ -26,9 +26,10 @@ import queue
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,12 @@ class Worker:
         self.process.wait()
 
 
+def together(work: Callable[[Any], object], given: Iterable[Any]) -> None:
+    """One thread for each that is given; raises what one of them raised."""
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(work, given))
+
+
 def roots(options: argparse.Namespace) -> dict[str, Path]:
     return {"old": options.old, "new": REPOSITORY}
 
@@ -128,11 +135,7 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
         for name in wanted(names, options):
             left.put(name)
             made[name] = {"error": "not run: all processes have ended"}
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(work, workers)
     finally:
         for worker in workers:
             worker.close()
@@ -175,13 +178,7 @@ def difference(old: Record, new: Record) -> str:
 def compare_bits(options: argparse.Namespace) -> Record:
     """The record of a comparison; prints it."""
     begin, made = time.monotonic(), {side: Record() for side in SIDES}
-    sides = [
-        threading.Thread(target=run_side, args=(root, options, made[side])) for side, root in roots(options).items()
-    ]
-    for thread in sides:
-        thread.start()
-    for thread in sides:
-        thread.join()
+    together(lambda side: run_side(roots(options)[side], options, made[side]), SIDES)
     old, new = made["old"], made["new"]
     differing = {name: text for name in old if name in new and (text := difference(old[name], new[name]))}
     differing |= {name: "the new side does not have it" for name in old if name not in new}
@@ -198,9 +195,8 @@ def compare_bits(options: argparse.Namespace) -> Record:
         lines.append([group, *map(str, (cases, len(hashes) - refused, refused, varying, wrong))])
     for name, text in differing.items():
         print(f"{name}: {text}")
-    for name in new:
-        if name not in old:
-            print(f"{name}: on the new side alone")
+    if alone := [name for name in new if name not in old]:
+        print(f"{len(alone)} cases on the new side alone, the first of them {alone[0]!r}")
     print(format_table(["", "cases", "outputs", "refusals", "varying", "cases that differ"], lines))
     seconds = time.monotonic() - begin
     print(f"{len(old)} cases, {len(differing) or 'none'} of which differ{'s' * (len(differing) == 1)}; {seconds:.0f} s")
@@ -221,11 +217,7 @@ def warm(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> No
         worker.close()
 
     parts = [wanted_shapes[index :: options.jobs] for index in range(options.jobs)]
-    threads = [threading.Thread(target=work, args=given) for given in itertools.product(roots(options).values(), parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda given: work(*given), itertools.product(roots(options).values(), parts))
     print(f"compiled for {len(wanted_shapes)} layers in {time.monotonic() - begin:.0f} s", flush=True)
 
 

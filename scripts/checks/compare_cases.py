@@ -1,4 +1,4 @@
-"""What `scripts.checks.compare` runs on both checkouts: every product, dispatch and router operator, and whole layers.
+"""What `scripts.checks.compare` runs on both checkouts: every product here; compare_routing.py and compare_layers.py: the rest.
 
 Nothing of blazeproto is imported here: each case calls the public functions of whichever package is given. Its inputs are drawn
 by a generator whose seed is the case's name. A product gets operands of its own, not what the one before it made, so that a
@@ -8,9 +8,8 @@ difference shows where it arises. Outputs are handed in as zeros: rows that no p
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,9 +42,7 @@ ONE_EXPERT = Shape(40_010, 72, 264, 2, 1)  # with routing "one": several CTAs sh
 FEW = (Shape(0, 72, 40, 4, 2), Shape(1, 8, 8, 1, 1), Shape(9, 16, 24, 64, 2))  # none, one, most experts empty
 ROUTINGS = ("fixed", "sentinels", "varying", "capacity")
 POLICIES = ("minimal", "paper", "recompute")
-SCORES = ("softmax_topk", "topk_softmax", "sigmoid")
 RANK = 16
-METHODS = ("tiled", "dense", "sort")
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Draw:
 
 def halves(package: ModuleType, activation: str) -> int:
     """Columns of H for each hidden unit: 2 with a gate, else 1."""
-    return int(package.activations.activation_named(activation).halves)
+    return 2 if package.activations.activation_named(activation).gated else 1
 
 
 def attempt(made: Outputs, name: str, call: Callable[[], dict[str, Tensor]]) -> None:
@@ -116,7 +113,7 @@ def attempt(made: Outputs, name: str, call: Callable[[], dict[str, Tensor]]) -> 
         made[name] = f"{type(error).__name__}: {error}"
 
 
-def combinations(options: dict[str, Iterable[Any]]) -> Iterator[Options]:
+def combinations(options: Mapping[str, Iterable[Any]]) -> Iterator[Options]:
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))
 
@@ -191,7 +188,7 @@ F32 = ("scores", "d_scores", "out_f32")
 
 
 def product_cases(package: ModuleType, device: str) -> Iterator[Case]:
-    """Every product: its options crossed on small shapes, every activation by itself, larger shapes with the defaults."""
+    """Every product: its options crossed on small shapes; with each activation, and on larger shapes, none and all of them."""
     if missing := set(package.gemm.PRODUCTS) - set(PRODUCTS):
         raise LookupError(f"PRODUCTS of compare_cases: expected every product, {sorted(missing)} are not there")
     activations = [name for name in package.activations.ACTIVATIONS if name != "swiglu"]
@@ -202,10 +199,8 @@ def product_cases(package: ModuleType, device: str) -> Iterator[Case]:
     for (name, product), (shape, routing, activation, crossed) in itertools.product(PRODUCTS.items(), wanted):
         if activation == "swiglu" or product.activations:
             title = f"product {name}: {shape}, {routing}, {activation}"
-            run = lambda *given: run_product(package, device, *given)  # noqa: E731
-            yield Case(
-                title, bind(run, title, name, shape, routing, activation, crossed), product.varies and device == "cuda"
-            )
+            run = bind(run_product, package, device, title, name, shape, routing, activation, crossed)
+            yield Case(title, run, product.varies and device == "cuda")
 
 
 def bind(run: Callable[..., Outputs], *given: Any) -> Callable[[], Outputs]:
@@ -232,7 +227,9 @@ def run_product(
     function = getattr(package.gemm, product.function or name)
     of_inputs = dict(word.split("=") for word in product.inputs.split())
     of_outputs = dict(word.split("=") for word in product.outputs.split())
-    every = list(combinations(product.options)) if crossed else [{key: v[0] for key, v in product.options.items()}]
+    every = list(combinations(product.options))
+    if not crossed:  # none of the options, and all of them
+        every = every[:1] + every[1:][-1:]
     for chosen in every:
         turned, sums = chosen.get("transposed", False), chosen.get("sums")
         tokens = "R" if chosen.get("gather") is False else "T"
@@ -267,7 +264,7 @@ def run_product(
             return dict(outputs)
 
         attempt(made, label, call)
-        if product.over and crossed:
+        if product.over and crossed and "columns" not in options:
             output, source = product.over
             if outputs[output].shape == inputs[source].shape and shape.d <= 256:
                 outputs = outputs | {output: inputs[source]}
@@ -276,132 +273,4 @@ def run_product(
         y, out = array("Rd"), torch.zeros(shape.T, shape.d + 16, dtype=torch.bfloat16, device=device)
         package.gemm.combine(y, dispatch, columns=range(8, 8 + shape.d), out=out)
         made["some columns"] = out
-    return made
-
-
-# --- Dispatch and router -------------------------------------------------------------------------------------------------
-
-
-def dispatch_cases(package: ModuleType, device: str) -> Iterator[Case]:
-    shapes = (SMALL, Shape(20_000, 8, 8, 130, 8), *FEW)
-    for shape, routing, method in itertools.product(shapes, ROUTINGS, METHODS):
-        name = f"dispatch: {shape}, {routing}, {method}"
-        yield Case(name, bind(run_dispatch, package, device, name, shape, routing, method))
-
-
-def run_dispatch(package: ModuleType, device: str, name: str, shape: Shape, routing: str, method: str) -> Outputs:
-    """The index arrays, of int32 and of int64 ids."""
-    made = Outputs()
-    for dtype in (torch.int32, torch.int64):
-        chosen = Draw(name, device).experts(shape, routing)
-        chosen["experts"] = chosen["experts"].to(dtype)
-        capacity = shape.T * shape.K * 2 // 3 if routing == "capacity" else None
-        build = package.dispatch.build_dispatch if len(chosen) == 1 else package.dispatch.build_dispatch_varying
-        dispatch = build(*chosen.values(), shape.E, row_capacity=capacity, method=method)
-        lists = {field: getattr(dispatch, field) for field in (*FIELDS, "overflow")}
-        made |= {f"{field} {dtype}": tensor for field, tensor in lists.items() if tensor is not None}
-    return made
-
-
-FIELDS = ("expert_pair_indices", "expert_token_offsets", "token_index_map", "token_expert_indices")
-
-
-def router_cases(package: ModuleType, device: str) -> Iterator[Case]:
-    """Every operator of the router, with logits that are finite and with some that are not."""
-    operators = (run_topk, run_losses, run_choices, run_hash, run_logits)
-    for run, (experts, top_k), finite in itertools.product(operators, ((7, 3), (128, 8), (520, 16)), (True, False)):
-        if finite or run is not run_hash:
-            name = f"router {run.__name__.removeprefix('run_')}: E{experts} K{top_k}{', NaN and inf' * (not finite)}"
-            yield Case(name, bind(run, package.router, Draw(name, device), experts, top_k, finite), finite=finite)
-
-
-def logits_of(draw: Draw, experts: int, finite: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    logits = draw.normal(777, experts, dtype=dtype)
-    logits[5, 1] = logits[5, 0]  # a tie
-    if not finite:
-        logits[3, 2], logits[70, 0], logits[71] = math.nan, math.inf, -math.inf
-    return logits
-
-
-def run_topk(router: ModuleType, draw: Draw, experts: int, top_k: int, finite: bool) -> Outputs:
-    made, bias, d_scores = Outputs(), draw.normal(experts, dtype=torch.float32), draw.uniform(777, top_k)
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = logits_of(draw, experts, finite, dtype)
-        variants: dict[str, tuple[Any, ...]] = {
-            "score": SCORES,
-            "renormalize": (None, True, False),
-            "scale": (1.0, 2.5),
-        }
-        for options in combinations(variants):
-            if options["renormalize"] is None or options["scale"] == 1.0:
-                for added in (None, bias) if options["score"] == "sigmoid" else (None,):
-                    label = f"{dtype} {' '.join(map(str, options.values()))}{' bias' * (added is not None)}"
-
-                    def call(logits: Any = logits, added: Any = added, options: Any = options) -> dict[str, Tensor]:
-                        scores, chosen = router.topk_route(logits, top_k, bias=added, **options)
-                        d_logits = router.topk_route_backward(logits, chosen, d_scores, **options)
-                        return {"scores": scores, "experts": chosen, "d_logits": d_logits}
-
-                    attempt(made, label, call)
-    return made
-
-
-def run_losses(router: ModuleType, draw: Draw, experts: int, top_k: int, finite: bool) -> Outputs:
-    made, logits = Outputs(), logits_of(draw, experts, finite)
-    chosen = draw.experts(Shape(777, 0, 0, experts, top_k), "sentinels")["experts"]
-    d_balance, d_z = draw.uniform(1)[0], draw.uniform(1)[0]
-    for options in combinations({"score": SCORES, "balance": NO_OR_YES, "z": NO_OR_YES}):
-
-        def call(options: Any = options) -> dict[str, Tensor]:
-            load, balance_loss, z_loss = router.routing_losses(logits, chosen, **options)
-            d_logits = router.routing_losses_backward(logits, load, d_balance, d_z, top_k, **options)
-            return {"load": load, "balance_loss": balance_loss, "z_loss": z_loss, "d_logits": d_logits}
-
-        attempt(made, " ".join(map(str, options.values())), call)
-    return made
-
-
-WAYS = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down", "expert_choice", "slot", "token", "score")
-
-
-def run_choices(router: ModuleType, draw: Draw, experts: int, top_k: int, finite: bool) -> Outputs:
-    """Every way to choose, and the scores of what was chosen, forward and backward."""
-    made, logits = Outputs(), logits_of(draw, experts, finite)
-    draws, d_all = draw.uniform(experts), draw.uniform(777 * experts)
-    _, chosen = router.topk_route(logits, top_k, score="sigmoid")
-    for by, room in itertools.product(WAYS, (777 * top_k // 2, 777 * top_k + 128 * experts)):
-        size = 128 if by in WAYS[:6] else max(1, 777 * top_k // experts)
-
-        def call(by: str = by, room: int = room, size: int = size) -> dict[str, Tensor]:
-            pairs = router.choose_pairs(logits.sigmoid(), chosen, by, size, room, draws=draws)
-            return dict(zip(("pair_experts", "pair_tokens", "token_offsets", "load"), pairs, strict=True))
-
-        attempt(made, f"{by} {room}", call)
-    pair_experts, _, token_offsets, _ = router.choose_pairs(logits.sigmoid(), chosen, "score", 90, 777 * top_k)
-    d_scores = d_all[: len(pair_experts)]
-    for options in combinations({"score": SCORES, "renormalize": (None, True), "scale": (1.0, 2.5)}):
-
-        def scored(options: Any = options) -> dict[str, Tensor]:
-            listed = (logits, pair_experts, token_offsets)
-            scores, d_logits = (
-                router.score_pairs(*listed, **options),
-                router.score_pairs_backward(*listed, d_scores, **options),
-            )
-            return {"scores": scores, "d_logits": d_logits}
-
-        attempt(made, " ".join(map(str, options.values())), scored)
-    return made
-
-
-def run_hash(router: ModuleType, draw: Draw, experts: int, top_k: int, _: bool) -> Outputs:
-    ids = (draw.uniform(777) * 2**40).long()
-    return {f"seed {seed}": router.hash_route(ids, experts, top_k, seed=seed) for seed in (0, 7)}
-
-
-def run_logits(router: ModuleType, draw: Draw, experts: int, _: int, finite: bool) -> Outputs:
-    made, d_logits = Outputs(), draw.normal(777, experts, dtype=torch.float32)
-    for parts in (1, 2):
-        products = torch.cat([logits_of(draw, experts, finite) for _ in range(parts)], dim=1)
-        made[f"finish {parts}"] = logits = router.finish_logits(products, parts)
-        made[f"split {parts + 1}"] = router.split_gradient(d_logits, logits, parts + 1)
     return made

@@ -133,7 +133,7 @@ def layer_cases(package: ModuleType, device: str) -> Iterator[Case]:
     for layer in layers(tuple(package.activations.ACTIVATIONS)):
         varies = layer.options.get("combine") == "fused" and device == "cuda"
         yield Case(layer.name, bind(run_layer, package, device, layer), varies)
-    routers = [(name, {}) for name in package.router.ROUTERS]
+    routers: list[tuple[str, Options]] = [(name, {}) for name in package.router.ROUTERS]
     routers += [("top_k", options) for options in MODULE_OPTIONS]
     for router, options in routers:
         name = f"module: {router}{''.join(f', {key}={value}' for key, value in options.items())}"
@@ -247,12 +247,12 @@ def module_step(package: ModuleType, device: str, shape: Shape) -> Step:
     one = torch.ones((), device=device)
 
     def step() -> tuple[Tensor, Tensor]:
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
         out, stats = layer(x)
         torch.autograd.backward((out, stats.aux_loss), (d_out, one))
-        assert x.grad is not None
-        return out.detach(), x.grad
+        dx, x.grad = x.grad, None
+        layer.zero_grad(set_to_none=True)
+        assert dx is not None
+        return out.detach(), dx
 
     x.requires_grad_()
     return step

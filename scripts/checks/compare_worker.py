@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from scripts.checks import compare_cases, compare_layers
+from scripts.checks import compare_cases, compare_layers, compare_routing
 from scripts.checks.compare_cases import Case, Shape
 
 FUSED_RUNS = 3
@@ -71,12 +71,12 @@ class Side:
     # --- Bits ------------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Of all cases, largest first of those that take long."""
+        """Of all cases; they are made."""
         for kind in (
             compare_cases.product_cases,
             compare_layers.layer_cases,
-            compare_cases.dispatch_cases,
-            compare_cases.router_cases,
+            compare_routing.dispatch_cases,
+            compare_routing.router_cases,
         ):
             for case in kind(self.package, self.device):
                 if case.name in self.cases:
@@ -103,6 +103,9 @@ class Side:
 
     def warm(self, kind: str, sizes: tuple[int, ...]) -> None:
         """Compile what a shape needs, on a few of its tokens."""
+        tokens, d, n, experts, top_k = sizes
+        self.package.gemm.prepare(d, n, experts, top_k, jobs=2)
+        self.package.dispatch.prepare_dispatch(tokens, top_k, experts)
         self.load(kind, (WARM_TOKENS, *sizes[1:]), graph=False)
         self.unload()
 
@@ -125,7 +128,7 @@ class Side:
 
     def time(self) -> float:
         """Milliseconds a step, by replay of the graph."""
-        from scripts.bench.timing import elapsed_ms
+        from blazeproto.lab.times import elapsed_ms
 
         once = elapsed_ms(self.graph.replay, 1, queued=True)
         calls = max(1, min(MOST_CALLS, math.ceil(BURST_MS / max(once, 1e-3))))
