@@ -87,10 +87,10 @@ class Worker:
         self.process.wait()
 
 
-def together(work: Callable[[Any], object], given: Iterable[Any]) -> None:
-    """One thread for each that is given; raises what one of them raised."""
+def together(work: Callable[[Any], Any], given: Iterable[Any]) -> list[Any]:
+    """What ``work`` returns of each that is given, one thread for each; raises what one of them raised."""
     with ThreadPoolExecutor(64) as pool:
-        list(pool.map(work, given))
+        return list(pool.map(work, given))
 
 
 def roots(options: argparse.Namespace) -> dict[str, Path]:
@@ -156,9 +156,8 @@ def too_far(old: list[Any], new: list[Any]) -> str:
 
 def difference(old: Record, new: Record) -> str:
     """What differs between two records of a case; "" if nothing does."""
-    if errors := [
-        f"{side} failed: {made['error']}" for side, made in zip(SIDES, (old, new), strict=True) if "error" in made
-    ]:
+    both = zip(SIDES, (old, new), strict=True)
+    if errors := [f"{side} failed: {made['error']}" for side, made in both if "error" in made]:
         return "; ".join(errors)
     names = dict.fromkeys((*old["hashes"], *new["hashes"]))
     wrong = []
@@ -188,10 +187,8 @@ def compare_bits(options: argparse.Namespace) -> Record:
         of_group = {name: record for name, record in new.items() if name.startswith(group) and name in old}
         hashes = [value for record in of_group.values() for value in record.get("hashes", {}).values()]
         varying = sum(len(record.get("runs", ())) for record in of_group.values())
-        wrong, refused = (
-            sum(map(str.startswith, differing, itertools.repeat(group))),
-            sum(":" in value for value in hashes),
-        )
+        wrong = sum(name.startswith(group) for name in differing)
+        refused = sum(":" in value for value in hashes)
         lines.append([group, *map(str, (cases, len(hashes) - refused, refused, varying, wrong))])
     for name, text in differing.items():
         print(f"{name}: {text}")
@@ -208,7 +205,7 @@ def compare_bits(options: argparse.Namespace) -> Record:
 
 def warm(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> None:
     """Compile what the shapes need, on all cores: the cache is the processes' common one."""
-    begin, wanted_shapes = time.monotonic(), list({(s.d, s.n, s.E, s.K): s for s in shapes}.values())
+    begin = time.monotonic()
 
     def work(root: Path, part: list[LayerShape]) -> None:
         worker = Worker(root, options.device)
@@ -216,9 +213,9 @@ def warm(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> No
             worker.ask("warm", kind, tuple(shape.dict().values()))
         worker.close()
 
-    parts = [wanted_shapes[index :: options.jobs] for index in range(options.jobs)]
+    parts = [shapes[index :: options.jobs] for index in range(options.jobs)]
     together(lambda given: work(*given), itertools.product(roots(options).values(), parts))
-    print(f"compiled for {len(wanted_shapes)} layers in {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"compiled for {len(shapes)} layers in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def compare_times(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> list[Record]:
@@ -230,16 +227,15 @@ def compare_times(options: argparse.Namespace, kind: str, shapes: list[LayerShap
         if time.monotonic() - begin > options.time_budget:
             print(f"{shape.name} and what follows: left out, the time is over")
             break
-        peaks = {side: worker.ask("load", kind, tuple(shape.dict().values())) for side, worker in workers.items()}
+        peaks = together(lambda side: workers[side].ask("load", kind, tuple(shape.dict().values())), SIDES)  # noqa: B023
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         for index in range(options.rounds + 1):  # the first is thrown away
             for side in SIDES if index % 2 else reversed(SIDES):
                 times[side].append(workers[side].ask("time"))
-        for worker in workers.values():
-            worker.ask("unload")
+        together(lambda side: workers[side].ask("unload"), SIDES)
         row: Record = {"layer": kind, "cfg": shape.dict()}
         row |= {f"{side}_ms": round(statistics.median(times[side][1:]), 5) for side in SIDES}
-        row |= {f"{side}_peak_MiB": round(peaks[side] / MIB, 2) for side in SIDES}
+        row |= {f"{side}_peak_MiB": round(peak / MIB, 2) for side, peak in zip(SIDES, peaks, strict=True)}
         rows.append(row | {"ratio": round(row["new_ms"] / row["old_ms"], 5)})
         print("  ".join(cells(rows[-1])), flush=True)
     for worker in workers.values():
@@ -257,14 +253,9 @@ def judge_times(rows: list[Record], mean_bound: float, bound: float) -> bool:
     ratios = [row["ratio"] for row in rows]
     higher = [row["cfg"] for row in rows if row["new_peak_MiB"] > row["old_peak_MiB"]]
     mean, worst = geometric_mean(ratios), max(ratios, default=float("nan"))
-    print(
-        format_table(
-            ["layer", *"TdnEK", "old ms", "new ms", "new/old", "old MiB", "new MiB"], [cells(row) for row in rows]
-        )
-    )
-    print(
-        f"new / old over {len(rows)} shapes: geometric mean {mean:.4f} (at most {mean_bound}), most {worst:.4f} (at most {bound})"
-    )
+    header = ["layer", *"TdnEK", "old ms", "new ms", "new/old", "old MiB", "new MiB"]
+    print(format_table(header, [cells(row) for row in rows]))
+    print(f"new / old: geometric mean {mean:.4f}, at most {mean_bound}; most {worst:.4f}, at most {bound}")
     print(f"peaks that are higher: {higher or 'none'}")
     return mean <= mean_bound and worst <= bound and not higher
 
