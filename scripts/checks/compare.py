@@ -7,7 +7,7 @@
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
 
 Bits: every product, dispatch and router operator, ``moe_mlp`` and ``MoE``; hashes of outputs and gradients are compared, and
-refusals word for word. What adds in an order that varies (combine="fused") runs three times on each side; two sides agree
+refusals word for word. What adds in an order that varies (combine="fused") runs several times on each side; two sides agree
 where their nearest outputs differ by no more than one side's differ from each other. A case that the old side does not have
 is told and fails nothing.
 
@@ -65,7 +65,8 @@ class Worker:
 
     def __init__(self, root: Path, device: str) -> None:
         command = [sys.executable, "-P", "-m", "scripts.checks.compare_worker", str(root), device]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        further = filter(None, [os.environ.get("PYTHONPATH")])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *further])}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def ask(self, name: str, *arguments: object) -> Any:
