@@ -155,10 +155,11 @@ class Activation(NamedTuple):
         }
 
 
-_SILU: Any = ("SILU", lambda m, x: m.silu(x), _silu_slope)
-_GELU: Any = ("GELU", lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
-_GELU_TANH_ROW: Any = ("GELU_TANH", lambda m, x: m.gelu_tanh(x), _gelu_tanh_slope)
-_RELU: Any = ("RELU", lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
+_Function = tuple[str, Callable[..., Any], Callable[..., Any]]  # its name in CUDA, f, slope
+_SILU: _Function = ("SILU", lambda m, x: m.silu(x), _silu_slope)
+_GELU: _Function = ("GELU", lambda m, x: m.gelu(x), _gelu_slope)  # the exact one, with erf
+_GELU_TANH_ROW: _Function = ("GELU_TANH", lambda m, x: m.gelu_tanh(x), _gelu_tanh_slope)
+_RELU: _Function = ("RELU", lambda m, x: m.relu(x), lambda m, x: m.above_zero(x))
 
 
 def _clamped_slope(m: Any, x: Any, limit: float, alpha: float) -> Any:

@@ -3,11 +3,10 @@
 Shapes: T tokens, d model width, n expert width, E experts, R rows in expert order, P pairs; G is 2 for a gated activation (h is
 [gate, up]), else 1. Arrays are bf16 and contiguous, scores fp32, indices int32: torch, CuPy, Numba, JAX. Every product takes a
 `blazeproto.dispatch.Dispatch` as it is made, runs on the caller's current stream, returns its outputs, and makes those that are
-not handed in, of the kind of array that came. Its specification is its twin, the function of the same name in
-`blazeproto.gemm.reference`. NumPy arrays, and torch's on a CPU, run that: float32 ones are rounded to bf16 where the kernels
-store bf16, float64 ones are not (`blazeproto.runtime.libraries`). TypeError or ValueError names the argument, before anything
-is launched: d and n are multiples of 8 (TMA moves 16 bytes), pointers 16-byte aligned, E at most 512, and all arrays on the
-current GPU.
+not handed in, of the kind of array that came. Its specification is its twin, ``gemm.TWINS[name]``: the formula in its file,
+computed by NumPy. NumPy arrays, and torch's on a CPU, run that: float32 ones are rounded to bf16 where the kernels store bf16,
+float64 ones are not (`blazeproto.runtime.libraries`). TypeError or ValueError names the argument, before anything is launched: d
+and n are multiples of 8 (TMA moves 16 bytes), pointers 16-byte aligned, E at most 512, and all arrays on the current GPU.
 
 >>> from blazeproto import dispatch, gemm
 >>> gemm.kernel_for("up_forward")                                # to look into: .source .ptx .sass .registers .spills
@@ -21,7 +20,7 @@ from blazeproto.gemm.fused import down_forward_fused
 from blazeproto.gemm.linear import down_forward, grouped_mm, up_backward_act
 from blazeproto.gemm.product import Product, Sizes
 from blazeproto.gemm.reduce import bias_score_grad, expert_row_sum
-from blazeproto.gemm.registry import PRODUCTS, all_kernels, candidates, kernel_for, prepare
+from blazeproto.gemm.registry import PRODUCTS, TWINS, all_kernels, candidates, kernel_for, prepare
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.gemm.up import up_forward
 from blazeproto.gemm.weight import down_backward_weight, up_backward_weight, weight_workspace
@@ -29,6 +28,7 @@ from blazeproto.gemm.weight import down_backward_weight, up_backward_weight, wei
 __all__ = [
     "PRODUCTS",
     "TILES",
+    "TWINS",
     "Kernel",
     "Product",
     "Sizes",

@@ -1,12 +1,13 @@
 """The arrays of a product's call, and of its twin's, checked before anything is computed.
 
-A product's file says once which arrays it takes (``check``, from an `Arguments`); the twin asks the same with `TwinArguments`. So
-both refuse the same input in the same words, but for what only the kernels need: bf16, widths in multiples of 8, 16-byte aligned
-addresses, at most 512 experts, the current GPU.
+A product says once which arrays it takes (specification.py); a call is checked by an `Arguments`, a twin's by a `TwinArguments`.
+So both refuse the same input in the same words, but for what only the kernels need: bf16, widths in multiples of 8, 16-byte
+aligned addresses, at most 512 experts, the current GPU.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm.tiles import CHUNK, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
@@ -23,17 +24,40 @@ from blazeproto.runtime.arrays import (
     view,
 )
 
+LOW = ("low rows", "low factor")  # what errors call the arrays of a public function's ``low``
+
+
+class LowRank(NamedTuple):
+    """What a product by rows adds to its reduction: rows (R, r) . factor, of rank r, a multiple of 8.
+
+    factor: (E, columns, r), or (E, r, columns) where the weights lie MN-major.
+    """
+
+    rows: Any
+    factor: Any
+
+
+def low_arrays(low: Any) -> dict[str, Any]:
+    """The arrays of a public function's ``low``, a pair or None, by the names that errors call them."""
+    if low is None:
+        return {}
+    if not isinstance(low, tuple) or len(low) != 2:
+        raise TypeError(f"low: expected (rows, factor) or None, got {type(low).__name__}")
+    return dict(zip(LOW, low, strict=True))
+
 
 class Arguments:
     """The arrays of one call of a product, checked; those that the caller gives no memory for are made.
 
     A shape is written as in the docstrings, "E h d" for (E, h, d). T, R, P and E are the dispatch's; any other word is a
-    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements.
+    width, which the first array that has it decides; a number is itself. "P" alone is met by any shape of P elements. Where
+    there is an activation, of n and h = G n one decides the other.
 
     TypeError for a wrong dtype, ValueError for anything else, naming the argument, what was expected and what came.
     """
 
     multiple = CHUNK  # of which widths are one
+    halves = 0  # G, where there is an activation
 
     def __init__(self, dispatch: Dispatch, stream: int | None, config: TileConfig | None = None) -> None:
         if not isinstance(dispatch, Dispatch):
@@ -61,14 +85,15 @@ class Arguments:
         dtype: str = "bfloat16",
         *,
         optional: bool = False,
-        gathered: bool = False,
+        fetched: bool = False,
     ) -> Self:
-        """An array that must be given, unless it is ``optional``.  gathered: its rows are fetched by index."""
+        """An array that must be given, unless it is ``optional``.  fetched: its rows by index, where it has one a token."""
         self.arrays[name] = array
+        gathered = fetched and shape[0] == "T"
         self.views[name] = None if optional and array is None else self._checked(name, array, shape, dtype, gathered)
         return self
 
-    def write(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+    def write(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
         """An output or a workspace, whose lengths are known by now: a new one where ``array`` is None.
 
         over: the array whose memory it may take, element for element; from all others it must be apart.
@@ -76,7 +101,7 @@ class Arguments:
         lengths: Any = self._lengths(shape)
         return self.update(name, self._new(lengths, dtype) if array is None else array, shape, dtype, over)
 
-    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
         """An output that must be given, for it is added to or written in part."""
         others = [(other, seen) for other, seen in self.views.items() if seen is not None]
         a = self.read(name, array, shape, dtype).views[name]
@@ -93,6 +118,20 @@ class Arguments:
             raise ValueError(f"{name}: expected an array to accumulate into, got None")
         f32 = array is not None and self._view(name, array).dtype == "float32"
         return self.write(name, array, shape, "float32" if f32 else "bfloat16")
+
+    def workspace(
+        self, array: Any, lengths: Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]], config: Any
+    ) -> None:
+        """fp32 memory of these lengths, by letters and tiles; a twin needs none."""
+        shape = lengths(self.sizes, config)
+        if shape or array is not None:
+            self.write("workspace", array, " ".join(map(str, shape or (0,))), "float32")
+
+    def operands(self) -> dict[str, Any]:
+        """The arrays by the names of a launch's parameters."""
+        views = dict(self.views)
+        rows, factor = (views.pop(name, None) for name in LOW)
+        return views | ({"low": LowRank(rows, factor)} if rows is not None else {})
 
     def lists(self) -> dict[str, Any]:
         """The dispatch's lists, checked."""
@@ -145,7 +184,20 @@ class Arguments:
                 raise ValueError(f"{name}: expected {expected}, got shape {a.shape}")
         if not by_pair:
             self.sizes.update(zip(shape.split(), a.shape, strict=True))
+        self._relate(name)
         return a
+
+    def _relate(self, name: str) -> None:
+        """n and h, of which the array called ``name`` may have decided one."""
+        if not self.halves:
+            return
+        if "h" in self.sizes and self.sizes["h"] % (self.multiple * self.halves):
+            width, expected = self.sizes["h"], f"{self.halves} times a multiple of {self.multiple}"
+            raise ValueError(f"{name}: expected {expected} rows an expert, got {width}")
+        if "h" in self.sizes:
+            self.sizes["n"] = self.sizes["h"] // self.halves
+        elif "n" in self.sizes:
+            self.sizes["h"] = self.sizes["n"] * self.halves
 
     # --- What a twin has otherwise -------------------------------------------------------------------------------
 
@@ -178,9 +230,12 @@ class TwinArguments(Arguments):
     multiple = 1
     FLOATS = ("float16", "float32", "float64")
 
-    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str | None = None) -> Self:
+    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
         numpy_output(name, array, self._dtypes(dtype), None)
         return super().update(name, array, shape, dtype, over)
+
+    def workspace(self, array: Any, lengths: Any, config: Any) -> None:
+        pass
 
     def _view(self, name: str, array: Any) -> DeviceArray:
         return numpy_view(array, name)

@@ -1,5 +1,6 @@
 """The sum over a token's experts (cuda/combine.cu): MoEBlaze §2.3 and §3.1. Memory-bound."""
 
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import SHAPES, Product, build_of
-from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES, TILES
+from blazeproto.gemm.formulas import Namespace
+from blazeproto.gemm.product import SHAPES, Product, Variant, build_of
+from blazeproto.gemm.specification import Array, Specification
+from blazeproto.gemm.tiles import BF16, CHUNK, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
-from blazeproto.runtime.libraries import any_library
 
 LANES, VECTORS = (256, 128, 64, 32, 16, 8, 4), (4, 3, 2, 1)  # what combine.cu is compiled for
 THREADS = 128  # of a block, or a token's lanes if they are more
@@ -22,7 +24,32 @@ SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that muc
 LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
 
 
-@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
+def formula(m: Namespace, y: Any, *, scores: Any = None) -> Any:
+    """out_t = Σ over a token's pairs of S_p y_r, or of y_r; pairs without a row are left out."""
+    return m.combine(y, scores)
+
+
+def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Of columns a wider output, which must be given."""
+    columns = call["columns"]
+    if columns is None:
+        return outputs
+    given.update("out", call["out"], "T width")
+    if len(columns_within(columns, given.sizes["width"], given.multiple)) != given.sizes["d"]:
+        raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
+    return ()
+
+
+SPEC = Specification(
+    inputs=(Array("y", "R d"), Array("scores", "P", "float32", optional=True, counted=True)),
+    outputs=(Array("out", "T d"),),
+    formula=formula,
+    settle=_settle,
+    by_pair=("token_index_map",),
+)
+
+
+@SPEC.public
 def combine(
     y: Any,
     dispatch: Dispatch,
@@ -43,20 +70,9 @@ def combine(
     stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = check(Arguments(dispatch, stream), y, scores, columns, out)
+    given = SPEC.check(locals())
     launch(**given.views, at=given.located(), columns=columns)
-    return given.arrays["out"]
-
-
-def check(given: Arguments, y: Any, scores: Any, columns: range | None, out: Any) -> Arguments:
-    """The arrays of `combine`."""
-    given.read("y", y, "R d").read("scores", scores, "P", "float32", optional=True)
-    if columns is None:
-        return given.write("out", out, "T d")
-    given.update("out", out, "T width")
-    if len(columns_within(columns, given.sizes["width"], given.multiple)) != given.sizes["d"]:
-        raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
-    return given
+    return SPEC.results(given)
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
@@ -110,7 +126,7 @@ def launch(y: Any, at: Addresses, *, scores: Any = None, columns: range | None =
         return
     made, grid, threads = _plan(num_tokens, count, at.top_k, scores is not None, build_of("combine").sources)
     inputs = (y.data_ptr(), 0 if scores is None else scores.data_ptr(), at.token_index_map, at.token_offsets)
-    words = (*inputs, out.data_ptr() + OPERAND_BYTES * first, num_tokens, count, width)
+    words = (*inputs, out.data_ptr() + BF16.bytes * first, num_tokens, count, width)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
 
 
@@ -144,18 +160,19 @@ def slice_widths(d: int) -> list[int]:
 COMBINE = Product(
     "combine",
     combine,
+    SPEC,
     kernels=lambda: [
         kernel(d, top_k, has_scores)
         for top_k in (0, 1, 2, 3, 4, 5, 8, 10, 16, 22)
         for d in (64, 256, 768, 2880, 4096)
         for has_scores in (False, True)
     ],
-    for_layer=lambda layer: [
-        kernel(d, layer.top_k, has_scores, build_of("combine").sources)
-        for has_scores in ((False,) if layer.fused else (False, True))
-        for d in slice_widths(layer.d_model)
+    launched=lambda sizes, config, variant, build: [kernel(sizes.d, sizes.K, variant.scores, build.sources)],
+    in_layer=lambda sizes, up, down: [
+        (sizes._replace(d=width), None, Variant(scores=scores))
+        for scores in ((False,) if down.fused else (False, True))
+        for width in slice_widths(sizes.d)
     ],
-    operations=lambda s: 0.0,
-    # Y and O; scores and the rows' places
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.d + s.T * s.d) + 4 * 2 * s.rows,
+    variant=Variant(scores=True),
+    phases=("forward", "backward"),
 )

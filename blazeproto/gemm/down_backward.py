@@ -1,34 +1,72 @@
 """Down projection, backward to the activations (cuda/down_backward.cu): MoEBlaze Algorithm 1, lines 20-28."""
 
+from collections.abc import Collection
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product, reduce
-from blazeproto.gemm.arguments import Arguments
+from blazeproto.gemm.arguments import LowRank
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, TRANSPOSED, Product, tiled_kernel
-from blazeproto.gemm.rows import (
-    LowRank,
-    h_box,
-    low_maps,
-    low_rank_of,
-    rank_of,
-    read_low,
-    rows_plan,
-    take_low,
-    weight_box,
-    words,
-)
-from blazeproto.gemm.tiles import BM, CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
+from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, TRANSPOSED, Build, Product, Variant, tiled_kernel
+from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.specification import Array, Specification, by_tile, low_rank
+from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
-from blazeproto.runtime.libraries import any_library
 
 
-@any_library("blazeproto.gemm.reference", {"dh": "bfloat16", "a_scaled": "bfloat16", "d_scores": "float32"})
+def formula(
+    m: Namespace,
+    d_out: Any,
+    down_proj: Any,
+    h: Any,
+    scores: Any,
+    *,
+    activation: str,
+    transposed: bool = False,
+    low: tuple[Any, Any] | None = None,
+    act: Any = None,
+    needs: Collection[str] = ("dh", "a_scaled", "d_scores"),
+) -> tuple[Any, Any, Any]:
+    """dA' = dO_t W_down; dS = ⟨dA', act⟩ (SonicMoE §3: no need for Y); A' = S act; dH from the gradient S dA' of act.
+
+    act: where it was kept; else it is made again from h.  needs: the outputs that are made; the others are None.
+    """
+    dh = a_scaled = d_scores = None
+    score = m.of_rows(scores)
+    if act is None and ("a_scaled" in needs or "d_scores" in needs):
+        act = m.activate(h, activation)
+    if "a_scaled" in needs:
+        a_scaled = score * act
+    if "dh" in needs or "d_scores" in needs:
+        d_act = m.product(m.gather(d_out), down_proj, transposed=not transposed, low=low)
+        dh = m.activate_backward(h, score * d_act, activation) if "dh" in needs else None
+        d_scores = m.by_pair(m.dot(d_act, act)) if "d_scores" in needs else None
+    return dh, a_scaled, d_scores
+
+
+SPEC = Specification(
+    inputs=(
+        Array("down_proj", "E d n", transposed="E n d"),
+        Array("d_out", "T d", fetched=True),
+        Array("h", "R h"),
+        Array("scores", "P", "float32", counted=False),
+        *low_rank("E r n", transposed="E n r"),
+    ),
+    outputs=(
+        Array("dh", "R h", over="h", tile=by_tile),
+        Array("a_scaled", "R n", tile=by_tile),
+        Array("d_scores", "P", "float32", counted=False),
+    ),
+    formula=formula,
+    workspace=lambda letters, config: (score_partials(letters["n"], config), letters["R"]),
+)
+
+
+@SPEC.public
 def down_backward_act(
     d_out: Any,
     down_proj: Any,
@@ -59,38 +97,10 @@ def down_backward_act(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (d_out, down_proj, h, scores, activation, transposed, low, dh, a_scaled, d_scores)
-    given = check(Arguments(dispatch, stream, config), *arrays)
-    given.write("workspace", workspace, f"{score_partials(given.sizes['n'], config)} R", "float32")
-    at, added = given.located(), take_low(given.views)
-    launch(**given.views, at=at, activation=activation, transposed=transposed, low=added, config=config)
-    return given.arrays["dh"], given.arrays["a_scaled"], given.arrays["d_scores"]
-
-
-def check(
-    given: Arguments,
-    d_out: Any,
-    down_proj: Any,
-    h: Any,
-    scores: Any,
-    activation: str,
-    transposed: bool,
-    low: Any,
-    dh: Any,
-    a_scaled: Any,
-    d_scores: Any,
-) -> Arguments:
-    """The arrays of `down_backward_act`, but for the workspace."""
-    halves = activation_named(activation).halves
-    given.read("down_proj", down_proj, "E n d" if transposed else "E d n").read("d_out", d_out, "T d", gathered=True)
-    width = halves * given.sizes["n"]
-    given.read("h", h, f"R {width}").read("scores", scores, "P", "float32")
-    read_low(given, low, "E n r" if transposed else "E r n")
-    return (
-        given.write("dh", dh, f"R {width}", over="h")
-        .write("a_scaled", a_scaled, "R n")
-        .write("d_scores", d_scores, "P", "float32")
-    )
+    given = SPEC.check(locals())
+    options: dict[str, Any] = {"activation": activation, "transposed": transposed, "config": config}
+    launch(**given.operands(), at=given.located(), **options)
+    return SPEC.results(given)
 
 
 def score_partials(n: int, config: TileConfig | None = None) -> int:
@@ -102,17 +112,8 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
     return -(-n // (config or TILES["down_backward_act"]).tile_n)
 
 
-def kernel(
-    config: TileConfig | None = None,
-    *,
-    activation: str = "swiglu",
-    transposed: bool = False,
-    low_rank: int = 0,
-    debug: tuple[str, ...] = (),
-    sources: Path | None = None,
-) -> Kernel:
-    """With these tiles, which must be 256 wide and not deferred, and this activation.  transposed: weights (E, n, d).
-    low_rank: as `low_rank_of` has it."""
+def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """With tiles that are 256 wide and not deferred.  variant: activation, transposed, rank."""
     config = config or TILES["down_backward_act"]
     # A stage holds gate, up and A' of 64 hidden units; dA' stays in the accumulators, beside which nothing can be deferred.
     if config.tile_n != 256 or config.deferred:
@@ -121,45 +122,35 @@ def kernel(
         "down_backward.cu",
         "down_backward",
         config,
-        debug,
-        sources,
+        build,
         tickets=True,
         GATHER=1,
-        B_MN=not transposed,
-        low_rank=low_rank,
-        **activation_named(activation).macros,
+        B_MN=not variant.transposed,
+        low_rank=variant.low_rank,
+        **activation_named(variant.activation).macros,
     )
 
 
 @lru_cache(maxsize=SHAPES)
 def _plan(
-    where: tuple[int, int, int],
-    shape: tuple[int, int, int],
-    activation: str,
-    transposed: bool,
-    rank: int,
-    config: TileConfig,
-    build: product.Build,
+    where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
-    wanted = activation_named(activation)
+    wanted, element = activation_named(variant.activation), variant.outputs
     halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
-    n, d = shape[1:] if transposed else shape[:0:-1]
+    n = shape[1 if variant.transposed else 2]
     of_h = n * wanted.halves // halves
-    factor = (shape[0], n, rank) if transposed else (shape[0], rank, n)
     return rows_plan(
-        kernel(config, activation=activation, transposed=transposed, low_rank=low_rank_of(rank), **build._asdict()),
+        kernel(config, variant, build),
         config,
         where,
-        gather=True,
-        reduction=d,
+        shape,
+        variant,
+        mn_major=not variant.transposed,
         columns=n,
-        tile_columns=config.tile_n,
-        weights=weight_box(shape, n, config, transposed=not transposed),
-        h=h_box(of_h, halves, where[0], (SLAB, BM, halves)),
-        out0=h_box(of_h, halves, where[0], (SLAB, SLAB, 1)),
-        out1=dense_box((n, where[0]), (SLAB, SLAB)),
-        rank=rank,
-        low_weights=weight_box(factor, n, config, transposed=not transposed) if rank else None,
+        h=h_box(of_h, halves, where[0], (SLAB, BM, halves), element),
+        out0=h_box(of_h, halves, where[0], (SLAB, SLAB, 1), element),
+        out1=dense_box((n, where[0]), (SLAB, SLAB), element),
+        biased=False,
     )
 
 
@@ -183,8 +174,8 @@ def launch(
     low: added to dA'."""
     if at.num_rows:
         config = config or with_tickets("down_backward_act", at.num_rows, at.num_experts, d_out.shape[1])
-        build = product.build_of("down_backward_act")
-        plan = _plan(at.where, down_proj.shape, activation, transposed, rank_of(low), config, build)
+        variant = Variant(True, transposed, activation=activation, rank=rank_of(low))
+        plan = _plan(at.where, down_proj.shape, variant, config, product.build_of("down_backward_act"))
         dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
         addresses = words(
             at,
@@ -200,29 +191,26 @@ def launch(
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
+def _kernels() -> list[Kernel]:
+    variants = [Variant(activation=name) for name in ACTIVATIONS]
+    variants += [Variant(activation=name, transposed=True) for name in TRANSPOSED]
+    variants += [Variant(activation=name, transposed=lies, rank=16) for name in TRANSPOSED for lies in (False, True)]
+    variants += [Variant(rank=rank) for rank in (32, 48, 64)]
+    return [*(kernel(None, variant) for variant in variants), *map(kernel, CANDIDATES["down_backward_act"])]
+
+
 DOWN_BACKWARD_ACT = Product(
     "down_backward_act",
     down_backward_act,
-    kernels=lambda: [
-        *(kernel(activation=activation) for activation in ACTIVATIONS),
-        *(kernel(activation=activation, transposed=True) for activation in TRANSPOSED),
-        *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
-        *(kernel(low_rank=count) for count in (2, 3, 4)),
-        *(kernel(config) for config in CANDIDATES["down_backward_act"]),
+    SPEC,
+    kernels=_kernels,
+    launched=lambda sizes, config, variant, build: [
+        kernel(config, variant, build),
+        reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],
-    for_layer=lambda layer: [
-        *(
-            kernel(
-                config,
-                activation=layer.activation,
-                transposed=layer.transposed,
-                **product.build_of("down_backward_act")._asdict(),
-            )
-            for config in tiles_of_layer("down_backward_act", layer.d_model)
-        ),
-        reduce.kernel("reduce_scores_grad", 0, product.build_of("down_backward_act").sources),
-    ],
-    operations=lambda s: 2.0 * s.rows * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.n * s.d + (2 * s.halves + 1) * s.rows * s.n),
+    in_layer=lambda sizes, up, down: [(sizes, config, down) for config in tiles_of_layer("down_backward_act", sizes.d)],
+    tiles=lambda sizes: with_tickets("down_backward_act", sizes.rows, sizes.E, sizes.d),
     kernel=kernel,
+    options=("activation", "transposed", "rank"),
+    phases=("backward",),
 )

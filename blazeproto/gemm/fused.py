@@ -5,15 +5,32 @@ from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import linear, product
-from blazeproto.gemm.arguments import Arguments
-from blazeproto.gemm.product import Product
+from blazeproto.gemm.formulas import Namespace
+from blazeproto.gemm.product import Product, Variant
 from blazeproto.gemm.rows import words
-from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, TILES, TileConfig
+from blazeproto.gemm.specification import Array, Specification, by_tile
+from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig
 from blazeproto.runtime import driver
-from blazeproto.runtime.libraries import any_library
 
 
-@any_library("blazeproto.gemm.reference", {"out_f32": "float32"})
+def formula(m: Namespace, act: Any, down_proj: Any, scores: Any, *, transposed: bool = False, bias: Any = None) -> Any:
+    """out_t = Σ over a token's pairs of S_p (act_r W_down^T + b)."""
+    return m.combine(m.product(act, down_proj, transposed=transposed, bias=bias), scores)
+
+
+SPEC = Specification(
+    inputs=(
+        Array("down_proj", "E d n", transposed="E n d"),
+        Array("act", "R n"),
+        Array("scores", "P", "float32"),
+        Array("bias", "E d", optional=True),
+    ),
+    outputs=(Array("out_f32", "T d", "float32", added=True, tile=by_tile),),
+    formula=formula,
+)
+
+
+@SPEC.public
 def down_forward_fused(
     act: Any,
     down_proj: Any,
@@ -36,18 +53,9 @@ def down_forward_fused(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
     ValueError names the argument, before anything is launched.
     """
-    given = check(Arguments(dispatch, stream, config), act, down_proj, scores, transposed, bias, out_f32)
-    launch(**given.views, at=given.located(), transposed=transposed, config=config)
+    given = SPEC.check(locals())
+    launch(**given.operands(), at=given.located(), transposed=transposed, config=config)
     return out_f32
-
-
-def check(
-    given: Arguments, act: Any, down_proj: Any, scores: Any, transposed: bool, bias: Any, out_f32: Any
-) -> Arguments:
-    """The arrays of `down_forward_fused`."""
-    given.read("down_proj", down_proj, "E n d" if transposed else "E d n").read("act", act, "R n")
-    given.read("scores", scores, "P", "float32")
-    return given.read("bias", bias, "E d", optional=True).update("out_f32", out_f32, "T d", "float32")
 
 
 def launch(
@@ -65,8 +73,9 @@ def launch(
     transposed: down_proj is (E, n, d)."""
     if not at.num_rows:
         return
-    shape, config, build = down_proj.shape, config or TILES["down_forward"], product.build_of("down_forward_fused")
-    plan = linear.plan(at.where, shape, out_f32.shape[1], False, transposed, bias is not None, True, 0, config, build)
+    config, build = config or TILES["down_forward"], product.build_of("down_forward_fused")
+    variant = Variant(transposed=transposed, bias=bias is not None, fused=True)
+    plan = linear.plan(at.where, down_proj.shape, out_f32.shape[1], variant, config, build)
     addresses = words(at, config=config, bias=bias, scores=scores.data_ptr(), sums=out_f32.data_ptr())
     driver.launch(*plan.fill((act.data_ptr(), down_proj.data_ptr()), addresses), at.stream)
 
@@ -74,28 +83,20 @@ def launch(
 DOWN_FORWARD_FUSED = Product(
     "down_forward_fused",
     down_forward_fused,
+    SPEC,
     kernels=lambda: [
         *(
-            linear.kernel(TILES["down_forward"], fused=True, bias=bias, transposed=transposed)
+            linear.kernel(TILES["down_forward"], Variant(transposed=transposed, bias=bias, fused=True))
             for bias in (False, True)
             for transposed in (False, True)
         ),
-        *(linear.kernel(config, fused=True) for config in CANDIDATES["down_forward"]),
+        *(linear.kernel(config, Variant(fused=True)) for config in CANDIDATES["down_forward"]),
     ],
-    for_layer=lambda layer: (
-        [
-            linear.kernel(
-                TILES["down_forward"],
-                transposed=layer.transposed,
-                bias=layer.down_bias,
-                fused=True,
-                **product.build_of("down_forward_fused")._asdict(),
-            )
-        ]
-        if layer.fused
-        else []
-    ),
-    operations=lambda s: 2.0 * s.rows * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d) + 4 * (s.T * s.d + s.rows),
-    kernel=lambda config=None, **variant: linear.kernel(config, fused=True, **variant),
+    launched=lambda sizes, config, variant, build: [linear.kernel(config, variant, build)],
+    in_layer=lambda sizes, up, down: [(sizes, TILES["down_forward"], down)] if down.fused else [],
+    tiles=lambda sizes: TILES["down_forward"],
+    kernel=linear.kernel,
+    variant=Variant(fused=True),
+    options=("gather", "transposed", "bias", "rank"),
+    fixed_order=False,
 )

@@ -14,13 +14,13 @@ from struct import Struct, pack_into
 from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import OPERAND_BYTES
+from blazeproto.gemm.tiles import BF16, Element
 from blazeproto.runtime import driver
 from blazeproto.runtime.driver import arguments
 from blazeproto.runtime.optional import need
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
-_BFLOAT16, _L2_PROMOTION_256B = 9, 3  # CUtensorMapDataType, CUtensorMapL2promotion
+_L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 
 
@@ -40,7 +40,7 @@ def persistent_grid(device: int, cluster: int, tiles_at_most: int) -> int:
 
 
 class Box(NamedTuple):
-    """What one TMA instruction moves: ``box`` elements of a bf16 tensor of ``shape``, wherever it lies.
+    """What one TMA instruction moves: ``box`` elements of a tensor of ``shape``, wherever it lies.
 
     Innermost dimension first, as TMA counts. ``strides`` are in bytes and leave out the innermost, which is contiguous.
     """
@@ -48,11 +48,12 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    element: Element = BF16
 
 
-def dense_box(shape: tuple[int, ...], box: tuple[int, ...]) -> Box:
-    """Of a tensor without gaps; ``shape`` innermost first: (columns, rows) of a row-major (rows, columns) matrix."""
-    return Box(shape, tuple(OPERAND_BYTES * prod(shape[:dim]) for dim in range(1, len(shape))), box)
+def dense_box(shape: tuple[int, ...], box: tuple[int, ...], element: Element = BF16) -> Box:
+    """For a tensor without gaps; ``shape`` innermost first: (columns, rows) of a row-major (rows, columns) matrix."""
+    return Box(shape, tuple(element.bytes * prod(shape[:dim]) for dim in range(1, len(shape))), box, element)
 
 
 # --- Tensor maps -----------------------------------------------------------------------------------------------------
@@ -158,4 +159,4 @@ def _description(box: Box, address: int) -> tuple[Any, ...]:
     rank = len(box.shape)
     longs, ints = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     lists = (longs(*box.shape), longs(*box.strides), ints(*box.box), ints(*[1] * rank))
-    return _BFLOAT16, rank, address, *lists, 0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0
+    return box.element.tma, rank, address, *lists, 0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0

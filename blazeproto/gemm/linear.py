@@ -4,44 +4,80 @@ down forward          Y = act W_down^T (+ bias)     MoEBlaze Algorithm 1, line 1
 up backward, rows     dX~ = dH W_up                 MoEBlaze Algorithm 1, line 30
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Arguments
+from blazeproto.gemm.arguments import Arguments, LowRank
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
-from blazeproto.gemm.rows import (
-    LowRank,
-    low_maps,
-    low_rank_of,
-    rank_of,
-    read_low,
-    rows_plan,
-    take_low,
-    weight_box,
-    words,
-)
-from blazeproto.gemm.tiles import (
-    CANDIDATES,
-    FACTOR_ROWS,
-    OPERAND_BYTES,
-    SLAB,
-    TILES,
-    WIDTHS,
-    TileConfig,
-    tiles_for,
-)
+from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Product, Sizes, Variant, tiled_kernel
+from blazeproto.gemm.rows import low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.specification import Array, Specification, by_tile, low_rank
+from blazeproto.gemm.tiles import BF16, CANDIDATES, FACTOR_ROWS, SLAB, TILES, WIDTHS, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
-from blazeproto.runtime.libraries import any_library
 
 
-@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
+def formula(
+    m: Namespace,
+    a: Any,
+    weights: Any,
+    *,
+    gather: bool = False,
+    transposed: bool = False,
+    bias: Any = None,
+    columns: range | None = None,
+    low: tuple[Any, Any] | None = None,
+) -> Any:
+    """out_r = a_r W[e]^T + b."""
+    rows = m.gather(a) if gather else a
+    return m.product(rows, weights, transposed=transposed, bias=bias, low=low, columns=columns)
+
+
+def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The output with as many columns as are made. It may lie over the rows where a tile has whole rows of both."""
+    (out,) = outputs
+    transposed = out is _DX_ROWS or call.get("transposed", False)
+    width, reduction = given.sizes[out.shape.split()[1]], given.views[out.over].shape[1]
+    count = len(columns_within(call["columns"], width, given.multiple))
+    tile = tiles(call["config"], transposed, count).tile_n
+    whole_rows = not call.get("gather") and count == width == reduction <= tile
+    return (replace(out, shape=f"R {count}", over=out.over if whole_rows else ""),)
+
+
+GROUPED_MM = Specification(
+    inputs=(
+        Array("weights", "E width reduction", transposed="E reduction width"),
+        Array("a", "R reduction", gather="T reduction", fetched=True),
+        Array("bias", "E width", optional=True),
+        *low_rank("E width r", transposed="E r width"),
+    ),
+    outputs=(Array("out", "R width", over="a", tile=by_tile),),
+    formula=formula,
+    settle=_settle,
+)
+_DOWN = Specification(
+    inputs=(Array("down_proj", "E d n"), Array("act", "R n"), Array("bias", "E d", optional=True)),
+    outputs=(Array("y", "R d", over="act", tile=by_tile),),
+    formula=lambda m, act, down_proj, bias=None, columns=None: formula(m, act, down_proj, bias=bias, columns=columns),
+    settle=_settle,
+)
+_DX_ROWS = Array("dx_rows", "R d", over="dh", tile=by_tile)
+_UP = Specification(
+    inputs=(Array("up_proj", "E h d"), Array("dh", "R h")),
+    outputs=(_DX_ROWS,),
+    formula=lambda m, dh, up_proj, columns=None: formula(m, dh, up_proj, transposed=True, columns=columns),
+    settle=_settle,
+)
+
+
+@GROUPED_MM.public
 def grouped_mm(
     a: Any,
     weights: Any,
@@ -70,11 +106,11 @@ def grouped_mm(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (a, weights, gather, transposed, bias, columns, low, out)
-    return _checked_launch(("a", "weights", "out"), dispatch, config, stream, *arrays)
+    options = {"gather": gather, "transposed": transposed}
+    return _checked_launch(GROUPED_MM, locals(), **options)
 
 
-@any_library("blazeproto.gemm.reference", {"y": "bfloat16"})
+@_DOWN.public
 def down_forward(
     act: Any,
     down_proj: Any,
@@ -95,11 +131,10 @@ def down_forward(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (act, down_proj, False, False, bias, columns, None, y)
-    return _checked_launch(DOWN_NAMES, dispatch, config, stream, *arrays)
+    return _checked_launch(_DOWN, locals())
 
 
-@any_library("blazeproto.gemm.reference", {"dx_rows": "bfloat16"})
+@_UP.public
 def up_backward_act(
     dh: Any,
     up_proj: Any,
@@ -119,40 +154,23 @@ def up_backward_act(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    arrays = (dh, up_proj, False, True, None, columns, None, dx_rows)
-    return _checked_launch(UP_NAMES, dispatch, config, stream, *arrays)
+    return _checked_launch(_UP, locals(), transposed=True)
 
 
-# --- Checks ----------------------------------------------------------------------------------------------------------------
+def _checked_launch(spec: Specification, call: Mapping[str, Any], **options: Any) -> Any:
+    """`grouped_mm` by another specification; its call and what `launch` takes beside the arrays."""
+    given = spec.check(call)
+    experts, rows = (array.name for array in spec.inputs[:2])
+    (out,) = spec.outputs
+    arrays = given.operands()
+    a, weights, made = arrays.pop(rows), arrays.pop(experts), arrays.pop(out.name)
+    columns = columns_within(call["columns"], given.sizes[out.shape.split()[1]])
+    if columns:
+        launch(a, weights, given.located(), **arrays, out=made, columns=columns, config=call["config"], **options)
+    return spec.results(given)
 
-DOWN_NAMES = ("act", "down_proj", "y")
-UP_NAMES = ("dh", "up_proj", "dx_rows")
 
-
-def check(
-    given: Arguments,
-    names: tuple[str, str, str],
-    config: TileConfig | None,
-    a: Any,
-    weights: Any,
-    gather: bool,
-    transposed: bool,
-    bias: Any,
-    columns: range | None,
-    low: Any,
-    out: Any,
-) -> Arguments:
-    """The arrays of `grouped_mm`. names: what its caller calls ``a``, ``weights`` and ``out``."""
-    rows, experts, made = names
-    given.read(experts, weights, "E reduction width" if transposed else "E width reduction")
-    given.read(rows, a, "T reduction" if gather else "R reduction", gathered=gather)
-    given.read("bias", bias, "E width", optional=True)
-    read_low(given, low, "E r width" if transposed else "E width r")
-    width = given.sizes["width"]
-    count = len(columns_within(columns, width, given.multiple))
-    tile = tiles(config, transposed, count).tile_n
-    whole_rows = not gather and count == width == given.sizes["reduction"] <= tile
-    return given.write(made, out, f"R {count}", over=rows if whole_rows else None)
+# --- Kernels ---------------------------------------------------------------------------------------------------------------
 
 
 def tiles(config: TileConfig | None, transposed: bool, columns: int) -> TileConfig:
@@ -165,62 +183,20 @@ def name_of(transposed: bool) -> str:
     return "up_backward_act" if transposed else "down_forward"
 
 
-def _checked_launch(
-    names: tuple[str, str, str],
-    dispatch: Dispatch,
-    config: TileConfig | None,
-    stream: int | None,
-    a: Any,
-    weights: Any,
-    gather: bool,
-    transposed: bool,
-    bias: Any,
-    columns: range | None,
-    low: Any,
-    out: Any,
-) -> Any:
-    """`grouped_mm`, whose arrays errors call by ``names``."""
-    arguments = Arguments(dispatch, stream, config)
-    given = check(arguments, names, config, a, weights, gather, transposed, bias, columns, low, out)
-    columns = columns_within(columns, given.sizes["width"])
-    if columns:
-        at = given.located()
-        rows, experts, made = (given.views[name] for name in names)
-        options: dict[str, Any] = {"gather": gather, "transposed": transposed, "columns": columns, "config": config}
-        options["low"] = take_low(given.views)
-        launch(rows, experts, at, bias=given.views["bias"], out=made, **options)
-    return given.arrays[names[2]]
-
-
-# --- Kernels ---------------------------------------------------------------------------------------------------------------
-
-
-def kernel(
-    config: TileConfig | None = None,
-    *,
-    gather: bool = False,
-    transposed: bool = False,
-    bias: bool = False,
-    fused: bool = False,
-    low_rank: int = 0,
-    debug: tuple[str, ...] = (),
-    sources: Path | None = None,
-) -> Kernel:
-    """gather: rows fetched by index.  transposed: weights (E, reduction, columns).  fused: sums a token's experts itself.
-    low_rank: as `low_rank_of` has it."""
+def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """variant: gather, transposed, bias, fused, rank."""
     return tiled_kernel(
         "linear.cu",
         "linear",
-        config or TILES[name_of(transposed)],
-        debug,
-        sources,
+        config or TILES[name_of(variant.transposed)],
+        build,
         widths=WIDTHS,
-        epilogue_warpgroups=int(gather),  # where all of the producer's warps gather, others must store
-        GATHER=gather,
-        B_MN=transposed,
-        HAS_BIAS=bias,
-        FUSED_COMBINE=fused,
-        low_rank=low_rank,
+        epilogue_warpgroups=int(variant.gather),  # where all of the producer's warps gather, others must store
+        GATHER=variant.gather,
+        B_MN=variant.transposed,
+        HAS_BIAS=variant.bias,
+        FUSED_COMBINE=variant.fused,
+        low_rank=variant.low_rank,
     )
 
 
@@ -229,31 +205,13 @@ def plan(
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
     columns: int,
-    gather: bool,
-    transposed: bool,
-    bias: bool,
-    fused: bool,
-    rank: int,
+    variant: Variant,
     config: TileConfig,
-    build: product.Build,
+    build: Build,
 ) -> Plan:
-    width, reduction = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
-    factor = (shape[0], rank, width) if transposed else (shape[0], width, rank)
-    variant: dict[str, Any] = {"gather": gather, "transposed": transposed, "bias": bias, "fused": fused}
-    return rows_plan(
-        kernel(config, **variant, low_rank=low_rank_of(rank), **build._asdict()),
-        config,
-        where,
-        gather=gather,
-        reduction=reduction,
-        columns=columns,
-        tile_columns=config.tile_n,
-        weights=weight_box(shape, columns, config, transposed),
-        out0=None if fused else dense_box((columns, where[0]), (SLAB, SLAB)),
-        bias_stride=width,
-        rank=rank,
-        low_weights=weight_box(factor, columns, config, transposed) if rank else None,
-    )
+    out = None if variant.fused else dense_box((columns, where[0]), (SLAB, SLAB), variant.outputs)
+    made = kernel(config, variant, build)
+    return rows_plan(made, config, where, shape, variant, mn_major=variant.transposed, columns=columns, out0=out)
 
 
 def launch(
@@ -275,71 +233,62 @@ def launch(
     _, outer, inner = shape = weights.shape
     first, count = (0, inner if transposed else outer) if columns is None else (columns.start, len(columns))
     config = tiles(config, transposed, count)
-    made = plan(
-        at.where,
-        shape,
-        count,
-        gather,
-        transposed,
-        bias is not None,
-        False,
-        rank_of(low),
-        config,
-        product.build_of(name_of(transposed)),
-    )
+    variant = Variant(gather, transposed, bias is not None, rank=rank_of(low))
+    made = plan(at.where, shape, count, variant, config, product.build_of(name_of(transposed)))
     a_at, out_at = a.data_ptr(), out.data_ptr()
-    weights_at = weights.data_ptr() + OPERAND_BYTES * first * (1 if transposed else inner)
+    weights_at = weights.data_ptr() + BF16.bytes * first * (1 if transposed else inner)
     maps = (weights_at, out_at) if gather else (a_at, weights_at, out_at)
     maps += low_maps(low, first * (1 if transposed else rank_of(low)))
     addresses = words(at, config=config, source=a_at if gather else 0, out0=out_at, bias=bias, first_column=first)
     driver.launch(*made.fill(maps, addresses), at.stream)
 
 
-def _tiles_of_layer(name: str, layer: Layer) -> list[TileConfig]:
-    """Tiles for every slice of columns (combine.py) that the layer may make."""
-    return list(dict.fromkeys(tiles_for(name, width) for width in slice_widths(layer.d_model)))
+def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, Variant]]:
+    """With tiles for every slice of columns (combine.py) that a layer may make."""
+    widths, name = slice_widths(sizes.d), name_of(variant.transposed)
+    return [(sizes, config, variant) for config in dict.fromkeys(tiles_for(name, width) for width in widths)]
 
 
-def _kernel_of_layer(config: TileConfig, transposed: bool, bias: bool = False) -> Kernel:
-    return kernel(config, transposed=transposed, bias=bias, **product.build_of(name_of(transposed))._asdict())
+def _kernels() -> list[Kernel]:
+    both, biases = (False, True), CANDIDATES["up_backward_act"]
+    variants = [
+        (config, Variant(gather, bias=bias))
+        for config in CANDIDATES["down_forward"]
+        for bias in both
+        for gather in both
+    ]
+    variants += [(config, Variant(transposed=True, bias=True)) for config in biases]
+    made = [kernel(config, variant) for config, variant in variants]
+    made += [kernel(None, Variant(transposed=lies, rank=rank)) for lies in both for rank in (16, 32, 48, 64)]
+    return made + [kernel(FACTOR_ROWS, Variant(gather, lies)) for gather in both for lies in both]
 
 
 DOWN_FORWARD = Product(
     "down_forward",
     down_forward,
-    kernels=lambda: (
-        [
-            kernel(config, gather=gather, bias=bias)
-            for config in CANDIDATES["down_forward"]
-            for bias in (False, True)
-            for gather in (False, True)
-        ]
-        + [kernel(config, transposed=True, bias=True) for config in CANDIDATES["up_backward_act"]]
-        + [kernel(transposed=lies, low_rank=count) for lies in (False, True) for count in (1, 2, 3, 4)]
-        + [kernel(FACTOR_ROWS, gather=gather, transposed=lies) for gather in (False, True) for lies in (False, True)]
-    ),
-    for_layer=lambda layer: [
-        _kernel_of_layer(config, layer.transposed, bias=layer.down_bias)
-        for config in _tiles_of_layer(name_of(layer.transposed), layer)
-        if not layer.fused
-    ],
-    operations=lambda s: 2.0 * s.rows * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.E * s.n * s.d + s.rows * s.d),
+    _DOWN,
+    kernels=_kernels,
+    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
+    in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
+    tiles=lambda sizes: tiles_for("down_forward", sizes.d),
     kernel=kernel,
+    options=("gather", "transposed", "bias", "fused", "rank"),
+    phases=("forward",),
 )
 UP_BACKWARD_ACT = Product(
     "up_backward_act",
     up_backward_act,
+    _UP,
     kernels=lambda: [
-        kernel(config, gather=gather, transposed=True)
+        kernel(config, Variant(gather, transposed=True))
         for config in CANDIDATES["up_backward_act"]
         for gather in (False, True)
     ],
-    for_layer=lambda layer: [
-        _kernel_of_layer(config, not layer.transposed)
-        for config in _tiles_of_layer(name_of(not layer.transposed), layer)
-    ],
-    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.halves * s.E * s.n * s.d + s.rows * s.d),
-    kernel=lambda config=None, **variant: kernel(config, transposed=True, **variant),
+    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
+    in_layer=lambda sizes, up, down: _in_layer(sizes, up._replace(transposed=not up.transposed, bias=False)),
+    tiles=lambda sizes: tiles_for("up_backward_act", sizes.d),
+    kernel=kernel,
+    variant=Variant(transposed=True),
+    options=("gather", "bias", "fused", "rank"),
+    phases=("backward",),
 )

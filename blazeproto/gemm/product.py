@@ -1,7 +1,7 @@
-"""What every product has in common: a line in the registry, a kernel made of tiles. Its operands: arguments.py.
+"""What every product has in common: a line in the registry, a kernel made of tiles. What it computes: specification.py.
 
 A product is one .py of this folder beside one .cu of cuda/ of the same name. Its file holds, in this order: what it computes
-and the paper's line, the check (which its twin shares), the kernel, the plan, the launch, operations and least bytes.
+and the paper's line, inputs, outputs and formula, the public function, the kernel, the plan, the launch, the registry's entry.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, TileConfig
+from blazeproto.gemm.specification import Specification
+from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, Element, TileConfig
 
 SHAPES = 1024  # whose plans are kept, of each product
 TRANSPOSED = (
     "swiglu",
     "alternating(clamped_swiglu)",
 )  # activations that layers with transposed weights have, in compile-all
+PAIR_BYTES = 4  # int32, fp32
+ITEMSIZE = {"bfloat16": BF16.bytes, "float32": 4}
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
@@ -29,6 +33,32 @@ and lab."""
 # --- How kernels are compiled ----------------------------------------------------------------------------------------------
 
 
+class Variant(NamedTuple):
+    """What a kernel is compiled for beside its tiles. A product reads of it what its kernels have.
+
+    gather: rows are fetched by index.  transposed: weights (E, reduction, columns); a weight gradient: dW_up.
+    bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
+    fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
+    inputs, outputs: what the operands are made of, and what is stored.
+    """
+
+    gather: bool = False
+    transposed: bool = False
+    bias: bool = False
+    activation: str = "swiglu"
+    rank: int = 0
+    fused: bool = False
+    f32: bool = False
+    scores: bool = False
+    inputs: Element = BF16
+    outputs: Element = BF16
+
+    @property
+    def low_rank(self) -> int:
+        """LOW_RANK of a kernel: the wgmma in the last of the stages that the factors take; in full stages all."""
+        return min(-(-self.rank // self.inputs.k), BK // self.inputs.k)
+
+
 class Build(NamedTuple):
     """What a launch's kernel is compiled with beside its tiles: further macros, and sources other than the package's."""
 
@@ -36,12 +66,13 @@ class Build(NamedTuple):
     sources: Path | None = None
 
 
+PLAIN, PACKAGE = Variant(), Build()
 _edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
 _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)
 
 
 def build_of(name: str) -> Build:
-    """Of a product's kernels, for the launch that asks."""
+    """What a product's kernels are compiled with, for the launch that asks."""
     if (alone := _alone.get()) is not None:
         return alone.get(name, Build(DEBUG))
     if not _edited:  # as on the training path
@@ -74,7 +105,8 @@ def alone(builds: Mapping[str, Build]) -> Iterator[None]:
 
 
 class Sizes(NamedTuple):
-    """What a product's cost depends on: T tokens, d model width, n expert width, E experts, K experts a token."""
+    """The sizes of a layer and of its products: T tokens, d model width, n expert width, E experts, K experts a token, 0 where
+    they vary."""
 
     T: int
     d: int
@@ -88,36 +120,74 @@ class Sizes(NamedTuple):
         """R = T K: a row for every pair."""
         return self.T * self.K
 
+    @property
+    def h(self) -> int:
+        """G n: columns of H."""
+        return self.halves * self.n
 
-class Layer(NamedTuple):
-    """What decides which kernels a layer launches, whatever its number of tokens."""
+    @property
+    def letters(self) -> dict[str, int]:
+        """What the letters of an `Array`'s shape are."""
+        return {"T": self.T, "R": self.rows, "P": self.rows, "E": self.E, "d": self.d, "n": self.n, "h": self.h}
 
-    d_model: int
-    top_k: int  # 0 if it varies
-    activation: str
-    up_bias: bool
-    down_bias: bool
-    fused: bool  # down_forward_fused runs instead of down_forward and combine
-    f32_weight_grads: bool
-    transposed: bool = False  # weights (E, d, G n) and (E, n, d)
+    def __str__(self) -> str:
+        return f"T{self.T}-d{self.d}-n{self.n}-E{self.E}-K{self.K}"
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product, for all that lists products: compile-all, `prepare`, tuner, benchmarks, tests.
+    """One product, for all that lists products: compile-all, `prepare`, tuner, benchmarks, lab, tests.
 
-    name: as users call it.  run: the public function.  kernel: ``kernel(config, **variant)``, None where tiles don't matter.
-    kernels: every kernel that the layers of tests and benchmarks reach.  for_layer: those that a layer launches.
-    operations, least_bytes: of one call; `blazeproto.cost` turns them into floors.
+    name: as users call it.  run: the public function.  spec: its inputs, outputs and formula.
+    kernels: every kernel that the layers of tests and benchmarks reach.
+    launched: ``launched(sizes, config, variant, build)``: those of one call, the main one first; config None without tiles.
+    in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
+    whose up and down projections are such variants.
+    tiles: those that a call of these sizes takes; None where tiles don't matter.
+    kernel: ``kernel(config, variant, build)``, likewise.  variant: its own, but for what a caller asks for.
+    options: the fields of `Variant` that a caller may ask for.
+    phases: "forward", "backward": where every layer has it, in the order of the registry.
+    fixed_order: whether every run gives the same bits.
     """
 
     name: str
     run: Callable[..., Any]
+    spec: Specification
     kernels: Callable[[], Iterable[Kernel]]
-    for_layer: Callable[[Layer], list[Kernel]]
-    operations: Callable[[Sizes], float]
-    least_bytes: Callable[[Sizes], float]
-    kernel: Callable[..., Kernel] | None = None
+    launched: Callable[[Sizes, Any, Variant, Build], list[Kernel]]
+    in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, TileConfig | None, Variant]]]
+    tiles: Callable[[Sizes], TileConfig] | None = None
+    kernel: Callable[[TileConfig | None, Variant, Build], Kernel] | None = None
+    variant: Variant = PLAIN
+    options: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+    fixed_order: bool = True
+
+    @property
+    def twin(self) -> Callable[..., Any]:
+        """The public function computed by NumPy, as specification.py has it."""
+        return self.spec.twin_of(self.run)
+
+    def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
+        """The kernels that a layer launches, with the sources that are `edited`."""
+        build = build_of(self.name)
+        return [kernel for call in self.in_layer(sizes, up, down) for kernel in self.launched(*call, build)]
+
+    def operations(self, sizes: Sizes) -> float:
+        """Each row is multiplied with its expert's matrix, or makes a part of it: a multiplication and an addition being two."""
+        matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
+        return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
+
+    def least_bytes(self, sizes: Sizes) -> float:
+        """Every input read once and every output written once, without those that are optional."""
+        arrays = sum(itemsize * prod(sizes.letters[letter] for letter in shape) for itemsize, shape in self._counted())
+        return arrays + PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
+
+    def _counted(self) -> Iterator[tuple[int, list[str]]]:
+        """Bytes of an element, and letters, of the arrays that count."""
+        for array in (*self.spec.inputs, *self.spec.outputs):
+            if not array.optional if array.counted is None else array.counted:
+                yield ITEMSIZE[array.dtype], array.shape.split()
 
 
 @cache
@@ -125,8 +195,7 @@ def tiled_kernel(
     file: str,
     entry: str,
     config: TileConfig,
-    debug: tuple[str, ...],
-    sources: Path | None = None,
+    build: Build,
     *,
     clusters: bool = False,
     tickets: bool = False,
@@ -164,5 +233,5 @@ def tiled_kernel(
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)
-    options = tuple(f"-D{macro}" for macro in debug)
-    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, options, sources)
+    options = tuple(f"-D{macro}" for macro in build.debug)
+    return Kernel(file, entry, macros, SMEM_LIMIT, threads, start_registers, options, build.sources)

@@ -5,18 +5,43 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import Product, build_of
-from blazeproto.gemm.tiles import CHUNK, OPERAND_BYTES
+from blazeproto.gemm.specification import Array, Specification
+from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime import driver
-from blazeproto.runtime.libraries import any_library
 
 THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
-@any_library("blazeproto.gemm.reference", {"d_scores": "float32"})
+def bias_formula(m: Namespace, d_out: Any, down_bias: Any) -> Any:
+    """dS_p gains ⟨dO_t, b_e⟩."""
+    return m.by_pair(m.dot_expert(m.gather(d_out), down_bias))
+
+
+def sum_formula(m: Namespace, values: Any, *, gather: bool = False, scores: Any = None) -> Any:
+    """out[e] = Σ values_r over an expert's rows, or of S_p values_r."""
+    rows = m.gather(values) if gather else values
+    return m.expert_sum(rows if scores is None else m.of_rows(scores) * rows)
+
+
+_SCORE_GRAD = Specification(
+    inputs=(Array("d_out", "T d"), Array("down_bias", "E d")),
+    outputs=(Array("d_scores", "P", "float32", added=True),),
+    formula=bias_formula,
+    by_pair=("token_index_map", "d_scores"),
+)
+_ROW_SUM = Specification(
+    inputs=(Array("values", "R h", gather="T h"), Array("scores", "P", "float32", optional=True)),
+    outputs=(Array("out", "E h", f32=True),),
+    formula=sum_formula,
+    workspace=lambda letters, config: (row_sum_slots(letters["R"], letters["E"]), letters["h"]),
+)
+
+
+@_SCORE_GRAD.public
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
     """d_scores += ⟨d_out[token], down_bias[expert]⟩: a down bias's share. From MoEBlaze Algorithm 1, line 10, with a bias.
 
@@ -26,18 +51,12 @@ def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores:
     stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
     is launched.
     """
-    given = check_score_grad(Arguments(dispatch, stream), d_out, down_bias, d_scores)
+    given = _SCORE_GRAD.check(locals())
     launch_bias_score_grad(**given.views, at=given.located())
     return d_scores
 
 
-def check_score_grad(given: Arguments, d_out: Any, down_bias: Any, d_scores: Any) -> Arguments:
-    """The arrays of `bias_score_grad`."""
-    given.read("d_out", d_out, "T d").read("down_bias", down_bias, "E d")
-    return given.update("d_scores", d_scores, "P", "float32")
-
-
-@any_library("blazeproto.gemm.reference", {"out": "bfloat16"})
+@_ROW_SUM.public
 def expert_row_sum(
     values: Any,
     dispatch: Dispatch,
@@ -61,18 +80,10 @@ def expert_row_sum(
     stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = check_row_sum(Arguments(dispatch, stream), values, gather, scores, out, accumulate)
-    slots = row_sum_slots(given.sizes["R"], given.sizes["E"])
-    given.write("workspace", workspace, f"{slots} m", "float32")
+    given = _ROW_SUM.check(locals())
     f32 = given.views["out"].dtype == "float32"
     launch_expert_row_sum(**given.views, at=given.located(), gather=gather, f32=f32, accumulate=accumulate)
-    return given.arrays["out"]
-
-
-def check_row_sum(given: Arguments, values: Any, gather: bool, scores: Any, out: Any, accumulate: bool) -> Arguments:
-    """The arrays of `expert_row_sum`, but for the workspace."""
-    given.read("values", values, "T m" if gather else "R m").read("scores", scores, "P", "float32", optional=True)
-    return given.accumulator("out", out, "E m", accumulate)
+    return _ROW_SUM.results(given)
 
 
 @cache
@@ -146,25 +157,19 @@ def _some(*entries: str) -> list[Kernel]:
 BIAS_SCORE_GRAD = Product(
     "bias_score_grad",
     bias_score_grad,
+    _SCORE_GRAD,
     kernels=lambda: _some("reduce_scores_grad", "bias_score_grad"),
-    for_layer=lambda layer: (
-        [kernel("bias_score_grad", layer.top_k, build_of("bias_score_grad").sources)] if layer.down_bias else []
-    ),
-    operations=lambda s: 0.0,
-    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.E * s.d) + 4 * 3 * s.rows,
+    launched=lambda sizes, config, variant, build: [kernel("bias_score_grad", sizes.K, build.sources)],
+    in_layer=lambda sizes, up, down: [(sizes, None, down)] if down.bias else [],
 )
 EXPERT_ROW_SUM = Product(
     "expert_row_sum",
     expert_row_sum,
+    _ROW_SUM,
     kernels=lambda: _some("expert_row_sum", "expert_row_sum_finish"),
-    for_layer=lambda layer: (
-        [
-            kernel("expert_row_sum", layer.top_k, build_of("expert_row_sum").sources),
-            kernel("expert_row_sum_finish", 0, build_of("expert_row_sum").sources),
-        ]
-        if layer.up_bias or layer.down_bias
-        else []
-    ),
-    operations=lambda s: 0.0,
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows + s.E) * s.halves * s.n,  # of the up projection's bias
+    launched=lambda sizes, config, variant, build: [
+        kernel("expert_row_sum", sizes.K, build.sources),
+        kernel("expert_row_sum_finish", 0, build.sources),
+    ],
+    in_layer=lambda sizes, up, down: [(sizes, None, up)] if up.bias or down.bias else [],
 )

@@ -1,14 +1,17 @@
 """The one list of products: compile-all, `prepare`, the tuner, benchmarks and tests read it."""
 
+from pathlib import Path
+from typing import Any
+
 from blazeproto.activations import activation_named
-from blazeproto.gemm import product
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
 from blazeproto.gemm.fused import DOWN_FORWARD_FUSED
-from blazeproto.gemm.linear import DOWN_FORWARD, UP_BACKWARD_ACT
+from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
+from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
-from blazeproto.gemm.tiles import CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
+from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
 from blazeproto.runtime import checks
@@ -30,18 +33,36 @@ PRODUCTS = {
 }
 
 
-def kernel_for(name: str, config: TileConfig | None = None, **variant: object) -> Kernel:
+TWINS = {name: entry.twin for name, entry in PRODUCTS.items()} | {"grouped_mm": GROUPED_MM.twin_of(grouped_mm)}
+"""The specification of each public function of arrays, by its name: the same computed by NumPy, with ``round_to`` beside
+(specification.py)."""
+
+
+def kernel_for(
+    name: str,
+    config: TileConfig | None = None,
+    *,
+    debug: tuple[str, ...] = (),
+    sources: Path | None = None,
+    low_rank: int = 0,
+    **variant: Any,
+) -> Kernel:
     """The kernel of a product, by default with the tiles it runs with.
 
     name: of a product that has tiles.  config: its tiles; default: those of `TILES`.
-    variant: what the product can be compiled for: activation, bias, f32, gather, debug (further macros, see ptx.cuh).
+    variant: what the product can be compiled for, of the fields of `blazeproto.gemm.product.Variant`: activation, bias, f32, ...
+    low_rank: wgmma in the last stage of low-rank factors.  debug: further macros (ptx.cuh).  sources: in place of the package's.
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
     if config is not None and not isinstance(config, TileConfig):
         raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
-    tiled = {key: entry.kernel for key, entry in PRODUCTS.items() if entry.kernel}
+    tiled = {key: entry for key, entry in PRODUCTS.items() if entry.kernel}
     checks.one_of("product", name, tuple(tiled))
-    return tiled[name](config, **variant)
+    if low_rank:
+        variant["rank"] = low_rank * BF16.k
+    if unknown := variant.keys() - {*tiled[name].options}:
+        raise TypeError(f"{name}: expected of {', '.join(tiled[name].options)}, got {', '.join(sorted(unknown))}")
+    return tiled[name].kernel(config, tiled[name].variant._replace(**variant), Build(debug, sources))
 
 
 def candidates(name: str) -> list[TileConfig]:
@@ -95,8 +116,10 @@ def prepare(
     for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
         if value is not None:
             checks.integer(name, value, least)
-    layer = product.Layer(d_model, top_k or 0, activation, up_bias, down_bias, fused, f32_weight_grads, transposed)
-    wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(layer))
+    sizes = Sizes(0, d_model, d_expert, num_experts, top_k or 0)
+    up = Variant(transposed=transposed, bias=up_bias, activation=activation, f32=f32_weight_grads)
+    down = up._replace(bias=down_bias, fused=fused)
+    wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
     made = compile_many(wanted, jobs)
     device = _hopper_device() if device is None else device
     if device is not None:

@@ -4,12 +4,23 @@ Measured on an H200 (`python -m scripts.bench.products --tune`); docs/kernels.md
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from blazeproto.runtime.shown import Shown
 
-OPERAND_BYTES = 2  # of a bf16 number, which all operands are
+
+class Element(NamedTuple):
+    """A type of numbers: bytes, CUtensorMapDataType, its name in PTX, and how many steps of a reduction one wgmma takes of it."""
+
+    bytes: int
+    tma: int
+    ptx: str
+    k: int
+
+
+BF16 = Element(2, 9, "bf16", 16)
 ALIGNMENT = 16  # bytes: what TMA and a thread's loads move at least
-CHUNK = ALIGNMENT // OPERAND_BYTES  # numbers in that many bytes
+CHUNK = ALIGNMENT // BF16.bytes  # numbers in that many bytes
 SMEM_LIMIT = 227 * 1024  # bytes of dynamic shared memory a CTA may have; the tiled kernels ask for all of it
 WARPGROUP = 128  # threads
 MAX_EXPERTS = 512  # whose row counts fit beside the stages

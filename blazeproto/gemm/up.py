@@ -1,34 +1,54 @@
 """Up projection, forward (cuda/up.cu). MoEBlaze Algorithm 1, lines 3-9; SonicMoE Algorithm 2."""
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Arguments
+from blazeproto.gemm.arguments import LowRank
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import SHAPES, TRANSPOSED, Product, tiled_kernel
-from blazeproto.gemm.rows import (
-    LowRank,
-    h_box,
-    low_maps,
-    low_rank_of,
-    rank_of,
-    read_low,
-    rows_plan,
-    take_low,
-    weight_box,
-    words,
-)
-from blazeproto.gemm.tiles import CANDIDATES, OPERAND_BYTES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
+from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, TRANSPOSED, Build, Product, Variant, tiled_kernel
+from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
+from blazeproto.gemm.specification import Array, Specification, low_rank
+from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
-from blazeproto.runtime.libraries import any_library
 
 
-@any_library("blazeproto.gemm.reference", {"h": "bfloat16", "act": "bfloat16"})
+def formula(
+    m: Namespace,
+    x: Any,
+    up_proj: Any,
+    *,
+    activation: str,
+    transposed: bool = False,
+    bias: Any = None,
+    low: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any]:
+    """h_r = x_t W_up^T + b, act = f(gate) g(up)."""
+    h = m.stored(m.product(m.gather(x), up_proj, transposed=transposed, bias=bias, low=low))
+    return h, m.activate(h, activation)
+
+
+def _tile(config: TileConfig, halves: int) -> tuple[int, int]:
+    return BM, config.tile_n // halves
+
+
+SPEC = Specification(
+    inputs=(
+        Array("up_proj", "E h d", transposed="E d h"),
+        Array("x", "T d", fetched=True),
+        Array("bias", "E h", optional=True),
+        *low_rank("E h r", transposed="E r h"),
+    ),
+    outputs=(Array("h", "R h", tile=_tile), Array("act", "R n", tile=_tile)),
+    formula=formula,
+)
+
+
+@SPEC.public
 def up_forward(
     x: Any,
     up_proj: Any,
@@ -55,87 +75,49 @@ def up_forward(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = check(Arguments(dispatch, stream, config), x, up_proj, activation, transposed, bias, low, h, act)
-    at, added = given.located(), take_low(given.views)
-    launch(**given.views, at=at, activation=activation, transposed=transposed, low=added, config=config)
-    return given.arrays["h"], given.arrays["act"]
+    given = SPEC.check(locals())
+    options: dict[str, Any] = {"activation": activation, "transposed": transposed, "config": config}
+    launch(**given.operands(), at=given.located(), **options)
+    return SPEC.results(given)
 
 
-def check(
-    given: Arguments, x: Any, up_proj: Any, activation: str, transposed: bool, bias: Any, low: Any, h: Any, act: Any
-) -> Arguments:
-    """The arrays of `up_forward`."""
-    halves = activation_named(activation).halves
-    given.read("up_proj", up_proj, "E d h" if transposed else "E h d").read("x", x, "T d", gathered=True)
-    given.read("bias", bias, "E h", optional=True)
-    read_low(given, low, "E r h" if transposed else "E h r")
-    if (width := given.sizes["h"]) % (given.multiple * halves):
-        raise ValueError(f"up_proj: expected {halves} times a multiple of {given.multiple} rows an expert, got {width}")
-    return given.write("h", h, "R h").write("act", act, f"R {width // halves}")
-
-
-def kernel(
-    config: TileConfig | None = None,
-    *,
-    activation: str = "swiglu",
-    transposed: bool = False,
-    bias: bool = False,
-    low_rank: int = 0,
-    debug: tuple[str, ...] = (),
-    sources: Path | None = None,
-) -> Kernel:
-    """With these tiles, this activation, with or without a bias.  transposed: weights (E, d, G n).
-    low_rank: as `low_rank_of` has it."""
-    wanted = activation_named(activation)
+def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """variant: activation, transposed, bias, rank."""
     return tiled_kernel(
         "up.cu",
         "up_forward",
         config or TILES["up_forward"],
-        debug,
-        sources,
+        build,
         tickets=True,
         epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
-        epilogue_registers=40 if bias else 56,
+        epilogue_registers=40 if variant.bias else 56,
         GATHER=1,
-        B_MN=transposed,
-        HAS_BIAS=bias,
-        low_rank=low_rank,
-        **wanted.macros,
+        B_MN=variant.transposed,
+        HAS_BIAS=variant.bias,
+        low_rank=variant.low_rank,
+        **activation_named(variant.activation).macros,
     )
 
 
 @lru_cache(maxsize=SHAPES)
 def _plan(
-    where: tuple[int, int, int],
-    shape: tuple[int, int, int],
-    activation: str,
-    transposed: bool,
-    bias: bool,
-    rank: int,
-    config: TileConfig,
-    build: product.Build,
+    where: tuple[int, int, int], shape: tuple[int, int, int], variant: Variant, config: TileConfig, build: Build
 ) -> Plan:
-    wanted = activation_named(activation)
+    wanted, element = activation_named(variant.activation), variant.outputs
     halves = 1 if wanted.alternating else wanted.halves  # whose columns lie apart
-    width, d = shape[:0:-1] if transposed else shape[1:]
-    columns = width // halves
-    factor = (shape[0], rank, width) if transposed else (shape[0], width, rank)
-    variant: dict[str, Any] = {"activation": activation, "transposed": transposed, "bias": bias}
+    width = shape[2 if variant.transposed else 1]
     return rows_plan(
-        kernel(config, **variant, low_rank=low_rank_of(rank), **build._asdict()),
+        kernel(config, variant, build),
         config,
         where,
-        gather=True,
-        reduction=d,
-        columns=columns,
-        tile_columns=config.tile_n // halves,
-        weights=weight_box(shape, columns, config, transposed, halves),
-        out0=h_box(columns, halves, where[0], (SLAB, SLAB, 1)),
-        out1=dense_box((width // wanted.halves, where[0]), (SLAB, SLAB)),
-        bias_stride=width,
-        rank=rank,
-        low_weights=weight_box(factor, columns, config, transposed, halves) if rank else None,
+        shape,
+        variant,
+        mn_major=variant.transposed,
+        columns=width // halves,
+        halves=halves,
+        out0=h_box(width // halves, halves, where[0], (SLAB, SLAB, 1), element),
+        out1=dense_box((width // wanted.halves, where[0]), (SLAB, SLAB), element),
     )
 
 
@@ -157,8 +139,8 @@ def launch(
     if not at.num_rows:
         return
     config = config or with_tickets("up_forward", at.num_rows, at.num_experts, x.shape[1])
-    build = product.build_of("up_forward")
-    plan = _plan(at.where, up_proj.shape, activation, transposed, bias is not None, rank_of(low), config, build)
+    variant = Variant(True, transposed, bias is not None, activation, rank_of(low))
+    plan = _plan(at.where, up_proj.shape, variant, config, product.build_of("up_forward"))
     h_at, act_at = h.data_ptr(), act.data_ptr()
     filled = plan.fill(
         (up_proj.data_ptr(), h_at, act_at, *low_maps(low)),
@@ -167,27 +149,24 @@ def launch(
     driver.launch(*filled, at.stream)
 
 
+def _kernels() -> list[Kernel]:
+    both = (False, True)
+    variants = [Variant(activation=name, bias=bias) for name in ACTIVATIONS for bias in both]
+    variants += [Variant(activation=name, bias=bias, transposed=True) for name in TRANSPOSED for bias in both]
+    variants += [Variant(activation=name, transposed=lies, rank=16) for name in TRANSPOSED for lies in both]
+    variants += [Variant(rank=rank) for rank in (32, 48, 64)]
+    return [*(kernel(None, variant) for variant in variants), *map(kernel, CANDIDATES["up_forward"])]
+
+
 UP_FORWARD = Product(
     "up_forward",
     up_forward,
-    kernels=lambda: [
-        *(kernel(activation=activation, bias=bias) for activation in ACTIVATIONS for bias in (False, True)),
-        *(kernel(activation=name, transposed=True, bias=bias) for name in TRANSPOSED for bias in (False, True)),
-        *(kernel(activation=name, transposed=lies, low_rank=1) for name in TRANSPOSED for lies in (False, True)),
-        *(kernel(low_rank=count) for count in (2, 3, 4)),
-        *(kernel(config) for config in CANDIDATES["up_forward"]),
-    ],
-    for_layer=lambda layer: [
-        kernel(
-            config,
-            activation=layer.activation,
-            transposed=layer.transposed,
-            bias=layer.up_bias,
-            **product.build_of("up_forward")._asdict(),
-        )
-        for config in tiles_of_layer("up_forward", layer.d_model)
-    ],
-    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.T * s.d + s.halves * s.E * s.n * s.d + (s.halves + 1) * s.rows * s.n),
+    SPEC,
+    kernels=_kernels,
+    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
+    in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
+    tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d),
     kernel=kernel,
+    options=("activation", "transposed", "bias", "rank"),
+    phases=("forward",),
 )

@@ -7,22 +7,25 @@ weight_schedule.cuh draws the units. Their partials lie in a workspace; how many
 follows from shapes and device alone.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Arguments
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
-from blazeproto.gemm.product import SHAPES, Layer, Product, tiled_kernel
-from blazeproto.gemm.tiles import BK, BM, CANDIDATES, FACTOR_GRADIENT, OPERAND_BYTES, SLAB, TILES, WARPGROUP, TileConfig
+from blazeproto.gemm.product import PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel
+from blazeproto.gemm.specification import Array, Specification, by_tile
+from blazeproto.gemm.tiles import BF16, BK, BM, CANDIDATES, FACTOR_GRADIENT, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
-from blazeproto.runtime.libraries import any_library, in_host_memory
+from blazeproto.runtime.libraries import in_host_memory
 
 DOWN, UP = "down_backward_weight", "up_backward_weight"
+GATHERED = Variant(True)
 WORKSPACE_PART = 0.2  # of a weight gradient and its ordered rows
 LEAST_UNITS = 0.4  # of the clusters
 BUSY_ENOUGH = 0.9  # of the clusters, in the mean over the rounds that the tiles of one expert take
@@ -48,7 +51,43 @@ WEIGHT_PARAMS = Params(
 )
 
 
-@any_library("blazeproto.gemm.reference", {"dw": "bfloat16"})
+def down_formula(m: Namespace, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
+    """dW_down[e] = Σ dO_t^T A'_r over an expert's rows, 0 where it has none."""
+    return m.outer(m.gather(d_out) if gather else d_out, a_scaled)
+
+
+def up_formula(m: Namespace, dh: Any, x: Any, *, gather: bool = True) -> Any:
+    """dW_up[e] = Σ dH_r^T x_t over an expert's rows, 0 where it has none."""
+    return m.outer(dh, m.gather(x) if gather else x)
+
+
+def _workspace(name: str, shape: str) -> Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]]:
+    """A specification's, of a gradient of this shape."""
+
+    def lengths(letters: Mapping[str, int], config: TileConfig | None) -> tuple[int, ...]:
+        where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
+        elements = workspace_elements(name, where, dw, config)
+        return (elements,) if elements else ()
+
+    return lengths
+
+
+_DOWN = Specification(
+    inputs=(Array("d_out", "T d", ordered="R d", fetched=True), Array("a_scaled", "R n")),
+    outputs=(Array("dw", "E d n", f32=True, tile=by_tile),),
+    formula=down_formula,
+    workspace=_workspace(DOWN, "E d n"),
+)
+# weight.cu has the gathered rows' columns, d of them, down its tiles, which it stores transposed in dW_up.
+_UP = Specification(
+    inputs=(Array("dh", "R h"), Array("x", "T d", ordered="R d", fetched=True)),
+    outputs=(Array("dw", "E h d", f32=True, tile=lambda config, halves: (config.tile_n, BM)),),
+    formula=up_formula,
+    workspace=_workspace(UP, "E h d"),
+)
+
+
+@_DOWN.public
 def down_backward_weight(
     d_out: Any,
     a_scaled: Any,
@@ -73,11 +112,10 @@ def down_backward_weight(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = check_down(Arguments(dispatch, stream, config), d_out, a_scaled, dw, gather, accumulate)
-    return _launch(DOWN, given, ("d_out", "a_scaled"), gather, accumulate, workspace, config)
+    return _checked_launch(DOWN, _DOWN, locals(), ("d_out", "a_scaled"))
 
 
-@any_library("blazeproto.gemm.reference", {"dw": "bfloat16"})
+@_UP.public
 def up_backward_weight(
     dh: Any,
     x: Any,
@@ -100,48 +138,20 @@ def up_backward_weight(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = check_up(Arguments(dispatch, stream, config), dh, x, dw, gather, accumulate)
-    return _launch(UP, given, ("x", "dh"), gather, accumulate, workspace, config)
+    return _checked_launch(UP, _UP, locals(), ("x", "dh"))
 
 
-def check_down(given: Arguments, d_out: Any, a_scaled: Any, dw: Any, gather: bool, accumulate: bool) -> Arguments:
-    """The arrays of `down_backward_weight`, but for the workspace."""
-    given.read("d_out", d_out, "T d" if gather else "R d", gathered=gather).read("a_scaled", a_scaled, "R n")
-    return _gradient(given, dw, "E d n", accumulate)
-
-
-def check_up(given: Arguments, dh: Any, x: Any, dw: Any, gather: bool, accumulate: bool) -> Arguments:
-    """The arrays of `up_backward_weight`, but for the workspace."""
-    given.read("dh", dh, "R h").read("x", x, "T d" if gather else "R d", gathered=gather)
-    return _gradient(given, dw, "E h d", accumulate)
-
-
-def _gradient(given: Arguments, dw: Any, shape: str, accumulate: bool) -> Arguments:
-    given.accumulator("dw", dw, shape, accumulate)
-    if accumulate and given.views["dw"].dtype == "bfloat16":
-        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
-    return given
-
-
-def _launch(
-    name: str,
-    given: Arguments,
-    operands: tuple[str, str],
-    gather: bool,
-    accumulate: bool,
-    workspace: Any,
-    config: TileConfig | None,
-) -> Any:
-    """Either product, once its arrays are checked; the gradient. operands: names, the gathered one first."""
+def _checked_launch(name: str, spec: Specification, call: Mapping[str, Any], operands: tuple[str, str]) -> Any:
+    """Either product; the gradient. operands: names, the gathered one first."""
+    given = spec.check(call)
     out = given.views["dw"]
-    elements = weight_workspace(name, out, given.dispatch, config)
-    if elements or workspace is not None:
-        given.write("workspace", workspace, str(elements), "float32")
+    if call["accumulate"] and out.dtype == "bfloat16":
+        raise ValueError("accumulate: expected an fp32 dw to add to, got bfloat16")
     rows, ordered = (given.views[operand] for operand in operands)
-    options: dict[str, Any] = {"gather": gather, "accumulate": accumulate, "config": config}
+    options = {option: call[option] for option in ("gather", "accumulate", "config")}
     options |= {"f32": out.dtype == "float32", "workspace": given.views.get("workspace")}
     launch(name, rows, ordered, given.located(), dw=out, **options)
-    return given.arrays["dw"]
+    return spec.results(given)
 
 
 def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConfig | None = None) -> int:
@@ -161,20 +171,12 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
 
 
-def kernel(
-    config: TileConfig | None = None,
-    *,
-    transposed: bool = False,
-    f32: bool = False,
-    gather: bool = True,
-    debug: tuple[str, ...] = (),
-    sources: Path | None = None,
-) -> Kernel:
-    """transposed: of dW_up.  f32: into fp32.  gather: rows fetched by index."""
-    config = config or TILES[UP if transposed else DOWN]
-    macros = {"GATHER": gather, "TRANSPOSED": transposed, "OUT_F32": f32}
+def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build: Build = PACKAGE) -> Kernel:
+    """variant: transposed, f32, gather."""
+    config = config or TILES[UP if variant.transposed else DOWN]
+    macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
     options: dict[str, Any] = {"clusters": True, "widths": (64, 128, 256)}
-    return tiled_kernel("weight.cu", "weight_gradient", config, debug, sources, **options, **macros)
+    return tiled_kernel("weight.cu", "weight_gradient", config, build, **options, **macros)
 
 
 @cache
@@ -218,7 +220,7 @@ def _units(name: str, where: tuple[int, int, int], shape: tuple[int, ...], confi
     tiles = _tiles(config, 1, d, width)
     if tiles >= BUSY_ENOUGH * clusters * -(-tiles // clusters):
         return 0
-    budget = WORKSPACE_PART * OPERAND_BYTES * (experts * d * width + num_rows * width)
+    budget = WORKSPACE_PART * BF16.bytes * (experts * d * width + num_rows * width)
     units = min(clusters, int(budget / _unit_bytes(config))) if num_rows else 0
     return units if units >= LEAST_UNITS * clusters else 0
 
@@ -245,31 +247,29 @@ class WeightPlan(NamedTuple):
 
 @lru_cache(maxsize=SHAPES)
 def _plan(
-    name: str,
     where: tuple[int, int, int],
     shape: tuple[int, int, int],
-    gather: bool,
-    f32: bool,
     accumulate: bool,
     units: int,
+    variant: Variant,
     config: TileConfig,
-    build: product.Build,
+    build: Build,
 ) -> WeightPlan:
     num_rows, _, device = where
     experts, outer, inner = shape
-    (d, width), transposed = _widths(name, shape), name == UP
-    ordered = dense_box((width, num_rows), (SLAB, BK)) if num_rows else None
-    in_order = dense_box((d, num_rows), (SLAB, BK)) if num_rows and not gather else None
-    out = None if f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1))
+    (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.inputs
+    ordered = dense_box((width, num_rows), (SLAB, BK), element) if num_rows else None
+    in_order = dense_box((d, num_rows), (SLAB, BK), element) if num_rows and not variant.gather else None
+    out = None if variant.f32 else dense_box((inner, outer, experts), (SLAB, SLAB, 1), variant.outputs)
     gradient = Plan(
-        kernel(config, transposed=transposed, f32=f32, gather=gather, **build._asdict()),
+        kernel(config, variant, build),
         WEIGHT_PARAMS,
         (ordered, in_order, out),
         (experts, d, width, int(accumulate), units),
         grid=persistent_grid(device, config.cluster, _tiles(config, experts, d, width)),
         device=device,
     )
-    sum_numbers = (units, config.cluster, d, width, int(transposed), int(f32), int(accumulate))
+    sum_numbers = (units, config.cluster, d, width, int(variant.transposed), int(variant.f32), int(accumulate))
     sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
     return WeightPlan(
         gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers, _partials_offset(units)
@@ -293,7 +293,8 @@ def launch(
     f32: whether dw is.  workspace: None makes every tile whole."""
     config = config or TILES[name]
     units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
-    plan = _plan(name, at.where, dw.shape, gather, f32, accumulate, units, config, product.build_of(name))
+    variant = Variant(gather, name == UP, f32=f32)
+    plan = _plan(at.where, dw.shape, accumulate, units, variant, config, product.build_of(name))
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
     partials = unfinished + plan.partials_offset
@@ -307,40 +308,34 @@ def launch(
 
 
 def _kernels(name: str) -> list[Kernel]:
-    configs, transposed = dict.fromkeys((TILES[name], *CANDIDATES[name])), name == UP
+    configs, both = dict.fromkeys((TILES[name], *CANDIDATES[name])), (False, True)
+    variants = [Variant(gather, name == UP, f32=f32) for gather in both for f32 in both]
+    by_gathering = [variant for variant in variants if variant.gather]
     return [
-        *(kernel(config, transposed=transposed, f32=f32) for config in configs for f32 in (False, True)),
-        *(kernel(transposed=transposed, f32=f32, gather=False) for f32 in (False, True)),
-        *(
-            kernel(FACTOR_GRADIENT, transposed=transposed, f32=f32, gather=gather)
-            for f32 in (False, True)
-            for gather in (False, True)
-        ),
+        *(kernel(config, variant) for config in configs for variant in by_gathering),
+        *(kernel(config, variant) for config in (None, FACTOR_GRADIENT) for variant in variants),
         *(sum_kernel(config.tile_n) for config in configs),
     ]
 
 
-def _for_layer(name: str, layer: Layer) -> list[Kernel]:
-    build = product.build_of(name)
-    gradient = kernel(transposed=name == UP, f32=layer.f32_weight_grads, **build._asdict())
-    return [gradient, sum_kernel(TILES[name].tile_n, build.sources)]
+def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product:
+    return Product(
+        name,
+        run,
+        spec,
+        kernels=lambda: _kernels(name),
+        launched=lambda sizes, config, variant, build: [
+            kernel(config, variant, build),
+            sum_kernel(config.tile_n, build.sources),
+        ],
+        in_layer=lambda sizes, up, down: [(sizes, TILES[name], Variant(True, name == UP, f32=down.f32))],
+        tiles=lambda sizes: TILES[name],
+        kernel=kernel,
+        variant=Variant(True, name == UP),
+        options=("gather", "f32"),
+        phases=("backward",),
+    )
 
 
-DOWN_BACKWARD_WEIGHT = Product(
-    DOWN,
-    down_backward_weight,
-    kernels=lambda: _kernels(DOWN),
-    for_layer=lambda layer: _for_layer(DOWN, layer),
-    operations=lambda s: 2.0 * s.rows * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.rows * s.n + s.T * s.d + s.E * s.n * s.d),
-    kernel=lambda config=None, **variant: kernel(config, transposed=False, **variant),
-)
-UP_BACKWARD_WEIGHT = Product(
-    UP,
-    up_backward_weight,
-    kernels=lambda: _kernels(UP),
-    for_layer=lambda layer: _for_layer(UP, layer),
-    operations=lambda s: 2.0 * s.rows * s.halves * s.n * s.d,
-    least_bytes=lambda s: OPERAND_BYTES * (s.halves * s.rows * s.n + s.T * s.d + s.halves * s.E * s.n * s.d),
-    kernel=lambda config=None, **variant: kernel(config, transposed=True, **variant),
-)
+DOWN_BACKWARD_WEIGHT = _product(DOWN, down_backward_weight, _DOWN)
+UP_BACKWARD_WEIGHT = _product(UP, up_backward_weight, _UP)

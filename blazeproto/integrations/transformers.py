@@ -5,14 +5,14 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="blazeproto")
 
 transformers calls what is registered in place of the forward of every experts module that has its decorator
-``use_experts_implementation``. What the module has says which of two roads it takes (`explain` tells):
+``use_experts_implementation``. What the module has says which of two code paths it takes (`explain` tells):
 
     in place       an activation of `blazeproto.activations`: `moe_mlp` on the module's own weights, gate_up_proj (E, 2n, d), or
                    up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up in turn, as
                    the module says. Gradients lie as the weights do
     grouped_mm     another activation, or a norm after each expert: transformers' own ``grouped_mm`` implementation
 
-What no road can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
+What neither can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,13 @@ FUNCTIONS = {  # the class of act_fn, and f of blazeproto.activations
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
 PLAIN_FUNCTIONS = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # where act_fn is no module
-GATED = {"silu": "swiglu", "gelu": "geglu"}
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
 def _act_fn(experts: nn.Module) -> str | None:
@@ -55,18 +57,36 @@ def _act_fn(experts: nn.Module) -> str | None:
     return FUNCTIONS.get(kind.__name__) if kind.__module__ in LIBRARIES else None
 
 
-def _swiglu_of_act_fn(experts: nn.Module) -> str | None:
+def _glu_of_act_fn(experts: nn.Module) -> str | None:
     return GATED.get(_act_fn(experts) or "")
 
 
-def _clamped(limit: str, alpha: str) -> Callable[[nn.Module], str | None]:
-    """Of a gate that is gpt-oss's; limit and alpha name its attributes."""
+def _with(activation: str, **attributes: str) -> Callable[[nn.Module], str | None]:
+    """What tells the name of a gate with parameters, each of which is an attribute of the module."""
 
     def name(experts: nn.Module) -> str:
-        wanted = f"clamped_swiglu(limit={float(getattr(experts, limit))!r},alpha={float(getattr(experts, alpha))!r})"
-        return _in_table(wanted)
+        values = [f"{parameter}={float(_attribute(experts, path))!r}" for parameter, path in attributes.items()]
+        return _in_table(f"{activation}({','.join(values)})")
 
     return name
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _limited_of_act_fn(experts: nn.Module) -> str | None:
+    return _with("limited_swiglu", limit="limit")(experts) if _act_fn(experts) == "silu" else None
+
+
+def _softcapped(experts: nn.Module) -> str | None:
+    """Of Inkling's, whose act_fn is a module of its own file that takes gate and up."""
+    if _class_name(type(experts.act_fn)) != "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU":
+        return None
+    caps = {"gate_cap": "act_fn.gate_softcap.softcap", "up_cap": "act_fn.up_softcap.softcap"}
+    return _with("softcapped_swiglu", **caps)(experts)
 
 
 @torch.compiler.assume_constant_result  # a compiler would trace the regular expression that reads a name
@@ -76,16 +96,22 @@ def _in_table(name: str, alternates: bool = False) -> str:
 
 
 DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
-GATES: dict[str, Callable[[nn.Module], str | None]] = {  # `_apply_gate` of a module of transformers, as an activation
-    DEFAULT_GATE: _swiglu_of_act_fn,
-    "transformers.models.beam.modeling_beam.BeamExperts._apply_gate": _swiglu_of_act_fn,
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": _clamped("limit", "alpha"),
-    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": _clamped(
-        "swiglu_limit", "swiglu_alpha"
+MODELS: dict[str, Callable[[nn.Module], str | None]] = {  # the gates of transformers.models, as an activation
+    "beam.modeling_beam.BeamExperts": _glu_of_act_fn,
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": _limited_of_act_fn,
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": _with("limited_swiglu", limit="swiglu_limit"),
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": _with("clamped_swiglu", limit="limit", alpha="alpha"),
+    "hy_v4.modeling_hy_v4.HYV4Experts": _with("limited_swiglu", limit="swiglu_limit"),
+    "inkling2.modeling_inkling2.Inkling2Experts": _softcapped,
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": _with(
+        "clamped_swiglu", limit="swiglu_limit", alpha="swiglu_alpha"
     ),
-    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": (
-        _clamped("limit", "alpha")
+    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": _with(
+        "clamped_swiglu", limit="limit", alpha="alpha"
     ),
+}
+GATES = {DEFAULT_GATE: _glu_of_act_fn} | {
+    f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()
 }
 
 
@@ -96,6 +122,11 @@ def _gate_name(experts: Any) -> str:
 @torch.compiler.assume_constant_result  # a compiler reads no __qualname__
 def _gate_of(kind: Any) -> str:
     return _name_of(kind._apply_gate)
+
+
+@torch.compiler.assume_constant_result
+def _class_name(kind: Any) -> str:
+    return _name_of(kind)
 
 
 def _name_of(function: Any) -> str:
@@ -170,7 +201,7 @@ def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     )
 
 
-# --- Which road ----------------------------------------------------------------------------------------------------------
+# --- Which code path ----------------------------------------------------------------------------------------------------------
 
 
 def _why_grouped_mm(experts: nn.Module) -> str | None:
@@ -189,7 +220,7 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
 
 
 def explain(model: nn.Module) -> dict[str, str]:
-    """Which road each experts module of a model takes, by its name.
+    """Which code path each experts module of a model takes, by its name.
 
     "in place", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It doesn't matter
     which implementation is set. Hugging Face transformers, ``integrations/moe.py``, has the layouts.
@@ -198,17 +229,17 @@ def explain(model: nn.Module) -> dict[str, str]:
         model: a transformers model, or an experts module.
 
     Returns:
-        The roads, in the order of ``model.named_modules()``; {} where no module has the decorator.
+        The code paths, in the order of ``model.named_modules()``; {} where no module has the decorator.
 
     Raises:
         TypeError: ``model`` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    return {name: _road(module) for name, module in model.named_modules() if hasattr(module, "is_transposed")}
+    return {name: _path(module) for name, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
-def _road(experts: Any) -> str:
+def _path(experts: Any) -> str:
     for what, (found, expected) in REFUSED.items():
         if found(experts):
             return f"refused: {what}; expected {expected}"

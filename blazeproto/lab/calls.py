@@ -11,11 +11,10 @@ from torch import Tensor
 
 from blazeproto import gemm
 from blazeproto.activations import activation_named
-from blazeproto.gemm import Kernel, Sizes, TileConfig, down_backward, linear, reduce, up, weight
-from blazeproto.gemm.combine import kernel as combine_kernel
+from blazeproto.gemm import Kernel, Sizes, TileConfig, weight
 from blazeproto.gemm.product import Build
 from blazeproto.gemm.reduce import row_sum_slots
-from blazeproto.gemm.tiles import BM, TILES, tiles_for, with_tickets
+from blazeproto.gemm.tiles import BM, TILES
 from blazeproto.lab.oracle import Case
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -37,14 +36,13 @@ class Setting(NamedTuple):
     @property
     def tiles(self) -> TileConfig:
         """What the launch takes."""
-        name, s = self.product, self.sizes
-        if self.config is not None:
-            return self.config
-        if name in ("up_forward", "down_backward_act"):
-            return with_tickets(name, s.rows, s.E, s.d)
-        if name in ("down_forward", "up_backward_act"):
-            return tiles_for(name, s.d)
-        return TILES[name if name in TILES else "down_forward"]
+        tiles = gemm.PRODUCTS[self.product].tiles
+        return self.config or (tiles(self.sizes) if tiles else TILES["down_forward"])
+
+    def kernels(self, build: Build) -> list[Kernel]:
+        """Those that a call launches, the main one first."""
+        entry = gemm.PRODUCTS[self.product]
+        return entry.launched(self.sizes, self.tiles, entry.variant._replace(activation=self.activation), build)
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,13 @@ class Call:
     """given: the inputs that other products make (`lab.oracle.evaluate`'s names).
 
     outputs: by the names of `lab.oracle.evaluate`; "workspace" is not compared.  run: ``run(case, given, outputs, config)``.
-    kernels: those that it launches, the main one first.  biases: whether the layer has biases.
-    fixed_order: whether every run gives the same bits.
+    biases: whether the layer has biases.
     """
 
     given: tuple[str, ...]
     outputs: Callable[[Setting, Case], dict[str, Output]]
     run: Callable[[Case, Mapping[str, Tensor], Mapping[str, Tensor], TileConfig | None], object]
-    kernels: Callable[[Setting, Build], list[Kernel]]
     biases: bool = False
-    fixed_order: bool = True
 
 
 # --- The row products ------------------------------------------------------------------------------------------------------
@@ -102,12 +97,6 @@ def _down_backward_outputs(s: Setting, _: Case) -> dict[str, Output]:
 
 def _rows_of_d(name: str) -> Callable[[Setting, Case], dict[str, Output]]:
     return lambda s, _: {name: Output("row", (s.sizes.rows, s.sizes.d), tile=(BM, s.tiles.tile_n))}
-
-
-def _linear_kernels(*, transposed: bool = False, fused: bool = False) -> Callable[[Setting, Build], list[Kernel]]:
-    return lambda s, build: [
-        linear.kernel(s.tiles, gather=False, transposed=transposed, bias=False, fused=fused, **build._asdict())
-    ]
 
 
 def _run_up(case: Case, _: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None) -> object:
@@ -147,13 +136,6 @@ def _weight_outputs(name: str) -> Callable[[Setting, Case], dict[str, Output]]:
     return outputs
 
 
-def _weight_kernels(name: str) -> Callable[[Setting, Build], list[Kernel]]:
-    return lambda s, build: [
-        weight.kernel(s.tiles, transposed=name == weight.UP, f32=False, gather=True, **build._asdict()),
-        weight.sum_kernel(s.tiles.tile_n, build.sources),
-    ]
-
-
 # --- The table -------------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +151,6 @@ CALLS: dict[str, Call] = {
         (),
         _up_outputs,
         _run_up,
-        lambda s, build: [up.kernel(s.tiles, activation=s.activation, bias=False, **build._asdict())],
     ),
     "down_forward": Call(
         ("act",),
@@ -177,7 +158,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.down_forward(
             given["act"], case.down_proj, case.dispatch, y=out["y"], config=config
         ),
-        _linear_kernels(),
     ),
     "down_forward_fused": Call(
         ("act",),
@@ -185,23 +165,16 @@ CALLS: dict[str, Call] = {
             "fused": Output("token", (s.sizes.T, s.sizes.d), torch.float32, (BM, s.tiles.tile_n), zeroed=True)
         },
         _run_fused,
-        _linear_kernels(fused=True),
-        fixed_order=False,
     ),
     "combine": Call(
         ("y",),
         lambda s, _: {"out": Output("token", (s.sizes.T, s.sizes.d))},
         lambda case, given, out, config: gemm.combine(given["y"], case.dispatch, scores=case.scores, out=out["out"]),
-        lambda s, build: [combine_kernel(s.sizes.d, s.sizes.K, True, build.sources)],
     ),
     "down_backward_act": Call(
         ("h",),
         _down_backward_outputs,
         _run_down_backward,
-        lambda s, build: [
-            down_backward.kernel(s.tiles, activation=s.activation, **build._asdict()),
-            reduce.kernel("reduce_scores_grad", 0, build.sources),
-        ],
     ),
     "bias_score_grad": Call(
         (),
@@ -209,7 +182,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.bias_score_grad(
             case.d_out, case.down_bias, case.dispatch, d_scores=out["bias_scores"]
         ),
-        lambda s, build: [reduce.kernel("bias_score_grad", s.sizes.K, build.sources)],
         biases=True,
     ),
     "down_backward_weight": Call(
@@ -218,7 +190,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.down_backward_weight(
             case.d_out, given["a_scaled"], case.dispatch, dw=out["d_down"], workspace=out["workspace"], config=config
         ),
-        _weight_kernels(weight.DOWN),
     ),
     "up_backward_act": Call(
         ("dh",),
@@ -226,7 +197,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.up_backward_act(
             given["dh"], case.up_proj, case.dispatch, dx_rows=out["dx_rows"], config=config
         ),
-        _linear_kernels(transposed=True),
     ),
     "up_backward_weight": Call(
         ("dh",),
@@ -234,7 +204,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.up_backward_weight(
             given["dh"], case.x, case.dispatch, dw=out["d_up"], workspace=out["workspace"], config=config
         ),
-        _weight_kernels(weight.UP),
     ),
     "expert_row_sum": Call(
         ("dh",),
@@ -242,10 +211,6 @@ CALLS: dict[str, Call] = {
         lambda case, given, out, config: gemm.expert_row_sum(
             given["dh"], case.dispatch, out=out["d_up_bias"][:, 0], workspace=out["workspace"]
         ),
-        lambda s, build: [
-            reduce.kernel("expert_row_sum", s.sizes.K, build.sources),
-            reduce.kernel("expert_row_sum_finish", 0, build.sources),
-        ],
         biases=True,
     ),
 }

@@ -25,7 +25,7 @@ import numpy as np
 
 from blazeproto.activations import activate
 from blazeproto.dispatch import reference as dispatch_twin
-from blazeproto.gemm import reference as gemm_twin
+from blazeproto.gemm import TWINS
 from blazeproto.gemm.compile import CUDA_SOURCES
 from blazeproto.gemm.nvrtc import CompileError
 from blazeproto.runtime import checks
@@ -198,8 +198,8 @@ def _judge_score_gradient(solution: Callable[..., Any]) -> str:
         dispatch = dispatch_twin.build_dispatch(ids, num_experts)
         d_out, h = rng.normal(size=(len(ids), d)), rng.normal(size=(ids.size, 2 * n))
         down_proj, scores = rng.normal(size=(num_experts, d, n)), rng.random(ids.size, np.float32) + 0.05
-        expected = gemm_twin.down_backward_act(d_out, down_proj, h, scores, dispatch)[2]
-        d_act = gemm_twin.grouped_mm(d_out, down_proj, dispatch, gather=True, transposed=True)
+        expected = TWINS["down_backward_act"](d_out, down_proj, h, scores, dispatch)[2]
+        d_act = TWINS["grouped_mm"](d_out, down_proj, dispatch, gather=True, transposed=True)
         got = solution(d_act, activate(h, "swiglu"), dispatch.expert_pair_indices.copy())
         return _mismatch("dS", got, expected, 1e-4)
 

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blazeproto.gemm.registry import kernel_for
-from blazeproto.gemm.tiles import BK, BM, CHUNK, OPERAND_BYTES, WARPGROUP, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
 from blazeproto.lab.svg import Picture, Svg
 from blazeproto.runtime import checks
 
 ROW_BYTES = 128  # of a swizzled row
-PANEL = ROW_BYTES // OPERAND_BYTES  # operands in one
-CHUNK_BYTES = CHUNK * OPERAND_BYTES
+PANEL = ROW_BYTES // BF16.bytes  # operands in one
+CHUNK_BYTES = CHUNK * BF16.bytes
 CHUNKS = ROW_BYTES // CHUNK_BYTES
 PATTERN = 8  # rows after which the swizzle repeats
 STRIP = 64  # rows of a wgmma
@@ -65,14 +65,14 @@ class StageLayout(Picture):
         """Where element (index, k) lies, in bytes from where the operand begins. index: the tile's row (a) or column (b)."""
         row, along = (k, index) if self.mn_major else (index, k)
         panel, within = divmod(along, PANEL)
-        return self.offset(row, within // CHUNK, panel) + within % CHUNK * OPERAND_BYTES
+        return self.offset(row, within // CHUNK, panel) + within % CHUNK * BF16.bytes
 
     def _heading(self) -> list[str]:
         name = "row" if self.operand == "a" else "column"
         major = "MN" if self.mn_major else "K"
         row = f"64 {name}s of one k" if self.mn_major else f"64 k of one {name}"
         parts = f"{self.panels} panels of {self.rows} rows" if self.mn_major else f"{self.rows} rows"
-        size = self.length * self.k * OPERAND_BYTES
+        size = self.length * self.k * BF16.bytes
         return [
             f"{self.product}, operand {self.operand}: {self.length} {name}s x {self.k} k, {major}-major, 128-byte swizzle",
             f"{parts}, each {row}; {size} bytes from byte {self.start} of a stage; every {PATTERN} rows alike",
@@ -114,7 +114,7 @@ def swizzle(product: str = "up_forward", operand: str = "a", *, config: TileConf
     weights = kernel.file == "weight.cu"  # WeightProducer: both operands are MN-major; RowProducer: a never is
     mn_major = weights or (operand == "b" and bool(kernel.defines["B_MN"]))
     length = BM if operand == "a" else int(kernel.defines["BN"])
-    return StageLayout(product, operand, length, mn_major, 0 if operand == "a" else BM * BK * OPERAND_BYTES)
+    return StageLayout(product, operand, length, mn_major, 0 if operand == "a" else BM * BK * BF16.bytes)
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Kernel, TileConfig
-from blazeproto.gemm.tiles import BK, BM, OPERAND_BYTES, SMEM_LIMIT, TILES, WARPGROUP
+from blazeproto.gemm.tiles import BF16, BK, BM, SMEM_LIMIT, TILES, WARPGROUP
 from blazeproto.lab.resources import resources
 from blazeproto.lab.tables import Bar, Cell, Table, View, in_bytes
 
@@ -165,7 +165,7 @@ def _of_kernel(kernel: Kernel) -> View:
 
 
 def _of_tiles(config: TileConfig) -> View:
-    stage = OPERAND_BYTES * BK * (BM + config.tile_n)
+    stage = BF16.bytes * BK * (BM + config.tile_n)
     users = [name for name, tiles in TILES.items() if tiles == config]
     yes = {True: "yes", False: "no"}
     return View(

@@ -100,7 +100,7 @@ class Workbench:
         self.product, self.activation, self.routing, self.seed, self.config = product, activation, routing, seed, config
         self.setting = setting_of(product, (T, d, n, E, K), activation, config)
         self.call = CALLS[product]
-        self.call.kernels(self.setting, Build())  # refuses tiles that it cannot have
+        self.setting.kernels(Build())  # refuses tiles that it cannot have
         self.edited: EditedSources | None = None
         self.last_kernel: Kernel | None = None
 
@@ -145,7 +145,7 @@ class Workbench:
 
     def _compiled(self, *builds: Build) -> None:
         """All kernels of the product, at a time; the first build's main one becomes ``last_kernel``."""
-        kernels = [kernel for build in builds for kernel in self.call.kernels(self.setting, build)]
+        kernels = [kernel for build in builds for kernel in self.setting.kernels(build)]
         if self.edited:
             self.edited.compile(kernels)
         else:
@@ -188,7 +188,9 @@ class Workbench:
         builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))]
         self._compiled(*builds)
         inputs = self._inputs
-        comparison = Comparison(inputs.references, inputs.places, fixed_order=self.call.fixed_order)
+        comparison = Comparison(
+            inputs.references, inputs.places, fixed_order=PRODUCTS[self.setting.product].fixed_order
+        )
         touched = {name: torch.zeros(3, dtype=torch.int64, device=DEVICE) for name in inputs.memory}
         for index in range(runs):
             self._run(builds[index % 2])

@@ -21,7 +21,7 @@ from blazeproto.activations import ACTIVATIONS, clamped_swiglu
 from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators, private
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
-from blazeproto.gemm import down_backward, fused, linear, reduce, reference, up, weight
+from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
 from blazeproto.integrations.grouped import grouped_experts
 from tests.integrations import test_grouped as grouped
 
@@ -36,23 +36,23 @@ def as_numpy(value):
 
 def weight_gradient(name, rows, ordered, dispatch, *, f32, **options):
     if name == weight.DOWN:
-        return reference.down_backward_weight(rows, ordered, dispatch, **options)
-    return reference.up_backward_weight(ordered, rows, dispatch, **options)
+        return TWINS["down_backward_weight"](rows, ordered, dispatch, **options)
+    return TWINS["up_backward_weight"](ordered, rows, dispatch, **options)
 
 
 def expert_row_sum(values, dispatch, *, f32, **options):
-    return reference.expert_row_sum(values, dispatch, **options)
+    return TWINS["expert_row_sum"](values, dispatch, **options)
 
 
 LAUNCHES = (  # module, launch, twin
-    (up, "launch", reference.up_forward),
-    (linear, "launch", reference.grouped_mm),
-    (fused, "launch", reference.down_forward_fused),
-    (down_backward, "launch", reference.down_backward_act),
+    (up, "launch", TWINS["up_forward"]),
+    (linear, "launch", TWINS["grouped_mm"]),
+    (fused, "launch", TWINS["down_forward_fused"]),
+    (down_backward, "launch", TWINS["down_backward_act"]),
     (weight, "launch", weight_gradient),
-    (hopper_backend, "launch_combine", reference.combine),
+    (hopper_backend, "launch_combine", TWINS["combine"]),
     (reduce, "launch_expert_row_sum", expert_row_sum),
-    (reduce, "launch_bias_score_grad", reference.bias_score_grad),
+    (reduce, "launch_bias_score_grad", TWINS["bias_score_grad"]),
 )
 
 

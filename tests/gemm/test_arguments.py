@@ -12,7 +12,7 @@ import pytest
 from blazeproto import gemm
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch
-from blazeproto.gemm import arguments, reference, weight
+from blazeproto.gemm import arguments, weight
 from blazeproto.runtime import driver
 from tests.gemm.test_current_gpu import bf16, f32, on_gpu_0
 
@@ -105,7 +105,8 @@ BAD = [
 def _gpu_0_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "current_device", lambda: 0)
     monkeypatch.setattr(arguments, "current_stream", lambda array: 0)
-    monkeypatch.setattr(weight, "weight_workspace", lambda *_: 0)
+    monkeypatch.setattr(weight, "current_device", lambda: 0)
+    monkeypatch.setattr(weight, "workspace_elements", lambda *_: 0)
     monkeypatch.setattr(driver, "launch", lambda *_: pytest.fail("something was launched"))
 
 
@@ -273,7 +274,8 @@ def call(by_twin: bool, function: str, changes: dict, fields: dict | None = None
 
     lists = {name: made(value) for name, value in (LISTS | (fields or {})).items()}
     given = {name: made(value) for name, value in (SOUND[function] | changes).items()}
-    return getattr(reference if by_twin else gemm, function)(**{"dispatch": Dispatch(**lists)} | given)
+    run = gemm.TWINS[function] if by_twin else getattr(gemm, function)
+    return run(**{"dispatch": Dispatch(**lists)} | given)
 
 
 @pytest.mark.parametrize("by_twin", [False, True], ids=["product", "twin"])
@@ -345,7 +347,7 @@ def test_twins_fill_the_outputs_that_are_given(function: str) -> None:
     dispatch = build_dispatch(ids, E)
     outputs = set(WRITTEN[function]) - set(REQUIRED[function])
     inputs = {name: rng.normal(size=spec.shape) for name, spec in SOUND[function].items() if name not in outputs}
-    run = getattr(reference, function)
+    run = gemm.TWINS[function]
     made = run(**{name: array.copy() for name, array in inputs.items()}, dispatch=dispatch)
     given = {name: np.full(SOUND[function][name].shape, np.nan) for name in outputs}
     filled = run(**inputs, **given, dispatch=dispatch)

@@ -19,7 +19,7 @@ from blazeproto.gemm import nvrtc
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
-from blazeproto.gemm.product import Layer
+from blazeproto.gemm.product import Sizes, Variant
 from blazeproto.gemm.rows import ROWS_PARAMS
 from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, WITH_TICKETS, TileConfig, tiles_for, tiles_of_layer, with_tickets
 from blazeproto.gemm.weight import WEIGHT_PARAMS
@@ -255,10 +255,10 @@ def test_tickets_are_taken_where_they_pay(num_rows: int, num_experts: int, reduc
 
 def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:
     """2880 columns in one slice take tiles of 192, and so do some of the slices that many tokens are summed in."""
-    layer = Layer(2880, 4, "swiglu", up_bias=False, down_bias=False, fused=False, f32_weight_grads=False)
+    layer = (Sizes(0, 2880, 64, 8, 4), Variant(), Variant())
     for product, variant in (("down_forward", {"bias": False}), ("up_backward_act", {})):
         wanted = {gemm.kernel_for(product, tiles_for(product, width), **variant) for width in slice_widths(2880)}
-        assert set(gemm.PRODUCTS[product].for_layer(layer)) == wanted and len(wanted) == 2
+        assert set(gemm.PRODUCTS[product].for_layer(*layer)) == wanted and len(wanted) == 2
 
 
 @pytest.mark.parametrize(

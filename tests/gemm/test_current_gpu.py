@@ -66,7 +66,8 @@ ARGUMENTS = {
 @pytest.mark.parametrize("function", ARGUMENTS)
 def test_an_array_on_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.setattr(arguments, "current_device", lambda: 0)
-    monkeypatch.setattr(weight, "weight_workspace", lambda *_: 0)
+    monkeypatch.setattr(weight, "current_device", lambda: 0)
+    monkeypatch.setattr(weight, "workspace_elements", lambda *_: 0)
     arrays = ARGUMENTS[function]
     indices = {
         "expert_pair_indices": on_gpu_0("int32", R),

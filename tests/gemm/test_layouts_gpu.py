@@ -16,7 +16,6 @@ from torch import Tensor
 from blazeproto import gemm
 from blazeproto.activations import activation_named, alternating, gate_and_up, side_by_side
 from blazeproto.dispatch import Dispatch, build_dispatch
-from blazeproto.gemm import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -137,14 +136,14 @@ def test_low_rank_factors(shape: tuple[int, ...], rank: int, transposed: bool, a
     up, up_b, down, down_a = (turn(t) for t in (layer.up, layer.up_b, layer.down, layer.down_a))
     low = layer.low
     h, act = gemm.up_forward(layer.x, up, layer.dispatch, bias=layer.bias, low=(low["x"], up_b), **options)
-    wants = reference.up_forward(
+    wants = gemm.TWINS["up_forward"](
         wide(layer.x), wide(up), on_host, bias=wide(layer.bias), low=(wide(low["x"]), wide(up_b)), **options
     )
     near(h, wants[0], layer)
     near(act, wants[1], layer)
     of_rows = (low["d_out"], down_a)
     got = gemm.down_backward_act(layer.d_out, down, h, layer.scores, layer.dispatch, low=of_rows, **options)
-    wants = reference.down_backward_act(
+    wants = gemm.TWINS["down_backward_act"](
         *map(wide, (layer.d_out, down, h, layer.scores)), on_host, low=tuple(map(wide, of_rows)), **options
     )
     near(got[0], wants[0], layer)
@@ -156,7 +155,7 @@ def test_low_rank_factors(shape: tuple[int, ...], rank: int, transposed: bool, a
         made = gemm.grouped_mm(
             act, down, layer.dispatch, transposed=transposed, columns=columns, low=low_of_y(layer, rank, turn)
         )
-        want = reference.grouped_mm(
+        want = gemm.TWINS["grouped_mm"](
             wide(act), wide(down), on_host, transposed=transposed, columns=columns,
             low=tuple(map(wide, low_of_y(layer, rank, turn))),
         )  # fmt: skip

@@ -170,12 +170,12 @@ EXPERTS_CONFIG = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",
     "mlp_hidden_act": "relu2",
-    "swiglu_limit": 7.0,
+    "swiglu_limit": 1.25,
     "swiglu_alpha": 1.702,
     "post_norm_eps": 1e-5,
     "moe_latent_size": None,
-    "mlp_gate_softcap": 20.0,
-    "mlp_up_softcap": 20.0,
+    "mlp_gate_softcap": 2.0,
+    "mlp_up_softcap": 3.0,
 }
 
 

@@ -26,12 +26,6 @@ OTHERS = [family for family in families.causal_families() if family not in famil
 NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ROADS = {  # of the classes that are not "in place"
-    "DeepseekV4Experts": "grouped_mm: its own gate, DeepseekV4Experts._apply_gate",
-    "DiffusionGemmaTextExperts": "grouped_mm: the activation GELUTanh",
-    "Gemma4TextExperts": "grouped_mm: the activation GELUTanh",
-    "Glm5NextTextExperts": "grouped_mm: its own gate, Glm5NextTextExperts._apply_gate",
-    "HYV4Experts": "grouped_mm: its own gate, HYV4Experts._apply_gate",
-    "Inkling2Experts": "grouped_mm: its own gate, Inkling2Experts._apply_gate",
     "MuseSparkExperts": "grouped_mm: a norm after each expert",
 }
 
@@ -126,6 +120,36 @@ def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
 @pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.23's classes")
 def test_roads_are_those_of_classes_that_there_are() -> None:
     assert {name.partition(".")[2] for _, name in CLASSES} >= ROADS.keys()
+
+
+@pytest.mark.skipif(not families.is_newest(), reason="an earlier version lacks some of these families")
+@pytest.mark.parametrize(
+    ("folder", "name", "activation"),
+    [
+        ("deepseek_v4", "DeepseekV4Experts", "limited_swiglu(limit=1.25)"),
+        ("glm5_next", "Glm5NextTextExperts", "limited_swiglu(limit=1.25)"),
+        ("hy_v4", "HYV4Experts", "limited_swiglu(limit=1.25)"),
+        ("inkling2", "Inkling2Experts", "softcapped_swiglu(gate_cap=2.0,up_cap=3.0)"),
+        ("gemma4", "Gemma4TextExperts", "geglu_tanh"),
+        ("diffusion_gemma", "DiffusionGemmaTextExperts", "geglu_tanh"),
+    ],
+)
+def test_gates_of_their_own_run_in_place(folder: str, name: str, activation: str, calls: list[str]) -> None:
+    """At inputs that pass the limits."""
+    experts = families.experts_alone(folder, f"modeling_{folder}.{name}")
+    inputs = 2 * torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    wanted = outputs_and_gradients(experts, "eager", inputs)
+    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
+        close(got, want)
+    assert calls == [activation]
+
+
+def test_a_gate_with_another_function_than_its_family_s_runs_as_it_is(calls: list[str]) -> None:
+    for folder, name in (("deepseek_v4", "DeepseekV4Experts"), ("inkling2", "Inkling2Experts")):
+        if folder in families.decorated():
+            experts = families.experts_alone(folder, f"modeling_{folder}.{name}")
+            experts.act_fn = torch.nn.GELU()
+            assert ours.explain(experts)[""] == f"grouped_mm: its own gate, {name}._apply_gate"
 
 
 def bf16_experts_are_near_to_float32(family: str) -> None:
@@ -305,11 +329,16 @@ def test_gradient_checkpointing(family: str, use_reentrant: bool, calls: list[st
         ("gpt_oss", "modeling_gpt_oss.GptOssExperts"),
         ("nemotron_h", "modeling_nemotron_h.NemotronHExperts"),
         ("gemma4", "modeling_gemma4.Gemma4TextExperts"),
+        ("mixtral", "with another activation"),
     ],
 )
 def test_sentinels(folder: str, name: str) -> None:
     """A pair of an expert elsewhere, with weight 0: it adds nothing, its gradients are 0; a token of only such is unread."""
+    if other := name == "with another activation":
+        name = "modeling_mixtral.MixtralExperts"
     experts = families.experts_alone(folder, name)
+    if other:
+        experts.act_fn = torch.nn.Softplus()
     experts._is_expert_parallel = True
     x, index, scores = torch.randn(12, 32), torch.rand(12, 4).topk(2).indices, torch.rand(12, 2)
     away = torch.zeros(12, 2, dtype=torch.bool)
@@ -347,9 +376,16 @@ def test_autocast_multiplies_in_its_dtype() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "name"),
-    [("qwen3_moe", "modeling_qwen3_moe.Qwen3MoeExperts"), ("gpt_oss", "modeling_gpt_oss.GptOssExperts")],
+    [
+        ("qwen3_moe", "modeling_qwen3_moe.Qwen3MoeExperts"),
+        ("gpt_oss", "modeling_gpt_oss.GptOssExperts"),
+        ("deepseek_v4", "modeling_deepseek_v4.DeepseekV4Experts"),
+        ("inkling2", "modeling_inkling2.Inkling2Experts"),
+    ],
 )
 def test_compiles_without_a_graph_break(folder: str, name: str) -> None:
+    if folder not in families.decorated():
+        pytest.skip("an earlier version lacks this family")
     experts = families.experts_alone(folder, name)
     torch._dynamo.reset()
     decide = torch.compile(lambda m: (torch.ones(1), ours._why_grouped_mm(m), ours._activation(m)), backend="eager")

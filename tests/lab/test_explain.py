@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from blazeproto import MoE, cost, dispatch, gemm
 from blazeproto.dispatch import reference as dispatch_twins
 from blazeproto.gemm import PRODUCTS, Sizes
-from blazeproto.gemm import reference as gemm_twins
 from blazeproto.lab import step_times
 from blazeproto.lab.explanation import Explanation, explain
 
@@ -213,10 +211,7 @@ LAYERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", LAYERS, ids=lambda options: "-".join(options) or "plain")
 def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the twins for kernels: a call that does not fit its product's signature or shapes is refused by both."""
-    functions = {
-        name: getattr(gemm_twins, name) for name in gemm.__all__ if inspect.isfunction(getattr(gemm_twins, name, 0))
-    }
-    monkeypatch.setattr(step_times, "gemm", SimpleNamespace(**{n: on_numpy(f) for n, f in functions.items()}))
+    monkeypatch.setattr(step_times, "gemm", SimpleNamespace(**{n: on_numpy(f) for n, f in gemm.TWINS.items()}))
     for name in ("build_dispatch", "build_dispatch_varying"):
         monkeypatch.setattr(step_times, name, on_numpy(getattr(dispatch_twins, name)))
 

@@ -23,7 +23,7 @@ from blazeproto.dispatch.structures import addresses
 from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, up, weight
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
-from blazeproto.gemm.product import Build
+from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.lab import Workbench, workbench
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Output, Poisoned, setting_of
@@ -163,8 +163,8 @@ def test_use_is_for_every_thread_and_undone(bench: Workbench, folder: Path) -> N
         thread.start()
         thread.join()
         assert seen == [edited]
-        layer = product.Layer(256, 2, "swiglu", False, False, False, False)
-        assert {kernel.sources for kernel in gemm.PRODUCTS[FAST].for_layer(layer)} == {
+        layer = (Sizes(0, 256, 64, 4, 2), Variant(), Variant())
+        assert {kernel.sources for kernel in gemm.PRODUCTS[FAST].for_layer(*layer)} == {
             edited
         }  # what `prepare` compiles
     assert sources_for(FAST) is None
@@ -243,7 +243,7 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
         with product.alone({}):
             launch_all(case)
         assert not any(kernel.sources for kernel in launched)
-    own = set(bench.call.kernels(bench.setting, Build((), tmp_path)))
+    own = set(bench.setting.kernels(Build((), tmp_path)))
     edited = {kernel for kernel in bench_own if kernel.sources}
     assert [kernel.entry for kernel in bench_own] == plain
     assert edited and edited <= own  # the very objects that the workbench compiles
@@ -255,13 +255,12 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
 @pytest.mark.parametrize("name", gemm.PRODUCTS)
 def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
     bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
-    kernels = bench.call.kernels(bench.setting, Build())
-    assert {kernel.sources for kernel in bench.call.kernels(bench.setting, Build((), Path("/elsewhere")))} == {
-        Path("/elsewhere")
-    }
-    layer = product.Layer(512, 2, "swiglu", bench.call.biases, bench.call.biases, "fused" in name, False)
+    kernels = bench.setting.kernels(Build())
+    assert {kernel.sources for kernel in bench.setting.kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
+    up = Variant(bias=bench.call.biases)
+    layer = (Sizes(0, 512, 256, 4, 2), up, up._replace(fused="fused" in name))
     if name not in ("bias_score_grad", "expert_row_sum"):
-        assert set(kernels) <= set(gemm.PRODUCTS[name].for_layer(layer)), name
+        assert set(kernels) <= set(gemm.PRODUCTS[name].for_layer(*layer)), name
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
         build = bench._build()
         if "race" in bug.name:
             build = build._replace(debug=("INJECT_DELAYS",))
-        kernels.append(bench.call.kernels(bench.setting, build)[0])
+        kernels.append(bench.setting.kernels(build)[0])
     compile_many(kernels, min(2, os.cpu_count() or 1))
     assert all(kernel.registers > 0 for kernel in kernels)
 
@@ -371,7 +370,7 @@ def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[
         outputs = call.outputs(setting, case)
     places = {output: places_of(outputs[output], case) for output in references}
     values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
-    return case, Comparison(references, places, fixed_order=call.fixed_order), values
+    return case, Comparison(references, places, fixed_order=gemm.PRODUCTS[name].fixed_order), values
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 
 from blazeproto import dispatch, gemm, router
 from blazeproto.dispatch import Dispatch
-from blazeproto.gemm import reference as gemm_twins
 from blazeproto.router import reference as router_twins
 from blazeproto.runtime import arrays, libraries, rounding
 from tests.runtime.calls import (
@@ -45,16 +43,13 @@ from tests.runtime.calls import (
     run,
     to_bf16,
     twin,
+    twins_of,
 )
 
 
 def test_no_public_function_of_arrays_is_left_out() -> None:
     for room, calls in CALLS.items():
-        twins = {
-            name
-            for name in ROOMS[room].__all__
-            if hasattr(importlib.import_module(f"blazeproto.{room}.reference"), name)
-        }
+        twins = twins_of(room).keys() & ROOMS[room].__all__
         assert calls.keys() == {name for name in twins if inspect.isfunction(getattr(ROOMS[room], name))}
 
 
@@ -96,7 +91,7 @@ def test_a_products_float32_results_are_bf16_numbers_near_the_unrounded(name: st
 
 def test_one_float64_array_is_enough_to_round_nothing() -> None:
     given = arguments_of("gemm", "combine", as_float(np.float32)) | {"scores": SCORES}
-    np.testing.assert_array_equal(gemm.combine(**given), gemm_twins.combine(**given))
+    np.testing.assert_array_equal(gemm.combine(**given), gemm.TWINS["combine"](**given))
 
 
 def test_act_is_made_of_h_as_it_is_stored() -> None:
@@ -132,7 +127,7 @@ def test_rounding_is_torchs() -> None:
     np.testing.assert_array_equal(rounding.to_bfloat16(values), right)
     assert rounding.to_bfloat16(values.astype(np.float64)).dtype == np.float64
     with pytest.raises(ValueError, match="round_to: expected None or 'bf16', got 'fp16'"):
-        gemm_twins.combine(Y, dispatch.build_dispatch(IDS, E, row_capacity=R), round_to="fp16")
+        gemm.TWINS["combine"](Y, dispatch.build_dispatch(IDS, E, row_capacity=R), round_to="fp16")
 
 
 def test_the_same_lines_run_where_there_is_only_numpy() -> None:
@@ -320,15 +315,13 @@ def test_outputs_of_a_product_are_made_like_its_first_array() -> None:
         def new_empty(self, shape, dtype):
             return CudaTensor(*shape, dtype=dtype)
 
-    from blazeproto.gemm.arguments import Arguments
-
     d = 16
     lists = [CudaTensor(n, dtype=torch.int32) for n in (R, E + 1, P)]
-    given = Arguments(Dispatch(*lists, None, E, K, T), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("blazeproto.gemm.arguments.current_device", lambda: 0)
-        gemm_up = importlib.import_module("blazeproto.gemm.up")
-        made = gemm_up.check(given, CudaTensor(T, d), CudaTensor(E, 2 * N, d), "swiglu", False, *[None] * 4).arrays
+        call = dict.fromkeys(inspect.signature(gemm.up_forward).parameters)
+        call |= {"x": CudaTensor(T, d), "up_proj": CudaTensor(E, 2 * N, d), "activation": "swiglu"}
+        made = gemm.PRODUCTS["up_forward"].spec.check(call | {"dispatch": Dispatch(*lists, None, E, K, T)}).arrays
     assert type(made["h"]) is CudaTensor and made["h"].shape == (R, 2 * N)
     assert made["act"].dtype == torch.bfloat16
 

@@ -16,7 +16,7 @@ import torch
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
-from blazeproto.gemm import reference as twin
+from blazeproto.gemm import TWINS
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
 from blazeproto.reference import moe_mlp
@@ -45,22 +45,22 @@ def run_twins(case: Case) -> dict[str, np.ndarray]:
     """Forward and backward by the twins, the results named as the oracle names them."""
     a, rows = to_numpy(case)
     activation, r = case.activation, {}
-    r["h"], r["act"] = twin.up_forward(a["x"], a["up_proj"], rows, activation=activation, bias=a.get("up_bias"))
-    r["y"] = twin.down_forward(r["act"], a["down_proj"], rows, bias=a.get("down_bias"))
-    r["out"] = twin.combine(r["y"], rows, scores=a["scores"])
+    r["h"], r["act"] = TWINS["up_forward"](a["x"], a["up_proj"], rows, activation=activation, bias=a.get("up_bias"))
+    r["y"] = TWINS["down_forward"](r["act"], a["down_proj"], rows, bias=a.get("down_bias"))
+    r["out"] = TWINS["combine"](r["y"], rows, scores=a["scores"])
     down, bias = (r["act"], a["down_proj"], a["scores"]), a.get("down_bias")
-    r["fused"] = twin.down_forward_fused(*down, rows, bias=bias, out_f32=np.zeros_like(a["x"]))
-    r["dh"], r["a_scaled"], r["d_scores"] = twin.down_backward_act(
+    r["fused"] = TWINS["down_forward_fused"](*down, rows, bias=bias, out_f32=np.zeros_like(a["x"]))
+    r["dh"], r["a_scaled"], r["d_scores"] = TWINS["down_backward_act"](
         a["d_out"], a["down_proj"], r["h"], a["scores"], rows, activation=activation
     )
-    r["d_down"] = twin.down_backward_weight(a["d_out"], r["a_scaled"], rows)
-    r["dx_rows"] = twin.up_backward_act(r["dh"], a["up_proj"], rows)
-    r["dx"] = twin.combine(r["dx_rows"], rows)
-    r["d_up"] = twin.up_backward_weight(r["dh"], a["x"], rows)
+    r["d_down"] = TWINS["down_backward_weight"](a["d_out"], r["a_scaled"], rows)
+    r["dx_rows"] = TWINS["up_backward_act"](r["dh"], a["up_proj"], rows)
+    r["dx"] = TWINS["combine"](r["dx_rows"], rows)
+    r["d_up"] = TWINS["up_backward_weight"](r["dh"], a["x"], rows)
     if bias is not None:
-        twin.bias_score_grad(a["d_out"], bias, rows, d_scores=r["d_scores"])
-        r["d_down_bias"] = twin.expert_row_sum(a["d_out"], rows, gather=True, scores=a["scores"])
-        r["d_up_bias"] = twin.expert_row_sum(r["dh"], rows)
+        TWINS["bias_score_grad"](a["d_out"], bias, rows, d_scores=r["d_scores"])
+        r["d_down_bias"] = TWINS["expert_row_sum"](a["d_out"], rows, gather=True, scores=a["scores"])
+        r["d_up_bias"] = TWINS["expert_row_sum"](r["dh"], rows)
     return r
 
 
@@ -174,8 +174,8 @@ def test_gpt_oss_s_weights_as_the_glossary_turns_them() -> None:
     arrays = {name: tensor.numpy() for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
     dispatch = build_dispatch(np.zeros((4, 1), np.int32), 1)
     up_options = {"activation": "clamped_swiglu", "bias": arrays["gate_up_proj_bias"]}
-    _, act = twin.up_forward(x.numpy(), arrays["gate_up_proj"], dispatch, **up_options)
-    out = twin.down_forward(act, arrays["down_proj"], dispatch, bias=theirs.down_proj_bias.numpy())
+    _, act = TWINS["up_forward"](x.numpy(), arrays["gate_up_proj"], dispatch, **up_options)
+    out = TWINS["down_forward"](act, arrays["down_proj"], dispatch, bias=theirs.down_proj_bias.numpy())
     np.testing.assert_allclose(out, expected, atol=1e-12)
 
 
@@ -246,14 +246,14 @@ def test_twins_are_a_loop_over_the_pairs() -> None:
         T, E, d, n = dispatch.num_tokens, dispatch.num_experts, int(rng.integers(1, 6)), int(rng.integers(1, 5))
         x, up, down, d_out = (rng.normal(size=s) for s in ((T, d), (E, n, d), (E, d, n), (T, d)))
         scores, bias = rng.normal(size=len(ids)), rng.normal(size=(E, d))
-        h, act = twin.up_forward(x, up, dispatch, activation="relu")
-        out = twin.combine(twin.down_forward(act, down, dispatch, bias=bias), dispatch, scores=scores)
-        _, a_scaled, d_scores = twin.down_backward_act(d_out, down, h, scores, dispatch, activation="relu")
-        twin.bias_score_grad(d_out, bias, dispatch, d_scores=d_scores)
-        got = [out, d_scores, twin.down_backward_weight(d_out, a_scaled, dispatch)]
+        h, act = TWINS["up_forward"](x, up, dispatch, activation="relu")
+        out = TWINS["combine"](TWINS["down_forward"](act, down, dispatch, bias=bias), dispatch, scores=scores)
+        _, a_scaled, d_scores = TWINS["down_backward_act"](d_out, down, h, scores, dispatch, activation="relu")
+        TWINS["bias_score_grad"](d_out, bias, dispatch, d_scores=d_scores)
+        got = [out, d_scores, TWINS["down_backward_weight"](d_out, a_scaled, dispatch)]
         got += [
-            twin.up_backward_weight(h, x, dispatch),
-            twin.expert_row_sum(d_out, dispatch, gather=True, scores=scores),
+            TWINS["up_backward_weight"](h, x, dispatch),
+            TWINS["expert_row_sum"](d_out, dispatch, gather=True, scores=scores),
         ]
 
         rows = [pair for expert in range(E) for pair in np.flatnonzero(ids == expert)][: dispatch.num_rows]
@@ -290,15 +290,15 @@ def test_combine_adds_in_slot_order() -> None:
     for token in range(31):
         for pair in range(7 * token, 7 * token + 7):
             expected[token] += scores[pair] * y[rows.token_index_map[pair]]
-    assert np.array_equal(twin.combine(y, rows, scores=scores), expected)
+    assert np.array_equal(TWINS["combine"](y, rows, scores=scores), expected)
 
 
 def test_weight_gradients_accumulate() -> None:
     case = make_case(SHAPE, device="cpu")
     a, rows = to_numpy(case)
     dh = np.random.default_rng(0).normal(size=(case.dispatch.num_rows, 16))
-    once = twin.up_backward_weight(dh, a["x"], rows)
-    twice = twin.up_backward_weight(dh, a["x"], rows, dw=once.copy(), accumulate=True)
+    once = TWINS["up_backward_weight"](dh, a["x"], rows)
+    twice = TWINS["up_backward_weight"](dh, a["x"], rows, dw=once.copy(), accumulate=True)
     np.testing.assert_allclose(twice, 2 * once)
 
 

@@ -1,0 +1,168 @@
+"""What a product computes of which arrays: stated once, and of it are made the check of a call, new outputs and the twin.
+
+The twin of a public function has its signature, and ``round_to`` beside. It takes NumPy arrays of any floating dtype (float64
+makes an oracle, float32 a fair opponent), of any width and any number of experts, and refuses what its function refuses. Nothing
+is rounded but what ``round_to="bf16"`` rounds: to bf16 whatever a kernel stores in bf16, before it is used again. (Weight
+gradients and sums over an expert's rows that go to memory of the caller's stand for fp32 ones, and are left.) Rows of no pair
+(from ``expert_token_offsets[E]`` on) are neither read nor written: in new arrays they are NaN. Outputs that are given are filled;
+those that are not have the dtype that the inputs promote to. ``config``, ``stream`` and ``workspace`` change nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+from blazeproto.activations import activation_named
+from blazeproto.gemm.arguments import LOW, Arguments, TwinArguments, low_arrays
+from blazeproto.gemm.formulas import NumPy
+from blazeproto.gemm.tiles import BM, TileConfig
+from blazeproto.runtime.libraries import any_library
+from blazeproto.runtime.rounding import to_bfloat16
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Array:
+    """An input or an output of a product.
+
+    name: as the public function calls it.
+    shape: a letter for each dimension: T tokens, R rows in expert order, P pairs, E experts; d model width, n expert width,
+    h = G n columns of H, G being 2 for a gated activation, else 1; any other word is a width of its own.
+    gather, ordered, transposed: its shape in a call with ``gather``, with ``gather=False``, with ``transposed``.
+    optional: an input that may be None.  fetched: an input of which a kernel fetches rows by index, where it has one a token.
+    over: the input whose memory an output may take, element for element.
+    added: an output that must be given, zeroed or with what it is added to.
+    f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
+    counted: whether its bytes are among the least that a call moves; None: unless it is optional.
+    tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
+    """
+
+    name: str
+    shape: str
+    dtype: str = "bfloat16"
+    gather: str = ""
+    ordered: str = ""
+    transposed: str = ""
+    optional: bool = False
+    fetched: bool = False
+    over: str = ""
+    added: bool = False
+    f32: bool = False
+    counted: bool | None = None
+    tile: Callable[[TileConfig, int], tuple[int, int]] | None = None
+
+    @property
+    def index(self) -> str:
+        """What a line of it belongs to: "token", "row", "pair" or "expert"."""
+        return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
+
+    def shape_in(self, call: Mapping[str, Any]) -> str:
+        """Its shape with the options of a call."""
+        gather, transposed = call.get("gather"), call.get("transposed")
+        shapes = ((self.gather, gather), (self.ordered, gather is False), (self.transposed, transposed))
+        return next((shape for shape, holds in shapes if shape and holds), self.shape)
+
+
+def by_tile(config: TileConfig, halves: int) -> tuple[int, int]:
+    """Whole tiles."""
+    return BM, config.tile_n
+
+
+def low_rank(shape: str, transposed: str) -> tuple[Array, Array]:
+    """The inputs of a public function's ``low``: rows, and a factor of this shape."""
+    return Array(LOW[0], "R r", optional=True), Array(LOW[1], shape, transposed=transposed, optional=True)
+
+
+@dataclass(frozen=True)
+class Specification:
+    """inputs: in the order in which they are checked: the first that has a letter decides it.  outputs: in the order of results.
+    formula: ``formula(m, **arrays and options of the call)``, m a `blazeproto.gemm.formulas.Namespace`: the outputs, or the one
+    output; what is added, where an output is added to.
+    settle: ``settle(given, call, outputs)`` gives the outputs that are left to check, where ``columns`` changes them.
+    workspace: lengths of the fp32 workspace, by letters and tiles; () for none.
+    by_pair: what else of four bytes a pair a call reads that is bound by memory: lists of a dispatch, what is added to.
+    """
+
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    formula: Callable[..., Any]
+    settle: Callable[[Arguments, Mapping[str, Any], tuple[Array, ...]], tuple[Array, ...]] | None = None
+    workspace: Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]] | None = None
+    by_pair: tuple[str, ...] = ()
+
+    def public(self, function: F) -> F:
+        """Decorates the public function of device arrays, so that it takes those of any library, in host memory by the twin."""
+        return any_library(self.twin_of(function), {array.name: array.dtype for array in self.outputs})(function)
+
+    def check(self, call: Mapping[str, Any], kind: type[Arguments] = Arguments) -> Arguments:
+        """The arrays of a call, which is the public function's parameters by name. Raises what `Arguments` raises."""
+        given = kind(call["dispatch"], call["stream"], call.get("config"))
+        if "activation" in call:
+            given.halves = activation_named(call["activation"]).halves
+        arrays = {**call, **low_arrays(call.get("low"))}
+        for array in self.inputs:
+            if array.name in arrays:
+                options = {"optional": array.optional and array.name not in LOW, "fetched": array.fetched}
+                given.read(array.name, arrays[array.name], array.shape_in(call), array.dtype, **options)
+        for array in self.settle(given, call, self.outputs) if self.settle else self.outputs:
+            value = arrays[array.name]
+            if array.f32:
+                given.accumulator(array.name, value, array.shape, call["accumulate"])
+            elif array.added:
+                given.update(array.name, value, array.shape, array.dtype)
+            else:
+                given.write(array.name, value, array.shape, array.dtype, array.over)
+        if self.workspace is not None:
+            given.workspace(call["workspace"], self.workspace, call.get("config"))
+        return given
+
+    def results(self, given: Arguments) -> Any:
+        """The outputs of a call whose arrays are checked."""
+        made = tuple(given.arrays[array.name] for array in self.outputs)
+        return made if len(made) > 1 else made[0]
+
+    def twin_of(self, function: F) -> F:
+        """The twin of a public function."""
+        signature = inspect.signature(function)
+        round_to = inspect.Parameter("round_to", inspect.Parameter.KEYWORD_ONLY, default=None)
+        names = list(inspect.signature(self.formula).parameters)[1:]
+
+        @wraps(function)
+        def twin(*args: Any, round_to: str | None = None, **options: Any) -> Any:
+            if round_to not in (None, "bf16"):
+                raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            call = bound.arguments
+            given = self.check(call, TwinArguments)
+            given.lists()
+            m = NumPy(call["dispatch"], to_bfloat16 if round_to else lambda values: values)
+            in_use = len(m.pairs)
+            taken = dict(call)
+            for array in self.inputs:
+                if array.shape_in(call)[0] == "R" and call.get(array.name) is not None:
+                    taken[array.name] = call[array.name][:in_use]
+            if call.get("low") is not None:
+                taken["low"] = (call["low"][0][:in_use], call["low"][1])
+            values = self.formula(m, **{name: taken[name] for name in names if name in taken})
+            for array, value in zip(self.outputs, values if isinstance(values, tuple) else (values,), strict=True):
+                self._store(array, value, given.arrays[array.name], call, m)
+            return self.results(given)
+
+        twin.__signature__ = signature.replace(parameters=[*signature.parameters.values(), round_to])  # type: ignore[attr-defined]
+        return twin  # type: ignore[return-value]
+
+    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: NumPy) -> None:
+        """A value of the formula in its output, rounded unless that stands for an fp32 one."""
+        out = out[: len(m.pairs)] if array.index == "row" else out.reshape(-1) if array.index == "pair" else out
+        if out.shape != value.shape:  # some columns of a wider output
+            out = out[:, call["columns"].start : call["columns"].stop]
+        if array.added or (array.f32 and call["accumulate"]):
+            out[...] = out + value
+        elif array.dtype == "bfloat16" and not (array.f32 and call[array.name] is not None):
+            out[...] = m.stored(value)
+        else:
+            out[...] = value
