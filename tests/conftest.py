@@ -1,6 +1,6 @@
 """What every test shares: the ``gpu`` marker, seeds, an order of one's own, and that a test leaves things as it found them.
 
-    python -m pytest --order 7        # the tests shuffled by this seed
+python -m pytest --order 7        # the tests shuffled by this seed
 """
 
 from __future__ import annotations
@@ -124,6 +124,11 @@ KEPT = {
     "torch's deterministic algorithms": Kept(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
     ),
+    "torch's filling of new memory": Kept(
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+    ),
+    "torch's threads": Kept(torch.get_num_threads, torch.set_num_threads),
     "torch's matmul precision": Kept(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "whether gradients are on": Kept(torch.is_grad_enabled, torch.set_grad_enabled),
     "BLAZEPROTO_*": Kept(_environment, _write_environment),

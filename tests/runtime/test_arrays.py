@@ -115,7 +115,9 @@ def test_an_array_crosses_by_its_own_dlpack(error: Exception | None, monkeypatch
     if error is None:
         assert arrays.view(OnGpu()).dtype == "bfloat16"
     else:
-        expected = r"x: expected a dtype that CuPy imports .*\(bfloat16: CuPy 14.1 or later, with ml_dtypes\), got bfloat16"
+        expected = (
+            r"x: expected a dtype that CuPy imports .*\(bfloat16: CuPy 14.1 or later, with ml_dtypes\), got bfloat16"
+        )
         with pytest.raises(TypeError, match=expected):
             arrays.view(OnGpu(), "x")
 
