@@ -261,15 +261,18 @@ def _by_kernels(function: Callable[..., Any], first: Any, arguments: Mapping[str
 
 
 def _to_cupy(array: Any, copy: bool) -> Any:
-    """By DLPack; a BFloat16Array for bf16."""
+    """By JAX's own DLPack. TypeError for a dtype that CuPy has not got."""
     made: Any = arrays.view(array).owner
-    made = made.copy() if copy else made
-    return arrays.BFloat16Array(made) if _dtype_name(array) == "bfloat16" else made
+    return made.copy() if copy else made
 
 
 def _to_jax(array: Any) -> Any:
+    """By DLPack; what the kernels made in bf16 where no bf16 came, as CuPy has it."""
     from jax import dlpack
+    from jax import numpy as jax_numpy
 
+    if type(array) is arrays.BFloat16Array:
+        array = array.bits.view(jax_numpy.bfloat16.dtype)
     return array if library_of(array) == "jax" else dlpack.from_dlpack(array)
 
 

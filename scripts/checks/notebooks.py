@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
-from scripts.command import argument_parser, refuse
+from scripts.command import argument_parser, has_hopper, refuse
 
 TUTORIAL = REPOSITORY / "docs" / "tutorial"
 STORED = "tutorial.json"
@@ -93,8 +93,6 @@ def main() -> None:
     if not chosen:
         refuse(f"no notebook of {', '.join(path.name for path in notebooks())} begins with {' or '.join(wanted)}")
     import nbformat
-
-    from blazeproto.lab.exercises import has_hopper
 
     stored = RESULTS / STORED
     cells: dict[str, str] = json.loads(stored.read_text())["cells"] if stored.exists() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
@@ -14,11 +15,19 @@ from blazeproto.activations import ACTIVATIONS
 from blazeproto.autograd import moe_mlp, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import give_tickets
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import common, peers, rounding
 from scripts.bench.peers import ours
 from scripts.checks import fuzz, sanitize_target
+
+
+@pytest.fixture(autouse=True)
+def _tiles_back() -> Iterator[None]:
+    """The fuzzer gives the products tickets or takes them away, run by run."""
+    yield
+    give_tickets(False)
 
 
 def test_a_seed_says_all_about_a_run() -> None:
