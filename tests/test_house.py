@@ -175,6 +175,15 @@ def test_one_index_record() -> None:
     assert sorted(holders) == ["blazeproto.dispatch.structures.Addresses", "blazeproto.dispatch.structures.Dispatch"]
 
 
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: where for name, where in homes.items() if len(where) > 1}
+
+
 def test_one_kernel_body() -> None:
     """The mainloop is called in one place."""
     calls = [path.name for path in (PACKAGE / "gemm/cuda").iterdir() if "multiply<" in path.read_text()]
