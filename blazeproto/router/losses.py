@@ -7,7 +7,7 @@ and repetitions have the same bits.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score
+from blazeproto.router.scores import SCORES, Score
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
@@ -72,7 +72,7 @@ def routing_losses(
         loads = memory.part(begin, 0, size, "int32")
         probabilities = memory.part(begin, 4 * size, size, "float32")
         squares = memory.part(begin, 8 * size, blocks, "float32")
-        partials, sums = forward_kernels(num_experts, score == "sigmoid", balance, z)
+        partials, sums = forward_kernels(num_experts, score, balance, z)
         inputs = (memory.argument(view), memory.argument(chosen))
         partials.launch(
             view.device, stream, blocks, 0, *inputs, loads, probabilities, squares, num_tokens, top_k, tokens
@@ -123,7 +123,7 @@ def routing_losses_backward(
     view, (num_tokens, num_experts) = given[0], given[0].shape
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
-        kernel = backward_kernel(num_experts, score == "sigmoid", balance, z)
+        kernel = backward_kernel(num_experts, score, balance, z)
         blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
         views = map(memory.argument, (*given, outgoing))
         kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, int(top_k))
@@ -153,7 +153,7 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
+def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
     """`losses_kernels.routing_partials` and `.routing_sums`."""
     from blazeproto.router import losses_kernels
 
@@ -164,7 +164,7 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
         min_blocks=4 if num_experts <= 128 else 2,
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
-        sigmoid=sigmoid,
+        score=score,
         balance=balance,
         z=z,
     )
@@ -181,7 +181,7 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
 
 
 @lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Kernel:
+def backward_kernel(num_experts: int, score: str, balance: bool, z: bool) -> Kernel:
     """`losses_kernels.routing_losses_backward`."""
     from blazeproto.router import losses_kernels
 
@@ -192,7 +192,7 @@ def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
         min_blocks=4 if num_experts <= 256 else 2,
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
-        sigmoid=sigmoid,
+        score=score,
         balance=balance,
         z=z,
     )

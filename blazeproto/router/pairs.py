@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import DRAWING_RULES, RULES, SCORES, WAYS, Score, sums_to_one
+from blazeproto.router.kinds import DRAWING_RULES, RULES, WAYS
+from blazeproto.router.scores import SCORES, Score, sums_to_one
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel

@@ -9,7 +9,7 @@ Plain functions on device arrays: whoever differentiates wraps the two.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score, renormalizes
+from blazeproto.router.scores import SCORES, Score, renormalizes
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.arrays import DeviceArray
 from blazeproto.runtime.libraries import any_library
