@@ -50,7 +50,7 @@ def softmax_of(num_experts: int, lanes: int, per_lane: int, group: Any) -> Any:
 def routing_partials(threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool) -> Any:
     """Each block's part of the load, and of the sums that ``balance`` and ``z`` ask for.
 
-    load (B, E) int32; probabilities (B, E) fp32: the softmax, or elementwise scores divided by their sum; squares (B,) fp32: logsumexp².
+    load (B, E) int32; probabilities (B, E) fp32: the softmax, or elementwise scores over their sum; squares (B,) fp32, logsumexp²
     A block has ``tokens`` tokens. Experts beyond a lane's last repeat the last expert of all, and count nothing.
     """
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1

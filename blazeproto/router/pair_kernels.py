@@ -136,8 +136,8 @@ def list_pairs(threads: int, num_experts: int) -> Any:
 def softmax_of(threads: int, num_experts: int, score: str, together: bool) -> Any:
     """``softmax(logits, row, pair_experts, begin, end, lane)`` of a warp: the largest and the sum of a softmax's exponentials.
 
-    together: over the token's pairs, of logits or of logarithms of elementwise scores; else over all experts of the row. The largest is NaN
-    where a logit is.
+    together: over the token's pairs, of logits or of logarithms of elementwise scores; else over all experts of the row. The
+    largest is NaN where a logit is.
     """
     group = group_of(WORD, threads)
     maximum, total, any_of = group.maximum, group.total, group.any

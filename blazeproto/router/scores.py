@@ -13,7 +13,6 @@ A score costs an object in `SCORES`. Neither torch nor Numba is imported here be
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blazeproto.runtime import checks
@@ -43,7 +42,7 @@ class DeviceFunctions(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A kind of scores. This class: a softmax over all of a token's logits, or with ``over_chosen`` over its chosen experts' alone."""
+    """A kind of scores. This class: a softmax over a token's logits, all of them or with ``over_chosen`` its chosen experts' alone."""
 
     name: str
     over_chosen: bool = False
@@ -75,7 +74,6 @@ class Sigmoid(ScoreFunction):
 
         return logsigmoid(logits)
 
-    @cache
     def on_device(self) -> DeviceFunctions:
         from blazeproto.runtime.numba import float32
         from blazeproto.runtime.warp import device, fast_exp2, fast_reciprocal
