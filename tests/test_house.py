@@ -134,9 +134,9 @@ WITHOUT_A_TWIN = {  # they compute sizes, or compile: no array goes in or out
 
 
 def functions_with_twins(room: str) -> dict[str, tuple[Callable, Callable]]:
-    """Every public function of a room that is not named above, and the function of its name in the room's reference.py."""
+    """Every public function of a room that is not named above, and the function of its name that `any_library` resolves."""
     module = importlib.import_module(f"blazeproto.{room}")
-    twins = importlib.import_module(f"blazeproto.{room}.reference")
+    twins = importlib.import_module(f"blazeproto.{room}.{'fallback' if room == 'router' else 'reference'}")
     functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
     assert functions.keys() > WITHOUT_A_TWIN[room]
     return {name: (functions[name], getattr(twins, name)) for name in functions.keys() - WITHOUT_A_TWIN[room]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import fields
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -111,4 +112,9 @@ def run(room: str, name: str, arguments: dict) -> list:
 
 
 def twin(room: str, name: str, arguments: dict, **options) -> list:
-    return listed(getattr(importlib.import_module(f"blazeproto.{room}.reference"), name)(**arguments, **options))
+    return listed(getattr(twins_of(room), name)(**arguments, **options))
+
+
+def twins_of(room: str) -> ModuleType:
+    """The module that has the twins of a room."""
+    return importlib.import_module(f"blazeproto.{room}.{'fallback' if room == 'router' else 'reference'}")
