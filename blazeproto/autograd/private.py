@@ -110,6 +110,11 @@ def _transforms_let_in() -> AbstractContextManager[Any]:
     if not AVAILABLE:
         return nullcontext()
     excluded = _dispatch_tls_local_exclude_set()
-    for name in ("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "ADInplaceOrView"):
+    for name in (
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+        "FuncTorchGradWrapper",
+        "ADInplaceOrView",
+    ):
         excluded = excluded.remove(getattr(DispatchKey, name))
     return _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded)

@@ -228,7 +228,7 @@ def choose_pairs(
     fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
     if choice.KERNELS and fits and _kernels_take(scores):
         made = _choose_fake(scores, experts, max_pairs)
-        launch = import_module(f"blazeproto.router.{choice.KERNELS}").launch_choice
+        launch = import_module(choice.KERNELS).launch_choice
         launch(scores, experts.contiguous(), draws, made, by, options, size, *_place(scores))
         return made
     return fallback.pairs_of(choice.mask(scores, experts, draws, by, options, size), max_pairs)

@@ -42,7 +42,7 @@ class DeviceFunctions(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A kind of scores. This class: a softmax over a token's logits, all of them or with ``over_chosen`` its chosen experts' alone."""
+    """A kind of scores. This class: a softmax over a token's logits, all or with ``over_chosen`` its chosen experts' alone."""
 
     name: str
     over_chosen: bool = False

@@ -19,7 +19,7 @@ class VaryingChoice:
     WAYS: ClassVar[tuple[str, ...]]
     """What ``by`` may be: names that no other choice has."""
     KERNELS: ClassVar[str] = ""
-    """The module of ``blazeproto.router`` whose ``launch_choice`` chooses the same on a Hopper GPU; empty where none does."""
+    """The module whose ``launch_choice`` chooses the same on a Hopper GPU; empty where none does."""
     RENORMALIZES: ClassVar[bool] = False  # a token's scores, unless asked otherwise
     LOAD_IS_CHOSEN: ClassVar[bool] = False  # and not made by scores, so that there is nothing to balance
     eval_top_k: bool
@@ -65,7 +65,7 @@ class VaryingChoice:
 class WithCapacity(VaryingChoice):
     """One by which an expert takes ``capacity_factor * T * K / E`` tokens, or at most as many."""
 
-    KERNELS = "pairs"
+    KERNELS = "blazeproto.router.pairs"
     capacity_factor: float
     _factor: tuple[int, int]  # its numerator and denominator
 

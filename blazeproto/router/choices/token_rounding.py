@@ -21,7 +21,7 @@ class TokenRounding(VaryingChoice):
     """
 
     WAYS = RULES
-    KERNELS = "pairs"
+    KERNELS = "blazeproto.router.pairs"
     RENORMALIZES = True  # SonicMoE §6.3.1
     tile: int = 128
     rule: RoundingRule = "nr_f"
