@@ -198,10 +198,10 @@ WITHOUT_A_TWIN = {  # they compute sizes, or compile: no array goes in or out
 
 
 def functions_with_twins(room: str) -> dict[str, tuple[Callable, Callable]]:
-    """Every public function of a room that is not named above, and its twin: of its name in the room's reference.py,
-    or what gemm makes of the product's formula."""
-    module = importlib.import_module(f"blazeproto.{room}")
-    twins = gemm.TWINS if room == "gemm" else vars(importlib.import_module(f"blazeproto.{room}.reference"))
+    """Every public function of a room that is not named above, and its twin: of its name in the module that `any_library` is
+    told, or what gemm makes of the product's formula."""
+    module, holder = importlib.import_module(f"blazeproto.{room}"), "fallback" if room == "router" else "reference"
+    twins = gemm.TWINS if room == "gemm" else vars(importlib.import_module(f"blazeproto.{room}.{holder}"))
     functions = {name: getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))}
     assert functions.keys() > WITHOUT_A_TWIN[room]
     return {name: (functions[name], twins[name]) for name in functions.keys() - WITHOUT_A_TWIN[room]}

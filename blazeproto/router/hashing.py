@@ -1,8 +1,9 @@
-"""``hash_route``: token ids to experts by a hash, in one kernel (hash_kernels.py). `choices.Hash` says what, in torch."""
+"""``hash_route``: token ids to experts by a hash, in one kernel (hash_kernels.py). `choices.Hash` is the same in torch."""
 
 from functools import lru_cache
 from typing import Any
 
+from blazeproto.router.kinds import GOLDEN, MASK_32
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
@@ -10,12 +11,6 @@ from blazeproto.runtime.numba_kernel import Kernel
 MAX_TOP_K, MAX_EXPERTS = 32, 1024
 THREADS = 256
 MAX_BLOCKS = 132 * 32  # then a warp goes on with further tokens
-GOLDEN, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
-
-
-def start_of(seed: int) -> int:
-    """The 32-bit word that is added to every token id."""
-    return GOLDEN * (seed + 1) & MASK_32
 
 
 def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.DeviceArray:
@@ -31,7 +26,7 @@ def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.De
     return view
 
 
-@any_library("blazeproto.router.reference", {"experts": "int32"}, check=_check, simulated=True)
+@any_library("blazeproto.router.fallback", {"experts": "int32"}, check=_check, simulated=True)
 def hash_route(
     token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
 ) -> Any:
@@ -45,15 +40,21 @@ def hash_route(
     expected and what came.
     """
     view = _check(token_ids, num_experts, top_k, seed)
-    num_tokens = view.shape[0]
     with memory.on_stream(view, stream) as stream:
-        experts, experts_view = arrays.output("out", out, "int32", (num_tokens, top_k), view, 4)
-        kernel = hash_kernel(num_experts, top_k)
-        blocks = min(-(-num_tokens // (kernel.threads // 32)), MAX_BLOCKS)
-        given = memory.argument(view), memory.argument(experts_view)
-        if blocks:
-            kernel.launch(view.device, stream, blocks, 0, *given, start_of(seed), num_tokens)
+        experts, experts_view = arrays.output("out", out, "int32", (view.shape[0], top_k), view, 4)
+        launch(view, experts_view, num_experts, seed, view.device, stream)
     return experts
+
+
+def launch(token_ids: Any, experts: Any, num_experts: int, seed: int, device: int, stream: int) -> None:
+    """`hash_route` of arrays that have been checked."""
+    num_tokens, top_k = experts.shape
+    kernel = hash_kernel(num_experts, top_k)
+    blocks = min(-(-num_tokens // (kernel.threads // 32)), MAX_BLOCKS)
+    start = GOLDEN * (seed + 1) & MASK_32  # is added to every id
+    if blocks:
+        given = memory.argument(token_ids), memory.argument(experts)
+        kernel.launch(device, stream, blocks, 0, *given, start, num_tokens)
 
 
 @lru_cache(maxsize=256)

@@ -45,7 +45,7 @@ def _check_gradient(d_logits: Any, logits: Any, parts: int) -> tuple[arrays.Devi
 
 
 @any_library(
-    "blazeproto.router.reference", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True
+    "blazeproto.router.fallback", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True
 )
 def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
     """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
@@ -60,19 +60,24 @@ def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int
     expected and what came.
     """
     view = _check_products(products, parts, out)
-    num_tokens, num_experts = view.shape[0], view.shape[1] // parts
+    logits, made = products, view
     with memory.on_stream(view, stream) as stream:
-        logits, made = products, view
         if parts == 2:
-            logits, made = arrays.output("out", out, "float32", (num_tokens, num_experts), view, 4)
-        kernel = finish_kernel(num_experts, parts)
-        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
-        if num_tokens:
-            kernel.launch(view.device, stream, blocks, 0, memory.argument(view), memory.argument(made), num_tokens)
+            logits, made = arrays.output("out", out, "float32", (view.shape[0], view.shape[1] // 2), view, 4)
+        launch_finish(view, made, parts, view.device, stream)
     return logits
 
 
-@any_library("blazeproto.router.reference", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
+def launch_finish(products: Any, logits: Any, parts: int, device: int, stream: int) -> None:
+    """`finish_logits` of arrays that have been checked; with one part they are the same array."""
+    num_tokens, num_experts = logits.shape
+    kernel = finish_kernel(num_experts, parts)
+    blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
+    if num_tokens:
+        kernel.launch(device, stream, blocks, 0, memory.argument(products), memory.argument(logits), num_tokens)
+
+
+@any_library("blazeproto.router.fallback", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
 def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
     """A gradient as a sum of bf16 numbers: the nearest, the rest, and with ``parts`` 3 the nearest again.
 
@@ -84,18 +89,23 @@ def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = Non
     expected and what came.
     """
     view, marks = _check_gradient(d_logits, logits, parts)
-    num_tokens, num_experts = view.shape
     with memory.on_stream(view, stream) as stream:
-        split, made = arrays.output("out", out, "bfloat16", (num_tokens, parts * num_experts), view, 4)
-        units, word = num_tokens * num_experts, "uint16"
-        if num_experts % 2 == 0:  # two bf16 numbers at a time
-            units, word = units // 2, "uint32"
-        if units:
-            inputs = (memory.argument(view), memory.argument(marks))
-            words = memory.part(memory.argument(made), 0, parts * units, word)
-            blocks = min(-(-units // THREADS), MAX_BLOCKS)
-            split_kernel(num_experts, parts).launch(view.device, stream, blocks, 0, *inputs, words, num_tokens)
+        split, made = arrays.output("out", out, "bfloat16", (view.shape[0], parts * view.shape[1]), view, 4)
+        launch_split(view, marks, made, parts, view.device, stream)
     return split
+
+
+def launch_split(d_logits: Any, logits: Any, split: Any, parts: int, device: int, stream: int) -> None:
+    """`split_gradient` of arrays that have been checked."""
+    num_tokens, num_experts = logits.shape
+    units, word = num_tokens * num_experts, "uint16"
+    if num_experts % 2 == 0:  # two bf16 numbers at a time
+        units, word = units // 2, "uint32"
+    if units:
+        words = memory.part(memory.argument(split), 0, parts * units, word)
+        given = memory.argument(d_logits), memory.argument(logits), words
+        blocks = min(-(-units // THREADS), MAX_BLOCKS)
+        split_kernel(num_experts, parts).launch(device, stream, blocks, 0, *given, num_tokens)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ and repetitions have the same bits.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score
+from blazeproto.router.scores import Score, score_named
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
@@ -32,7 +32,7 @@ def _check(
 LOSSES = {"load": "int32", "balance_loss": "float32", "z_loss": "float32"}
 
 
-@any_library("blazeproto.router.reference", LOSSES, check=_check, simulated=True)
+@any_library("blazeproto.router.fallback", LOSSES, check=_check, simulated=True)
 def routing_losses(
     logits: Any,
     experts: Any,
@@ -51,35 +51,47 @@ def routing_losses(
     The load is how many pairs each expert has; ids outside [0, E) count nowhere. The balancing loss is E Σ f P: f the share
     of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
     z-loss is the mean of logsumexp(logits)².
-    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: kinds.py says what they are.
+    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: scores.py says what they are.
     out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
     view, chosen = _check(logits, experts, score, balance, z)
-    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
+    elements = (losses_workspace(*view.shape),)
     with memory.on_stream(view, stream) as stream:
         given = out or (None, None, None)
-        load, load_view = arrays.output("out[0] (load)", given[0], "int32", (num_experts,), view, 4)
+        load, load_view = arrays.output("out[0] (load)", given[0], "int32", view.shape[1:], view, 4)
         balance_loss, balance_view = arrays.output("out[1] (balance_loss)", given[1], "float32", (), view, 4)
         z_loss, z_view = arrays.output("out[2] (z_loss)", given[2], "float32", (), view, 4)
-        blocks, tokens = _blocks(num_tokens, num_experts)
-        elements = (losses_workspace(num_tokens, num_experts),)
         _, parts = arrays.output("workspace", workspace, "float32", elements, view, 4)
-        size = blocks * num_experts
-        begin = memory.argument(parts)
-        loads = memory.part(begin, 0, size, "int32")
-        probabilities = memory.part(begin, 4 * size, size, "float32")
-        squares = memory.part(begin, 8 * size, blocks, "float32")
-        partials, sums = forward_kernels(num_experts, score == "sigmoid", balance, z)
-        inputs = (memory.argument(view), memory.argument(chosen))
-        partials.launch(
-            view.device, stream, blocks, 0, *inputs, loads, probabilities, squares, num_tokens, top_k, tokens
-        )
-        outputs = map(memory.argument, (load_view, balance_view, z_view))
-        sums.launch(view.device, stream, 1, 0, loads, probabilities, squares, *outputs, blocks, num_tokens, top_k)
+        outputs = load_view, balance_view, z_view
+        launch(view, chosen, outputs, parts, (score, balance, z), view.device, stream)
     return load, balance_loss, z_loss
+
+
+def launch(
+    logits: Any,
+    experts: Any,
+    outputs: tuple[Any, Any, Any],
+    workspace: Any,
+    options: tuple[str, bool, bool],
+    device: int,
+    stream: int,
+) -> None:
+    """`routing_losses` of arrays that have been checked. options: score, balance, z."""
+    (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
+    blocks, tokens = _blocks(num_tokens, num_experts)
+    size, begin = blocks * num_experts, memory.argument(workspace)
+    parts = (
+        memory.part(begin, 0, size, "int32"),  # loads
+        memory.part(begin, 4 * size, size, "float32"),  # probabilities
+        memory.part(begin, 8 * size, blocks, "float32"),  # squares
+    )
+    partials, sums = forward_kernels(num_experts, *options)
+    given = map(memory.argument, (logits, experts))
+    partials.launch(device, stream, blocks, 0, *given, *parts, num_tokens, top_k, tokens)
+    sums.launch(device, stream, 1, 0, *parts, *map(memory.argument, outputs), blocks, num_tokens, top_k)
 
 
 def _check_backward(
@@ -95,7 +107,7 @@ def _check_backward(
     return view, counts, d_balance, d_z
 
 
-@any_library("blazeproto.router.reference", {"d_logits": "float32"}, check=_check_backward, simulated=True)
+@any_library("blazeproto.router.fallback", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def routing_losses_backward(
     logits: Any,
     load: Any,
@@ -120,14 +132,30 @@ def routing_losses_backward(
     expected and what came.
     """
     given = _check_backward(logits, load, d_balance_loss, d_z_loss, top_k, score, balance, z)
-    view, (num_tokens, num_experts) = given[0], given[0].shape
+    view = given[0]
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
-        kernel = backward_kernel(num_experts, score == "sigmoid", balance, z)
-        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
-        views = map(memory.argument, (*given, outgoing))
-        kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, int(top_k))
+        launch_backward(*given, outgoing, int(top_k), (score, balance, z), view.device, stream)
     return d_logits
+
+
+def launch_backward(
+    logits: Any,
+    load: Any,
+    d_balance_loss: Any,
+    d_z_loss: Any,
+    d_logits: Any,
+    top_k: int,
+    options: tuple[str, bool, bool],
+    device: int,
+    stream: int,
+) -> None:
+    """`routing_losses_backward` of arrays that have been checked."""
+    num_tokens, num_experts = logits.shape
+    kernel = backward_kernel(num_experts, *options)
+    blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
+    given = map(memory.argument, (logits, load, d_balance_loss, d_z_loss, d_logits))
+    kernel.launch(device, stream, blocks, 0, *given, num_tokens, top_k)
 
 
 def losses_workspace(num_tokens: int, num_experts: int) -> int:
@@ -153,7 +181,7 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
+def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
     """`losses_kernels.routing_partials` and `.routing_sums`."""
     from blazeproto.router import losses_kernels
 
@@ -164,7 +192,7 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
         min_blocks=4 if num_experts <= 128 else 2,
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
-        sigmoid=sigmoid,
+        score=score,
         balance=balance,
         z=z,
     )
@@ -181,7 +209,7 @@ def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
 
 
 @lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Kernel:
+def backward_kernel(num_experts: int, score: str, balance: bool, z: bool) -> Kernel:
     """`losses_kernels.routing_losses_backward`."""
     from blazeproto.router import losses_kernels
 
@@ -192,7 +220,7 @@ def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
         min_blocks=4 if num_experts <= 256 else 2,
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
-        sigmoid=sigmoid,
+        score=score,
         balance=balance,
         z=z,
     )
@@ -202,7 +230,7 @@ def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> 
 
 
 def _check_logits(logits: Any, score: str) -> arrays.DeviceArray:
-    checks.one_of("score", score, SCORES)
+    score_named(score)
     view = arrays.expect("logits", logits, "float32", (None, None), alignment=4)
     if not (1 <= view.shape[1] <= MAX_EXPERTS and view.shape[0] >= 1):
         raise ValueError(f"logits: expected (T, E) with T >= 1 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")

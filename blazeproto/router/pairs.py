@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import DRAWING_RULES, RULES, SCORES, WAYS, Score, sums_to_one
+from blazeproto.router.kinds import DRAWING_RULES, RULES, WAYS
+from blazeproto.router.scores import Score, score_named, sums_to_one
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.numba_kernel import Kernel
@@ -23,8 +24,8 @@ WORD = 32  # tokens in a word of the bits
 
 def _check_choosing(
     scores: Any, experts: Any, by: str, size: int, max_pairs: int, draws: Any
-) -> tuple[arrays.DeviceArray, ...]:
-    """Views of the three arrays; of the scores again where no draws are needed: any address will do."""
+) -> tuple[arrays.DeviceArray, arrays.DeviceArray, arrays.DeviceArray | None]:
+    """Views of the arrays; of the draws where they are needed."""
     view = _check_matrix("scores", scores)
     num_tokens, num_experts = view.shape
     checks.one_of("by", by, WAYS)
@@ -40,7 +41,7 @@ def _check_choosing(
     if max(max_pairs, num_tokens * top_k) >= 2**31:
         raise ValueError(f"max_pairs, T*K: expected less than 2**31, got {max_pairs}, {num_tokens * top_k}")
     if by not in DRAWING_RULES:
-        return view, chosen, view
+        return view, chosen, None
     if draws is None:
         raise ValueError(f"draws: expected a number for each expert with by={by!r}, got None")
     return view, chosen, arrays.expect("draws", draws, "float32", (num_experts,), device=view.device, alignment=4)
@@ -49,7 +50,7 @@ def _check_choosing(
 PAIRS = dict.fromkeys(("pair_experts", "pair_tokens", "token_offsets", "load"), "int32")
 
 
-@any_library("blazeproto.router.reference", PAIRS, check=_check_choosing, simulated=True)
+@any_library("blazeproto.router.fallback", PAIRS, check=_check_choosing, simulated=True)
 def choose_pairs(
     scores: Any,
     experts: Any,
@@ -61,7 +62,7 @@ def choose_pairs(
     out: Sequence[Any] | None = None,
     stream: int | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Who gets which experts where their number varies: token rounding (SonicMoE §5 and appendix E.2), expert choice (Zhou et
+    """The choice of experts where their number varies: token rounding (SonicMoE §5 and appendix E.2), expert choice (Zhou et
     al. 2022, §3.2), capacities (GShard §2.2).
 
     scores (T, E) fp32 in [0, 1] or NaN, experts (T, K) int32, the token choice, distinct in a row, best first, draws (E,) fp32 in
@@ -87,25 +88,27 @@ def choose_pairs(
             arrays.output(f"out[{i}] ({name})", out[i] if out else None, "int32", shapes[i], view, 4)
             for i, name in enumerate(PAIRS)
         ]
-        _choose(view, chosen, drawn, by, min(size, MAX_TOKENS), max_pairs, [a for _, a in made], stream)
+        launch_choice(view, chosen, drawn, [a for _, a in made], by, (), size, view.device, stream)
     pair_experts, pair_tokens, token_offsets, load = (array for array, _ in made)
     return pair_experts, pair_tokens, token_offsets, load
 
 
-def _choose(
-    scores: arrays.DeviceArray,
-    experts: arrays.DeviceArray,
-    draws: arrays.DeviceArray,
+def launch_choice(
+    scores: Any,
+    experts: Any,
+    draws: Any,
+    out: Sequence[Any],
     by: str,
+    options: Sequence[float],
     size: int,
-    max_pairs: int,
-    out: Sequence[arrays.DeviceArray],
+    device: int,
     stream: int,
 ) -> None:
-    """The kernels of `choose_pairs`, on checked arrays."""
-    (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
+    """`choose_pairs` of arrays that have been checked. options: none; another module's choice may have some."""
+    (num_tokens, num_experts), top_k, max_pairs = scores.shape, experts.shape[1], out[0].shape[0]
     pair_experts, pair_tokens, token_offsets, load = map(memory.argument, out)
-    given, ids, drawn = map(memory.argument, (scores, experts, draws))
+    # Where there are no draws, any address will do.
+    given, ids, drawn = map(memory.argument, (scores, experts, scores if draws is None else draws))
 
     # The workspace: keys (E, T), bits (groups, E), the count of each expert in chunks of pairs, two numbers a token or chunk.
     groups = -(-num_tokens // WORD)
@@ -114,7 +117,7 @@ def _choose(
     pair_chunk = max(1, -(-num_tokens * top_k // COUNT_CHUNKS))
     pair_chunks = max(1, -(-num_tokens * top_k // pair_chunk))
     sizes = [num_experts * num_tokens, groups * num_experts, pair_chunks * num_experts, num_tokens, list_chunks]
-    workspace = arrays.empty((4 * sum(sizes),), "uint8", scores)
+    workspace = arrays.empty((4 * sum(sizes),), "uint8", arrays.view(scores))
     memory_of = memory.argument(arrays.view(workspace))
     parts, first = [], 0
     for size_of, dtype in zip(sizes, ("uint32", "uint32", "int32", "uint32", "int32"), strict=True):
@@ -122,7 +125,7 @@ def _choose(
         first += size_of
     keys, bits, table, seconds, totals = parts
 
-    where = scores.device, stream
+    where = device, stream
     turn, largest, count, select, count_tokens, list_pairs = choosing_kernels(num_experts, top_k, by)
     tiles = groups * -(-num_experts // TILE_EXPERTS)
     if tiles:
@@ -135,7 +138,19 @@ def _choose(
         counted = (ids, table, ids, num_tokens * top_k, num_experts, pair_chunk)
         count.launch(*where, pair_chunks, 4 * (num_experts + 1), *counted)
     shared = 4 * (3 * select.threads + 4)
-    selected = (keys, seconds, given, drawn, table, bits, load, num_tokens, num_experts, pair_chunks, size)
+    selected = (
+        keys,
+        seconds,
+        given,
+        drawn,
+        table,
+        bits,
+        load,
+        num_tokens,
+        num_experts,
+        pair_chunks,
+        min(size, MAX_TOKENS),
+    )
     select.launch(*where, num_experts, shared, *selected)
     shared = 8 * count_tokens.threads
     words = groups * num_experts, group_chunk * num_experts
@@ -156,7 +171,7 @@ def _check_pairs(
     logits: Any, pair_experts: Any, token_offsets: Any, score: str, scale: float
 ) -> tuple[arrays.DeviceArray, arrays.DeviceArray, arrays.DeviceArray]:
     view = _check_matrix("logits", logits)
-    checks.one_of("score", score, SCORES)
+    score_named(score)
     checks.number("scale", scale)
     listed = arrays.expect("pair_experts", pair_experts, "int32", (None,), device=view.device, alignment=4)
     shape = (view.shape[0] + 1,)
@@ -172,7 +187,7 @@ def _check_backward(
     return view, listed, offsets, incoming
 
 
-@any_library("blazeproto.router.reference", {"scores": "float32"}, check=_check_pairs, simulated=True)
+@any_library("blazeproto.router.fallback", {"scores": "float32"}, check=_check_pairs, simulated=True)
 def score_pairs(
     logits: Any,
     pair_experts: Any,
@@ -198,15 +213,27 @@ def score_pairs(
     view, listed, offsets = _check_pairs(logits, pair_experts, token_offsets, score, scale)
     with memory.on_stream(view, stream) as stream:
         scores, scores_view = arrays.output("out", out, "float32", listed.shape, view, 4)
-        kernel = score_kernel(view.shape[1], score, sums_to_one(score, renormalize), float(scale))
-        blocks = _blocks(kernel, max(view.shape[0], -(-listed.shape[0] // WORD)))
-        given = map(memory.argument, (view, listed, offsets, scores_view))
-        if blocks:
-            kernel.launch(view.device, stream, blocks, 0, *given, view.shape[0], listed.shape[0])
+        options = score, renormalize, scale
+        launch_scores(view, listed, offsets, scores_view, options, view.device, stream)
     return scores
 
 
-@any_library("blazeproto.router.reference", {"d_logits": "float32"}, check=_check_backward, simulated=True)
+Options = tuple[str, bool | None, float]
+
+
+def launch_scores(
+    logits: Any, pair_experts: Any, token_offsets: Any, scores: Any, options: Options, device: int, stream: int
+) -> None:
+    """`score_pairs` of arrays that have been checked. options: score, renormalize, scale."""
+    (num_tokens, num_experts), num_pairs = logits.shape, scores.shape[0]
+    kernel = score_kernel(num_experts, *options)
+    blocks = _blocks(kernel, max(num_tokens, -(-num_pairs // WORD)))
+    given = map(memory.argument, (logits, pair_experts, token_offsets, scores))
+    if blocks:
+        kernel.launch(device, stream, blocks, 0, *given, num_tokens, num_pairs)
+
+
+@any_library("blazeproto.router.fallback", {"d_logits": "float32"}, check=_check_backward, simulated=True)
 def score_pairs_backward(
     logits: Any,
     pair_experts: Any,
@@ -231,11 +258,27 @@ def score_pairs_backward(
     view, listed, offsets, incoming = _check_backward(logits, pair_experts, token_offsets, d_scores, score, scale)
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
-        kernel = score_backward_kernel(view.shape[1], score, sums_to_one(score, renormalize), float(scale))
-        given = map(memory.argument, (view, listed, offsets, incoming, outgoing))
-        if view.shape[0]:
-            kernel.launch(view.device, stream, _blocks(kernel, view.shape[0]), 0, *given, view.shape[0])
+        options = score, renormalize, scale
+        launch_scores_backward(view, listed, offsets, incoming, outgoing, options, view.device, stream)
     return d_logits
+
+
+def launch_scores_backward(
+    logits: Any,
+    pair_experts: Any,
+    token_offsets: Any,
+    d_scores: Any,
+    d_logits: Any,
+    options: Options,
+    device: int,
+    stream: int,
+) -> None:
+    """`score_pairs_backward` of arrays that have been checked."""
+    num_tokens, num_experts = logits.shape
+    kernel = score_backward_kernel(num_experts, *options)
+    given = map(memory.argument, (logits, pair_experts, token_offsets, d_scores, d_logits))
+    if num_tokens:
+        kernel.launch(device, stream, _blocks(kernel, num_tokens), 0, *given, num_tokens)
 
 
 # --- Kernels -----------------------------------------------------------------------------------------------------------------
@@ -294,23 +337,26 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=256)
-def score_kernel(num_experts: int, score: str, together: bool, scale: float) -> Kernel:
-    """`pair_kernels.score_pairs` for one E and set of options. together: a token's scores sum to one before scaling."""
+def score_kernel(num_experts: int, score: str, renormalize: bool | None, scale: float) -> Kernel:
+    """`pair_kernels.score_pairs` for one E and set of options."""
     from blazeproto.router import pair_kernels
 
     parameters = "float32* int32* int32* float32* int64 int64"
-    options = {"num_experts": num_experts, "score": score, "together": together, "scale": scale}
+    options = {"score": score, "together": sums_to_one(score, renormalize), "scale": float(scale)}
+    options["num_experts"] = num_experts
     return Kernel(pair_kernels.score_pairs, parameters, threads=THREADS, min_blocks=6, **options)
 
 
 @lru_cache(maxsize=256)
-def score_backward_kernel(num_experts: int, score: str, together: bool, scale: float) -> Kernel:
+def score_backward_kernel(num_experts: int, score: str, renormalize: bool | None, scale: float) -> Kernel:
     """`pair_kernels.score_pairs_backward`, likewise."""
     from blazeproto.router import pair_kernels
 
     parameters = "float32* int32* int32* float32* float32* int64"
-    options = {"num_experts": num_experts, "score": score, "together": together, "scale": scale}
-    return Kernel(pair_kernels.score_pairs_backward, parameters, threads=THREADS, min_blocks=6, **options)
+    options = {"score": score, "together": sums_to_one(score, renormalize), "scale": float(scale)}
+    return Kernel(
+        pair_kernels.score_pairs_backward, parameters, threads=THREADS, min_blocks=6, num_experts=num_experts, **options
+    )
 
 
 def _blocks(kernel: Kernel, num_warps: int) -> int:

@@ -9,7 +9,7 @@ Plain functions on device arrays: whoever differentiates wraps the two.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score, renormalizes
+from blazeproto.router.scores import SCORES, Score, renormalizes, score_named
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.arrays import DeviceArray
 from blazeproto.runtime.libraries import any_library
@@ -21,20 +21,22 @@ MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
 
 
-def _check_forward(logits: Any, top_k: int, score: str, bias: Any, scale: float) -> tuple[DeviceArray, DeviceArray]:
-    """Views of the logits and of the bias, or, where there is none, of the logits again: any address will do."""
+def _check_forward(
+    logits: Any, top_k: int, score: str, bias: Any, scale: float
+) -> tuple[DeviceArray, DeviceArray | None]:
+    """Views of the logits and of the bias, if there is one."""
     view = _check_logits(logits)
     num_experts = view.shape[1]
     _check_options(num_experts, top_k, score, scale)
     if bias is None:
-        return view, view
-    if score != "sigmoid":
+        return view, None
+    if not SCORES[score].elementwise:
         raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
     return view, arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
 
 
 @any_library(
-    "blazeproto.router.reference", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True
+    "blazeproto.router.fallback", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True
 )
 def topk_route(
     logits: Any,
@@ -52,7 +54,7 @@ def topk_route(
 
     logits (T, E) fp32 or bf16, contiguous, bias (E,) fp32 or None → scores (T, K) fp32, experts (T, K) int32.
 
-    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
+    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; scores.py says what they are.
     bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
     renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
     Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
@@ -66,23 +68,27 @@ def topk_route(
     expected and what came.
     """
     view, offsets = _check_forward(logits, top_k, score, bias, scale)
-    num_tokens, num_experts = view.shape
     with memory.on_stream(view, stream) as stream:
-        given, shape = out or (None, None), (num_tokens, top_k)
+        given, shape = out or (None, None), (view.shape[0], top_k)
         scores, scores_view = arrays.output("out[0] (scores)", given[0], "float32", shape, view, 4)
         experts, experts_view = arrays.output("out[1] (experts)", given[1], "int32", shape, view, 4)
-        kernel = forward_kernel(
-            num_experts,
-            top_k,
-            score,
-            bias is not None,
-            renormalizes(score, renormalize),
-            float(scale),
-            view.dtype == "bfloat16",
-            _aligned(view),
-        )
-        _launch(kernel, num_tokens, stream, view, offsets, scores_view, experts_view)
+        options = score, renormalizes(score, renormalize), float(scale)
+        launch(view, offsets, scores_view, experts_view, options, view.device, stream)
     return scores, experts
+
+
+def launch(
+    logits: Any, bias: Any, scores: Any, experts: Any, options: tuple[str, bool, float], device: int, stream: int
+) -> None:
+    """`topk_route` of arrays that have been checked. options: score, renormalize, scale."""
+    (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
+    # Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes.
+    aligned = num_experts % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
+    kernel = forward_kernel(num_experts, top_k, *options, bias is not None, logits.dtype == "bfloat16", aligned)
+    # Where there is no bias, any address will do.
+    given = map(memory.argument, (logits, logits if bias is None else bias, scores, experts))
+    if num_tokens:
+        kernel.launch(device, stream, _blocks(kernel, num_tokens), 0, *given, num_tokens)
 
 
 def _check_backward(logits: Any, experts: Any, d_scores: Any, score: str, scale: float) -> tuple[DeviceArray, ...]:
@@ -95,7 +101,7 @@ def _check_backward(logits: Any, experts: Any, d_scores: Any, score: str, scale:
     return view, chosen, incoming
 
 
-@any_library("blazeproto.router.reference", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
+@any_library("blazeproto.router.fallback", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
 def topk_route_backward(
     logits: Any,
     experts: Any,
@@ -119,13 +125,22 @@ def topk_route_backward(
     expected and what came.
     """
     view, chosen, incoming = _check_backward(logits, experts, d_scores, score, scale)
-    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
     with memory.on_stream(view, stream) as stream:
         d_logits, outgoing = arrays.output("out", out, view.dtype, view.shape, view, 2)
-        half = view.dtype == "bfloat16"
-        kernel = backward_kernel(num_experts, top_k, score, renormalizes(score, renormalize), float(scale), half)
-        _launch(kernel, num_tokens, stream, view, chosen, incoming, outgoing)
+        options = score, renormalizes(score, renormalize), float(scale)
+        launch_backward(view, chosen, incoming, outgoing, options, view.device, stream)
     return d_logits
+
+
+def launch_backward(
+    logits: Any, experts: Any, d_scores: Any, d_logits: Any, options: tuple[str, bool, float], device: int, stream: int
+) -> None:
+    """`topk_route_backward` of arrays that have been checked."""
+    num_tokens, num_experts = logits.shape
+    kernel = backward_kernel(num_experts, experts.shape[1], *options, logits.dtype == "bfloat16")
+    given = map(memory.argument, (logits, experts, d_scores, d_logits))
+    if num_tokens:
+        kernel.launch(device, stream, _blocks(kernel, num_tokens), 0, *given, num_tokens)
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------
@@ -136,16 +151,15 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _aligned(logits: DeviceArray) -> bool:
-    """Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes."""
-    return logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.ptr % 16 == 0)
+def _blocks(kernel: Kernel, num_tokens: int) -> int:
+    return min(-(-num_tokens // (kernel.threads // kernel.constants["lanes"])), MAX_BLOCKS)
 
 
 @lru_cache(maxsize=256)
 def forward_kernel(
-    num_experts: int, top_k: int, score: str, biased: bool, renormalize: bool, scale: float, half: bool, aligned: bool
+    num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, biased: bool, half: bool, aligned: bool
 ) -> Kernel:
-    """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `_aligned`."""
+    """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `launch`."""
     from blazeproto.router import topk_kernels
 
     kind = "uint16*" if half else "float32*"
@@ -189,12 +203,6 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
     )
 
 
-def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: DeviceArray) -> None:
-    blocks = min(-(-num_tokens // (kernel.threads // kernel.constants["lanes"])), MAX_BLOCKS)
-    if num_tokens:
-        kernel.launch(views[0].device, stream, blocks, 0, *map(memory.argument, views), num_tokens)
-
-
 # --- Checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +214,7 @@ def _check_logits(logits: Any) -> DeviceArray:
 
 
 def _check_options(num_experts: int, top_k: int, score: str, scale: float) -> None:
-    checks.one_of("score", score, SCORES)
+    score_named(score)
     checks.integer("top_k", top_k)
     checks.number("scale", scale)
     most = min(MAX_TOP_K, num_experts)
