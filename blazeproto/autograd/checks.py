@@ -110,12 +110,11 @@ def check_choice(
         )
 
 
-def check_counts(x: Tensor, counts: Tensor) -> None:
+def check_counts(x: Tensor, counts: Tensor, num_experts: int) -> None:
     """The same for the rows of each expert, where rows have arrived."""
-    _check_tensor("x", x, FLOAT_DTYPES)
-    _check_tensor("counts", counts, INDEX_DTYPES, x.device)
-    if counts.dim() != 1 or not len(counts):
-        raise ValueError(f"counts: expected shape (E,), E >= 1, got {tuple(counts.shape)}")
+    _check_tensor("counts", counts, INDEX_DTYPES, x.device, (num_experts,), "(E,)")
+    if not num_experts:
+        raise ValueError("down_proj: expected shape (E, d, n), E >= 1, got no experts")
 
 
 def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: tuple[int, ...]) -> None:

@@ -67,11 +67,12 @@ def grouped_experts(
     for name in ("row_capacity", "workspace_bytes"):
         if getattr(options, name) is not None:
             raise ValueError(f"{name}: expected None for rows that have arrived, got {getattr(options, name)}")
-    check_counts(x, counts)
     up = gate_up_proj if isinstance(gate_up_proj, tuple) else (gate_up_proj,)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
-    with without_autocast(x.device.type):
-        check_experts("grouped_experts", x, up, *weights, num_experts=len(counts), options=options, rows="R")
+    device, num_experts = getattr(x, "device", None), len(down_proj) if getattr(down_proj, "ndim", 0) else 0
+    with without_autocast("cpu" if device is None else device.type):
+        check_experts("grouped_experts", x, up, *weights, num_experts=num_experts, options=options, rows="R")
+        check_counts(x, counts, num_experts)
         # A dispatcher with a fixed capacity drops rows that don't fit, and still counts them.
         ends = counts.cumsum(0, dtype=torch.int32).clamp_max(x.shape[0])
         places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)

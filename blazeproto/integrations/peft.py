@@ -49,8 +49,6 @@ def _why_peft(wrapper: Any) -> str | None:
         return f'experts_implementation="{implementation}"'
     if (why := transformers._why_grouped_mm(experts)) is not None:
         return why
-    if any(weight is not None and weight.requires_grad for weight in transformers._weights(experts)):
-        return "weights or biases that are trained themselves"
     while wrapper is not experts:
         if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
             return f"adapters of {wrapper.parameter_name}"

@@ -50,7 +50,11 @@ def detached(tensors):
 def kept(made, save, factors):
     h, act, *reduced = made
     nothing = (None, None, None, None)
-    return nothing if save == "recompute" else (h, act if save == "paper" else None, *(reduced if factors else nothing[2:]))
+    return (
+        nothing
+        if save == "recompute"
+        else (h, act if save == "paper" else None, *(reduced if factors else nothing[2:]))
+    )
 
 
 @pytest.mark.parametrize("save", POLICIES)

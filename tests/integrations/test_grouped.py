@@ -170,28 +170,44 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         rf"gate_up_proj\[0\]: expected shape \(E, n, d\) = \(4, {N}, {D}\), got",
     ),
-    "no experts": ({"counts": torch.ones(0).long()}, ValueError, r"counts: expected shape \(E,\), E >= 1, got \(0,\)"),
+    "no experts": (
+        {"w1": torch.ones(0, N, D), "w3": torch.ones(0, N, D), "w2": torch.ones(0, D, N), "counts": torch.ones(0).long()},
+        ValueError,
+        r"down_proj: expected shape \(E, d, n\), E >= 1, got no experts",
+    ),
     "shape of w3": (
         {"w3": torch.ones(4, N + 1, D)},
         ValueError,
         rf"gate_up_proj\[1\]: expected shape .* = \(4, {N}, {D}\), got",
     ),
     "shape of w2": ({"w2": torch.ones(4, N, D)}, ValueError, rf"down_proj: expected shape .* = \(4, {D}, n\), got"),
-    "dtype of w2": ({"w2": torch.ones(4, D, N).half()}, ValueError, r"down_proj: expected dtype torch\.float32 as x has"),
+    "dtype of w2": (
+        {"w2": torch.ones(4, D, N).half()},
+        ValueError,
+        r"down_proj: expected dtype torch\.float32 as x has",
+    ),
     "dtype of w3": (
         {"x": torch.ones(3, D).bfloat16(), "w3": torch.ones(4, N, D).bfloat16()},
         ValueError,
         r"gate_up_proj\[1\]: expected dtype torch\.float32 as gate_up_proj\[0\] has, got torch\.bfloat16",
     ),
-    "shape of counts": ({"counts": torch.ones(5).long()}, ValueError, r"down_proj: expected shape .* = \(5, 16, n\), got"),
-    "dimensions of counts": ({"counts": torch.ones(4, 1).long()}, ValueError, r"counts: expected shape \(E,\), E >= 1, got"),
+    "shape of counts": ({"counts": torch.ones(5).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got \(5,\)"),
+    "dimensions of counts": ({"counts": torch.ones(4, 1).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got"),
     "dtype of counts": ({"counts": torch.ones(4)}, TypeError, r"counts: expected dtype torch\.int32 or torch\.int64"),
     "device": ({"w2": torch.ones(4, D, N, device="meta")}, ValueError, "down_proj: expected on cpu as x is, got meta"),
     "save": ({"save": "all"}, ValueError, "save: expected one of 'minimal', 'paper', 'recompute', got 'all'"),
     "backend": ({"backend": "hopper"}, ValueError, 'backend: .* got "hopper", which needs a CUDA GPU'),
     "a capacity": ({"row_capacity": 3}, ValueError, "row_capacity: expected None for rows that have arrived, got 3"),
-    "a workspace": ({"workspace_bytes": 3}, ValueError, "workspace_bytes: expected None for rows that have arrived, got 3"),
-    "an unknown keyword": ({"activaton": "relu"}, TypeError, "activaton: unknown keyword of .*; did you mean 'activation'"),
+    "a workspace": (
+        {"workspace_bytes": 3},
+        ValueError,
+        "workspace_bytes: expected None for rows that have arrived, got 3",
+    ),
+    "an unknown keyword": (
+        {"activaton": "relu"},
+        TypeError,
+        "activaton: unknown keyword of .*; did you mean 'activation'",
+    ),
 }
 
 
