@@ -21,7 +21,7 @@ from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.operators import autocast_dtype
-from blazeproto.autograd.options import OPTION_NAMES, Options, takes_options
+from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import make_router, router_keywords
@@ -274,14 +274,16 @@ class MoE(nn.Module, Shown):
 
 def _option_of_layer(name: str) -> property:
     def value(layer: MoE) -> Any:
+        """An option of the experts, see `blazeproto.autograd.Options`."""
         return getattr(layer.options, name)
 
     def set_value(layer: MoE, value: Any) -> None:
         layer.options = replace(layer.options, **{name: value})
 
-    return property(value, set_value, doc=f"An option of the experts, see `blazeproto.autograd.Options.{name}`.")
+    return property(value, set_value)
 
 
+MoE.__doc__ = documented(MoE.__doc__)
 for _name in OPTION_NAMES:
     setattr(MoE, _name, _option_of_layer(_name))
 

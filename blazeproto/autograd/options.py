@@ -129,7 +129,7 @@ class Options:
         return self.save == SavePolicy.PAPER
 
     def policy(self, *, trains_down: bool) -> str:
-        """The save policy of a call: act is saved only for a down weight, or a factor beside it, that is trained."""
+        """The save policy of a call. trains_down: whether a down weight or factor is trained, for which alone act is saved."""
         return "minimal" if self.saves_act and not trains_down else f"{self.save}"
 
 

@@ -1,4 +1,4 @@
-"""LoRA on experts: `moe_mlp` with factors and frozen weights against full fine-tuning, and against peft on transformers' grouped_mm experts.
+"""LoRA on experts: `moe_mlp` with factors and frozen weights against full fine-tuning, and peft on transformers' grouped_mm.
 
     python -m scripts.bench.lora             # -> results/h200/lora.json
     python -m scripts.bench.lora --quick     # a quarter of the tokens, three rounds -> lora-quick.json

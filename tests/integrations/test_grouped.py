@@ -171,7 +171,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         rf"gate_up_proj\[0\]: expected shape \(E, n, d\) = \(4, {N}, {D}\), got",
     ),
     "no experts": (
-        {"w1": torch.ones(0, N, D), "w3": torch.ones(0, N, D), "w2": torch.ones(0, D, N), "counts": torch.ones(0).long()},
+        {
+            "w1": torch.ones(0, N, D),
+            "w3": torch.ones(0, N, D),
+            "w2": torch.ones(0, D, N),
+            "counts": torch.ones(0).long(),
+        },
         ValueError,
         r"down_proj: expected shape \(E, d, n\), E >= 1, got no experts",
     ),
@@ -191,8 +196,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"gate_up_proj\[1\]: expected dtype torch\.float32 as gate_up_proj\[0\] has, got torch\.bfloat16",
     ),
-    "shape of counts": ({"counts": torch.ones(5).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got \(5,\)"),
-    "dimensions of counts": ({"counts": torch.ones(4, 1).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got"),
+    "shape of counts": (
+        {"counts": torch.ones(5).long()},
+        ValueError,
+        r"counts: expected shape \(E,\) = \(4,\), got \(5,\)",
+    ),
+    "dimensions of counts": (
+        {"counts": torch.ones(4, 1).long()},
+        ValueError,
+        r"counts: expected shape \(E,\) = \(4,\), got",
+    ),
     "dtype of counts": ({"counts": torch.ones(4)}, TypeError, r"counts: expected dtype torch\.int32 or torch\.int64"),
     "device": ({"w2": torch.ones(4, D, N, device="meta")}, ValueError, "down_proj: expected on cpu as x is, got meta"),
     "save": ({"save": "all"}, ValueError, "save: expected one of 'minimal', 'paper', 'recompute', got 'all'"),
