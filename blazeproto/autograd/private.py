@@ -1,9 +1,9 @@
 """All that goes around torch's public interface, in one place. Where a name is missing, every answer is the safe one.
 
-What it is for: whether anybody but an autograd node can see what the node saves, so that dH may be written over H; calling
-operators past torch's dispatcher where nobody would hear of them, which halves the host's time of an eager layer; telling a
-transform of torch.func that it is not supported; derivatives inside an operator's kernel; and results that torch.export can
-save.
+What it is for: whether anything but an autograd node can see what the node saves, so that dH may be written over H; calling
+operators past torch's dispatcher where they are unobserved, which halves the host's time of an eager layer; telling a
+transform of torch.func that it is not supported; derivatives
+inside an operator's kernel; and results that torch.export can save.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,8 +52,8 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
         )
 
 
-def nobody_listens(tensors: Sequence[Any]) -> bool:
-    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass wants to hear of operators on these tensors,
+def unobserved(tensors: Sequence[Any]) -> bool:
+    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass is to be told of operators on these tensors,
     which hold numbers (meta tensors don't)."""
     return (
         AVAILABLE

@@ -24,6 +24,7 @@ from blazeproto import activations
 from blazeproto.autograd.backends import LowRows
 from blazeproto.dispatch.structures import Dispatch
 
+READS_ACT = True
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
 
 
@@ -58,17 +59,18 @@ def up_forward(
     bias: Tensor | None,
     rows: Dispatch,
     activation: str,
+    low: LowRows | None = None,
     h: Tensor | None = None,
     act: Tensor | None = None,
-    low: LowRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     made = _product(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows, bias, _transposed(low))
-    h = made if h is None else h.copy_(made)
-    made_act = activations.activate(_accumulation(h), activation).to(h.dtype)
-    return h, made_act if act is None else act.copy_(made_act)
+    h = _place(made, h)
+    return h, _place(_activate(h, activation), act)
 
 
-recompute_h = up_forward  # act comes along and down_backward uses it
+def _activate(h: Tensor, activation: str) -> Tensor:
+    """act (R, n) in h's dtype."""
+    return activations.activate(_accumulation(h), activation).to(h.dtype)
 
 
 def down_forward(
@@ -91,7 +93,7 @@ def down_forward(
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
-def down_backward(
+def down_backward_act(
     needs: Sequence[bool],
     d_out: Tensor,
     h: Tensor,
@@ -101,32 +103,24 @@ def down_backward(
     bias: Tensor | None,
     rows: Dispatch,
     activation: str,
-    weight_dtype: torch.dtype,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
+    low: LowRows | None = None,
     *,
     overwrite_h: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
-    needs_h, needs_scores, needs_weight, needs_bias = needs
-    d_rows = _gather(d_out, _row_tokens(rows))  # (R, d): dO of each row's token
-    row_scores = _row_scores(scores, rows)
-    dh = d_scores = None
-
-    act = activations.activate(_accumulation(h), activation).to(h.dtype) if act is None else act
-    if needs_weight:
-        a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
-        d_weight = _deliver(_gradient_of(down_proj, d_rows, a_scaled, rows, weight_dtype), d_weight)
-        del a_scaled
-    if needs_bias:
-        d_bias = _deliver(_expert_sum(_accumulation(d_rows) * row_scores, rows), d_bias)
+    needs_h, needs_scores, needs_a_scaled = needs
+    d_rows, row_scores = _gather(d_out, _row_tokens(rows)), _row_scores(scores, rows)  # (R, d): dO of each row's token
+    dh = d_scores = a_scaled = None
+    act = _activate(h, activation) if act is None else act
     if needs_h or needs_scores:
-        d_act = _accumulation(_grouped_mm(d_rows, down_proj, rows.expert_token_offsets))  # dA' = dO W_down, unscaled
+        d_act = _accumulation(_product(d_rows, down_proj, rows, None, low))  # dA' = dO W_down, unscaled
         if needs_scores:
             d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
         if needs_h:
-            dh = _through_activation(h, d_act, row_scores, activation)
-    return dh, d_scores, d_weight, d_bias
+            dh = activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
+    if needs_a_scaled:
+        a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
+    return dh, d_scores, a_scaled
 
 
 def _score_gradient(d_act: Tensor, act: Tensor, d_rows: Tensor, bias: Tensor | None, rows: Dispatch) -> Tensor:
@@ -138,83 +132,61 @@ def _score_gradient(d_act: Tensor, act: Tensor, d_rows: Tensor, bias: Tensor | N
     return _by_pair(_zero_past_last(row_d_scores, rows), rows)
 
 
-def _through_activation(h: Tensor, d_act: Tensor, row_scores: Tensor, activation: str) -> Tensor:
-    """dH (R, G n) in h's dtype; d_act is written over."""
-    return activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
+def up_backward_act(
+    dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None, dx: Tensor | None = None
+) -> Tensor:
+    return _place(_combine(_product(dh, up_proj, rows, None, low), None, rows), dx)
 
 
-def up_backward(
-    needs: Sequence[bool],
-    dh: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
+def _place(made: Tensor, place: Tensor | None) -> Tensor:
+    return made if place is None else place.copy_(made)
+
+
+# ---- sums over an expert's rows ----------------------------------------------------------------------------------
+
+
+def weight_gradient(
+    left: Tensor,
+    ordered: Tensor,
+    like: Tensor,
     rows: Dispatch,
-    weight_dtype: torch.dtype,
-    dx: Tensor | None = None,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    needs_x, needs_weight, needs_bias = needs
-    if needs_x:
-        made = _combine(_grouped_mm(dh, up_proj, rows.expert_token_offsets), None, rows)
-        dx = made if dx is None else dx.copy_(made)
-    if needs_weight:
-        of_rows = _gather(x, _row_tokens(rows))
-        d_weight = _deliver(_gradient_of(up_proj, dh, of_rows, rows, weight_dtype), d_weight)
-    if needs_bias:
-        d_bias = _deliver(_expert_sum(_accumulation(dh), rows), d_bias)
-    return dx, d_weight, d_bias
-
-
-def _gradient_of(weight: Tensor, a: Tensor, b: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
-    """Sums over each expert's rows of a_r^T b_r, (E, m, k) like ``weight``, and lying as it does, perhaps transposed."""
-    if weight.is_contiguous():
-        return _grouped_outer(a, b, rows.expert_token_offsets, dtype)
-    return _grouped_outer(b, a, rows.expert_token_offsets, dtype).mT
-
-
-def _deliver(grad: Tensor, accumulator: Tensor | None) -> Tensor:
-    return grad if accumulator is None else accumulator.add_(grad)
-
-
-# ---- frozen weights, and low-rank factors beside them ------------------------------------------------------------
-
-
-def low_rank_rows(a: Tensor, weights: Tensor, rows: Dispatch, *, gather: bool, transposed: bool) -> Tensor:
-    a = _gather(a, _row_tokens(rows)) if gather else a
-    return _grouped_mm(a, weights if transposed else weights.transpose(-2, -1), rows.expert_token_offsets)
-
-
-def down_backward_frozen(
-    d_out: Tensor,
-    h: Tensor,
-    scores: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    rows: Dispatch,
-    activation: str,
-    low: LowRows | None = None,
+    accumulator: Tensor | None = None,
     *,
-    overwrite_h: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``h`` is not written over."""
-    d_rows, row_scores = _gather(d_out, _row_tokens(rows)), _row_scores(scores, rows)
-    act = activations.activate(_accumulation(h), activation).to(h.dtype)
-    d_act = _accumulation(_product(d_rows, down_proj, rows, None, low))
-    d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
-    return _through_activation(h, d_act, row_scores, activation), d_scores, (act * row_scores).to(h.dtype)
-
-
-def up_backward_frozen(dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None) -> Tensor:
-    return _combine(_product(dh, up_proj, rows, None, low), None, rows)
-
-
-def factor_gradient(
-    left: Tensor, ordered: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, dtype: torch.dtype
+    gather: bool,
+    transposed: bool,
+    factor: bool = False,
 ) -> Tensor:
     left = _gather(left, _row_tokens(rows)) if gather else left
-    pair = (ordered, left) if transposed else (left, ordered)
-    return _grouped_outer(*pair, rows.expert_token_offsets, dtype)
+    dtype = like.dtype if accumulator is None else accumulator.dtype
+    if like.is_contiguous():
+        made = _grouped_outer(*((ordered, left) if transposed else (left, ordered)), rows.expert_token_offsets, dtype)
+    else:  # it is made as it lies
+        made = _grouped_outer(
+            *((left, ordered) if transposed else (ordered, left)), rows.expert_token_offsets, dtype
+        ).mT
+    return made if accumulator is None else accumulator.add_(made)
+
+
+def expert_row_sum(
+    values: Tensor, num_experts: int, rows: Dispatch, scores: Tensor | None, accumulator: Tensor | None = None
+) -> Tensor:
+    if scores is None:
+        values = _accumulation(values)
+    else:
+        values = _accumulation(_gather(values, _row_tokens(rows))) * _row_scores(scores, rows)
+    offsets = rows.expert_token_offsets
+    made = torch.segment_reduce(values.contiguous(), "sum", offsets=offsets, unsafe=True, initial=0)
+    return made if accumulator is None else accumulator.add_(made)
+
+
+# ---- products with low-rank factors ------------------------------------------------------------------------------
+
+
+def low_rank_rows(
+    a: Tensor, factor: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, out: Tensor | None = None
+) -> Tensor:
+    a = _gather(a, _row_tokens(rows)) if gather else a
+    return _place(_grouped_mm(a, factor if transposed else factor.mT, rows.expert_token_offsets), out)
 
 
 def _transposed(low: LowRows | None) -> LowRows | None:
@@ -304,11 +276,6 @@ def _combine(y: Tensor, scores: Tensor | None, rows: Dispatch) -> Tensor:
         weight = 1 if scores is None else scores.view(num_tokens, rows.top_k, 1)[:, slot]
         out += by_token[:, slot] * weight
     return out.to(y.dtype)
-
-
-def _expert_sum(values: Tensor, rows: Dispatch) -> Tensor:
-    """values (R, m) -> (E, m): the sum over each expert's rows."""
-    return torch.segment_reduce(values.contiguous(), "sum", offsets=rows.expert_token_offsets, unsafe=True, initial=0)
 
 
 def _accumulation(t: Tensor) -> Tensor:

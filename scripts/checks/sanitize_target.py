@@ -19,7 +19,7 @@ import torch
 
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
-from blazeproto.autograd import LowRank, moe_mlp, moe_mlp_lora
+from blazeproto.autograd import LowRank, moe_mlp
 from blazeproto.dispatch.build import Method
 from blazeproto.gemm.tiles import give_tickets
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
@@ -60,12 +60,11 @@ def layer(
     if bias:
         options |= {"up_bias": normal(E, up_rows), "down_bias": normal(E, d)}
         leaves += [options["up_bias"], options["down_bias"]]
-    function: Callable[..., torch.Tensor] = moe_mlp
     if rank:
         factors = [LowRank(normal(E, rank, t.shape[2]), normal(E, t.shape[1], rank)) for t in (up, down)]
         up, down, leaves = up.detach(), down.detach(), [x, scores, *factors[0], *factors[1]]
-        function = partial(moe_mlp_lora, up=factors[0], down=factors[1])
-    out = function(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
+        options |= {"up_factors": factors[0], "down_factors": factors[1]}
+    out = moe_mlp(x, up, down, scores, experts, num_experts=E, activation=activation, backend="hopper", **options)
     gradients = torch.autograd.grad(out, leaves, torch.randn_like(out))
     torch.cuda.synchronize()
     for tensor in (out, *gradients):

@@ -22,7 +22,6 @@ from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
-from blazeproto.integrations.grouped import grouped_experts
 from tests.integrations import test_grouped as grouped
 
 
@@ -298,7 +297,7 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, ente
     monkeypatch.setattr(torch.cuda, "device", device)
     with FakeTensorMode():
         x = torch.empty(3, device=f"cuda:{gpu}")
-    assert not private.nobody_listens((x,))  # a fake tensor is a mode's
+    assert not private.unobserved((x,))  # a fake tensor is a mode's
     assert operators.on_another_gpu(x) == bool(entered)
     guarded = operators._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
     assert guarded([True], x, None) == ([True], x, None, entered)
@@ -323,7 +322,7 @@ def test_rows_that_lie_by_expert(watch, save, padding):
     given = [tensor.double() for tensor in tensors], counts, d_out.double()
     over = []
     watch(down_backward, "launch", lambda *args, dh, **kwargs: over.append(dh.data_ptr() == args[2].data_ptr()))
-    got = grouped.results(grouped_experts, *given, save=save)
+    got = grouped.results(grouped.grouped_experts, *given, save=save)
     wanted = grouped.results(grouped.by_loop, *given)
     wanted["x"][34:] = 0
     grouped.close(got, wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import fields
-from types import ModuleType
 
 import numpy as np
 import torch
