@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from blazeproto import cost, gemm
 from blazeproto.dispatch import build_dispatch
-from blazeproto.gemm.specification import Array
+from blazeproto.gemm.arguments import Array
 from scripts.bench.common import (
     RESULTS,
     SHAPES,
