@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import product as every
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,14 @@ class Build(NamedTuple):
 
 
 PLAIN, PACKAGE = Variant(), Build()
+BOTH = (False, True)
+
+
+def variants(**options: Iterable[Any]) -> list[Variant]:
+    """One for every combination of values of these fields."""
+    return [Variant(**dict(zip(options, values, strict=True))) for values in every(*options.values())]
+
+
 _edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
 _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)
 
