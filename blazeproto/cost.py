@@ -7,7 +7,8 @@
     cost.product_floor_ms("up_forward", sizes)      # one kernel
     cost.layer_floor_ms(sizes)                      # (forward, backward) of a layer
 
-A product's file states its operations and least bytes (`blazeproto.gemm.PRODUCTS`); here they become times and sums. A floor
+A product's operations and least bytes follow from its inputs and outputs (`blazeproto.gemm.Product`); here they become times and
+sums. A floor
 takes every input as read once and every output as written once, whatever the caches hold. All arrays count as bf16, weight
 gradients too: fp32 ones are 2 bytes an element more. K is the same for every token; where it varies, a floor of the mean is what
 there is. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
@@ -21,9 +22,11 @@ PEAK_OPERATIONS = 785e12
 PEAK_BYTES = 4.24e12
 """Bytes a second, read and written ones together; measured on the same H200 (copy)."""
 
-FORWARD = ("up_forward", "down_forward")
-BACKWARD = ("down_backward_act", "down_backward_weight", "up_backward_act", "up_backward_weight")
-"""The layer's products; `combine` follows each of the two lists."""
+FORWARD, BACKWARD = (
+    tuple(name for name, product in PRODUCTS.items() if phase in product.phases and product.tiles)
+    for phase in ("forward", "backward")
+)
+"""The products that every layer runs; `combine` follows each of the two lists."""
 ID_BYTES = SCORE_BYTES = 4  # int32, fp32
 
 

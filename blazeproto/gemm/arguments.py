@@ -6,8 +6,8 @@ aligned addresses, at most 512 experts, the current GPU.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm.tiles import CHUNK, GATHERED_ELEMENTS, MAX_EXPERTS, TileConfig
@@ -23,6 +23,49 @@ from blazeproto.runtime.arrays import (
     overlap,
     view,
 )
+
+
+@dataclass(frozen=True)
+class Array:
+    """An input or an output of a product.
+
+    name: as the public function calls it.
+    shape: a letter for each dimension: T tokens, R rows in expert order, P pairs, E experts; d model width, n expert width,
+    h = G n columns of H, G being 2 for a gated activation, else 1; any other word is a width of its own.
+    gather, ordered, transposed: its shape in a call with ``gather``, with ``gather=False``, with ``transposed``.
+    optional: an input that may be None.  fetched: an input of which a kernel fetches rows by index, where it has one a token.
+    over: the input whose memory an output may take, element for element.
+    added: an output that must be given, zeroed or with what it is added to.
+    f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
+    counted: whether its bytes are among the least that a call moves; None: unless it is optional.
+    tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
+    """
+
+    name: str
+    shape: str
+    dtype: str = "bfloat16"
+    gather: str = ""
+    ordered: str = ""
+    transposed: str = ""
+    optional: bool = False
+    fetched: bool = False
+    over: str = ""
+    added: bool = False
+    f32: bool = False
+    counted: bool | None = None
+    tile: Callable[[TileConfig, int], tuple[int, int]] | None = None
+
+    @property
+    def index(self) -> str:
+        """What a line of it belongs to: "token", "row", "pair" or "expert"."""
+        return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
+
+    def shape_in(self, call: Mapping[str, Any]) -> str:
+        """Its shape with the options of a call."""
+        gather, transposed = call.get("gather"), call.get("transposed")
+        shapes = ((self.gather, gather), (self.ordered, gather is False), (self.transposed, transposed))
+        return next((shape for shape, holds in shapes if shape and holds), self.shape)
+
 
 LOW = ("low rows", "low factor")  # what errors call the arrays of a public function's ``low``
 
@@ -77,55 +120,30 @@ class Arguments:
         self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
         self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
 
-    def read(
-        self,
-        name: str,
-        array: Any,
-        shape: str,
-        dtype: str = "bfloat16",
-        *,
-        optional: bool = False,
-        fetched: bool = False,
-    ) -> Self:
-        """An array that must be given, unless it is ``optional``.  fetched: its rows by index, where it has one a token."""
-        self.arrays[name] = array
-        gathered = fetched and shape[0] == "T"
-        self.views[name] = None if optional and array is None else self._checked(name, array, shape, dtype, gathered)
-        return self
+    def read(self, array: Array, value: Any, shape: str = "") -> DeviceArray | None:
+        """An input, or an output that is there.  shape: in this call, where options change it."""
+        name, shape = array.name, shape or array.shape
+        gathered = array.fetched and shape[0] == "T"
+        self.arrays[name] = value
+        absent = array.optional and value is None and name not in LOW
+        self.views[name] = None if absent else self._checked(name, value, shape, array.dtype, gathered)
+        return self.views[name]
 
-    def write(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
-        """An output or a workspace, whose lengths are known by now: a new one where ``array`` is None.
-
-        over: the array whose memory it may take, element for element; from all others it must be apart.
-        """
-        lengths: Any = self._lengths(shape)
-        return self.update(name, self._new(lengths, dtype) if array is None else array, shape, dtype, over)
-
-    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
-        """An output that must be given, for it is added to or written in part."""
-        others = [(other, seen) for other, seen in self.views.items() if seen is not None]
-        a = self.read(name, array, shape, dtype).views[name]
-        for other, seen in others:
-            if overlap(a, seen) and not (other == over and (a.ptr, a.shape) == (seen.ptr, seen.shape)):
-                raise ValueError(
-                    f"{name}: expected memory of its own{f' or all of {over}' if over else ''}, got some of {other}"
-                )
-        return self
-
-    def accumulator(self, name: str, array: Any, shape: str, accumulate: bool) -> Self:
-        """An output that may be fp32, and must be given to ``accumulate``."""
-        if accumulate and array is None:
-            raise ValueError(f"{name}: expected an array to accumulate into, got None")
-        f32 = array is not None and self._view(name, array).dtype == "float32"
-        return self.write(name, array, shape, "float32" if f32 else "bfloat16")
-
-    def workspace(
-        self, array: Any, lengths: Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]], config: Any
-    ) -> None:
-        """fp32 memory of these lengths, by letters and tiles; a twin needs none."""
-        shape = lengths(self.sizes, config)
-        if shape or array is not None:
-            self.write("workspace", array, " ".join(map(str, shape or (0,))), "float32")
+    def write(self, array: Array, value: Any, *, accumulate: bool = False) -> None:
+        """An output or a workspace, whose lengths are known by now: a new one where ``value`` is None, unless it is added to."""
+        if value is None and accumulate:
+            raise ValueError(f"{array.name}: expected an array to accumulate into, got None")
+        if value is None and not array.added:
+            lengths: Any = self._lengths(array.shape)
+            value = self._new(lengths, array.dtype)
+        elif array.f32 and self._view(array.name, value).dtype == "float32":
+            array = replace(array, dtype="float32")
+        others = {name: seen for name, seen in self.views.items() if seen is not None}
+        a = self.read(array, value)
+        for name, seen in others.items():
+            if overlap(a, seen) and not (name == array.over and (a.ptr, a.shape) == (seen.ptr, seen.shape)):
+                allowed = f" or all of {array.over}" if array.over else ""
+                raise ValueError(f"{array.name}: expected memory of its own{allowed}, got some of {name}")
 
     def operands(self) -> dict[str, Any]:
         """The arrays by the names of a launch's parameters."""
@@ -230,12 +248,10 @@ class TwinArguments(Arguments):
     multiple = 1
     FLOATS = ("float16", "float32", "float64")
 
-    def update(self, name: str, array: Any, shape: str, dtype: str = "bfloat16", over: str = "") -> Self:
-        numpy_output(name, array, self._dtypes(dtype), None)
-        return super().update(name, array, shape, dtype, over)
-
-    def workspace(self, array: Any, lengths: Any, config: Any) -> None:
-        pass
+    def write(self, array: Array, value: Any, *, accumulate: bool = False) -> None:
+        if value is not None:
+            numpy_output(array.name, value, self._dtypes(array.dtype), None)
+        super().write(array, value, accumulate=accumulate)
 
     def _view(self, name: str, array: Any) -> DeviceArray:
         return numpy_view(array, name)

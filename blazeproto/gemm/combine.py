@@ -1,17 +1,18 @@
 """The sum over a token's experts (cuda/combine.cu): MoEBlaze §2.3 and §3.1. Memory-bound."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.gemm.arguments import Arguments
+from blazeproto.gemm.arguments import Arguments, Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import SHAPES, Product, Variant, build_of
-from blazeproto.gemm.specification import Array, Specification
+from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, CHUNK, TILES
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
@@ -34,7 +35,7 @@ def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...
     columns = call["columns"]
     if columns is None:
         return outputs
-    given.update("out", call["out"], "T width")
+    given.write(replace(outputs[0], shape="T width", added=True), call["out"])
     if len(columns_within(columns, given.sizes["width"], given.multiple)) != given.sizes["d"]:
         raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
     return ()

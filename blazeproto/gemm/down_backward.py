@@ -7,13 +7,24 @@ from typing import Any
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product, reduce
-from blazeproto.gemm.arguments import LowRank
+from blazeproto.gemm.arguments import Array, LowRank
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, TRANSPOSED, Build, Product, Variant, tiled_kernel
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    PLAIN,
+    SHAPES,
+    TRANSPOSED,
+    Build,
+    Product,
+    Variant,
+    tiled_kernel,
+    variants,
+)
 from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
-from blazeproto.gemm.specification import Array, Specification, by_tile, low_rank
+from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import checks, driver
 
@@ -192,11 +203,13 @@ def launch(
 
 
 def _kernels() -> list[Kernel]:
-    variants = [Variant(activation=name) for name in ACTIVATIONS]
-    variants += [Variant(activation=name, transposed=True) for name in TRANSPOSED]
-    variants += [Variant(activation=name, transposed=lies, rank=16) for name in TRANSPOSED for lies in (False, True)]
-    variants += [Variant(rank=rank) for rank in (32, 48, 64)]
-    return [*(kernel(None, variant) for variant in variants), *map(kernel, CANDIDATES["down_backward_act"])]
+    of_tests = (
+        *variants(activation=ACTIVATIONS),
+        *variants(activation=TRANSPOSED, transposed=[True]),
+        *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+        *variants(rank=(32, 48, 64)),
+    )
+    return [*(kernel(None, variant) for variant in of_tests), *map(kernel, CANDIDATES["down_backward_act"])]
 
 
 DOWN_BACKWARD_ACT = Product(

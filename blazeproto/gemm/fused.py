@@ -5,10 +5,11 @@ from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import linear, product
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.formulas import Namespace
-from blazeproto.gemm.product import Product, Variant
+from blazeproto.gemm.product import BOTH, Product, Variant, variants
 from blazeproto.gemm.rows import words
-from blazeproto.gemm.specification import Array, Specification, by_tile
+from blazeproto.gemm.specification import Specification, by_tile
 from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig
 from blazeproto.runtime import driver
 
@@ -86,9 +87,8 @@ DOWN_FORWARD_FUSED = Product(
     SPEC,
     kernels=lambda: [
         *(
-            linear.kernel(TILES["down_forward"], Variant(transposed=transposed, bias=bias, fused=True))
-            for bias in (False, True)
-            for transposed in (False, True)
+            linear.kernel(TILES["down_forward"], variant)
+            for variant in variants(transposed=BOTH, bias=BOTH, fused=[True])
         ),
         *(linear.kernel(config, Variant(fused=True)) for config in CANDIDATES["down_forward"]),
     ],

@@ -7,18 +7,19 @@ up backward, rows     dX~ = dH W_up                 MoEBlaze Algorithm 1, line 3
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product as every
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Arguments, LowRank
+from blazeproto.gemm.arguments import Arguments, Array, LowRank
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Product, Sizes, Variant, tiled_kernel
+from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Sizes, Variant, tiled_kernel, variants
 from blazeproto.gemm.rows import low_maps, rank_of, rows_plan, words
-from blazeproto.gemm.specification import Array, Specification, by_tile, low_rank
+from blazeproto.gemm.specification import Specification, by_tile, low_rank
 from blazeproto.gemm.tiles import BF16, CANDIDATES, FACTOR_ROWS, SLAB, TILES, WIDTHS, TileConfig, tiles_for
 from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import columns_within
@@ -250,17 +251,13 @@ def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, V
 
 
 def _kernels() -> list[Kernel]:
-    both, biases = (False, True), CANDIDATES["up_backward_act"]
-    variants = [
-        (config, Variant(gather, bias=bias))
-        for config in CANDIDATES["down_forward"]
-        for bias in both
-        for gather in both
-    ]
-    variants += [(config, Variant(transposed=True, bias=True)) for config in biases]
-    made = [kernel(config, variant) for config, variant in variants]
-    made += [kernel(None, Variant(transposed=lies, rank=rank)) for lies in both for rank in (16, 32, 48, 64)]
-    return made + [kernel(FACTOR_ROWS, Variant(gather, lies)) for gather in both for lies in both]
+    calls = (
+        *every(CANDIDATES["down_forward"], variants(gather=BOTH, bias=BOTH)),
+        *every(CANDIDATES["up_backward_act"], variants(transposed=[True], bias=[True])),
+        *every([None], variants(transposed=BOTH, rank=(16, 32, 48, 64))),
+        *every([FACTOR_ROWS], variants(gather=BOTH, transposed=BOTH)),
+    )
+    return [kernel(*call) for call in calls]
 
 
 DOWN_FORWARD = Product(
@@ -280,9 +277,7 @@ UP_BACKWARD_ACT = Product(
     up_backward_act,
     _UP,
     kernels=lambda: [
-        kernel(config, Variant(gather, transposed=True))
-        for config in CANDIDATES["up_backward_act"]
-        for gather in (False, True)
+        kernel(*call) for call in every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True]))
     ],
     launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: _in_layer(sizes, up._replace(transposed=not up.transposed, bias=False)),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import product as every
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,14 @@ class Build(NamedTuple):
 
 
 PLAIN, PACKAGE = Variant(), Build()
+BOTH = (False, True)
+
+
+def variants(**options: Iterable[Any]) -> list[Variant]:
+    """One for every combination of values of these fields."""
+    return [Variant(**dict(zip(options, values, strict=True))) for values in every(*options.values())]
+
+
 _edited: list[tuple[str, Path]] = []  # product, sources: the last one of a product holds
 _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=None)
 
@@ -169,17 +178,19 @@ class Product:
         return self.spec.twin_of(self.run)
 
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
-        """The kernels that a layer launches, with the sources that are `edited`."""
+        """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
+        projections."""
         build = build_of(self.name)
         return [kernel for call in self.in_layer(sizes, up, down) for kernel in self.launched(*call, build)]
 
     def operations(self, sizes: Sizes) -> float:
-        """Each row is multiplied with its expert's matrix, or makes a part of it: a multiplication and an addition being two."""
+        """With these ``sizes``: each row is multiplied with its expert's matrix, or makes a part of it. A multiplication and an
+        addition are two."""
         matrices = [shape[1:] for _, shape in self._counted() if len(shape) == 3]
         return sum(2.0 * sizes.rows * prod(sizes.letters[letter] for letter in matrix) for matrix in matrices)
 
     def least_bytes(self, sizes: Sizes) -> float:
-        """Every input read once and every output written once, without those that are optional."""
+        """With these ``sizes``: every input read once and every output written once, without those that are optional."""
         arrays = sum(itemsize * prod(sizes.letters[letter] for letter in shape) for itemsize, shape in self._counted())
         return arrays + PAIR_BYTES * sizes.rows * len(self.spec.by_pair)
 

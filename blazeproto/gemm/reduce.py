@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import Product, build_of
-from blazeproto.gemm.specification import Array, Specification
+from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime import driver
 

@@ -15,55 +15,13 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from blazeproto.activations import activation_named
-from blazeproto.gemm.arguments import LOW, Arguments, TwinArguments, low_arrays
+from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_arrays
 from blazeproto.gemm.formulas import NumPy
 from blazeproto.gemm.tiles import BM, TileConfig
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.rounding import to_bfloat16
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Array:
-    """An input or an output of a product.
-
-    name: as the public function calls it.
-    shape: a letter for each dimension: T tokens, R rows in expert order, P pairs, E experts; d model width, n expert width,
-    h = G n columns of H, G being 2 for a gated activation, else 1; any other word is a width of its own.
-    gather, ordered, transposed: its shape in a call with ``gather``, with ``gather=False``, with ``transposed``.
-    optional: an input that may be None.  fetched: an input of which a kernel fetches rows by index, where it has one a token.
-    over: the input whose memory an output may take, element for element.
-    added: an output that must be given, zeroed or with what it is added to.
-    f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
-    counted: whether its bytes are among the least that a call moves; None: unless it is optional.
-    tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
-    """
-
-    name: str
-    shape: str
-    dtype: str = "bfloat16"
-    gather: str = ""
-    ordered: str = ""
-    transposed: str = ""
-    optional: bool = False
-    fetched: bool = False
-    over: str = ""
-    added: bool = False
-    f32: bool = False
-    counted: bool | None = None
-    tile: Callable[[TileConfig, int], tuple[int, int]] | None = None
-
-    @property
-    def index(self) -> str:
-        """What a line of it belongs to: "token", "row", "pair" or "expert"."""
-        return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
-
-    def shape_in(self, call: Mapping[str, Any]) -> str:
-        """Its shape with the options of a call."""
-        gather, transposed = call.get("gather"), call.get("transposed")
-        shapes = ((self.gather, gather), (self.ordered, gather is False), (self.transposed, transposed))
-        return next((shape for shape, holds in shapes if shape and holds), self.shape)
 
 
 def by_tile(config: TileConfig, halves: int) -> tuple[int, int]:
@@ -105,18 +63,13 @@ class Specification:
         arrays = {**call, **low_arrays(call.get("low"))}
         for array in self.inputs:
             if array.name in arrays:
-                options = {"optional": array.optional and array.name not in LOW, "fetched": array.fetched}
-                given.read(array.name, arrays[array.name], array.shape_in(call), array.dtype, **options)
+                given.read(array, arrays[array.name], array.shape_in(call))
         for array in self.settle(given, call, self.outputs) if self.settle else self.outputs:
-            value = arrays[array.name]
-            if array.f32:
-                given.accumulator(array.name, value, array.shape, call["accumulate"])
-            elif array.added:
-                given.update(array.name, value, array.shape, array.dtype)
-            else:
-                given.write(array.name, value, array.shape, array.dtype, array.over)
-        if self.workspace is not None:
-            given.workspace(call["workspace"], self.workspace, call.get("config"))
+            given.write(array, arrays[array.name], accumulate=call.get("accumulate", False))
+        if self.workspace is not None and kind is Arguments:
+            lengths = self.workspace(given.sizes, call.get("config"))
+            if lengths or call["workspace"] is not None:
+                given.write(Array("workspace", " ".join(map(str, lengths or (0,))), "float32"), call["workspace"])
         return given
 
     def results(self, given: Arguments) -> Any:

@@ -6,13 +6,24 @@ from typing import Any
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import LowRank
+from blazeproto.gemm.arguments import Array, LowRank
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
-from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, TRANSPOSED, Build, Product, Variant, tiled_kernel
+from blazeproto.gemm.product import (
+    BOTH,
+    PACKAGE,
+    PLAIN,
+    SHAPES,
+    TRANSPOSED,
+    Build,
+    Product,
+    Variant,
+    tiled_kernel,
+    variants,
+)
 from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
-from blazeproto.gemm.specification import Array, Specification, low_rank
+from blazeproto.gemm.specification import Specification, low_rank
 from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
 from blazeproto.runtime import driver
 
@@ -150,12 +161,13 @@ def launch(
 
 
 def _kernels() -> list[Kernel]:
-    both = (False, True)
-    variants = [Variant(activation=name, bias=bias) for name in ACTIVATIONS for bias in both]
-    variants += [Variant(activation=name, bias=bias, transposed=True) for name in TRANSPOSED for bias in both]
-    variants += [Variant(activation=name, transposed=lies, rank=16) for name in TRANSPOSED for lies in both]
-    variants += [Variant(rank=rank) for rank in (32, 48, 64)]
-    return [*(kernel(None, variant) for variant in variants), *map(kernel, CANDIDATES["up_forward"])]
+    of_tests = (
+        *variants(activation=ACTIVATIONS, bias=BOTH),
+        *variants(activation=TRANSPOSED, transposed=[True], bias=BOTH),
+        *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+        *variants(rank=(32, 48, 64)),
+    )
+    return [*(kernel(None, variant) for variant in of_tests), *map(kernel, CANDIDATES["up_forward"])]
 
 
 UP_FORWARD = Product(

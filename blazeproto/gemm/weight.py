@@ -9,16 +9,18 @@ follows from shapes and device alone.
 
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
+from itertools import product as every
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
-from blazeproto.gemm.product import PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel
-from blazeproto.gemm.specification import Array, Specification, by_tile
+from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel, variants
+from blazeproto.gemm.specification import Specification, by_tile
 from blazeproto.gemm.tiles import BF16, BK, BM, CANDIDATES, FACTOR_GRADIENT, SLAB, TILES, WARPGROUP, TileConfig
 from blazeproto.runtime import checks, driver
 from blazeproto.runtime.arrays import current_device, view
@@ -308,14 +310,12 @@ def launch(
 
 
 def _kernels(name: str) -> list[Kernel]:
-    configs, both = dict.fromkeys((TILES[name], *CANDIDATES[name])), (False, True)
-    variants = [Variant(gather, name == UP, f32=f32) for gather in both for f32 in both]
-    by_gathering = [variant for variant in variants if variant.gather]
-    return [
-        *(kernel(config, variant) for config in configs for variant in by_gathering),
-        *(kernel(config, variant) for config in (None, FACTOR_GRADIENT) for variant in variants),
-        *(sum_kernel(config.tile_n) for config in configs),
-    ]
+    configs, transposed = dict.fromkeys((TILES[name], *CANDIDATES[name])), [name == UP]
+    calls = (
+        *every(configs, variants(gather=[True], transposed=transposed, f32=BOTH)),
+        *every((TILES[name], FACTOR_GRADIENT), variants(gather=BOTH, transposed=transposed, f32=BOTH)),
+    )
+    return [*(kernel(*call) for call in calls), *(sum_kernel(config.tile_n) for config in configs)]
 
 
 def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product:

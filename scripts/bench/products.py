@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from blazeproto import cost, gemm
-from blazeproto.dispatch import Dispatch, build_dispatch
+from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm.arguments import Array
 from scripts.bench.common import (
     RESULTS,
     SHAPES,
@@ -42,190 +43,81 @@ from scripts.command import argument_parser, need_hopper, positive
 
 Call = Callable[[], object]
 DEFAULT_SHAPES = "1,5,7,9,14,21"  # of the layer benchmark's 23
+DEFAULT_PRODUCTS = tuple(name for name, product in gemm.PRODUCTS.items() if product.phases)
 
 
 class Arrays:
-    """Inputs and outputs of all products for one shape, and the routing that joins them."""
+    """Inputs and outputs of all products for one shape, and the routing that joins them. Inputs of one shape are one tensor."""
 
     def __init__(self, shape: LayerShape) -> None:
         need_hopper()
-        self.shape = shape
-        T, d, n, E, R = shape.T, shape.d, shape.n, shape.E, shape.rows
-        device = torch.device("cuda")
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, scale, generator=generator)
-
-        self.up_proj, self.down_proj = normal(E, 2 * n, d, scale=d**-0.5), normal(E, d, n, scale=n**-0.5)
-        self.x, self.d_out = normal(T, d), normal(T, d)
-        self.h, self.act, self.y = normal(R, 2 * n), normal(R, n), normal(R, d)
-        self.scores = torch.rand(T, shape.K, device=device, generator=generator)
-
-        self.dispatch = build_dispatch(route(shape, "uniform", device, generator), E)
+        self.shape, self.device = shape, torch.device("cuda")
+        self.generator = torch.Generator(self.device).manual_seed(0)
+        self.dispatch = build_dispatch(route(shape, "uniform", self.device, self.generator), shape.E)
         self.ends = self.dispatch.expert_token_offsets[1:].clone()  # torch's offsets leave out the leading zero
-        self.tokens = self.dispatch.expert_token_indices
+        self.input = cache(self._input)
 
-        # outputs, so that nothing is allocated while timing
-        self.h_out, self.act_out, self.y_out = (
-            torch.empty_like(self.h),
-            torch.empty_like(self.act),
-            torch.empty_like(self.y),
-        )
-        self.up_grad, self.down_grad = torch.empty_like(self.up_proj), torch.empty_like(self.down_proj)
-        self.d_scores = torch.empty(R, dtype=torch.float32, device=device)
-        self.out = torch.empty_like(self.x)
+    def lengths(self, letters: str) -> list[int]:
+        """Of an array of a product's specification."""
+        return [self.shape.sizes.letters[letter] for letter in letters.split()]
 
-    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.tokens]
+    def _input(self, letters: str, dtype: str) -> torch.Tensor:
+        """At unit scale; weights at 1/√fan-in, scores above 0."""
+        made = torch.empty(self.lengths(letters), dtype=getattr(torch, dtype), device=self.device)
+        if dtype == "float32":
+            return made.uniform_(generator=self.generator)
+        return made.normal_(0.0, made.shape[-1] ** -0.5 if made.dim() == 3 else 1.0, generator=self.generator)
 
+    def output(self, letters: str, dtype: str) -> torch.Tensor:
+        return torch.zeros(self.lengths(letters), dtype=getattr(torch, dtype), device=self.device)
 
-@dataclass(frozen=True)
-class Versions:
-    """A product's versions as functions of (arrays, tile configuration).
-
-    `plain` and `torch` get their gathered operand ready; None where the product has no such version.
-    """
-
-    layer: Callable[[Arrays, gemm.TileConfig | None], Call]
-    plain: Callable[[Arrays, gemm.TileConfig | None], Call] | None = None
-    gathered: Callable[[Arrays, gemm.TileConfig | None], Call] | None = None
-    torch: Callable[[Arrays], Call] | None = None
+    def rows(self, array: Array) -> torch.Tensor:
+        """An input's rows in expert order."""
+        tensor = self.input(array.shape, array.dtype)
+        return tensor[self.dispatch.expert_token_indices] if array.index == "token" else tensor
 
 
-def _up_forward_plain(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    x = a.gathered(a.x)
-    return lambda: gemm.grouped_mm(x, a.up_proj, a.dispatch, out=a.h_out, config=config)
+def versions(name: str, a: Arrays, config: gemm.TileConfig | None) -> dict[str, Call]:
+    """A product's versions, with what they need ready: "layer"; of one that multiplies matrices "plain" and "torch" too, and
+    "gathered", if it gathers rows."""
+    product = gemm.PRODUCTS[name]
+    spec, options = product.spec, {"dispatch": a.dispatch, **({"config": config} if product.kernel else {})}
+    counted = [array for array in spec.inputs if not array.optional or array.counted]
+    inputs = {array.name: a.input(array.shape, array.dtype) for array in counted}
+    outputs = {array.name: a.output(array.shape, array.dtype) for array in spec.outputs}
+    if spec.workspace is not None:
+        lengths = spec.workspace(a.shape.sizes.letters, config)
+        outputs["workspace"] = torch.empty(lengths or (0,), dtype=torch.float32, device=a.device)
+    calls: dict[str, Call] = {"layer": partial(product.run, **inputs, **outputs, **options)}
+    matrices = [array for array in (*counted, *spec.outputs) if array.shape.count(" ") == 2]
+    if not matrices:
+        return calls
 
-
-def _up_forward_torch(a: Arrays) -> Call:
-    x = a.gathered(a.x)
-    return lambda: F.grouped_mm(x, a.up_proj.transpose(1, 2), offs=a.ends)
-
-
-def _down_backward_plain(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    d_out = a.gathered(a.d_out)
-    return lambda: gemm.grouped_mm(d_out, a.down_proj, a.dispatch, transposed=True, out=a.act_out, config=config)
-
-
-def _down_backward_torch(a: Arrays) -> Call:
-    d_out = a.gathered(a.d_out)
-    return lambda: F.grouped_mm(d_out, a.down_proj, offs=a.ends)
-
-
-def _down_backward_layer(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    partials = gemm.score_partials(a.shape.n, config)
-    workspace = torch.empty(partials, a.shape.rows, dtype=torch.float32, device=a.x.device)
-    outputs: dict[str, Any] = {"dh": a.h_out, "a_scaled": a.act_out, "d_scores": a.d_scores, "workspace": workspace}
-    return lambda: gemm.down_backward_act(a.d_out, a.down_proj, a.h, a.scores, a.dispatch, config=config, **outputs)
-
-
-def _weight_options(
-    product: str, dw: torch.Tensor, dispatch: Dispatch, config: gemm.TileConfig | None
-) -> dict[str, Any]:
-    elements = gemm.weight_workspace(product, dw, dispatch, config)
-    return {"dw": dw, "config": config, "workspace": torch.empty(elements, dtype=torch.float32, device=dw.device)}
-
-
-def _down_weight_plain(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    d_out = a.gathered(a.d_out)
-    options = _weight_options("down_backward_weight", a.down_grad, a.dispatch, config)
-    return lambda: gemm.down_backward_weight(d_out, a.act, a.dispatch, gather=False, **options)
-
-
-def _down_weight_torch(a: Arrays) -> Call:
-    d_out = a.gathered(a.d_out)
-    return lambda: F.grouped_mm(d_out.t(), a.act, offs=a.ends)
-
-
-def _up_weight_plain(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    x = a.gathered(a.x)
-    options = _weight_options("up_backward_weight", a.up_grad, a.dispatch, config)
-    return lambda: gemm.up_backward_weight(a.h, x, a.dispatch, gather=False, **options)
-
-
-def _up_weight_torch(a: Arrays) -> Call:
-    x = a.gathered(a.x)
-    return lambda: F.grouped_mm(a.h.t(), x, offs=a.ends)
-
-
-def _down_forward(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    return lambda: gemm.down_forward(a.act, a.down_proj, a.dispatch, y=a.y_out, config=config)
-
-
-def _up_backward(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    return lambda: gemm.up_backward_act(a.h, a.up_proj, a.dispatch, dx_rows=a.y_out, config=config)
-
-
-def _down_weight(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    options = _weight_options("down_backward_weight", a.down_grad, a.dispatch, config)
-    return lambda: gemm.down_backward_weight(a.d_out, a.act, a.dispatch, **options)
-
-
-def _up_weight(a: Arrays, config: gemm.TileConfig | None) -> Call:
-    options = _weight_options("up_backward_weight", a.up_grad, a.dispatch, config)
-    return lambda: gemm.up_backward_weight(a.h, a.x, a.dispatch, **options)
-
-
-VERSIONS: dict[str, Versions] = {
-    "up_forward": Versions(
-        layer=lambda a, config: (
-            lambda: gemm.up_forward(a.x, a.up_proj, a.dispatch, h=a.h_out, act=a.act_out, config=config)
-        ),
-        plain=_up_forward_plain,
-        gathered=lambda a, config: (
-            lambda: gemm.grouped_mm(a.x, a.up_proj, a.dispatch, gather=True, out=a.h_out, config=config)
-        ),
-        torch=_up_forward_torch,
-    ),
-    "down_forward": Versions(
-        layer=_down_forward,
-        plain=_down_forward,
-        torch=lambda a: lambda: F.grouped_mm(a.act, a.down_proj.transpose(1, 2), offs=a.ends),
-    ),
-    "down_backward_act": Versions(
-        layer=_down_backward_layer,
-        plain=_down_backward_plain,
-        gathered=lambda a, config: (
-            lambda: gemm.grouped_mm(
-                a.d_out, a.down_proj, a.dispatch, gather=True, transposed=True, out=a.act_out, config=config
-            )
-        ),
-        torch=_down_backward_torch,
-    ),
-    "down_backward_weight": Versions(
-        layer=_down_weight,
-        plain=_down_weight_plain,
-        gathered=_down_weight,
-        torch=_down_weight_torch,
-    ),
-    "up_backward_act": Versions(
-        layer=_up_backward,
-        plain=_up_backward,
-        torch=lambda a: lambda: F.grouped_mm(a.h, a.up_proj, offs=a.ends),
-    ),
-    "up_backward_weight": Versions(
-        layer=_up_weight,
-        plain=_up_weight_plain,
-        gathered=_up_weight,
-        torch=_up_weight_torch,
-    ),
-    "combine": Versions(
-        layer=lambda a, config: lambda: gemm.combine(a.y, a.dispatch, scores=a.scores.flatten(), out=a.out),
-    ),
-}
+    (matrix,) = matrices
+    _, outer, inner = matrix.shape.split()
+    by_letter = {array.shape[-1]: array for array in counted if array.index in ("row", "token")}
+    if matrix in spec.outputs:
+        left, right = by_letter[outer], by_letter[inner]
+        ordered = {array.name: a.rows(array) for array in (left, right)}
+        calls["plain"] = partial(product.run, **ordered, **outputs, **options, gather=False)
+        calls["torch"] = partial(F.grouped_mm, ordered[left.name].t(), ordered[right.name], offs=a.ends)
+        calls["gathered"] = calls["layer"]
+        return calls
+    transposed = inner not in by_letter
+    rows, weights = by_letter[outer if transposed else inner], inputs[matrix.name]
+    made, ordered_rows = a.output(f"R {inner if transposed else outer}", "bfloat16"), a.rows(rows)
+    plain = partial(gemm.grouped_mm, weights=weights, transposed=transposed, out=made, **options)
+    calls["plain"] = partial(plain, ordered_rows)
+    calls["torch"] = partial(F.grouped_mm, ordered_rows, weights if transposed else weights.mT, offs=a.ends)
+    if rows.index == "token":
+        calls["gathered"] = partial(plain, inputs[rows.name], gather=True)
+    return calls
 
 
 def measure(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
     """One row: every version of a product on one shape, ms of GPU time."""
-    versions, shape, config = VERSIONS[name], arrays.shape, None  # the tiles the package picks
-    calls: dict[str, Call] = {"layer": versions.layer(arrays, config)}
-    if versions.plain is not None and versions.torch is not None:
-        calls["plain"] = versions.plain(arrays, config)
-        calls["torch"] = versions.torch(arrays)
-    if versions.gathered is not None:
-        calls["gathered"] = versions.gathered(arrays, config)
-    gpu = gpu_ms(calls, ("plain", "torch", "gathered"), rounds)
+    shape = arrays.shape
+    gpu = gpu_ms(versions(name, arrays, None), ("plain", "torch", "gathered"), rounds)
     floor = cost.product_floor_ms(name, shape.sizes)
     row: dict[str, Any] = {"product": name, "cfg": shape.dict(), "floor_ms": round(floor, 4)}
     row |= {f"{version}_ms": round(ms, 4) for version, ms in gpu.ms.items()}
@@ -246,7 +138,7 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
     calls, failed = {}, {}
     for label, config in configs.items():
         try:
-            calls[label] = VERSIONS[name].layer(arrays, config)
+            calls[label] = versions(name, arrays, config)["layer"]
             calls[label]()
             torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001  a configuration that doesn't fit is no reason to lose the others
@@ -311,7 +203,7 @@ def main() -> None:
     parser.add_argument(
         "--configs", type=parse_shapes, default=parse_shapes(DEFAULT_SHAPES), help="as for scripts.bench.layer"
     )
-    parser.add_argument("--products", default=",".join(VERSIONS), help="of " + ", ".join(VERSIONS))
+    parser.add_argument("--products", default=",".join(DEFAULT_PRODUCTS), help="of " + ", ".join(gemm.PRODUCTS))
     parser.add_argument("--tune", action="store_true", help="time all tile configurations instead")
     parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--quick", action="store_true", help="two shapes, 7 rounds; the results file is left alone")
@@ -320,16 +212,19 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=None, help="results file (default: products.json, if all run)")
     options = parser.parse_args()
-    if unknown := set(options.products.split(",")) - VERSIONS.keys():
-        parser.error(f"--products: expected some of {', '.join(VERSIONS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.products.split(",")) - gemm.PRODUCTS.keys():
+        parser.error(f"--products: expected some of {', '.join(gemm.PRODUCTS)}, got {', '.join(sorted(unknown))}")
     if options.quick:
         options.configs, options.rounds = [SHAPES[0], SHAPES[8]], 7
         options.out = options.out or RESULTS / f"{'tune' if options.tune else 'products'}-quick.json"
     name = "tune" if options.tune else "products"
     out = options.out or part_file(name)
     record = provenance() | {"rows": []}
-    names = [n for n in options.products.split(",") if not (options.tune and n == "combine")]
-    whole = names == [n for n in VERSIONS if not (options.tune and n == "combine")]
+    names, every = (
+        [name for name in chosen if gemm.PRODUCTS[name].tiles or not options.tune]
+        for chosen in (options.products.split(","), DEFAULT_PRODUCTS)
+    )
+    whole = names == every
     whole &= options.configs == parse_shapes(DEFAULT_SHAPES)
     begin, skipped = time.monotonic(), []
     for shape in options.configs:
