@@ -5,20 +5,25 @@ A bound of each element finds a single wrong 16-byte chunk in millions, which a 
     sums        c 2^-22 Σ |a b| of c = terms / 16 + 16 additions that truncate (wgmma adds 16 products at a time)
     functions   of the gate, by tanh.approx (activation.cuh): |gate| 2^-11, twice what ptx.cuh says
     rounding    2^-8 of the value, for bf16 outputs
+
+The product's own formula makes it, of numbers that have an error beside them: for a linear product, the formula of absolute
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import product as every
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from blazeproto.activations import activate, activation_named, gate_and_up, mathematics, side_by_side
-from blazeproto.lab.oracle import EXACT, Case, evaluate
+from blazeproto.activations import activate, activate_backward, activation_named, gate_and_up, mathematics, side_by_side
+from blazeproto.lab.calls import CALLS, Case
+from blazeproto.lab.oracle import EXACT
 
 ROUNDING = 1.02 * 2.0**-8  # of a bf16 number, and a little for the fp32 operations before
 STEP, FP32_STEP = 2.0**-22, 2.0**-23  # of an addition of wgmma, and of one that rounds to nearest
@@ -33,20 +38,124 @@ class Reference(NamedTuple):
 
 def reference(product: str, case: Case, given: Mapping[str, Tensor]) -> dict[str, Reference]:
     """Of each output of a product, which takes its inputs from the case and from ``given``; rows in use only."""
-    exact = evaluate(EXACT, case, given)
-    used = {name: value[: len(case.row_pair)] if name in ("act", "h", "dh", "a_scaled", "y") else value
-            for name, value in given.items()}  # fmt: skip
-    bounds = _BOUNDS[product](case, used, exact)
-    return {name: Reference(exact[name], (bound + TINY).float()) for name, bound in bounds.items()}
+    call, m = CALLS[product], Bounds(case)
+    used = {name: case.in_use(name, value) for name, value in given.items()}
+    formula = call.entry.spec.formula
+    values = formula(m, **call.takes(formula, case, used))
+    made = {}
+    for (name, array), value in zip(call.made.items(), values if isinstance(values, tuple) else (values,), strict=True):
+        exact, error = m.stored(value) if array.dtype == "bfloat16" else value
+        made[name] = Reference(exact, (error + TINY).float())
+    return made
+
+
+@dataclass(frozen=True)
+class Near:
+    """Numbers in float64, and how far from them a kernel's may be.  stored: as bf16, which is in the error."""
+
+    exact: Tensor
+    error: Tensor
+    is_stored: bool = False
+
+    def __mul__(self, other: Near) -> Near:
+        """The rounding of one multiplication is that of the number that is stored at last."""
+        error = self.exact.abs() * other.error + self.error * other.exact.abs() + self.error * other.error
+        return Near(self.exact * other.exact, error)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.exact, self.error))
+
+
+def _near(values: Tensor | Near) -> Near:
+    """An input is what it is."""
+    return values if isinstance(values, Near) else Near(values.double(), torch.zeros_like(values, dtype=torch.float64))
+
+
+class Bounds:
+    """`blazeproto.gemm.formulas.Namespace` of `Near` numbers: each operation adds what the kernels may be wrong by."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.m = case, EXACT.over(case)
+        self.counts = case.dispatch.expert_token_offsets.diff().double()
+        self.of_token = len(case.scores) // max(1, len(case.x)) + 4  # additions
+
+    def gather(self, values: Tensor) -> Near:
+        return _near(self.m.gather(values))
+
+    def of_rows(self, scores: Tensor) -> Near:
+        return _near(self.m.of_rows(scores))
+
+    def product(
+        self,
+        rows: Tensor | Near,
+        weights: Tensor,
+        *,
+        bias: Tensor | None = None,
+        low: tuple[Tensor, Tensor] | None = None,
+        **lies: Any,
+    ) -> Near:
+        """lies: transposed, columns."""
+        exact, error = _near(rows)
+        terms = exact.shape[1] + (0 if low is None else low[0].shape[1])
+        absolutes: dict[str, Any] = {
+            "bias": None if bias is None else bias.abs(),
+            "low": None if low is None else (low[0].abs(), low[1].abs()),
+        }
+        absolute = self.m.product(exact.abs(), weights.abs(), **absolutes, **lies)
+        moved = self.m.product(error, weights.abs(), **lies) if error.any() else 0.0
+        return Near(self.m.product(exact, weights, bias=bias, low=low, **lies), _sum_error(terms, absolute) + moved)
+
+    def outer(self, left: Tensor | Near, right: Tensor | Near) -> Near:
+        (a, _), (b, _) = _near(left), _near(right)
+        return Near(self.m.outer(a, b), _sum_error(self.counts[:, None, None], self.m.outer(a.abs(), b.abs())))
+
+    def expert_sum(self, values: Tensor | Near) -> Near:
+        exact, error = _near(values)
+        added = _sum_error(4 * self.counts[:, None], self.m.expert_sum(exact.abs()))
+        return Near(self.m.expert_sum(exact), added + self.m.expert_sum(error))
+
+    def combine(self, values: Tensor | Near, scores: Tensor | None = None) -> Near:
+        exact, error = _near(values)
+        wrong = error + self.of_token * FP32_STEP * exact.abs()
+        return Near(self.m.combine(exact, scores), self.m.combine(wrong, scores))
+
+    def dot(self, left: Tensor | Near, right: Tensor | Near) -> Near:
+        exact, error = _near(left) * _near(right)
+        total, wrong = (values.sum(dim=1, keepdim=True) for values in (exact, error))
+        return Near(total, wrong + _sum_error(4 * exact.shape[1], exact.abs().sum(dim=1, keepdim=True)))
+
+    def dot_expert(self, rows: Tensor | Near, vectors: Tensor) -> Near:
+        exact, _ = _near(rows)
+        absolute = self.m.dot_expert(exact.abs(), vectors.abs())
+        return Near(self.m.dot_expert(exact, vectors), _sum_error(exact.shape[1], absolute))
+
+    def by_pair(self, values: Near) -> Near:
+        return Near(self.m.by_pair(values.exact), self.m.by_pair(values.error))
+
+    def activate(self, h: Tensor | Near, activation: str) -> Near:
+        exact, error = _near(h)
+        return Near(cast(Tensor, activate(exact, activation)), _activation_error(exact, error, activation))
+
+    def activate_backward(self, h: Tensor | Near, d_act: Near, activation: str) -> Near:
+        """Of an exact h."""
+        exact, _ = _near(h)
+        made, slopes = (
+            cast(Tensor, activate_backward(exact, d, activation)) for d in (d_act.exact, torch.ones_like(d_act.exact))
+        )
+        wrong = _slope_errors(exact, activation)
+        moved, gradient = (_for_halves(values, values, activation) for values in (d_act.error, d_act.exact.abs()))
+        return Near(made, moved * (slopes.abs() + wrong) + gradient * wrong)
+
+    def stored(self, values: Near) -> Near:
+        exact, error = values
+        return values if values.is_stored else Near(exact, error * (1 + ROUNDING) + ROUNDING * exact.abs(), True)
 
 
 def _sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
     return (terms / 16 + 16) * STEP * absolute
 
 
-def _rounded(exact: Tensor, error: Tensor) -> Tensor:
-    """The error of what is rounded to bf16."""
-    return error * (1 + ROUNDING) + ROUNDING * exact.abs()
+# --- Activations -----------------------------------------------------------------------------------------------------------
 
 
 def _factor(h: Tensor, activation: str) -> Tensor:
@@ -91,108 +200,3 @@ def _activation_error(h: Tensor, error: Tensor, activation: str) -> Tensor:
         worst = torch.maximum(worst, (activate(h + moved, activation) - act).abs())
     curved = 2 * _steepness(activation) * gate.square() * _factor(h, activation)
     return worst + curved + _value_error(h, activation)
-
-
-def _of_pairs(case: Case, by_row: Tensor) -> Tensor:
-    """(rows,) -> (P,), zero for pairs without a row."""
-    return torch.zeros_like(case.scores, dtype=by_row.dtype).index_copy_(0, case.row_pair, by_row)
-
-
-def _terms_of_experts(case: Case) -> Tensor:
-    return case.dispatch.expert_token_offsets.diff().double()
-
-
-# --- The products ----------------------------------------------------------------------------------------------------------
-
-
-def _up(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.by_expert(case.x[case.row_token].abs(), case.up_proj.mT.abs(), case)
-    error = _rounded(exact["h"], _sum_error(case.x.shape[1], absolute))
-    act = _activation_error(exact["h"], error, case.activation)
-    return {"h": error, "act": _rounded(exact["act"], act)}
-
-
-def _down(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.by_expert(given["act"].abs(), case.down_proj.mT.abs(), case)
-    return {"y": _rounded(exact["y"], _sum_error(case.down_proj.shape[2], absolute))}
-
-
-def _fused(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.by_expert(given["act"].abs(), case.down_proj.mT.abs(), case)
-    error = _sum_error(case.down_proj.shape[2], absolute) + _terms_of_tokens(case) * FP32_STEP * absolute
-    return {"fused": EXACT.combine(error, case, case.scores.double())}
-
-
-def _terms_of_tokens(case: Case) -> int:
-    return len(case.scores) // max(1, len(case.x)) + 4
-
-
-def _combine(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.combine(given["y"].abs(), case, case.scores.double())
-    return {"out": _rounded(exact["out"], _terms_of_tokens(case) * FP32_STEP * absolute)}
-
-
-def _down_backward(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    d_out, h = case.d_out[case.row_token], given["h"].double().requires_grad_()
-    score = case.scores.double()[case.row_pair, None]
-    d_act = EXACT.by_expert(d_out, case.down_proj, case)
-    error = _sum_error(case.x.shape[1], EXACT.by_expert(d_out.abs(), case.down_proj.abs(), case))
-    act = activate(h, case.activation)
-    slopes = torch.autograd.grad(act.sum(), h)[0].abs()
-    act, h = act.detach(), h.detach()
-
-    wrong_slopes = _slope_errors(h, case.activation)
-    moved, d_a = (_for_halves(score * t, score * t, case.activation) for t in (error, d_act.abs()))
-    dh = moved * (slopes + wrong_slopes) + d_a * wrong_slopes
-    wrong_act = _value_error(h, case.activation)
-    by_row = (error * (act.abs() + wrong_act) + d_act.abs() * wrong_act).sum(dim=1)
-    by_row += _sum_error(4 * act.shape[1], (d_act * act).abs().sum(dim=1))
-    return {
-        "dh": _rounded(exact["dh"], dh),
-        "a_scaled": _rounded(exact["a_scaled"], score * wrong_act),
-        "d_scores": _of_pairs(case, by_row),
-    }
-
-
-def _up_backward(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.by_expert(given["dh"].abs(), case.up_proj.abs(), case)
-    return {"dx_rows": _rounded(exact["dx_rows"], _sum_error(case.up_proj.shape[1], absolute))}
-
-
-def _down_weight(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.outer_by_expert(case.d_out[case.row_token].abs(), given["a_scaled"].abs(), case)
-    terms = _terms_of_experts(case)[:, None, None]
-    return {"d_down": _rounded(exact["d_down"], _sum_error(terms, absolute))}
-
-
-def _up_weight(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.outer_by_expert(given["dh"].abs(), case.x[case.row_token].abs(), case)
-    terms = _terms_of_experts(case)[:, None, None]
-    return {"d_up": _rounded(exact["d_up"], _sum_error(terms, absolute))}
-
-
-def _bias_score(case: Case, given: Mapping[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    assert case.down_bias is not None
-    terms = case.d_out[case.row_token].double() * case.down_bias[case.row_expert].double()
-    exact["bias_scores"] = _of_pairs(case, terms.sum(dim=1))
-    return {"bias_scores": _of_pairs(case, _sum_error(terms.shape[1], terms.abs().sum(dim=1)))}
-
-
-def _row_sum(case: Case, given: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    absolute = EXACT.expert_sum(given["dh"].abs(), case)
-    terms = _terms_of_experts(case)[:, None]
-    return {"d_up_bias": _rounded(exact["d_up_bias"], _sum_error(4 * terms, absolute))}
-
-
-_BOUNDS = {
-    "up_forward": _up,
-    "down_forward": _down,
-    "down_forward_fused": _fused,
-    "combine": _combine,
-    "down_backward_act": _down_backward,
-    "bias_score_grad": _bias_score,
-    "down_backward_weight": _down_weight,
-    "up_backward_act": _up_backward,
-    "up_backward_weight": _up_weight,
-    "expert_row_sum": _row_sum,
-}

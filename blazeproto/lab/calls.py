@@ -1,48 +1,77 @@
-"""Each product of the registry called alone, into memory that it is given: its inputs, outputs and kernels."""
+"""Each product of the registry called as a layer calls it, into memory that it is given: its inputs, outputs and kernels.
+
+What a product reads and writes, its specification says. Here is only what a layer calls these arrays where the product calls
+them otherwise, and which products it calls twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blazeproto import gemm
 from blazeproto.activations import activation_named
-from blazeproto.gemm import Kernel, Sizes, TileConfig, weight
-from blazeproto.gemm.product import Build
-from blazeproto.gemm.reduce import row_sum_slots
-from blazeproto.gemm.tiles import BM, TILES
-from blazeproto.lab.oracle import Case
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
+from blazeproto.gemm.arguments import LOW
+from blazeproto.gemm.product import Build, Product
+from blazeproto.gemm.specification import Array
+from blazeproto.gemm.tiles import TILES
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Setting(NamedTuple):
-    """A product, and what decides its kernel."""
+@dataclass
+class Case:
+    """Everything that enters one layer's forward and backward. bf16, scores fp32, indices int32.
 
-    product: str
-    sizes: Sizes
+    drawn: inputs of products that neither a layer has nor another product makes, at random, by name.
+    """
+
+    x: Tensor  # (T, d)
+    up_proj: Tensor  # (E, G n, d)
+    down_proj: Tensor  # (E, d, n)
+    scores: Tensor  # (P,)
+    d_out: Tensor  # (T, d)
+    dispatch: Dispatch
     activation: str
-    config: TileConfig | None
+    up_bias: Tensor | None = None  # (E, G n)
+    down_bias: Tensor | None = None  # (E, d)
+    drawn: dict[str, Tensor] = field(default_factory=dict)
+    row_expert: Tensor = field(init=False)  # (rows in use,)
+    row_pair: Tensor = field(init=False)
+    row_token: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = self.dispatch.expert_token_offsets.diff().long()
+        self.row_expert = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        self.row_pair = self.dispatch.expert_pair_indices[: len(self.row_expert)].long()
+        top_k, pair_tokens = self.dispatch.top_k, self.dispatch.pair_tokens
+        self.row_token = self.row_pair // top_k if top_k else pair_tokens.long()[self.row_pair]
 
     @property
-    def width(self) -> int:
-        """Columns of H."""
-        return self.sizes.halves * self.sizes.n
+    def sizes(self) -> Sizes:
+        """K is 0 where it varies."""
+        E, d, n = self.down_proj.shape
+        return Sizes(len(self.x), d, n, E, self.dispatch.top_k or 0, activation_named(self.activation).halves)
 
     @property
-    def tiles(self) -> TileConfig:
-        """What the launch takes."""
-        tiles = gemm.PRODUCTS[self.product].tiles
-        return self.config or (tiles(self.sizes) if tiles else TILES["down_forward"])
+    def letters(self) -> dict[str, int]:
+        """What the letters of a shape are."""
+        return self.sizes.letters | {"R": self.dispatch.num_rows, "P": len(self.scores)}
 
-    def kernels(self, build: Build) -> list[Kernel]:
-        """Those that a call launches, the main one first."""
-        entry = gemm.PRODUCTS[self.product]
-        return entry.launched(self.sizes, self.tiles, entry.variant._replace(activation=self.activation), build)
+    def in_use(self, name: str, value: Tensor) -> Tensor:
+        """An array without the rows that no pair has."""
+        return value[: len(self.row_pair)] if name in ROW_OUTPUTS else value
+
+
+LAYERS_OWN = ("x", "up_proj", "down_proj", "scores", "d_out", "up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -62,166 +91,148 @@ class Output:
 
 @dataclass(frozen=True)
 class Call:
-    """given: the inputs that other products make (`lab.oracle.evaluate`'s names).
+    """A product as a layer calls it.
 
-    outputs: by the names of `lab.oracle.evaluate`; "workspace" is not compared.  run: ``run(case, given, outputs, config)``.
-    biases: whether the layer has biases.
+    names: what the layer calls its inputs and outputs, where not as the product does; None: it does without.
+    options: of the call.  needs: the bias without which a layer has no such call.  f32: gradients of weights are fp32.
     """
 
-    given: tuple[str, ...]
-    outputs: Callable[[Setting, Case], dict[str, Output]]
-    run: Callable[[Case, Mapping[str, Tensor], Mapping[str, Tensor], TileConfig | None], object]
-    biases: bool = False
+    product: str
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    f32: bool = False
+
+    @property
+    def entry(self) -> Product:
+        return PRODUCTS[self.product]
+
+    @property
+    def inputs(self) -> dict[str, Array]:
+        """By the layer's names."""
+        arrays = {self.names.get(a.name, a.name): a for a in self.entry.spec.inputs if a.name not in LOW}
+        return {name: array for name, array in arrays.items() if name is not None}
+
+    @property
+    def made(self) -> dict[str, Array]:
+        """The outputs, by the layer's names."""
+        return {self.names.get(a.name) or a.name: a for a in self.entry.spec.outputs}
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The inputs that other products make."""
+        return tuple(name for name in self.inputs if name in MADE)
+
+    def takes(self, function: Any, case: Case, given: Mapping[str, Tensor], **others: Any) -> dict[str, Any]:
+        """The arguments of ``function``, which has the product's names: arrays and options."""
+        arrays = {array.name: self._input(name, array, case, given) for name, array in self.inputs.items()}
+        known = {"dispatch": case.dispatch, "activation": case.activation, **arrays, **self.options, **others}
+        return {name: known[name] for name in inspect.signature(function).parameters if name in known}
+
+    def _input(self, name: str, array: Array, case: Case, given: Mapping[str, Tensor]) -> Tensor | None:
+        if name in LAYERS_OWN:
+            found: Tensor | None = getattr(case, name)
+            return found
+        if name not in MADE and name not in case.drawn:
+            if array.optional:
+                return None
+            shape = [case.letters[letter] for letter in array.shape_in(self.options).split()]
+            generator = torch.Generator(case.x.device).manual_seed(len(case.drawn))
+            values = torch.randn(shape, device=case.x.device, generator=generator)
+            case.drawn[name] = values.to(DTYPES[array.dtype])
+        return case.drawn[name] if name in case.drawn else given[name]
+
+    def outputs(self, case: Case, given: Mapping[str, Tensor], config: TileConfig | None = None) -> dict[str, Output]:
+        """By the layer's names, and "workspace" where there is one; on the current GPU.  given: row arrays of all R rows."""
+        spec, letters = self.entry.spec, case.letters
+        taken = self.takes(self.entry.run, case, given)
+        for array in self.inputs.values():
+            if taken[array.name] is not None:
+                letters.update(zip(array.shape_in(self.options).split(), taken[array.name].shape, strict=True))
+        tiles = config or (self.entry.tiles(case.sizes) if self.entry.tiles else TILES["down_forward"])
+        halves, made = case.sizes.halves, dict[str, Output]()
+        for name, array in self.made.items():
+            made[name] = Output(
+                array.index,
+                tuple(letters[letter] for letter in array.shape.split()),
+                torch.float32 if self.f32 and array.f32 else DTYPES[array.dtype],
+                array.tile(tiles, halves) if array.tile else SIMPLE_TILE,
+                halves if array.shape == "R h" else 1,
+                zeroed=array.added,
+            )
+        if spec.workspace is not None and (lengths := spec.workspace(letters, config)):
+            made["workspace"] = Output("", lengths, torch.float32)
+        return made
+
+    def run(
+        self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
+    ) -> None:
+        """out: the outputs and the workspace, by the names of `outputs`."""
+        written = {array.name: out[name] for name, array in self.made.items()}
+        if "workspace" in out:
+            written["workspace"] = out["workspace"]
+        run = self.entry.run
+        run(**self.takes(run, case, given, config=config, **written))
 
 
-# --- The row products ------------------------------------------------------------------------------------------------------
-
-
-def _up_outputs(s: Setting, _: Case) -> dict[str, Output]:
-    tile = (BM, s.tiles.tile_n // s.sizes.halves)
-    return {
-        "h": Output("row", (s.sizes.rows, s.width), tile=tile, halves=s.sizes.halves),
-        "act": Output("row", (s.sizes.rows, s.sizes.n), tile=tile),
-    }
-
-
-def _down_backward_outputs(s: Setting, _: Case) -> dict[str, Output]:
-    tile, lines = (BM, s.tiles.tile_n), gemm.score_partials(s.sizes.n, s.config)
-    return {
-        "dh": Output("row", (s.sizes.rows, s.width), tile=tile, halves=s.sizes.halves),
-        "a_scaled": Output("row", (s.sizes.rows, s.sizes.n), tile=tile),
-        "d_scores": Output("pair", (s.sizes.rows,), torch.float32),
-        "workspace": Output("", (lines, s.sizes.rows), torch.float32),
-    }
-
-
-def _rows_of_d(name: str) -> Callable[[Setting, Case], dict[str, Output]]:
-    return lambda s, _: {name: Output("row", (s.sizes.rows, s.sizes.d), tile=(BM, s.tiles.tile_n))}
-
-
-def _run_up(case: Case, _: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None) -> object:
-    operands = (case.x, case.up_proj, case.dispatch)
-    return gemm.up_forward(*operands, activation=case.activation, h=out["h"], act=out["act"], config=config)
-
-
-def _run_down_backward(
-    case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None
-) -> object:
-    options: dict[str, Any] = {**out, "activation": case.activation, "config": config}
-    return gemm.down_backward_act(case.d_out, case.down_proj, given["h"], case.scores, case.dispatch, **options)
-
-
-def _run_fused(case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None) -> object:
-    operands = (given["act"], case.down_proj, case.scores, case.dispatch)
-    return gemm.down_forward_fused(*operands, out_f32=out["fused"], config=config)
-
-
-# --- The weight gradients --------------------------------------------------------------------------------------------------
-
-
-def _weight_outputs(name: str) -> Callable[[Setting, Case], dict[str, Output]]:
-    def outputs(s: Setting, case: Case) -> dict[str, Output]:
-        E, d, n = s.sizes.E, s.sizes.d, s.sizes.n
-        down = name == weight.DOWN
-        shape = (E, d, n) if down else (E, s.width, d)
-        dw = torch.empty(shape, dtype=torch.bfloat16, device=case.x.device)
-        elements = gemm.weight_workspace(name, dw, case.dispatch, s.config)
-        # weight.cu has the gathered rows' columns, d of them, down its tiles, which it stores transposed in dW_up.
-        tile = (BM, s.tiles.tile_n) if down else (s.tiles.tile_n, BM)
-        return {
-            "d_down" if down else "d_up": Output("expert", shape, tile=tile),
-            "workspace": Output("", (elements,), torch.float32),
-        }
-
-    return outputs
-
-
-# --- The table -------------------------------------------------------------------------------------------------------------
-
-
-def _row_sum_outputs(s: Setting, _: Case) -> dict[str, Output]:
-    return {
-        "d_up_bias": Output("expert", (s.sizes.E, 1, s.width), tile=(1, SIMPLE_TILE[1])),
-        "workspace": Output("", (row_sum_slots(s.sizes.rows, s.sizes.E), s.width), torch.float32),
-    }
-
-
-CALLS: dict[str, Call] = {
-    "up_forward": Call(
-        (),
-        _up_outputs,
-        _run_up,
-    ),
-    "down_forward": Call(
-        ("act",),
-        _rows_of_d("y"),
-        lambda case, given, out, config: gemm.down_forward(
-            given["act"], case.down_proj, case.dispatch, y=out["y"], config=config
-        ),
-    ),
-    "down_forward_fused": Call(
-        ("act",),
-        lambda s, _: {
-            "fused": Output("token", (s.sizes.T, s.sizes.d), torch.float32, (BM, s.tiles.tile_n), zeroed=True)
-        },
-        _run_fused,
-    ),
-    "combine": Call(
-        ("y",),
-        lambda s, _: {"out": Output("token", (s.sizes.T, s.sizes.d))},
-        lambda case, given, out, config: gemm.combine(given["y"], case.dispatch, scores=case.scores, out=out["out"]),
-    ),
-    "down_backward_act": Call(
-        ("h",),
-        _down_backward_outputs,
-        _run_down_backward,
-    ),
-    "bias_score_grad": Call(
-        (),
-        lambda s, _: {"bias_scores": Output("pair", (s.sizes.rows,), torch.float32, zeroed=True)},
-        lambda case, given, out, config: gemm.bias_score_grad(
-            case.d_out, case.down_bias, case.dispatch, d_scores=out["bias_scores"]
-        ),
-        biases=True,
-    ),
-    "down_backward_weight": Call(
-        ("a_scaled",),
-        _weight_outputs(weight.DOWN),
-        lambda case, given, out, config: gemm.down_backward_weight(
-            case.d_out, given["a_scaled"], case.dispatch, dw=out["d_down"], workspace=out["workspace"], config=config
-        ),
-    ),
-    "up_backward_act": Call(
-        ("dh",),
-        _rows_of_d("dx_rows"),
-        lambda case, given, out, config: gemm.up_backward_act(
-            given["dh"], case.up_proj, case.dispatch, dx_rows=out["dx_rows"], config=config
-        ),
-    ),
-    "up_backward_weight": Call(
-        ("dh",),
-        _weight_outputs(weight.UP),
-        lambda case, given, out, config: gemm.up_backward_weight(
-            given["dh"], case.x, case.dispatch, dw=out["d_up"], workspace=out["workspace"], config=config
-        ),
-    ),
-    "expert_row_sum": Call(
-        ("dh",),
-        _row_sum_outputs,
-        lambda case, given, out, config: gemm.expert_row_sum(
-            given["dh"], case.dispatch, out=out["d_up_bias"][:, 0], workspace=out["workspace"]
-        ),
-        biases=True,
-    ),
+# What a layer calls the arrays of a product, where it has other names for them, and what it calls besides.
+NAMES: dict[str, dict[str, str | None]] = {
+    "up_forward": {"bias": "up_bias"},
+    "down_forward": {"bias": "down_bias"},
+    "down_forward_fused": {"bias": "down_bias", "out_f32": "fused"},
+    "down_backward_weight": {"dw": "d_down"},
+    "up_backward_weight": {"dw": "d_up"},
+    "expert_row_sum": {"values": "dh", "scores": None, "out": "d_up_bias"},
 }
+NEEDS = {"bias_score_grad": "down_bias", "expert_row_sum": "up_bias"}
+AGAIN = (
+    Call("combine", {"y": "dx_rows", "scores": None, "out": "dx"}),
+    Call("expert_row_sum", {"values": "d_out", "out": "d_down_bias"}, {"gather": True}, "down_bias"),
+    Call("down_backward_weight", {"dw": "d_down_f32"}, f32=True),
+    Call("up_backward_weight", {"dw": "d_up_f32"}, f32=True),
+)
+
+
+def _calls() -> dict[str, Call]:
+    """One of each product. An output whose name another product has gets the product's."""
+    calls: dict[str, Call] = {}
+    taken: set[str | None] = set()
+    for name, entry in PRODUCTS.items():
+        names = dict(NAMES.get(name, {}))
+        for array in entry.spec.outputs:
+            if array.name not in names and array.name in taken and not array.added:
+                names[array.name] = f"{array.name} of {name}"
+            taken.add(names.get(array.name, array.name))
+        calls[name] = Call(name, names, needs=NEEDS.get(name, ""))
+    return calls
+
+
+CALLS = _calls()
 """By the registry's names (`blazeproto.gemm.PRODUCTS`)."""
+LAYER = (*CALLS.values(), *AGAIN)
+"""All calls of a layer, each behind those that make its inputs."""
+MADE = {name for call in LAYER for name in call.made}
+ROW_OUTPUTS = {name for call in LAYER for name, array in call.made.items() if array.index == "row"}
 
 
-def setting_of(
-    product: str, sizes: tuple[int, int, int, int, int], activation: str, config: TileConfig | None
-) -> Setting:
-    """sizes: T, d, n, E, K."""
-    return Setting(product, Sizes(*sizes, halves=activation_named(activation).halves), activation, config)
+def calls_of(case: Case) -> list[Call]:
+    """Those of a layer with the case's biases."""
+    return [call for call in LAYER if not call.needs or getattr(case, call.needs) is not None]
+
+
+class Setting(NamedTuple):
+    """A product, and what decides its kernel."""
+
+    product: str
+    sizes: Sizes
+    activation: str
+    config: TileConfig | None
+
+    def kernels(self, build: Build) -> list[Kernel]:
+        """Those that a call launches, the main one first."""
+        entry = PRODUCTS[self.product]
+        tiles = self.config or (entry.tiles(self.sizes) if entry.tiles else None)
+        return entry.launched(self.sizes, tiles, entry.variant._replace(activation=self.activation), build)
 
 
 # --- Memory that shows what is written to it -------------------------------------------------------------------------------
@@ -237,7 +248,7 @@ class Poisoned:
     def __init__(self, output: Output, device: Any) -> None:
         line = output.shape[-1] * output.dtype.itemsize
         guard = -(-min(GUARD_LINES * line, MOST_GUARD) // ALIGNMENT) * ALIGNMENT // 2  # of 16 bits each
-        size = output.dtype.itemsize // 2 * torch.Size(output.shape).numel()
+        size = output.dtype.itemsize // 2 * prod(output.shape)
         self.words = torch.empty(2 * guard + size, dtype=torch.int16, device=device)
         self.guards = (self.words[:guard], self.words[guard + size :])
         self.values = self.words[guard : guard + size].view(output.dtype).view(output.shape)

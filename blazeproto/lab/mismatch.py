@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blazeproto.lab.bounds import Reference
-from blazeproto.lab.calls import Output
-from blazeproto.lab.oracle import Case
+from blazeproto.lab.calls import Case, Output
 from blazeproto.lab.verdict import Mismatch, Neighbour, Tile, TileMap, Verdict
 
 SHOWN = 10  # mismatches
@@ -59,8 +59,9 @@ def places_of(output: Output, case: Case) -> Places:
         inside = token = torch.arange(output.shape[0], device=device)
         expert = torch.full_like(inside, -1)
     else:
-        lines = torch.arange(output.shape[0] * output.shape[1], device=device)
-        expert, inside = lines // output.shape[1], lines % output.shape[1]
+        height_of_expert = prod(output.shape[1:-1])
+        lines = torch.arange(output.shape[0] * height_of_expert, device=device)
+        expert, inside = lines // height_of_expert, lines % height_of_expert
     return Places((len(expert), columns), expert, inside, token, inside // height, column_tile)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from blazeproto import gemm
 from blazeproto.gemm import TILES
-from blazeproto.lab.oracle import Case, pad_rows
+from blazeproto.lab.calls import Case
+from blazeproto.lab.oracle import pad_rows
 
 
 def wrong_in_order(case: Case, given: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> list[str]:

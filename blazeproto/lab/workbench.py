@@ -25,16 +25,16 @@ from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.activations import activation_named
-from blazeproto.gemm import PRODUCTS, Kernel, TileConfig, product
+from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
 from blazeproto.gemm.compile import compile_many
 from blazeproto.gemm.product import Build
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, Output, Poisoned, setting_of
+from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting
 from blazeproto.lab.counters import Counters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.mismatch import Comparison, Places, places_of
-from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record
 from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
@@ -90,7 +90,6 @@ class Workbench:
                 raise ValueError(f"{name}: expected a multiple of {CHUNK}, got {width}")
         if E > MAX_EXPERTS:
             raise ValueError(f"E: expected at most {MAX_EXPERTS}, got {E}")
-        activation_named(activation)
         checks.one_of("routing", routing, ROUTINGS)
         checks.integer("seed", seed)
         if config is not None and not isinstance(config, TileConfig):
@@ -98,7 +97,8 @@ class Workbench:
         if config is not None and PRODUCTS[product].kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
         self.product, self.activation, self.routing, self.seed, self.config = product, activation, routing, seed, config
-        self.setting = setting_of(product, (T, d, n, E, K), activation, config)
+        sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
+        self.setting = Setting(product, sizes, activation, config)
         self.call = CALLS[product]
         self.setting.kernels(Build())  # refuses tiles that it cannot have
         self.edited: EditedSources | None = None
@@ -270,14 +270,12 @@ class Workbench:
 
     @cached_property
     def _inputs(self) -> Inputs:
-        s = self.setting.sizes
-        shape = Shape(s.T, s.d, s.n, s.E, s.K)
-        options: dict[str, Any] = {"activation": self.activation, "biases": self.call.biases, "seed": self.seed}
-        case = make_case(shape, self.routing, device=DEVICE, **options)
+        options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
+        case = make_case(self.setting.sizes, self.routing, device=DEVICE, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
-        given = {name: _all_rows(made[name], s.rows) for name in self.call.given}
-        outputs = self.call.outputs(self.setting, case)
+        given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}
+        outputs = self.call.outputs(case, given, self.config)
         memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
         places = {name: places_of(outputs[name], case) for name in references}
         return Inputs(case, given, outputs, memory, references, places, _sums(case, given))
@@ -320,16 +318,10 @@ class Workbench:
         return graph
 
 
-def _all_rows(value: Tensor, num_rows: int) -> Tensor:
-    """Rows of no pair are NaN: nothing may read those."""
-    return torch.cat([value, value.new_full((num_rows - len(value), value.shape[1]), torch.nan)])
-
-
 def _sums(case: Case, given: dict[str, Tensor]) -> dict[str, int]:
     """Of the bits of every input."""
-    names = ("x", "up_proj", "down_proj", "scores", "d_out", "up_bias", "down_bias")
-    arrays = {name: getattr(case, name) for name in names}
-    arrays |= {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()} | given
+    arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
+    arrays |= {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
     sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 

@@ -24,21 +24,12 @@ import torch
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import SavePolicy, moe_mlp
-from blazeproto.gemm import product, reduce
+from blazeproto.gemm import Sizes, product, reduce
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
-from blazeproto.lab.oracle import (
-    EXACT,
-    ROUTINGS,
-    YARDSTICK,
-    Shape,
-    evaluate,
-    make_case,
-    run_kernels,
-    stray_writes,
-)
+from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 from scripts.command import argument_parser, need_hopper, positive
 
@@ -65,7 +56,7 @@ EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
 
 
-def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Shape, dict[str, Any]]:
+def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Sizes, dict[str, Any]]:
     """A layer of so many experts, and the options of `make_case`."""
     tokens = rng.choice([0, 1, *(rng.randint(2, 64),) * 3, *(rng.randint(65, 700),) * 4, rng.randint(701, 4000)])
     d, n = (8 * rng.choice([rng.randint(1, 12), rng.randint(8, 48), 8, 16, 32, 64]) for _ in range(2))
@@ -81,10 +72,10 @@ def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Shape, dic
     }
     if rng.random() < 0.15:
         n = d  # then Y may lie over act
-    return Shape(tokens, d, n, experts, top_k), options
+    return Sizes(tokens, d, n, experts, top_k), options
 
 
-def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
+def draw_products(seed: int) -> tuple[Sizes, dict[str, Any]]:
     """The layer of a seed, and the options of `make_case`."""
     rng = random.Random(seed)
     experts = rng.choice(
@@ -95,7 +86,7 @@ def draw_products(seed: int) -> tuple[Shape, dict[str, Any]]:
     return draw_layer(rng, experts, top_k)
 
 
-def kernels_of_shapes(drawn: Iterable[tuple[Shape, dict[str, Any]]]) -> list[Kernel]:
+def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
     kernels = [*gemm.all_kernels()]
     for activation in (*ACTIVATIONS, *OTHERS):
@@ -103,7 +94,7 @@ def kernels_of_shapes(drawn: Iterable[tuple[Shape, dict[str, Any]]]) -> list[Ker
             kernels += [gemm.kernel_for("up_forward", up, activation=activation, bias=bias) for bias in (False, True)]
             kernels.append(gemm.kernel_for("down_backward_act", dh, activation=activation))
     for shape, options in drawn:
-        top_k = 0 if options["varying"] else shape.top_k
+        top_k = 0 if options["varying"] else shape.K
         kernels += [combine_kernel(shape.d, top_k, has_scores) for has_scores in (False, True)]
         kernels += [reduce.kernel(entry, top_k) for entry in ("bias_score_grad", "expert_row_sum")]
     return kernels
@@ -140,21 +131,21 @@ def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
 # --- The whole of ``moe_mlp`` ------------------------------------------------------------------------------------------------
 
 
-def draw_experts(seed: int) -> tuple[Shape, dict[str, Any], dict[str, Any]]:
+def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
     """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
     rng = random.Random(f"experts {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    bytes_per_token = 2 * shape.top_k * (3 * shape.n + shape.d)  # about what a chunk needs
+    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d)  # about what a chunk needs
     chunks = rng.choice([None, 2, 3, 7])
-    workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.tokens // chunks + 1)
+    workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.T // chunks + 1)
     return shape, options, {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
 
 
 def kernels_of_experts(seeds: range) -> list[Kernel]:
     """Those of the products; compiles those of the dispatches, which are Numba's, one after the other."""
     for shape, options, _ in map(draw_experts, seeds):
-        tokens, top_k = (shape.tokens * shape.top_k, 1) if options["varying"] else (shape.tokens, shape.top_k)
-        dispatch.prepare_dispatch(tokens, top_k, shape.experts, row_capacity=options["row_capacity"])
+        tokens, top_k = (shape.T * shape.K, 1) if options["varying"] else (shape.T, shape.K)
+        dispatch.prepare_dispatch(tokens, top_k, shape.E, row_capacity=options["row_capacity"])
     return kernels_of_shapes(draw_experts(seed)[:2] for seed in seeds)
 
 
@@ -164,14 +155,14 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     give_tickets(bool(seed % 2))
     case = make_case(shape, **case_options, seed=seed)
     exact = evaluate(EXACT, case)
-    made, sizes = case.dispatch, (shape.tokens, shape.top_k)
+    made, sizes = case.dispatch, (shape.T, shape.K)
     parameters: list[Any] = [case.x, case.up_proj, case.down_proj, case.scores, case.up_bias, case.down_bias]
     ids = made.token_expert_indices
     if not case_options["varying"]:
         parameters[3], ids = case.scores.view(sizes), ids.view(sizes)
     leaves: list[Any] = [t if t is None else t.detach().requires_grad_() for t in parameters]
     x, up, down, scores, up_bias, down_bias = leaves
-    options |= {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": shape.experts}
+    options |= {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": shape.E}
     options |= {"activation": case.activation, "row_capacity": case_options["row_capacity"]}
     names = ["dx", "d_up", "d_down", "d_scores"] + (["d_up_bias", "d_down_bias"] if case_options["biases"] else [])
     leaves = [t for t in leaves if t is not None]

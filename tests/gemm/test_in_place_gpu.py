@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from blazeproto import gemm
-from blazeproto.lab.oracle import Case, Shape, make_case
+from blazeproto.gemm import Sizes
+from blazeproto.lab.calls import Case
+from blazeproto.lab.oracle import make_case
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ def rows_like(case: Case, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("biases", [False, True])
 def test_y_may_lie_over_act(width: int, biases: bool) -> None:
     """Where a tile has whole rows of both. At an expert's end a neighbour reads rows it writes, and makes nothing of them."""
-    case = make_case(Shape(9000, width, width, 37, 3), "zipf", biases=biases, sentinels=0.1)
+    case = make_case(Sizes(9000, width, width, 37, 3), "zipf", biases=biases, sentinels=0.1)
     act, used = rows_like(case, width), len(case.row_pair)
     apart = gemm.down_forward(
         act, case.down_proj, case.dispatch, bias=case.down_bias, y=torch.full_like(act, torch.nan)
@@ -43,7 +45,7 @@ SLICES = (range(512), range(512, 768), range(768, 1000)), (range(1000),), (range
 @pytest.mark.parametrize("biases", [False, True])
 def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool) -> None:
     d, n = 1000, 136
-    case = make_case(Shape(2000, d, n, 11, 3), "zipf", biases=biases, sentinels=0.1)
+    case = make_case(Sizes(2000, d, n, 11, 3), "zipf", biases=biases, sentinels=0.1)
     act, dh, used = rows_like(case, n), rows_like(case, 2 * n), len(case.row_pair)
     products = (
         lambda columns, out: gemm.down_forward(
@@ -65,7 +67,7 @@ def test_slices_of_columns_are_the_whole(slices: tuple[range, ...], biases: bool
 
 @pytest.mark.parametrize("columns", [range(4, 12), range(0, 16, 2), range(992, 1008)])
 def test_bad_columns_are_named(columns: range) -> None:
-    case = make_case(Shape(20, 1000, 64, 3, 2))
+    case = make_case(Sizes(20, 1000, 64, 3, 2))
     with pytest.raises(ValueError, match="columns: expected a range in multiples of 8 within 0 to 1000"):
         gemm.down_forward(rows_like(case, 64), case.down_proj, case.dispatch, columns=columns)
     with pytest.raises(ValueError, match="columns: expected"):

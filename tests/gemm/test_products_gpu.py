@@ -14,18 +14,17 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS, activate, clamped_swiglu
+from blazeproto.gemm import Sizes, tickets
 from blazeproto.gemm import product as products
-from blazeproto.gemm import tickets
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import compile_many
 from blazeproto.gemm.tiles import BM, give_tickets
 from blazeproto.lab.accuracy import Pool, worst_mismatches
+from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
     EXACT,
     ROUTINGS,
     YARDSTICK,
-    Case,
-    Shape,
     dispatch_fixed,
     evaluate,
     make_case,
@@ -37,14 +36,14 @@ from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 pytestmark = pytest.mark.gpu
 
 SHAPES = [
-    Shape(1, 64, 64, 1, 1),
-    Shape(37, 72, 40, 5, 3),
-    Shape(4096, 512, 2048, 4, 1),
-    Shape(8192, 2880, 2880, 128, 4),
-    Shape(8192, 2048, 512, 512, 10),
-    Shape(4096, 1536, 512, 40, 8),
+    Sizes(1, 64, 64, 1, 1),
+    Sizes(37, 72, 40, 5, 3),
+    Sizes(4096, 512, 2048, 4, 1),
+    Sizes(8192, 2880, 2880, 128, 4),
+    Sizes(8192, 2048, 512, 512, 10),
+    Sizes(4096, 1536, 512, 40, 8),
 ]
-SMALL = Shape(300, 136, 72, 7, 3)  # tails in every direction
+SMALL = Sizes(300, 136, 72, 7, 3)  # tails in every direction
 WIDTHS = (8, 40, 64, 136, 256, 768, 1536, 2880, 4096, 6152)
 TOP_KS = (1, 2, 3, 4, 6, 8, 16, 17, 40)
 POOLED_ELEMENTS, MOST_SEEDS = 10_000, 160
@@ -72,13 +71,13 @@ def _memory_back():
 
 
 def check_products(
-    shape: Shape, routing: str = "uniform", *, configs: dict | None = None, counts: tuple[int, ...] = (), **options
+    shape: Sizes, routing: str = "uniform", *, configs: dict | None = None, counts: tuple[int, ...] = (), **options
 ) -> None:
     """Every product of a layer, each fed with the yardstick's inputs, over seeds until small outputs are big enough to judge.
 
     counts: rows of each expert, where K is 1, instead of a routing.
     """
-    pool, seeds = Pool(), max(1, min(MOST_SEEDS, POOLED_ELEMENTS // max(1, shape.tokens * shape.d)))
+    pool, seeds = Pool(), max(1, min(MOST_SEEDS, POOLED_ELEMENTS // max(1, shape.T * shape.d)))
     report: list[str] = []
     for seed in range(seeds):
         case = make_case(shape, routing, seed=seed, **options)
@@ -103,7 +102,7 @@ def check_products(
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "same"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_and_routings(shape: Shape, routing: str) -> None:
+def test_shapes_and_routings(shape: Sizes, routing: str) -> None:
     check_products(shape, routing)
 
 
@@ -134,7 +133,7 @@ def with_tickets(request: pytest.FixtureRequest) -> None:
 def test_rows_that_end_in_every_strip(d: int, n: int) -> None:
     """Experts that end in the first or the second strip of a tile, after groups of tiles too; an odd number of columns."""
     counts = (1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 1024, 1025, 1088, 1089, 40, 0)
-    check_products(Shape(sum(counts), d, n, len(counts), 1), counts=counts, biases=True)
+    check_products(Sizes(sum(counts), d, n, len(counts), 1), counts=counts, biases=True)
 
 
 @pytest.mark.usefixtures("with_tickets")
@@ -143,18 +142,18 @@ def test_experts_left_empty() -> None:
 
 
 def test_wide_top_k() -> None:
-    check_products(Shape(65, 128, 64, 48, 40), biases=True)
+    check_products(Sizes(65, 128, 64, 48, 40), biases=True)
 
 
 @pytest.mark.parametrize("product", gemm.TILES)
 def test_every_tile_configuration(product: str) -> None:
     for config in gemm.candidates(product):
-        check_products(Shape(1500, 200, 328, 5, 2), "zipf", configs={product: config})
+        check_products(Sizes(1500, 200, 328, 5, 2), "zipf", configs={product: config})
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 def test_no_tokens(biases: bool) -> None:
-    case = make_case(Shape(0, 64, 128, 4, 2), biases=biases)
+    case = make_case(Sizes(0, 64, 128, 4, 2), biases=biases)
     result = run_kernels(case)
     assert result["out"].shape == result["dx"].shape == (0, 64)
     for name in ("d_up", "d_down", "d_up_f32", "d_down_f32") + (("d_up_bias", "d_down_bias") if biases else ()):
@@ -177,7 +176,7 @@ def test_weight_gradients_accumulate_in_fp32() -> None:
 def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
     """One expert has two fifths of all rows: its tiles are made in partials by several CTAs, and summed in a fixed order."""
     config = gemm.TileConfig(cluster=cluster)
-    case = make_case(Shape(120_000, 264, 136, 6, 2), "zipf")
+    case = make_case(Sizes(120_000, 264, 136, 6, 2), "zipf")
     given = evaluate(YARDSTICK, case)
     for product, name, operands in (
         ("down_backward_weight", "d_down", (case.d_out, given["a_scaled"])),
@@ -210,8 +209,8 @@ def _same_bits(case: Case, given: dict, first: dict, times: int) -> None:
 
 
 @pytest.mark.usefixtures("with_tickets")
-@pytest.mark.parametrize("shape", [Shape(4096, 1536, 512, 40, 8), SMALL], ids=str)
-def test_twenty_repeats_have_the_same_bits(shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [Sizes(4096, 1536, 512, 40, 8), SMALL], ids=str)
+def test_twenty_repeats_have_the_same_bits(shape: Sizes) -> None:
     case = make_case(shape, "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     _same_bits(case, given, run_kernels(case, given), times=20)
@@ -220,7 +219,7 @@ def test_twenty_repeats_have_the_same_bits(shape: Shape) -> None:
 @pytest.mark.usefixtures("with_tickets")
 def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random sleeps around every barrier: what a race would get wrong."""
-    case = make_case(Shape(2000, 256, 384, 6, 2), "zipf", biases=True)
+    case = make_case(Sizes(2000, 256, 384, 6, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     calm = run_kernels(case, given)
     monkeypatch.setattr(products, "DEBUG", ("INJECT_DELAYS",))
@@ -231,7 +230,7 @@ def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
     """Twelve launches of each product, four streams at once, and a graph that is replayed meanwhile."""
     import cupy
 
-    case = make_case(Shape(2000, 1032, 264, 40, 2), "zipf", biases=True)
+    case = make_case(Sizes(2000, 1032, 264, 40, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
     give_tickets(False)
     expected = run_kernels(case, given)
@@ -288,7 +287,7 @@ def test_past_two_to_the_31_elements() -> None:
     tokens, d, n, experts, top_k = 270_336, 64, 1024, 4, 4
     if torch.cuda.mem_get_info()[0] < 60e9:
         pytest.skip("needs 60 GB of free GPU memory")
-    case = make_case(Shape(tokens, d, n, experts, top_k), "same")
+    case = make_case(Sizes(tokens, d, n, experts, top_k), "same")
     assert tokens * top_k * 2 * n > 2**31
     dispatch, num_rows, last = case.dispatch, tokens * top_k, slice(-4096, None)
     row_options = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -364,7 +363,7 @@ def test_combine_past_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("top_k", TOP_KS)
 def test_combine_widths(d: int, top_k: int) -> None:
     """Against fp32 in slot order, to the bit of the last rounding; with sentinels, in both numberings of the pairs."""
-    shape, generator = Shape(77, d, 8, 48, top_k), torch.Generator("cuda").manual_seed(d)
+    shape, generator = Sizes(77, d, 8, 48, top_k), torch.Generator("cuda").manual_seed(d)
     for varying in (False, True):
         case = make_case(shape, sentinels=0.2, varying=varying)
         y = torch.randn(case.dispatch.num_rows, d, device="cuda", generator=generator).bfloat16()
@@ -377,7 +376,7 @@ def test_combine_widths(d: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("width", [8, 72, 256, 2880])
 def test_expert_row_sums(width: int) -> None:
-    case = make_case(Shape(3000, width, 8, 9, 3), "zipf", sentinels=0.1)
+    case = make_case(Sizes(3000, width, 8, 9, 3), "zipf", sentinels=0.1)
     dispatch, used = case.dispatch, len(case.row_pair)
     values = torch.randn(dispatch.num_rows, width, device="cuda").bfloat16()
     values[used:] = torch.nan

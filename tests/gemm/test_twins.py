@@ -16,12 +16,13 @@ import torch
 from blazeproto.activations import ACTIVATIONS, activate, activate_backward, activation_named, clamped_swiglu
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch, build_dispatch_varying
-from blazeproto.gemm import TWINS
+from blazeproto.gemm import TWINS, Sizes
 from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.calls import Case
+from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
 from blazeproto.reference import moe_mlp
 
-SHAPE = Shape(tokens=23, d=16, n=8, experts=5, top_k=3)
+SHAPE = Sizes(T=23, d=16, n=8, E=5, K=3)
 CASES = {
     "uniform": {},
     "zipf": {"routing": "zipf"},
@@ -82,7 +83,7 @@ def test_twins_are_the_layer(options: dict) -> None:
     out = moe_mlp(
         *(leaves[name] for name in ("x", "up_proj", "down_proj", "scores")),
         experts.view(-1, top_k) if top_k else experts,
-        num_experts=SHAPE.experts,
+        num_experts=SHAPE.E,
         activation=case.activation,
         up_bias=leaves["up_bias"],
         down_bias=leaves["down_bias"],
@@ -283,7 +284,7 @@ def test_rows_of_no_pair_are_neither_written_nor_read() -> None:
 def test_combine_adds_in_slot_order() -> None:
     """In fp32, where the order shows."""
     rng = np.random.default_rng(0)
-    case = make_case(Shape(31, 8, 8, 9, 7), device="cpu")
+    case = make_case(Sizes(31, 8, 8, 9, 7), device="cpu")
     _, rows = to_numpy(case)
     y, scores = rng.normal(size=(31 * 7, 8)).astype(np.float32), case.scores.numpy()
     expected = np.zeros((31, 8), np.float32)
@@ -315,7 +316,7 @@ def test_weight_gradients_accumulate() -> None:
 )
 def test_the_bounds_find_what_is_wrong(spoil: object, message: str | None) -> None:
     """The accuracy check lets the yardstick's own arithmetic pass and sees one wrong 16-byte chunk."""
-    case = make_case(Shape(256, 128, 64, 4, 2), device="cpu")
+    case = make_case(Sizes(256, 128, 64, 4, 2), device="cpu")
     stage = evaluate(YARDSTICK, case)
     exact, out = evaluate(EXACT, case, stage), {name: value.clone() for name, value in stage.items()}
     spoil(out["out"])  # type: ignore[operator]

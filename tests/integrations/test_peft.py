@@ -28,7 +28,6 @@ from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 
 # In place; transposed, interleaved, with biases; transposed; without a gate; a shared expert beside them.
 FAMILIES = ("qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "deepseek_v3")
-NO_FACTORS = "gemma4_text"  # whose activation moe_mlp does not have
 
 
 @pytest.fixture(autouse=True)

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from blazeproto import gemm
+from blazeproto.gemm import Sizes
 from blazeproto.gemm import product as products
 from blazeproto.lab import Workbench
+from blazeproto.lab.calls import Case
 from blazeproto.lab.counters import CountersRefused
-from blazeproto.lab.oracle import YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
 from blazeproto.lab.timeline import Timeline, compiled_in, record
 
 pytestmark = pytest.mark.gpu
 
 SHAPE_SIZES = (4096, 512, 512, 16, 4)
-SHAPE = Shape(*SHAPE_SIZES)
+SHAPE = Sizes(*SHAPE_SIZES)
 OF_TILES = [name for name, entry in gemm.PRODUCTS.items() if entry.kernel]
 HAVE_EPILOGUE_WARPS = {"up_forward", "down_forward", "up_backward_act"}
 Given = dict[str, torch.Tensor]

@@ -24,11 +24,11 @@ from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, pr
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
-from blazeproto.lab import Workbench, workbench
+from blazeproto.lab import Workbench, calls, workbench
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Output, Poisoned, setting_of
+from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned
 from blazeproto.lab.mismatch import Comparison, places_of
-from blazeproto.lab.oracle import EXACT, YARDSTICK, Case, Shape, evaluate, make_case
+from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
 from blazeproto.lab.workbench import _stray, _sums
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
@@ -230,7 +230,7 @@ def launch_all(case: Case) -> None:
 def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
     name: str, tmp_path: Path, launched: list[Kernel]
 ) -> None:
-    case = make_case(Shape(64, 256, 64, 4, 2), device="cpu")
+    case = make_case(Sizes(64, 256, 64, 4, 2), device="cpu")
     bench = Workbench(name, T=64, d=256, n=64, E=4, K=2)
     launch_all(case)
     assert len(launched) >= 12 and not any(kernel.sources for kernel in launched)
@@ -257,7 +257,7 @@ def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
     bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
     kernels = bench.setting.kernels(Build())
     assert {kernel.sources for kernel in bench.setting.kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
-    up = Variant(bias=bench.call.biases)
+    up = Variant(bias=bool(bench.call.needs))
     layer = (Sizes(0, 512, 256, 4, 2), up, up._replace(fused="fused" in name))
     if name not in ("bias_score_grad", "expert_row_sum"):
         assert set(kernels) <= set(gemm.PRODUCTS[name].for_layer(*layer)), name
@@ -344,30 +344,30 @@ def test_bugs_compile(tmp_path: Path, bugs: list[Bug]) -> None:
 
 # ---- the comparison -----------------------------------------------------------------------------------------------
 
-SIZES = (300, 40, 72, 3, 2)  # T, d, n, E, K: 200 rows an expert, two row tiles
+SIZES = Sizes(300, 40, 72, 3, 2)  # 200 rows an expert, two row tiles
 
 
 @cache
 def inputs(activation: str, biases: bool) -> tuple[Case, dict[str, Tensor]]:
-    case = make_case(Shape(*SIZES), activation=activation, biases=biases, device="cpu")
+    case = make_case(SIZES, activation=activation, biases=biases, device="cpu")
     return case, evaluate(YARDSTICK, case)
 
 
 @cache
 def references_of(name: str, activation: str) -> dict[str, Reference]:
-    return reference(name, *inputs(activation, CALLS[name].biases))
+    return reference(name, *inputs(activation, bool(CALLS[name].needs)))
 
 
 def made(name: str, activation: str = "swiglu") -> tuple[Case, Comparison, dict[str, Tensor]]:
     """A product's comparison, and outputs that are exact but for their rounding."""
-    call, setting = CALLS[name], setting_of(name, SIZES, activation, None)
-    case, _ = inputs(activation, call.biases)
+    call = CALLS[name]
+    case, given = inputs(activation, bool(call.needs))
     references = references_of(name, activation)
     if name.endswith("_weight"):  # whose workspace asks the GPU
         (output,) = references
         outputs = {output: Output("expert", tuple(references[output].exact.shape), tile=(128, 256))}
     else:
-        outputs = call.outputs(setting, case)
+        outputs = call.outputs(case, given)
     places = {output: places_of(outputs[output], case) for output in references}
     values = {output: value.exact.to(outputs[output].dtype) for output, value in references.items()}
     return case, Comparison(references, places, fixed_order=gemm.PRODUCTS[name].fixed_order), values
@@ -534,12 +534,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workbench]:
     def make(name: str, spoil: Callable[..., None]) -> Workbench:
         bench, runs = Workbench(name, T=60, d=72, n=40, E=3, K=2), count()
 
-        def run(case: Case, given: dict[str, Tensor], out: dict[str, Tensor], config: object) -> None:
+        def run(_: object, case: Case, given: dict[str, Tensor], out: dict[str, Tensor], config: object) -> None:
             for output, value in bench._inputs.references.items():
                 out[output].view(-1)[: value.exact.numel()] = value.exact.flatten().to(out[output].dtype)
             spoil(next(runs), out, given)
 
-        bench.call = dataclasses.replace(bench.call, run=run)
+        monkeypatch.setattr(calls.Call, "run", run)
         return bench
 
     return make
