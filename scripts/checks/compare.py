@@ -34,8 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scripts.bench import lora
 from scripts.bench.common import (
     MIB,
@@ -48,6 +46,7 @@ from scripts.bench.common import (
     parse_shapes,
     write_json,
 )
+from scripts.bench.timing import relative_difference
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
@@ -139,12 +138,6 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
     finally:
         for worker in workers:
             worker.close()
-
-
-def relative_difference(first: Any, second: Any) -> float:
-    """Largest difference over the largest value."""
-    largest = max((float(np.abs(each).max(initial=0.0)) for each in (first, second)), default=0.0)
-    return float(np.abs(first - second).max(initial=0.0)) / max(largest, 1e-30)
 
 
 def too_far(old: list[Any], new: list[Any]) -> str:
