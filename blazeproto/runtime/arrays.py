@@ -125,7 +125,7 @@ def view(array: Any, name: str = "array") -> DeviceArray:
 
 
 def _strided(array: Any, address: int, device: int) -> DeviceArray:
-    """Of a CuPy or NumPy array."""
+    """The view of a CuPy or NumPy array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
     dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
     return DeviceArray(address, array.shape, dtype, strides, device, array)

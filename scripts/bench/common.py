@@ -49,7 +49,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> Sizes:
-        """Of its products, with a gate."""
+        """The sizes of its products, with a gate."""
         return Sizes(self.T, self.d, self.n, self.E, self.K)
 
     def dict(self) -> dict[str, int]:

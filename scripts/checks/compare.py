@@ -141,7 +141,7 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
 
 
 def too_far(old: list[Any], new: list[Any]) -> str:
-    """Of outputs that vary: "" if the nearest of two sides are as near as the farthest of one."""
+    """For outputs that vary: "" if the nearest of two sides are as near as the farthest of one."""
     own = max(relative_difference(*pair) for runs in (old, new) for pair in itertools.combinations(runs, 2))
     nearest = min(relative_difference(*pair) for pair in itertools.product(old, new))
     return "" if nearest <= own else f" ({nearest:.3g} apart, {own:.3g} from run to run)"

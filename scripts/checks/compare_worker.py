@@ -72,7 +72,7 @@ class Side:
     # --- Bits ------------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Of all cases; they are made."""
+        """The names of all cases, which are made here."""
         for kind in (
             compare_cases.product_cases,
             compare_layers.layer_cases,
