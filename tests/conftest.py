@@ -136,7 +136,7 @@ KEPT = {
 
 
 def _unlike(value: Any, other: Any) -> Any:
-    """Of a dictionary the entries that the other one has not."""
+    """The entries of a dictionary that the other one has not; another value itself."""
     if not isinstance(value, dict):
         return value
     return {key: entry for key, entry in value.items() if key not in other or other[key] != entry}

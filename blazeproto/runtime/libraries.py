@@ -210,7 +210,7 @@ def _for_check(value: Any, name: str) -> Any:
 
 
 def _dtype_name(array: Any) -> str:
-    """Of a torch dtype too."""
+    """An array's dtype by name, a torch dtype too."""
     return getattr(array.dtype, "name", str(array.dtype).rpartition(".")[2])
 
 
@@ -238,7 +238,7 @@ def _fill(given: Any, values: Any) -> None:
 
 
 def _by_kernels(function: Callable[..., Any], first: Any, arguments: Mapping[str, Any], written: set[str]) -> Any:
-    """Of JAX arrays, which may not be written to: a copy of an output that was given is, and is returned.
+    """The kernels on JAX arrays, which may not be written to: a copy of an output that was given is, and is returned.
 
     JAX knows nothing of what runs on other streams, and gives an input's memory away once its last name is gone: so the host
     waits for the kernels.

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import hashlib
 import importlib.metadata
 import json
 import math
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> Sizes:
-        """Of its products, with a gate."""
+        """The sizes of its products, with a gate."""
         return Sizes(self.T, self.d, self.n, self.E, self.K)
 
     def dict(self) -> dict[str, int]:
@@ -204,6 +206,40 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)
+
+
+def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
+    order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
+    rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
+    return sorted(rows, key=lambda row: order.get(LayerShape(**row["cfg"]), len(order)))
+
+
+def rows_of(shape: LayerShape, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A shape's rows that were measured with these sources."""
+    return [row for row in rows if row["cfg"] == shape.dict() and "other_sources" not in row]
+
+
+def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
+    """Those of ``wanted`` that can begin in ``seconds``, the GPU's memory being freed after each. Says what was left out."""
+    begin, skipped = time.monotonic(), []
+    for each in wanted:
+        if time.monotonic() - begin > seconds:
+            skipped.append(str(getattr(each, "name", each)))
+            continue
+        yield each
+        gc.collect()
+        torch.cuda.empty_cache()
+    left_out = f"skipped for time: {', '.join(skipped)}" if skipped else "nothing skipped"
+    print(f"{time.monotonic() - begin:.0f} s; {left_out}")
+
+
+def begun(name: str, doc: str | None, paragraphs: int = 1, **fields: Any) -> dict[str, Any]:
+    """A record without rows, printed: where and when, and the protocol, which is the last paragraphs of a docstring."""
+    protocol = " ".join(" ".join((doc or "").split("\n\n")[-paragraphs:]).split())
+    record = provenance() | {"benchmark": name, "protocol": protocol} | fields | {"rows": []}
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    return record
 
 
 def part_file(name: str) -> Path:

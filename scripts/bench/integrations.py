@@ -16,7 +16,6 @@ Random weights, tokens and routing. Before it is timed, both implementations com
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import statistics
@@ -28,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.bench.common import MIB, RESULTS, format_table, now, number, provenance, write_json
+from blazeproto.lab.times import elapsed_ms
+from scripts.bench.common import MIB, RESULTS, begun, in_turn, now, write_json
 from scripts.bench.module import times_of, verdict
+from scripts.bench.result_tables import integrations_table
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
@@ -73,17 +74,6 @@ def qwen_model(sizes: dict[str, int], device: str) -> Any:
     return model.train()
 
 
-def event_ms(call: Callable[[], object]) -> float:
-    """Milliseconds from before a call's first kernel to after its last."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
-
-
 def most_allocated(call: Callable[[], object]) -> int:
     """The most bytes that were allocated at a time during a call, what was there before included."""
     torch.cuda.reset_peak_memory_stats()
@@ -125,7 +115,7 @@ def measure_qwen(
             if turn < WARM_UPS:
                 peaks[name] = max(peaks[name], most_allocated(step))
             else:
-                samples[name].append(event_ms(step))
+                samples[name].append(elapsed_ms(step, 1))
     return {
         "cfg": {**sizes, "sequences": batch[0], "tokens": batch[1]},
         "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
@@ -243,20 +233,6 @@ def ratio(values: dict[str, float]) -> float:
     return values["grouped_mm"] / values["blazeproto"]
 
 
-def print_table(rows: dict[str, Row]) -> None:
-    lines = []
-    for part, row in rows.items():
-        ours = {key: row[key]["blazeproto"] for key in ("ms", "peak_MiB")}
-        for name, ms in row["ms"].items():
-            peak = row["peak_MiB"].get(name)
-            relative = [number(ms / ours["ms"]), number(None if peak is None else ours["peak_MiB"] / peak)]
-            lines.append([part, name, number(ms), relative[0], number(peak, 0), relative[1]])
-    print(format_table(["part", "program", "ms", "/ ours", "peak, MiB", "ours /"], lines))
-    for part, row in rows.items():
-        for what, holds in PARTS[part].claims(row).items():
-            print(verdict(what, holds))
-
-
 def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
     """The rows of an earlier file; those of other sources say of which."""
     if earlier["sources_sha256"] == sources:
@@ -288,17 +264,18 @@ def main() -> None:
     from blazeproto.integrations.transformers import register
 
     register()
-    protocol = " ".join(" ".join((__doc__ or "").split("\n\n")[2:]).split())
-    record = provenance() | {"benchmark": "integrations", "protocol": protocol, "parts": {}}
+    record = begun("integrations", __doc__, 3) | {"parts": {}}
+    del record["rows"]
     if options.out.exists():
         record["parts"] = kept(json.loads(options.out.read_text()), record["sources_sha256"])
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
-    for part in options.parts:
+    for part in in_turn(options.parts):
         record["parts"][part] = PARTS[part].measure(options.rounds) | {"measured": now()}
         write_json(options.out, record)
-        gc.collect()
-        torch.cuda.empty_cache()
-    print_table({part: record["parts"][part] for part in options.parts})
+    rows = {part: record["parts"][part] for part in options.parts}
+    print(integrations_table(record | {"parts": rows}))
+    for part, row in rows.items():
+        for what, holds in PARTS[part].claims(row).items():
+            print(verdict(what, holds))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from scripts.bench import lora
 from scripts.bench.common import (
     MIB,
@@ -48,6 +46,7 @@ from scripts.bench.common import (
     parse_shapes,
     write_json,
 )
+from scripts.bench.timing import relative_difference
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
@@ -142,14 +141,8 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
             worker.close()
 
 
-def relative_difference(first: Any, second: Any) -> float:
-    """Largest difference over the largest value."""
-    largest = max((float(np.abs(each).max(initial=0.0)) for each in (first, second)), default=0.0)
-    return float(np.abs(first - second).max(initial=0.0)) / max(largest, 1e-30)
-
-
 def too_far(old: list[Any], new: list[Any]) -> str:
-    """Of outputs that vary: "" if the nearest of two sides are as near as the farthest of one."""
+    """For outputs that vary: "" if the nearest of two sides are as near as the farthest of one."""
     own = max(relative_difference(*pair) for runs in (old, new) for pair in itertools.combinations(runs, 2))
     nearest = min(relative_difference(*pair) for pair in itertools.product(old, new))
     return "" if nearest <= own else f" ({nearest:.3g} apart, {own:.3g} from run to run)"

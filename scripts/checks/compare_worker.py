@@ -1,6 +1,6 @@
 """One side of `scripts.checks.compare`: a process that has one checkout's blazeproto, and does what it is asked.
 
-    PYTHONPATH=CHECKOUT_OF_THIS_FILE python -P -m scripts.checks.compare_worker CHECKOUT DEVICE
+    python -m scripts.checks.compare_worker CHECKOUT cuda        # PYTHONPATH: the checkout of this file; with -P
 
 Requests come by standard input, pickled (name, arguments); answers go to standard output: ("done", value) or ("failed", text).
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from scripts.checks import compare_cases, compare_layers, compare_routing
 from scripts.checks.compare_cases import Case, Shape
+from scripts.command import argument_parser
 
 FUSED_RUNS = 8
 WARM_TOKENS = 64
@@ -72,7 +73,7 @@ class Side:
     # --- Bits ------------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Of all cases; they are made."""
+        """The names of all cases, which are made here."""
         for kind in (
             compare_cases.product_cases,
             compare_layers.layer_cases,
@@ -97,7 +98,7 @@ class Side:
             every = [made, *(case.run() for _ in range(FUSED_RUNS - 1))]
             for output, tensor in made.items():
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    runs[output] = [each[output].detach().float().cpu().numpy() for each in every]  # type: ignore[union-attr]
+                    runs[output] = [each[output].detach().float().cpu() for each in every]  # type: ignore[union-attr]
         return {"hashes": {output: digest(made[output]) for output in made if output not in runs}, "runs": runs}
 
     # --- Time ------------------------------------------------------------------------------------------------------------
@@ -162,9 +163,13 @@ def serve(side: Side, requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
+    parser = argument_parser("scripts.checks.compare_worker", __doc__)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints goes elsewhere
-    serve(Side(Path(sys.argv[1]).resolve(), sys.argv[2]), sys.stdin.buffer, answers)
+    serve(Side(options.checkout.resolve(), options.device), sys.stdin.buffer, answers)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SECONDS = 120  # a cell may take
 
 
 def notebooks() -> list[Path]:
-    """Of the tutorial, in order."""
+    """The tutorial, in order."""
     return sorted(TUTORIAL.glob("*.ipynb"))
 
 
