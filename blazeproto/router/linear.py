@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Gradients, define, without_autocast
-from blazeproto.autograd.private import nobody_listens
+from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback
 from blazeproto.router.logits import launch_finish, launch_split
 from blazeproto.router.topk import MAX_EXPERTS
@@ -74,8 +74,8 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
     tensors = d_logits, *ctx.saved_tensors
-    unobserved = not torch.is_grad_enabled() and nobody_listens(tensors)  # enabled: create_graph=True
-    backward = router_logits_backward.kernel if unobserved else router_logits_backward.gradients
+    hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
+    backward = router_logits_backward.kernel if hidden else router_logits_backward.gradients
     return tuple(backward(ctx.needs_input_grad[:2], *tensors))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Operator, define
-from blazeproto.autograd.private import nobody_listens
+from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback, hashing, losses, pairs, topk
 from blazeproto.router.choices import varying_choice
 from blazeproto.router.scores import SCORES
@@ -71,8 +71,8 @@ def _derivative(
 
     def node(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = (*ctx.saved_tensors, *(gradient.contiguous() for gradient in gradients[:num_gradients]))
-        unobserved = not torch.is_grad_enabled() and nobody_listens(tensors)  # enabled: create_graph=True
-        return backward.way(unobserved, ())(*tensors, *ctx.options), *ctx.others
+        hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
+        return backward.entry((), unobserved=hidden)(*tensors, *ctx.options), *ctx.others
 
     return {"setup": setup, "backward": node}
 

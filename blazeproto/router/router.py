@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.autograd.operators import on_another_gpu
-from blazeproto.autograd.private import nobody_listens, refuse_transforms, saved_by_export
+from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
 from blazeproto.router.choices import Choice, Hash, VaryingChoice, make_choice
 from blazeproto.router.kinds import MASK_32
@@ -151,23 +151,23 @@ class Router(nn.Module):
         """
         self._check_input(x, token_ids)
         # Past torch's dispatcher, where only it would see the operators.
-        unobserved = nobody_listens((x, self.weight, token_ids)) and not on_another_gpu(x)
-        logits = router_logits.way(unobserved, (x, self.weight))(x, self.weight)
+        hidden = unobserved((x, self.weight, token_ids)) and not on_another_gpu(x)
+        logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight)
         options, choice = (self.score, self.renormalize, self.scale), self.choice
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
             seed = choice.seed & MASK_32  # no more of it counts
             ids = token_ids.flatten()
-            experts = ops.hash_experts.way(unobserved, ())(ids, self.num_experts, self.top_k, seed)
+            experts = ops.hash_experts.entry((), unobserved=hidden)(ids, self.num_experts, self.top_k, seed)
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
-            route = ops.route_top_k.way(unobserved, (logits,))
+            route = ops.route_top_k.entry((logits,), unobserved=hidden)
             scores, experts = route(logits, self.expert_bias, self.top_k, *options)
         else:
             keys = fallback.selection_keys(logits, self.score, self.expert_bias)
-            chosen = ops.choose_top_k.way(unobserved, ())(keys, self.top_k)
-            return self._varying(logits, chosen, choice, unobserved)
-        load, aux_losses = self._load_and_losses(logits, experts, unobserved)
+            chosen = ops.choose_top_k.entry((), unobserved=hidden)(keys, self.top_k)
+            return self._varying(logits, chosen, choice, hidden)
+        load, aux_losses = self._load_and_losses(logits, experts, hidden)
         return Routing(scores, experts, logits, load, aux_losses)
 
     @torch.no_grad()
@@ -183,19 +183,19 @@ class Router(nn.Module):
         if bias is not None and self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
 
-    def _varying(self, logits: Tensor, experts: Tensor, choice: VaryingChoice, unobserved: bool) -> Routing:
+    def _varying(self, logits: Tensor, experts: Tensor, choice: VaryingChoice, hidden: bool) -> Routing:
         """experts: the token choice (T, K)."""
         dense = SCORES[self.score].value(logits.detach())
         crossing = choice.crossing(dense, experts)
-        pair_experts, pair_tokens, token_offsets, load = ops.choose_pairs.way(unobserved, ())(*crossing)
+        pair_experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
         pairs = pair_experts, token_offsets, self.score, self.renormalize, self.scale
-        scores = ops.score_pairs.way(unobserved, (logits,))(logits, *pairs)
-        aux_losses = self._load_and_losses(logits, experts, unobserved)[1] if self.aux_loss or self.z_loss else {}
+        scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, *pairs)
+        aux_losses = self._load_and_losses(logits, experts, hidden)[1] if self.aux_loss or self.z_loss else {}
         return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
 
-    def _load_and_losses(self, logits: Tensor, experts: Tensor, unobserved: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def _load_and_losses(self, logits: Tensor, experts: Tensor, hidden: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Those of the token choice ``experts`` (T, K), before any rounding or dropping."""
-        losses = ops.routing_losses.way(unobserved, (logits,))
+        losses = ops.routing_losses.entry((logits,), unobserved=hidden)
         balance_loss, z_loss, load = losses(logits, experts, self.score, self.aux_loss, self.z_loss)
         named = {"load_balancing": (self.aux_loss, balance_loss), "z": (self.z_loss, z_loss)}
         return load, {name: loss for name, (coefficient, loss) in named.items() if coefficient}
