@@ -120,7 +120,7 @@ class Arguments:
         self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
         self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
 
-    def read(self, array: Array, value: Any, shape: str = "") -> DeviceArray | None:
+    def read(self, array: Array, value: Any, shape: str = "") -> Any:
         """An input, or an output that is there.  shape: in this call, where options change it."""
         name, shape = array.name, shape or array.shape
         gathered = array.fetched and shape[0] == "T"

@@ -82,10 +82,11 @@ _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=No
 
 def build_of(name: str) -> Build:
     """What a product's kernels are compiled with, for the launch that asks."""
+    plain = Build(DEBUG) if DEBUG else PACKAGE
     if (alone := _alone.get()) is not None:
-        return alone.get(name, Build(DEBUG))
+        return alone.get(name, plain)
     if not _edited:  # as on the training path
-        return Build(DEBUG)
+        return plain
     return Build(DEBUG, next((sources for product, sources in reversed(_edited) if product == name), None))
 
 
