@@ -217,7 +217,7 @@ DOWN_BACKWARD_ACT = Product(
     down_backward_act,
     SPEC,
     kernels=_kernels,
-    launched=lambda sizes, config, variant, build: [
+    parts=lambda sizes, config, variant, build: [
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],

@@ -92,7 +92,6 @@ DOWN_FORWARD_FUSED = Product(
         ),
         *(linear.kernel(config, Variant(fused=True)) for config in CANDIDATES["down_forward"]),
     ],
-    launched=lambda sizes, config, variant, build: [linear.kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: [(sizes, TILES["down_forward"], down)] if down.fused else [],
     tiles=lambda sizes: TILES["down_forward"],
     kernel=linear.kernel,

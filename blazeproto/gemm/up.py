@@ -175,7 +175,6 @@ UP_FORWARD = Product(
     up_forward,
     SPEC,
     kernels=_kernels,
-    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
     tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d),
     kernel=kernel,

@@ -192,7 +192,7 @@ def sum_kernel(tile_n: int, sources: Path | None = None) -> Kernel:
 
 
 def _widths(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of the gathered and of the ordered rows of a weight gradient of ``shape``."""
+    """Widths of the gathered and of the ordered rows of a weight gradient of ``shape``."""
     _, outer, inner = shape
     return (inner, outer) if name == UP else (outer, inner)
 
@@ -207,7 +207,7 @@ def _partials_offset(units: int) -> int:
 
 
 def _unit_bytes(config: TileConfig) -> int:
-    """Of the two partials that a unit may leave."""
+    """Bytes of the two partials that a unit may leave."""
     return 2 * config.cluster * BM * config.tile_n * 4
 
 
@@ -324,7 +324,7 @@ def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product
         run,
         spec,
         kernels=lambda: _kernels(name),
-        launched=lambda sizes, config, variant, build: [
+        parts=lambda sizes, config, variant, build: [
             kernel(config, variant, build),
             sum_kernel(config.tile_n, build.sources),
         ],

@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     def kernels(self, build: Build) -> list[Kernel]:
         """Those that a call launches, the main one first."""
         entry = gemm.PRODUCTS[self.product]
-        return entry.launched(self.sizes, self.tiles, entry.variant._replace(activation=self.activation), build)
+        return entry.launches(self.sizes, self.tiles, entry.variant._replace(activation=self.activation), build)
 
 
 @dataclass(frozen=True)
