@@ -153,7 +153,7 @@ class Product:
     kernel: ``kernel(config, variant, build)``, of these or its own tiles; None where tiles don't matter.
     parts: ``parts(sizes, config, variant, build)``: the kernels of one call, the main one first; None: its ``kernel`` alone.
     in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
-    whose up and down projections are such variants.
+    whose up and down projections are such variants; None: no layer calls it.
     tiles: those that a call of these sizes takes.  variant: its own, but for what a caller asks for.
     options: the fields of `Variant` that a caller may ask for.
     phases: "forward", "backward": where every layer has it, in the order of the registry.
@@ -166,7 +166,7 @@ class Product:
     kernels: Callable[[], Iterable[Kernel]]
     kernel: Callable[[TileConfig | None, Variant, Build], Kernel] | None = None
     parts: Callable[[Sizes, Any, Variant, Build], list[Kernel]] | None = None
-    in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, Any, Variant]]] = lambda sizes, up, down: ()
+    in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, Any, Variant]]] | None = None
     tiles: Callable[[Sizes], TileConfig] | None = None
     variant: Variant = PLAIN
     options: tuple[str, ...] = ()
@@ -181,8 +181,8 @@ class Product:
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
         projections."""
-        build = build_of(self.name)
-        return [kernel for call in self.in_layer(sizes, up, down) for kernel in self.launches(*call, build)]
+        calls, build = self.in_layer(sizes, up, down) if self.in_layer else (), build_of(self.name)
+        return [kernel for call in calls for kernel in self.launches(*call, build)]
 
     def launches(self, sizes: Sizes, config: TileConfig | None, variant: Variant, build: Build) -> list[Kernel]:
         """The kernels of one call with these ``sizes``, ``config``, ``variant`` and ``build``, the main one first."""
