@@ -116,7 +116,7 @@ def _gpu_0_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("function", "arguments", "error", "message"), BAD)
 def test_bad_input_is_named(function: str, arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        getattr(gemm, function)(**{"dispatch": DISPATCH} | arguments)
+        RUNS[function](**{"dispatch": DISPATCH} | arguments)
 
 
 @pytest.mark.parametrize(("width", "offset"), [(512, 0), (256, 16)])
@@ -162,6 +162,7 @@ X, H, ACT, Y, UP_PROJ, DOWN_PROJ = (
     Spec(shape) for shape in ((T, D), (R, 2 * N), (R, N), (R, D), (E, 2 * N, D), (E, D, N))
 )
 SPECIFICATIONS = {name: product.spec for name, product in gemm.PRODUCTS.items()} | {"grouped_mm": GROUPED_MM}
+RUNS = {name: product.run for name, product in gemm.PRODUCTS.items()} | {"grouped_mm": gemm.grouped_mm}
 LENGTHS = gemm.Sizes(T, D, N, E, K).letters | {"width": D, "reduction": N}
 
 
@@ -272,7 +273,7 @@ def call(by_twin: bool, function: str, changes: dict, fields: dict | None = None
 
     lists = {name: made(value) for name, value in (LISTS | (fields or {})).items()}
     given = {name: made(value) for name, value in (SOUND[function] | changes).items()}
-    run = gemm.TWINS[function] if by_twin else getattr(gemm, function)
+    run = (gemm.TWINS if by_twin else RUNS)[function]
     return run(**{"dispatch": Dispatch(**lists)} | given)
 
 
