@@ -71,9 +71,7 @@ def combine(
     stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = SPEC.check(locals())
-    launch(**given.views, at=given.located(), columns=columns)
-    return SPEC.results(given)
+    return SPEC.run(launch, locals(), "columns")
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------

@@ -52,9 +52,7 @@ def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores:
     stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
     is launched.
     """
-    given = _SCORE_GRAD.check(locals())
-    launch_bias_score_grad(**given.views, at=given.located())
-    return d_scores
+    return _SCORE_GRAD.run(launch_bias_score_grad, locals())
 
 
 @_ROW_SUM.public
