@@ -293,6 +293,18 @@ def test_the_arguments_above_are_sound(function: str) -> None:
     assert SOUND[function].keys() <= inspect.signature(gemm.TWINS[function]).parameters.keys()
 
 
+BY_TORCH_ALONE = {"act", "needs"}  # of down_backward_act's formula: what a backend has kept, and what it wants
+
+
+@pytest.mark.parametrize("function", SOUND)
+def test_a_formula_takes_what_the_function_takes(function: str) -> None:
+    """A parameter of another name would never be handed to it."""
+    (m, *parameters), public = (
+        inspect.signature(thing).parameters for thing in (SPECIFICATIONS[function].formula, RUNS[function])
+    )
+    assert m == "m" and {*parameters} - BY_TORCH_ALONE <= public.keys()
+
+
 MAY_BE_ONE = {  # an output and the input that it may lie over, where the two are of one shape
     (name, array.name, array.over)
     for name, spec in SPECIFICATIONS.items()
