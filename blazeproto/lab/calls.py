@@ -18,9 +18,8 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
-from blazeproto.gemm.arguments import LOW
+from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.product import Build, Product
-from blazeproto.gemm.specification import Array
 from blazeproto.gemm.tiles import TILES
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -143,7 +142,7 @@ class Call:
         return case.drawn[name] if name in case.drawn else given[name]
 
     def outputs(self, case: Case, given: Mapping[str, Tensor], config: TileConfig | None = None) -> dict[str, Output]:
-        """By the layer's names, and "workspace" where there is one; on the current GPU.  given: row arrays of all R rows."""
+        """By the layer's names, and "workspace" where there is one, on a GPU.  given: row arrays of all R rows."""
         spec, letters = self.entry.spec, case.letters
         taken = self.takes(self.entry.run, case, given)
         for array in self.inputs.values():
@@ -160,7 +159,7 @@ class Call:
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
-        if spec.workspace is not None and (lengths := spec.workspace(letters, config)):
+        if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
             made["workspace"] = Output("", lengths, torch.float32)
         return made
 
