@@ -18,9 +18,8 @@ from blazeproto.reference import moe_mlp
 SIZES = Sizes(23, 16, 8, 5, 3)
 
 
-def case_of(activation: str = "swiglu", biases: bool = True, row_capacity: int | None = None) -> Case:
-    options: dict[str, Any] = {"biases": biases, "row_capacity": row_capacity}
-    return make_case(SIZES, activation=activation, sentinels=0.2, device="cpu", **options)
+def case_of(activation: str = "swiglu", biases: bool = True, **options: Any) -> Case:
+    return make_case(SIZES, activation=activation, biases=biases, sentinels=0.2, device="cpu", **options)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "alternating(clamped_swiglu)", "gelu"])
@@ -48,10 +47,12 @@ def test_exact_is_the_papers_formulas(activation: str) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["chain", "products"])
-@pytest.mark.parametrize("row_capacity", [None, 40])
-def test_every_call_of_a_layer_runs(given: bool, row_capacity: int | None) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"row_capacity": 40}, {"transposed": True, "rank": 8}], ids=lambda o: "-".join(o) or "plain"
+)
+def test_every_call_of_a_layer_runs(given: bool, options: dict[str, Any]) -> None:
     """On a CPU by the twins, into poisoned memory: no row that no pair has is written, and all is as near as rounding allows."""
-    case = case_of(row_capacity=row_capacity)
+    case = case_of(**options)
     stage = evaluate(YARDSTICK, case)
     result, exact = run_kernels(case, stage if given else None), evaluate(EXACT, case, stage if given else None)
     assert result.keys() == stage.keys() == exact.keys() == {name for call in LAYER for name in call.made}
@@ -64,9 +65,10 @@ def test_every_call_of_a_layer_runs(given: bool, row_capacity: int | None) -> No
 @pytest.mark.parametrize(
     "name", [name for name in CALLS if name != "bias_score_grad"]
 )  # which adds to what another made
-def test_products_are_within_their_bounds(name: str) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_are_within_their_bounds(name: str, transposed: bool) -> None:
     """As the twins compute them, which round where the kernels do."""
-    case = case_of(biases=bool(CALLS[name].needs))
+    case = case_of(biases=bool(CALLS[name].needs), transposed=transposed, rank=8 * transposed)
     stage = evaluate(YARDSTICK, case)
     result = run_kernels(case, stage)
     for output, (exact, bound) in reference(name, case, stage).items():
