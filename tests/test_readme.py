@@ -40,7 +40,7 @@ def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
     assert "imbalance" in run.stdout, "the picture of a dispatch"
     assert "registers" in run.stdout, "that of a kernel"
     assert ".text.up_forward" in run.stdout, "its SASS"
-    assert "\n+        return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
+    assert "\n+    return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
     assert int(run.stdout.split()[-1]) > 0, "registers of the edited kernel, compiled"
     assert (tmp_path / "my_kernels" / "up.cu").exists()
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
-from blazeproto.gemm.arguments import LOW
+from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.product import Build, Product
-from blazeproto.gemm.specification import Array
 from blazeproto.gemm.tiles import TILES
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -31,6 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Case:
     """Everything that enters one layer's forward and backward. bf16, scores fp32, indices int32.
 
+    transposed: products that can, take weights that lie transposed.  rank: of the low-rank terms of those that take some, or 0.
     drawn: inputs of products that neither a layer has nor another product makes, at random, by name.
     """
 
@@ -43,6 +43,8 @@ class Case:
     activation: str
     up_bias: Tensor | None = None  # (E, G n)
     down_bias: Tensor | None = None  # (E, d)
+    transposed: bool = False
+    rank: int = 0
     drawn: dict[str, Tensor] = field(default_factory=dict)
     row_expert: Tensor = field(init=False)  # (rows in use,)
     row_pair: Tensor = field(init=False)
@@ -64,7 +66,21 @@ class Case:
     @property
     def letters(self) -> dict[str, int]:
         """What the letters of a shape are."""
-        return self.sizes.letters | {"R": self.dispatch.num_rows, "P": len(self.scores)}
+        return self.sizes.letters | {"R": self.dispatch.num_rows, "P": len(self.scores), "r": self.rank}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of every call that has them."""
+        return {"activation": self.activation, "transposed": self.transposed}
+
+    def draw(self, name: str, array: Array) -> Tensor:
+        """An input of a product, the same each time."""
+        if name not in self.drawn:
+            shape = [self.letters[letter] for letter in array.shape_in(self.options).split()]
+            generator = torch.Generator(self.x.device).manual_seed(len(self.drawn))
+            values = torch.randn(shape, device=self.x.device, generator=generator).mul_(shape[-1] ** -0.5)
+            self.drawn[name] = values.to(DTYPES[array.dtype])
+        return self.drawn[name]
 
     def in_use(self, name: str, value: Tensor) -> Tensor:
         """An array without the rows that no pair has."""
@@ -109,9 +125,10 @@ class Call:
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """By the layer's names."""
-        arrays = {self.names.get(a.name, a.name): a for a in self.entry.spec.inputs if a.name not in LOW}
-        return {name: array for name, array in arrays.items() if name is not None}
+        """By the layer's names, in the order of the product's parameters; low-rank factors are not among them."""
+        arrays = {array.name: array for array in self.entry.spec.inputs}
+        names = [name for name in inspect.signature(self.entry.run).parameters if name in arrays]
+        return {called: arrays[name] for name in names if (called := self.names.get(name, name)) is not None}
 
     @property
     def made(self) -> dict[str, Array]:
@@ -124,31 +141,32 @@ class Call:
         return tuple(name for name in self.inputs if name in MADE)
 
     def takes(self, function: Any, case: Case, given: Mapping[str, Tensor], **others: Any) -> dict[str, Any]:
-        """The arguments of ``function``, which has the product's names: arrays and options."""
-        arrays = {array.name: self._input(name, array, case, given) for name, array in self.inputs.items()}
-        known = {"dispatch": case.dispatch, "activation": case.activation, **arrays, **self.options, **others}
+        """The arguments of ``function``, the product's or its formula, which takes rows in use only: arrays and options."""
+        rows = None if function is self.entry.run else len(case.row_pair)
+
+        def found(name: str, array: Array) -> Tensor | None:
+            if name in LAYERS_OWN:
+                value: Tensor | None = getattr(case, name)
+                return value.mT.contiguous() if value is not None and case.transposed and array.transposed else value
+            if name in MADE:
+                return given[name]
+            if array.optional and array.name not in LOW:
+                return None
+            return case.draw(name, array)[: rows if array.index == "row" else None]
+
+        known: dict[str, Any] = {"dispatch": case.dispatch, **case.options, **self.options, **others}
+        known |= {array.name: found(name, array) for name, array in self.inputs.items()}
+        low = [found(f"{a.name} of {self.product}", a) for a in self.entry.spec.inputs if case.rank and a.name in LOW]
+        known |= {"low": tuple(low)} if low else {}
         return {name: known[name] for name in inspect.signature(function).parameters if name in known}
 
-    def _input(self, name: str, array: Array, case: Case, given: Mapping[str, Tensor]) -> Tensor | None:
-        if name in LAYERS_OWN:
-            found: Tensor | None = getattr(case, name)
-            return found
-        if name not in MADE and name not in case.drawn:
-            if array.optional:
-                return None
-            shape = [case.letters[letter] for letter in array.shape_in(self.options).split()]
-            generator = torch.Generator(case.x.device).manual_seed(len(case.drawn))
-            values = torch.randn(shape, device=case.x.device, generator=generator)
-            case.drawn[name] = values.to(DTYPES[array.dtype])
-        return case.drawn[name] if name in case.drawn else given[name]
-
     def outputs(self, case: Case, given: Mapping[str, Tensor], config: TileConfig | None = None) -> dict[str, Output]:
-        """By the layer's names, and "workspace" where there is one; on the current GPU.  given: row arrays of all R rows."""
-        spec, letters = self.entry.spec, case.letters
+        """By the layer's names, and "workspace" where there is one, on a GPU.  given: row arrays of all R rows."""
+        spec, letters, options = self.entry.spec, case.letters, case.options | dict(self.options)
         taken = self.takes(self.entry.run, case, given)
         for array in self.inputs.values():
             if taken[array.name] is not None:
-                letters.update(zip(array.shape_in(self.options).split(), taken[array.name].shape, strict=True))
+                letters.update(zip(array.shape_in(options).split(), taken[array.name].shape, strict=True))
         tiles = config or (self.entry.tiles(case.sizes) if self.entry.tiles else TILES["down_forward"])
         halves, made = case.sizes.halves, dict[str, Output]()
         for name, array in self.made.items():
@@ -160,7 +178,7 @@ class Call:
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
-        if spec.workspace is not None and (lengths := spec.workspace(letters, config)):
+        if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
             made["workspace"] = Output("", lengths, torch.float32)
         return made
 
@@ -185,12 +203,14 @@ NAMES: dict[str, dict[str, str | None]] = {
     "expert_row_sum": {"values": "dh", "scores": None, "out": "d_up_bias"},
 }
 NEEDS = {"bias_score_grad": "down_bias", "expert_row_sum": "up_bias"}
-AGAIN = (
-    Call("combine", {"y": "dx_rows", "scores": None, "out": "dx"}),
-    Call("expert_row_sum", {"values": "d_out", "out": "d_down_bias"}, {"gather": True}, "down_bias"),
-    Call("down_backward_weight", {"dw": "d_down_f32"}, f32=True),
-    Call("up_backward_weight", {"dw": "d_up_f32"}, f32=True),
-)
+AGAIN = {  # behind which products
+    "down_backward_weight": (
+        Call("down_backward_weight", {"dw": "d_down_f32"}, f32=True),
+        Call("expert_row_sum", {"values": "d_out", "out": "d_down_bias"}, {"gather": True}, "down_bias"),
+    ),
+    "up_backward_act": (Call("combine", {"y": "dx_rows", "scores": None, "out": "dx"}),),
+    "up_backward_weight": (Call("up_backward_weight", {"dw": "d_up_f32"}, f32=True),),
+}
 
 
 def _calls() -> dict[str, Call]:
@@ -209,9 +229,13 @@ def _calls() -> dict[str, Call]:
 
 CALLS = _calls()
 """By the registry's names (`blazeproto.gemm.PRODUCTS`)."""
-LAYER = (*CALLS.values(), *AGAIN)
+LAYER = tuple(each for name, call in CALLS.items() for each in (call, *AGAIN.get(name, ())))
 """All calls of a layer, each behind those that make its inputs."""
 MADE = {name for call in LAYER for name in call.made}
+BACKWARD = {"d_out"}
+"""The gradients: what is made of the output's."""
+for _call in LAYER:
+    BACKWARD |= _call.made.keys() if BACKWARD & _call.inputs.keys() else set()
 ROW_OUTPUTS = {name for call in LAYER for name, array in call.made.items() if array.index == "row"}
 
 

@@ -42,6 +42,8 @@ def make_case(
     varying: bool = False,
     row_capacity: int | None = None,
     unit_weights: bool = False,
+    transposed: bool = False,
+    rank: int = 0,
     device: str = "cuda",
     seed: int = 0,
 ) -> Case:
@@ -49,6 +51,7 @@ def make_case(
 
     sentinels: share of the pairs whose expert lives elsewhere.  varying: the number of experts per token varies (sentinels
     leave no trace but unused capacity at the end of the pairs).  row_capacity: the most rows, as in `build_dispatch`.
+    transposed, rank: as `Case` has them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     T, d, n, E, _, halves = sizes._replace(halves=activation_named(activation).halves)
@@ -70,6 +73,8 @@ def make_case(
         activation=activation,
         up_bias=normal(E, halves * n) if biases else None,
         down_bias=normal(E, d) if biases else None,
+        transposed=transposed,
+        rank=rank,
     )
 
 

@@ -4,7 +4,8 @@
     python -m scripts.checks.fuzz --seed 4711 --runs 1                      # one that failed, again
     python -m scripts.checks.fuzz --debug INJECT_DELAYS --debug SPIN_LIMIT=200000000
 
-Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, and fewer rows than pairs.
+Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, fewer rows than pairs, weights
+that lie transposed, and low-rank terms of the products.
 ``moe_mlp`` runs on both backends, with a save policy and a number of chunks drawn too. A failure prints its seed and the places
 that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
@@ -24,9 +25,9 @@ import torch
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import SavePolicy, moe_mlp
-from blazeproto.gemm import Sizes, product, reduce
-from blazeproto.gemm.combine import kernel as combine_kernel
+from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
@@ -72,6 +73,9 @@ def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Sizes, dic
     }
     if rng.random() < 0.15:
         n = d  # then Y may lie over act
+    more = random.Random(f"{tokens} {d} {n} {experts} {top_k}")
+    often = options["activation"] in TRANSPOSED  # with others there would be thousands of kernels
+    options |= {"transposed": often and more.random() < 0.5, "rank": more.choice([0, 8, 24, 64, 136]) if often else 0}
     return Sizes(tokens, d, n, experts, top_k), options
 
 
@@ -89,14 +93,19 @@ def draw_products(seed: int) -> tuple[Sizes, dict[str, Any]]:
 def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
     kernels = [*gemm.all_kernels()]
-    for activation in (*ACTIVATIONS, *OTHERS):
-        for up, dh in zip(*(tiles_of_layer(name, TICKET_REDUCTION) for name in WITH_TICKETS), strict=True):
-            kernels += [gemm.kernel_for("up_forward", up, activation=activation, bias=bias) for bias in (False, True)]
-            kernels.append(gemm.kernel_for("down_backward_act", dh, activation=activation))
-    for shape, options in drawn:
-        top_k = 0 if options["varying"] else shape.K
-        kernels += [combine_kernel(shape.d, top_k, has_scores) for has_scores in (False, True)]
-        kernels += [reduce.kernel(entry, top_k) for entry in ("bias_score_grad", "expert_row_sum")]
+    for sizes, options in drawn:
+        sizes = sizes._replace(K=0 if options["varying"] else sizes.K)
+        for fused in (False, True):
+            rank = 0 if fused else options["rank"]
+            variant = Variant(False, options["transposed"], options["biases"], options["activation"], rank, fused)
+            for entry in gemm.PRODUCTS.values():
+                kernels += entry.for_layer(sizes, variant, variant)
+    for activation in (*ACTIVATIONS, *OTHERS):  # with tickets too, whatever is drawn
+        for bias in (False, True):
+            variant = Variant(activation=activation, bias=bias)
+            for name in WITH_TICKETS:
+                for config in tiles_of_layer(name, TICKET_REDUCTION):
+                    kernels += gemm.PRODUCTS[name].launched(Sizes(0, 8, 8, 1, 1), config, variant, Build())
     return kernels
 
 
@@ -117,7 +126,8 @@ def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
         pool = Pool()
         pool.add_all(result, chained, exact)
         inputs = result if given is None else given
-        again = [*wrong_in_order(case, inputs, result), *wrong_in_place(case, inputs, result)]
+        again = wrong_in_order(case, inputs, result)
+        again += [] if case.rank else wrong_in_place(case, inputs, result)
         lines += [f"{name}: {line}" for line in [*stray_writes(case, result), *again]]
         noise = FP32_NOISE if given else FP32_NOISE_OF_CHAINS
         for failure in pool.failures(SINGLE_RUN_SLACK[name], noise):
@@ -152,11 +162,13 @@ def kernels_of_experts(seeds: range) -> list[Kernel]:
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, case_options, options = draw_experts(seed)
+    case_options["rank"] = 0  # of products alone
     give_tickets(bool(seed % 2))
     case = make_case(shape, **case_options, seed=seed)
     exact = evaluate(EXACT, case)
     made, sizes = case.dispatch, (shape.T, shape.K)
-    parameters: list[Any] = [case.x, case.up_proj, case.down_proj, case.scores, case.up_bias, case.down_bias]
+    weights = [w.mT.contiguous().mT if case.transposed else w for w in (case.up_proj, case.down_proj)]
+    parameters: list[Any] = [case.x, *weights, case.scores, case.up_bias, case.down_bias]
     ids = made.token_expert_indices
     if not case_options["varying"]:
         parameters[3], ids = case.scores.view(sizes), ids.view(sizes)
