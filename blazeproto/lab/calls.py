@@ -18,9 +18,8 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
-from blazeproto.gemm.arguments import LOW
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.product import Build, Product
-from blazeproto.gemm.specification import Array
 from blazeproto.gemm.tiles import TILES
 
 SIMPLE_TILE = (128, 256)  # lines and columns that a mismatch map puts together where a kernel has no tiles
@@ -109,9 +108,10 @@ class Call:
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """By the layer's names."""
-        arrays = {self.names.get(a.name, a.name): a for a in self.entry.spec.inputs if a.name not in LOW}
-        return {name: array for name, array in arrays.items() if name is not None}
+        """By the layer's names, in the order of the product's parameters; low-rank factors are not among them."""
+        arrays = {array.name: array for array in self.entry.spec.inputs}
+        names = [name for name in inspect.signature(self.entry.run).parameters if name in arrays]
+        return {called: arrays[name] for name in names if (called := self.names.get(name, name)) is not None}
 
     @property
     def made(self) -> dict[str, Array]:
@@ -143,7 +143,7 @@ class Call:
         return case.drawn[name] if name in case.drawn else given[name]
 
     def outputs(self, case: Case, given: Mapping[str, Tensor], config: TileConfig | None = None) -> dict[str, Output]:
-        """By the layer's names, and "workspace" where there is one; on the current GPU.  given: row arrays of all R rows."""
+        """By the layer's names, and "workspace" where there is one, on a GPU.  given: row arrays of all R rows."""
         spec, letters = self.entry.spec, case.letters
         taken = self.takes(self.entry.run, case, given)
         for array in self.inputs.values():
@@ -160,7 +160,7 @@ class Call:
                 halves if array.shape == "R h" else 1,
                 zeroed=array.added,
             )
-        if spec.workspace is not None and (lengths := spec.workspace(letters, config)):
+        if case.x.is_cuda and spec.workspace is not None and (lengths := spec.workspace(letters, config)):
             made["workspace"] = Output("", lengths, torch.float32)
         return made
 
@@ -185,12 +185,14 @@ NAMES: dict[str, dict[str, str | None]] = {
     "expert_row_sum": {"values": "dh", "scores": None, "out": "d_up_bias"},
 }
 NEEDS = {"bias_score_grad": "down_bias", "expert_row_sum": "up_bias"}
-AGAIN = (
-    Call("combine", {"y": "dx_rows", "scores": None, "out": "dx"}),
-    Call("expert_row_sum", {"values": "d_out", "out": "d_down_bias"}, {"gather": True}, "down_bias"),
-    Call("down_backward_weight", {"dw": "d_down_f32"}, f32=True),
-    Call("up_backward_weight", {"dw": "d_up_f32"}, f32=True),
-)
+AGAIN = {  # behind which products
+    "down_backward_weight": (
+        Call("down_backward_weight", {"dw": "d_down_f32"}, f32=True),
+        Call("expert_row_sum", {"values": "d_out", "out": "d_down_bias"}, {"gather": True}, "down_bias"),
+    ),
+    "up_backward_act": (Call("combine", {"y": "dx_rows", "scores": None, "out": "dx"}),),
+    "up_backward_weight": (Call("up_backward_weight", {"dw": "d_up_f32"}, f32=True),),
+}
 
 
 def _calls() -> dict[str, Call]:
@@ -209,9 +211,13 @@ def _calls() -> dict[str, Call]:
 
 CALLS = _calls()
 """By the registry's names (`blazeproto.gemm.PRODUCTS`)."""
-LAYER = (*CALLS.values(), *AGAIN)
+LAYER = tuple(each for name, call in CALLS.items() for each in (call, *AGAIN.get(name, ())))
 """All calls of a layer, each behind those that make its inputs."""
 MADE = {name for call in LAYER for name in call.made}
+BACKWARD = {"d_out"}
+"""The gradients: what is made of the output's."""
+for _call in LAYER:
+    BACKWARD |= _call.made.keys() if BACKWARD & _call.inputs.keys() else set()
 ROW_OUTPUTS = {name for call in LAYER for name, array in call.made.items() if array.index == "row"}
 
 

@@ -16,7 +16,8 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.operators import autocast_dtype
-from blazeproto.lab.steps import Shape, Step, steps_of
+from blazeproto.gemm import Sizes
+from blazeproto.lab.steps import LayerCall, Step, steps_of
 from blazeproto.lab.tables import Table, View, in_bytes, in_ms, in_operations
 from blazeproto.layer import MoE
 from blazeproto.router import Router
@@ -132,47 +133,47 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     tokens = x.detach().reshape(-1, layer.d_model)
     routing = layer.router(tokens) if token_ids is None else layer.router(tokens, token_ids)
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
-    shape = _shape_of(layer, tokens, routing, dtype)
-    steps = steps_of(shape)
+    call = _call_of(layer, tokens, routing, dtype)
+    steps = steps_of(call)
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
     if measure and layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
         from blazeproto.lab.step_times import measured
 
-        found = measured(layer, tokens.to(dtype).contiguous(), routing, shape)
+        found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
     return Explanation(
-        f"MoE: T={shape.T}, d={shape.d}, n={shape.n}, E={shape.E}, K={_per_token(shape)}, {layer.activation}, "
-        f"save={shape.save}, {str(dtype).removeprefix('torch.')}",
+        f"MoE: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
+        f"save={call.save}, {str(dtype).removeprefix('torch.')}",
         tuple(steps),
-        layer.saved_bytes(shape.T, dtype),
-        _note(layer, shape, dtype),
+        layer.saved_bytes(call.sizes.T, dtype),
+        _note(layer, call, dtype),
     )
 
 
-def _per_token(shape: Shape) -> str:
-    if shape.top_k is not None and shape.rows == shape.T * shape.top_k:
-        return str(shape.top_k)
-    return f"{shape.rows / max(shape.T, 1):.2f} in the mean"
+def _per_token(call: LayerCall) -> str:
+    if call.sizes.K and call.rows == call.sizes.rows:
+        return str(call.sizes.K)
+    return f"{call.rows / max(call.sizes.T, 1):.2f} in the mean"
 
 
-def _note(layer: MoE, shape: Shape, dtype: torch.dtype) -> str:
+def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
     notes = ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
     if dtype != torch.bfloat16:
         notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
-    if shape.num_chunks > 1:
+    if call.num_chunks > 1:
         notes.append(
-            f"The layer runs in {shape.num_chunks} chunks of tokens; here its steps are those of the whole batch."
+            f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch."
         )
-    if shape.shared:
+    if call.shared:
         notes.append("What the shared expert keeps for backward is not counted.")
-    if shape.router == "other":
+    if call.router == "other":
         notes.append(
             f"What {type(layer.router).__name__}, no Router of this package, reads and keeps itself is not counted."
         )
     return " ".join(notes)
 
 
-def _shape_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> Shape:
+def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> LayerCall:
     pairs, num_tokens = routing.experts.numel(), len(tokens)
     chunks = num_chunks(num_tokens, layer._chunk_tokens(num_tokens, dtype.itemsize))
     capacity = pairs if layer.row_capacity is None else min(layer.row_capacity, pairs)
@@ -181,16 +182,12 @@ def _shape_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> S
     coefficients = (getattr(router, name, 0.0) for name in ("aux_loss", "z_loss"))
     top_k = None if routing.pair_tokens is not None else routing.experts.shape[1]
     by_top_k = ours and top_k is not None and not isinstance(router.choice, Hash)
-    return Shape(
-        T=num_tokens,
-        d=layer.d_model,
-        n=layer.d_expert,
-        E=layer.num_experts,
-        halves=activation_named(layer.activation).halves,
+    halves = activation_named(layer.activation).halves
+    return LayerCall(
+        Sizes(num_tokens, layer.d_model, layer.d_expert, layer.num_experts, top_k or 0, halves),
         rows=min(int(routing.load.sum()), capacity),
         pairs=pairs,
         places=pairs if chunks > 1 else capacity,
-        top_k=top_k,
         num_chunks=chunks,
         itemsize=dtype.itemsize,
         weight_itemsize=layer.down_proj.itemsize,

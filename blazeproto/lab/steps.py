@@ -3,11 +3,12 @@
 Steps, in the order in which they run, with the bytes that each must move at the least, as `blazeproto.cost` counts them: every
 input once, every output once, index lists in the products not at all. Scores are counted wherever they are read or made, which
 `blazeproto.gemm.PRODUCTS` leaves out of `down_backward_act`. Where the layer runs in chunks (``workspace_bytes``)
-weights are read once a chunk, which is not counted.
+weights are read once a chunk, which is not counted. The products' steps are made of their specifications.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 from blazeproto import cost
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.gemm.arguments import Array as Operand
+from blazeproto.gemm.product import Variant
+from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
 
 
 class Array(NamedTuple):
@@ -67,11 +71,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a layer's steps depend on. All sizes are of one call.
+class LayerCall:
+    """What the steps of one call of a layer depend on.
 
-    T, d, n, E, halves: tokens, widths, experts, 2 with a gate.  rows: pairs that are computed.  pairs, places: P and R, the
-    lengths of the lists by pair and by row.  top_k: None where it varies.  num_chunks: 1 for a whole batch.
+    sizes: K is 0 where it varies.  rows: pairs that are computed.  pairs, places: P and R, the lengths of the lists by pair and
+    by row.  num_chunks: 1 for a whole batch.
     itemsize, weight_itemsize, router_itemsize, logit_itemsize: bytes of an element of x as the experts see it, of their weights,
     of the router's weight, of logits and scores.
     save, fused, bias, shared: the save policy, combine="fused", whether there are biases, the shared expert's width or 0.
@@ -79,15 +83,10 @@ class Shape:
     losses: whether an auxiliary loss has a coefficient.
     """
 
-    T: int
-    d: int
-    n: int
-    E: int
-    halves: int
+    sizes: Sizes
     rows: int
     pairs: int
     places: int
-    top_k: int | None
     num_chunks: int
     itemsize: int
     weight_itemsize: int
@@ -100,101 +99,148 @@ class Shape:
     router: str
     losses: bool
 
+    @property
+    def by_pair(self) -> tuple[int, ...]:
+        """The shape of what there is of each pair."""
+        T, K = self.sizes.T, self.sizes.K
+        return (T, K) if K and self.pairs == T * K else (self.pairs,)
 
-def steps_of(shape: Shape) -> list[Step]:
+    def shown(self, name: str) -> str:
+        """How a table calls an array."""
+        up = "gate_up_proj" if self.sizes.halves == 2 else "up_proj"
+        return SHOWN.get(name) or {"up_proj": up, "d_up": f"d {up}", "d_down": "d down_proj"}.get(name, name)
+
+
+def steps_of(layer: LayerCall) -> list[Step]:
     """All steps of a forward and a backward in which x, the weights and the router's weight want gradients."""
-    return [*_forward(shape), *_backward(shape)]
+    return [*_forward(layer), *_backward(layer)]
+
+
+# --- The products ----------------------------------------------------------------------------------------------------------
+
+SHOWN = {  # arrays, where the papers have other names
+    "h": "H",
+    "dh": "dH",
+    "y": "Y",
+    "dx_rows": "dX~",
+    "a_scaled": "A'",
+    "dx": "dX",
+    "d_out": "dO",
+    "fused": "out",
+    "scores": "S",
+    "d_scores": "dS",
+    "up_bias": "bias",
+    "down_bias": "bias",
+    "d_up_bias": "bias",
+    "d_down_bias": "bias",
+}
+
+
+def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
+    """The calls of products that a layer makes, by their steps' names, in order."""
+    up = Variant(bias=s.bias, fused=s.fused)
+    calls = [
+        call
+        for call in LAYER
+        if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
+        and not call.f32
+        and not (s.fused and call is CALLS["combine"])
+        and any(True for _ in call.entry.in_layer(s.sizes, up, up))
+    ]
+    times = Counter(call.product for call in calls)
+    names = (f"{c.product} of {SHOWN[next(iter(c.inputs))]}" if times[c.product] > 1 else c.product for c in calls)
+    return dict(zip(names, calls, strict=True))
+
+
+def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Array, ...] = ()) -> Step:
+    """Scores are those of the pairs that are computed, their gradients of all. What is added to is read too, if it was made."""
+    letters = s.sizes.letters | {"R": s.rows, "P": s.rows}
+    if "d_out" in call.inputs and "h" in call.inputs["d_out"].shape:  # as wide as it is
+        letters["h"] = s.sizes.d
+
+    def array(name: str, operand: Operand, made: bool = False) -> Array:
+        if operand.index == "pair":
+            return Array(SHOWN[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
+        of_weights = operand.index == "expert" and (made or name.endswith("_bias"))
+        itemsize = s.weight_itemsize if of_weights else 4 if operand.dtype == "float32" else s.itemsize
+        return Array(s.shown(name), tuple(letters[x] for x in operand.shape_in(call.options).split()), itemsize)
+
+    reads = [array(*named) for named in call.inputs.items() if s.bias or not named[0].endswith("_bias")]
+    writes = [array(*named, made=True) for named in call.made.items()]
+    added = [array(*named, made=True) for named in call.made.items() if named[1].added and named[0] in BACKWARD]
+    sizes = s.sizes._replace(K=s.rows / max(s.sizes.T, 1))  # type: ignore[arg-type]  # K in the mean
+    return Step(phase, name, (*reads, *added), tuple(writes), PRODUCTS[call.product].operations(sizes), keeps)
+
+
+# --- A layer ---------------------------------------------------------------------------------------------------------------
 
 
 class _Arrays:
-    """The arrays of a layer by name."""
+    """The arrays of a layer beside those of its products."""
 
-    def __init__(self, s: Shape) -> None:
-        b, w, f, i = s.itemsize, s.weight_itemsize, s.logit_itemsize, cost.ID_BYTES
-        width, up = s.halves * s.n, "gate_up_proj" if s.halves == 2 else "up_proj"
-        by_pair = (s.T, s.top_k) if s.top_k is not None and s.T * s.top_k == s.pairs else (s.pairs,)
-        self.x, self.d_x = Array("x", (s.T, s.d), b), Array("dX", (s.T, s.d), b)
-        self.out, self.d_out = Array("out", (s.T, s.d), b), Array("dO", (s.T, s.d), b)
-        self.out_f32 = Array("out", (s.T, s.d), 4)
-        self.logits, self.d_logits = Array("logits", (s.T, s.E), f), Array("dlogits", (s.T, s.E), f)
-        self.router = Array("router.weight", (s.E, s.d), s.router_itemsize)
-        self.d_router = self.router._replace(name="d router.weight")
-        self.experts, self.load = Array("experts", by_pair, i), Array("load", (s.E,), i)
-        self.scores, self.d_scores = Array("S", by_pair, f), Array("dS", by_pair, f)
-        self.scores_read = Array("S", (s.rows,), f)  # those of computed pairs
+    def __init__(self, s: LayerCall) -> None:
+        (T, d, n, E, _, halves), f, i = s.sizes, s.logit_itemsize, cost.ID_BYTES
+        self.x, self.d_x, self.out, self.d_out = (Array(name, (T, d), s.itemsize) for name in ("x", "dX", "out", "dO"))
+        self.out_f32 = self.out._replace(itemsize=4)
+        self.logits, self.d_logits = (Array(name, (T, E), f) for name in ("logits", "dlogits"))
+        self.router, self.d_router = (
+            Array(name, (E, d), s.router_itemsize) for name in ("router.weight", "d router.weight")
+        )
+        self.experts, self.load = Array("experts", s.by_pair, i), Array("load", (E,), i)
+        self.scores, self.d_scores = (Array(name, s.by_pair, f) for name in ("S", "dS"))
         self.lists = (
             Array("expert_pair_indices", (s.places,), i),
-            Array("expert_token_offsets", (s.num_chunks, s.E + 1), i),
+            Array("expert_token_offsets", (s.num_chunks, E + 1), i),
             Array("token_index_map", (s.pairs,), i),
         )
-        self.of_pairs = (Array("pair_tokens", (s.pairs,), i), Array("token_offsets", (s.T + 1,), i))
-        self.up, self.down = Array(up, (s.E, width, s.d), b), Array("down_proj", (s.E, s.d, s.n), b)
-        self.masters = (self.up._replace(itemsize=w), self.down._replace(itemsize=w))
-        self.d_up = Array(f"d {up}", (s.E, width, s.d), w)
-        self.d_down = Array("d down_proj", (s.E, s.d, s.n), w)
-        self.up_bias, self.down_bias = (Array("bias", (s.E, m), w) for m in (width, s.d))
-        self.h, self.d_h = Array("H", (s.rows, width), b), Array("dH", (s.rows, width), b)
-        self.act, self.a_scaled = Array("act", (s.rows, s.n), b), Array("A'", (s.rows, s.n), b)
-        self.y, self.dx_rows = Array("Y", (s.rows, s.d), b), Array("dX~", (s.rows, s.d), b)
-        self.kept_h = self.h._replace(shape=(s.places, width))
-        self.kept_act = self.act._replace(shape=(s.places, s.n))
-        self.shared = tuple(
-            Array(f"shared {name}", size, w)
-            for name, size in ((up, (s.halves * s.shared, s.d)), ("down", (s.d, s.shared)))
-        )
+        self.of_pairs = () if s.sizes.K else (Array("pair_tokens", (s.pairs,), i), Array("token_offsets", (T + 1,), i))
+        up, down = s.shown("up_proj"), "down_proj"
+        self.weights = (Array(up, (E, halves * n, d), s.itemsize), Array(down, (E, d, n), s.itemsize))
+        self.masters = tuple(weight._replace(itemsize=s.weight_itemsize) for weight in self.weights)
+        kept = {"recompute": (), "minimal": ("H",), "paper": ("H", "act")}[s.save]
+        self.kept = tuple(Array(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize) for name in kept)
+        shared = ((up, (halves * s.shared, d)), ("down", (d, s.shared)))
+        self.shared = tuple(Array(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
 
 
-def _operations(s: Shape, name: str) -> float:
-    sizes = Sizes(s.T, s.d, s.n, s.E, s.rows / max(s.T, 1), s.halves)  # type: ignore[arg-type]  # K in the mean
-    return PRODUCTS[name].operations(sizes)
-
-
-def _choice(s: Shape) -> str:
-    return "top-k" if s.router == "top_k" else "choice"
-
-
-def _cast_weights(s: Shape, a: _Arrays, phase: str) -> Iterator[Step]:
+def _cast_weights(s: LayerCall, a: _Arrays, phase: str) -> Iterator[Step]:
     if s.weight_itemsize != s.itemsize:
-        yield Step(phase, "weights to x's dtype", a.masters, (a.up, a.down))
+        yield Step(phase, "weights to x's dtype", a.masters, a.weights)
 
 
-def _up_forward(s: Shape, a: _Arrays, phase: str, name: str, keeps: tuple[Array, ...]) -> Step:
-    reads = (a.x, a.up, *([a.up_bias] if s.bias else []))
-    return Step(phase, name, reads, (a.h, a.act), _operations(s, "up_forward"), keeps)
+def _router_product(s: LayerCall) -> float:
+    return 2.0 * s.sizes.T * s.sizes.d * s.sizes.E
 
 
-def _forward(s: Shape) -> Iterator[Step]:
+def _forward(s: LayerCall) -> Iterator[Step]:
     a, phase = _Arrays(s), "forward"
     if s.router == "other":
         yield Step(phase, "router", (a.x,), (a.scores, a.experts), None)
     else:
-        yield Step(phase, "router product", (a.x, a.router), (a.logits,), 2.0 * s.T * s.d * s.E, (a.logits,))
-        chosen = (a.scores, a.experts, *(a.of_pairs if s.top_k is None else ()))
-        yield Step(phase, _choice(s), (a.logits,), chosen, 0.0, (a.experts,))
-        if s.losses or s.top_k is not None:
+        yield Step(phase, "router product", (a.x, a.router), (a.logits,), _router_product(s), (a.logits,))
+        yield Step(phase, _choice(s), (a.logits,), (a.scores, a.experts, *a.of_pairs), 0.0, (a.experts,))
+        if s.losses or s.sizes.K:
             yield Step(phase, "load and losses", (a.logits, a.experts), (a.load,), 0.0, (a.load,) if s.losses else ())
-    kept_lists = (*a.lists, *(a.of_pairs if s.top_k is None else ()))
-    yield Step(phase, "dispatch", (a.experts,), a.lists, 0.0, kept_lists)
+    yield Step(phase, "dispatch", (a.experts,), a.lists, 0.0, (*a.lists, *a.of_pairs))
     yield from _cast_weights(s, a, phase)
-    kept_h = () if s.save == "recompute" else (a.kept_h, a.kept_act) if s.save == "paper" else (a.kept_h,)
-    yield _up_forward(s, a, phase, "up_forward", (a.x, *kept_h))
-    reads = (a.act, a.down, *([a.down_bias] if s.bias else []))
+    keeps = {"up_forward": (a.x, *a.kept), "down_forward_fused": (a.scores,), "combine": (a.scores,)}
+    for name, call in product_calls(s, phase).items():
+        yield _product(s, call, phase, name, keeps.get(name, ()))
     if s.fused:
-        name = "down_forward_fused"
-        yield Step(phase, name, (*reads, a.scores_read), (a.out_f32,), _operations(s, name), (a.scores,))
         yield Step(phase, "out to x's dtype", (a.out_f32,), (a.out,))
-    else:
-        yield Step(phase, "down_forward", reads, (a.y,), _operations(s, "down_forward"))
-        yield Step(phase, "combine", (a.y, a.scores_read), (a.out,), 0.0, (a.scores,))
     if s.shared:
         yield Step(phase, "shared expert", (a.x, *a.shared, a.out), (a.out,), _shared_operations(s))
 
 
-def _shared_operations(s: Shape) -> float:
-    return 2.0 * s.T * s.d * s.shared * (s.halves + 1)
+def _choice(s: LayerCall) -> str:
+    return "top-k" if s.router == "top_k" else "choice"
 
 
-def _backward(s: Shape) -> Iterator[Step]:
+def _shared_operations(s: LayerCall) -> float:
+    return 2.0 * s.sizes.T * s.sizes.d * s.shared * (s.sizes.halves + 1)
+
+
+def _backward(s: LayerCall) -> Iterator[Step]:
     a, phase = _Arrays(s), "backward"
     if s.shared:
         d_shared = tuple(array._replace(name=f"d {array.name}") for array in a.shared)
@@ -202,22 +248,9 @@ def _backward(s: Shape) -> Iterator[Step]:
         yield Step(phase, "shared expert", reads, (a.d_x, *d_shared), 2 * _shared_operations(s))
     yield from _cast_weights(s, a, phase)
     if s.save == "recompute":
-        yield _up_forward(s, a, phase, "up_forward again", ())
-    name, reads = "down_backward_act", (a.d_out, a.down, a.h, a.scores_read)
-    yield Step(phase, name, reads, (a.d_h, a.a_scaled, a.d_scores), _operations(s, name))
-    if s.bias:
-        yield Step(phase, "bias_score_grad", (a.d_out, a.down_bias, a.d_scores), (a.d_scores,))
-    name = "down_backward_weight"
-    yield Step(phase, name, (a.a_scaled, a.d_out), (a.d_down,), _operations(s, name))
-    if s.bias:
-        yield Step(phase, "expert_row_sum of dO", (a.y._replace(name="dO rows"), a.scores_read), (a.down_bias,))
-    name = "up_backward_act"
-    yield Step(phase, name, (a.d_h, a.up), (a.dx_rows,), _operations(s, name))
-    yield Step(phase, "combine", (a.dx_rows,), (a.d_x,))
-    name = "up_backward_weight"
-    yield Step(phase, name, (a.d_h, a.x), (a.d_up,), _operations(s, name))
-    if s.bias:
-        yield Step(phase, "expert_row_sum of dH", (a.d_h,), (a.up_bias,))
+        yield _product(s, CALLS["up_forward"], phase, "up_forward again")
+    for name, call in product_calls(s, phase).items():
+        yield _product(s, call, phase, name)
     if s.router == "other":
         yield Step(phase, "router", (a.x, a.d_scores), (a.d_x,), None)
     else:
@@ -226,5 +259,5 @@ def _backward(s: Shape) -> Iterator[Step]:
             yield Step(phase, "load and losses", (a.logits, a.load), (a.d_logits,))
             yield Step(phase, "sum of dlogits", (a.d_logits, a.d_logits), (a.d_logits,))
         reads = (a.d_logits, a.x, a.router)
-        yield Step(phase, "router product", reads, (a.d_x, a.d_router), 4.0 * s.T * s.d * s.E)
+        yield Step(phase, "router product", reads, (a.d_x, a.d_router), 2 * _router_product(s))
     yield Step(phase, "sum of dX", (a.d_x, a.d_x), (a.d_x,))

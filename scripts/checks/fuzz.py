@@ -24,9 +24,9 @@ import torch
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import SavePolicy, moe_mlp
-from blazeproto.gemm import Sizes, product, reduce
-from blazeproto.gemm.combine import kernel as combine_kernel
+from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
+from blazeproto.gemm.product import Build, Variant
 from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
@@ -89,14 +89,19 @@ def draw_products(seed: int) -> tuple[Sizes, dict[str, Any]]:
 def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Kernel]:
     """Every kernel that the runs need, so that all cores compile them together before the first run."""
     kernels = [*gemm.all_kernels()]
-    for activation in (*ACTIVATIONS, *OTHERS):
-        for up, dh in zip(*(tiles_of_layer(name, TICKET_REDUCTION) for name in WITH_TICKETS), strict=True):
-            kernels += [gemm.kernel_for("up_forward", up, activation=activation, bias=bias) for bias in (False, True)]
-            kernels.append(gemm.kernel_for("down_backward_act", dh, activation=activation))
-    for shape, options in drawn:
-        top_k = 0 if options["varying"] else shape.K
-        kernels += [combine_kernel(shape.d, top_k, has_scores) for has_scores in (False, True)]
-        kernels += [reduce.kernel(entry, top_k) for entry in ("bias_score_grad", "expert_row_sum")]
+    for sizes, options in drawn:
+        sizes = sizes._replace(K=0 if options["varying"] else sizes.K)
+        for fused in (False, True):
+            variant = Variant(activation=options["activation"], bias=options["biases"], fused=fused)
+            for entry in gemm.PRODUCTS.values():
+                kernels += entry.for_layer(sizes, variant, variant)
+    for activation in (*ACTIVATIONS, *OTHERS):  # with tickets too, whatever is drawn
+        variant = Variant(activation=activation)
+        for name in WITH_TICKETS:
+            for config in tiles_of_layer(name, TICKET_REDUCTION):
+                kernels += [
+                    gemm.PRODUCTS[name].kernel(config, variant._replace(bias=b), Build()) for b in (False, True)
+                ]
     return kernels
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blazeproto import MoE, cost, dispatch, gemm
-from blazeproto.dispatch import reference as dispatch_twins
+from blazeproto import MoE, cost, dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab import step_times
 from blazeproto.lab.explanation import Explanation, explain
@@ -182,24 +180,6 @@ def test_on_a_cpu_there_is_no_time() -> None:
 # --- The calls that are timed --------------------------------------------------------------------------------------------------
 
 
-def on_numpy(twin: Callable[..., Any]) -> Callable[..., Any]:
-    """A twin that takes float32 tensors of the host, whose memory it shares, and returns tensors."""
-
-    def to_numpy(value: Any) -> Any:
-        return value.numpy() if isinstance(value, Tensor) else value
-
-    def to_torch(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(to_torch, value))
-        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-    def run(*arguments: Any, **options: Any) -> Any:
-        made = twin(*map(to_numpy, arguments), **{name: to_numpy(value) for name, value in options.items()})
-        return to_torch(made)
-
-    return run
-
-
 LAYERS: list[dict[str, Any]] = [
     {},
     {"save": "recompute", "bias": True, "router": "aux_free"},
@@ -210,10 +190,7 @@ LAYERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", LAYERS, ids=lambda options: "-".join(options) or "plain")
 def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the twins for kernels: a call that does not fit its product's signature or shapes is refused by both."""
-    monkeypatch.setattr(step_times, "gemm", SimpleNamespace(**{n: on_numpy(f) for n, f in gemm.TWINS.items()}))
-    for name in ("build_dispatch", "build_dispatch_varying"):
-        monkeypatch.setattr(step_times, name, on_numpy(getattr(dispatch_twins, name)))
+    """On a CPU by the twins: a call that does not fit its product's signature or shapes is refused by both."""
 
     def half(call: Callable[[], object]) -> float:
         call()
@@ -222,7 +199,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(step_times, "cold_ms", half)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
     monkeypatch.setattr("blazeproto.lab.explanation.missing_for_hopper", lambda *_: None)
-    _, _, made = explained(dtype=torch.float32, **options)
+    _, _, made = explained(**options)
     not_timed = {step.name for step in made.rows if step.ms is None}
     assert not_timed == (
         {"choice", "load and losses", "sum of dlogits"} if "router" in options and "tile" in options else set()

@@ -36,11 +36,11 @@ def test_a_seed_says_all_about_a_run() -> None:
     assert {options["activation"] for _, options in drawn} == {*ACTIVATIONS, *fuzz.CLAMPED}
     assert {options["varying"] for _, options in drawn} == {True, False}
     for shape, options in drawn:
-        assert shape.top_k >= 1 and 1 <= shape.experts <= 512
+        assert shape.K >= 1 and 1 <= shape.E <= 512
         assert shape.d % 8 == shape.n % 8 == 0
-        if shape.tokens <= 64:
-            assert make_case(shape, **options, device="cpu").dispatch.num_tokens == shape.tokens
-    assert any(shape.top_k > shape.experts for shape, _ in drawn)
+        if shape.T <= 64:
+            assert make_case(shape, **options, device="cpu").dispatch.num_tokens == shape.T
+    assert any(shape.K > shape.E for shape, _ in drawn)
 
 
 def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatc
     while missing and seed < 200:
         seed += 1
         shape, options, how = fuzz.draw_experts(seed)
-        if shape.tokens * shape.d * shape.n * shape.experts > 2**21 or options["row_capacity"] is None:
+        if shape.T * shape.d * shape.n * shape.E > 2**21 or options["row_capacity"] is None:
             continue
         made = fuzz.make_case(shape, **options, seed=seed).dispatch
         which = "none" if not made.overflow else "some" if made.expert_token_offsets[-1] else "all"
