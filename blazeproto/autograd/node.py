@@ -9,7 +9,7 @@ For a frozen tensor no gradient is made, nor what only that gradient would read,
 else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -138,6 +138,11 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     return Saved(*(None if w is None or not options.saves_h else p.x.new_empty(num_rows, w) for w in widths))
 
 
+def _each(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Of the tensors that are there."""
+    return [None if t is None else function(t) for t in tensors]
+
+
 def _rank(a: Tensor | None) -> int | None:
     return None if a is None else a.shape[1]
 
@@ -184,7 +189,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     up_proj = joined(p.up_proj, up_rest) if again else None
     from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
     of_down = (any(needs_of_up), again and needs[4], *[False] * 5, *needs[DOWN])
-    dh, xa, *of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
+    dh, xa, *made_of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
     xa = xa if again else saved.xa
     del saved  # H, before the up projection's backward allocates
     of_up: Sequence[Tensor | None] = (None,) * 5
@@ -197,7 +202,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
         d_up, d_rest = (
             half if need else None for half, need in zip(d_up.chunk(2, 1), (needs[1], needs_rest), strict=True)
         )
-    return dx, d_up, *of_factors, *of_down[5:], d_rest, *[None] * 8
+    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 8
 
 
 @define(
@@ -216,13 +221,14 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     p = p._replace(up_proj=joined(p.up_proj, up_rest))
     backend, options, chunks = _read(p.x, p.down_proj.shape, tail)
     saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
-    up, down, up_a, up_b, down_a, down_b = (
-        None if t is None else cast(t, dtype) for t in (p.up_proj, p.down_proj, p.up_a, p.up_b, p.down_a, p.down_b)
+    up, up_a, up_b, down, down_a, down_b = _each(
+        partial(cast, dtype=dtype), (p.up_proj, p.up_a, p.up_b, p.down_proj, p.down_a, p.down_b)
     )
     out = None
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows, x, low = backend.rows_of(chunk_dispatch), take(p.x, tokens), None
-        h, act, xa, act_a = (None if t is None else take(t, row_slice) for t in saved)
+        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        low: Any = None
+        h, act, xa, act_a = _each(partial(take, part=row_slice), saved)
         if up_a is not None:
             low = backend.low_rank_rows(x, up_a, rows, gather=True, transposed=False, out=xa), up_b
         h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low, h, act)
@@ -230,9 +236,9 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
         if down_a is not None:
             low = backend.low_rank_rows(act, down_a, rows, gather=False, transposed=False, out=act_a), down_b
         out = torch.empty_like(p.x) if out is None else out
-        places = (take(p.scores, tokens), rows, take(out, tokens), options.combine, low)
-        backend.down_forward(act, down, p.down_bias, *places, overwrite_act=not options.saves_act)
-        act = act_a = low = places = None  # before the next chunk's are allocated
+        scores, place, over = take(p.scores, tokens), take(out, tokens), not options.saves_act
+        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, overwrite_act=over)
+        act = act_a = low = None  # before the next chunk's are allocated
     return out, *saved
 
 
@@ -275,7 +281,7 @@ def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | Non
     _backward_fake,
 )
 def backward(
-    needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any, overwrite_h: bool = False
+    needs: Sequence[bool], d_out: Tensor | None, dh: Any, *arguments: Any, overwrite_h: bool = False
 ) -> Gradients:
     """d_out (T, d), or dh (R, G n) to go on from; `Parameters`, `Saved`, and how operators' arguments end -> what is needed of
     `Made`.
@@ -287,9 +293,9 @@ def backward(
     backend, options, chunks = _read(of_tokens, p.down_proj.shape, tail)
     dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
     overwrite_h |= again
-    up = cast(p.up_proj, dtype) if again or need.x else None
-    down = None if d_out is None else cast(p.down_proj, dtype)
-    up_a, up_b, down_a, down_b = (None if t is None else cast(t, dtype) for t in (p.up_a, p.up_b, p.down_a, p.down_b))
+    up: Any = cast(p.up_proj, dtype) if again or need.x else None
+    down: Any = None if d_out is None else cast(p.down_proj, dtype)
+    up_a, up_b, down_a, down_b = _each(partial(cast, dtype=dtype), (p.up_a, p.up_b, p.down_a, p.down_b))
     made: dict[str, Any] = dict.fromkeys(Made._fields)
     if chunks[0].tokens is not None:
         made |= {name: torch.empty_like(getattr(p, name)) for name in ("x", "scores") if getattr(need, name)}
@@ -301,9 +307,11 @@ def backward(
     for tokens, row_slice, chunk_dispatch in chunks:
         rows = backend.rows_of(chunk_dispatch)
         gradient = partial(_gradient, backend, rows, need, p, made)
-        x = None if p.x is None else take(p.x, tokens)
-        h, act, xa, act_a = (None if t is None else take(t, row_slice) for t in saved)
-        low = a_scaled = None
+        [x] = _each(partial(take, part=tokens), p[:1])
+        h, act, xa, act_a = _each(partial(take, part=row_slice), saved)
+        low: Any = None
+        d_chunk: Any = None
+        a_scaled: Any = None
         if d_out is not None:
             d_chunk, scores = (
                 take(d_out, tokens).contiguous(),
@@ -322,8 +330,10 @@ def backward(
                     low = (backend.low_rank_rows(d_chunk, down_b, rows, gather=True, transposed=True), down_a)
                 state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
                 dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=overwrite_h)
-                if need.scores:
-                    made["scores"] = d_scores if tokens is None else _put(made["scores"], tokens, d_scores)
+                if need.scores and tokens is None:
+                    made["scores"] = d_scores
+                elif need.scores:
+                    made["scores"][tokens].copy_(d_scores)
                 del state, d_scores
             gradient("down_proj", d_chunk, a_scaled, gather=True, transposed=False)
             if need.down_bias:
@@ -349,9 +359,3 @@ def backward(
         dh = xa = low = None  # before the next chunk's are allocated
     of_parameters = ((made[name], getattr(p, name)) for name in Made._fields[2:])
     return [made["dh"], made["xa"], *(None if t is None else cast(t, like.dtype) for t, like in of_parameters)]
-
-
-def _put(whole: Tensor, part: slice, values: Tensor) -> Tensor:
-    """``whole`` with a chunk's values in it."""
-    whole[part].copy_(values)
-    return whole

@@ -115,8 +115,9 @@ class Options:
     @cache
     def decode(encoded: str) -> Options:
         """What `encode` was called on, but for the sizes that act before the operators."""
-        values = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
-        return Options(**{name: value if "str" in _TYPES[name] else literal_eval(value) for name, value in values})
+        named = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
+        values: dict[str, Any] = {name: t if "str" in _TYPES[name] else literal_eval(t) for name, t in named}
+        return Options(**values)
 
     @property
     def saves_h(self) -> bool:
