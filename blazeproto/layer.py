@@ -273,12 +273,12 @@ class MoE(nn.Module, Shown):
 
 
 def _option_of_layer(name: str) -> property:
-    def value(layer: MoE) -> Any:
+    def value(self: MoE) -> Any:
         """An option of the experts, see `blazeproto.autograd.Options`."""
-        return getattr(layer.options, name)
+        return getattr(self.options, name)
 
-    def set_value(layer: MoE, value: Any) -> None:
-        layer.options = replace(layer.options, **{name: value})
+    def set_value(self: MoE, value: Any) -> None:
+        self.options = replace(self.options, **{name: value})
 
     return property(value, set_value)
 

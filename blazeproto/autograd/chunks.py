@@ -9,7 +9,7 @@ in arrays whose slices are the chunks: pair p of a chunk counts from the chunk's
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,9 +30,9 @@ class Chunk(NamedTuple):
     dispatch: Dispatch
 
 
-def take(t: Tensor, part: slice | None) -> Tensor:
-    """The part of an array that a chunk has."""
-    return t if part is None else t[part]
+def take(t: Any, part: slice | None) -> Any:
+    """The part of an array that a chunk has, of None, None."""
+    return t if t is None or part is None else t[part]
 
 
 def chunks_of(

@@ -66,6 +66,8 @@ class Made(NamedTuple):
 
 
 UP, DOWN = slice(0, 5), slice(5, 10)  # of `Parameters`: those of the up and of the down projection
+WEIGHTS = Made._fields[3:-1]
+"""Whose gradients are sums over tokens."""
 INDEX = (
     "Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
     "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, str options"
@@ -132,14 +134,19 @@ def dispatch(
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
+def _up_width(p: Parameters, options: Options) -> int:
+    """G n."""
+    width: int = p.down_proj.shape[2] * activation_named(options.activation).halves
+    return width
+
+
 def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     """Uninitialised."""
-    widths = (p.up_proj.shape[1], p.down_proj.shape[2] if options.saves_act else None, *map(_rank, (p.up_a, p.down_a)))
-    return Saved(*(None if w is None or not options.saves_h else p.x.new_empty(num_rows, w) for w in widths))
-
-
-def _rank(a: Tensor | None) -> int | None:
-    return None if a is None else a.shape[1]
+    if not options.saves_h:
+        return Saved(None, None, None, None)
+    h = p.x.new_empty(num_rows, _up_width(p, options))
+    act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
+    return Saved(h, act, *(None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a)))
 
 
 def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
@@ -148,18 +155,16 @@ def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
 
 
 def _experts_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
-    p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
-    saved = _places(p._replace(up_proj=joined(p.up_proj, up_rest)), tail[0].shape[0], Options.decode(tail[-1]))
-    return torch.empty_like(p.x), *saved
+    p, tail = Parameters(*arguments[:10]), arguments[11:]
+    return torch.empty_like(p.x), *_places(p, tail[0].shape[0], Options.decode(tail[-1]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, top_k, pair_tokens, token_offsets, chunk_tokens, encoded = inputs
     ctx.rest = (top_k, chunk_tokens, encoded)
-    saved = [
-        t if t is not None and t.dim() == 2 else None for t in output[1:]
-    ]  # the dispatcher has tensors of (0,) for None
-    ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
+    # For what is not saved the dispatcher has tensors of shape (0,).
+    saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
+    ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
     ctx.save_for_backward(*tensors, pair_tokens, token_offsets, *saved)
 
@@ -184,7 +189,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     up_proj = joined(p.up_proj, up_rest) if again else None
     from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
     of_down = (any(needs_of_up), again and needs[4], *[False] * 5, *needs[DOWN])
-    dh, xa, *of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
+    dh, xa, *made_of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
     xa = xa if again else saved.xa
     del saved  # H, before the up projection's backward allocates
     of_up: Sequence[Tensor | None] = (None,) * 5
@@ -197,7 +202,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
         d_up, d_rest = (
             half if need else None for half, need in zip(d_up.chunk(2, 1), (needs[1], needs_rest), strict=True)
         )
-    return dx, d_up, *of_factors, *of_down[5:], d_rest, *[None] * 8
+    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 8
 
 
 @define(
@@ -213,26 +218,25 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     up_rest: (E, n, d) up rows, where up_proj has the gate rows alone; None where it has both.
     """
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
-    p = p._replace(up_proj=joined(p.up_proj, up_rest))
     backend, options, chunks = _read(p.x, p.down_proj.shape, tail)
     saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
-    up, down, up_a, up_b, down_a, down_b = (
-        None if t is None else cast(t, dtype) for t in (p.up_proj, p.down_proj, p.up_a, p.up_b, p.down_a, p.down_b)
-    )
-    out = None
+    up, down, out = cast(joined(p.up_proj, up_rest), dtype), cast(p.down_proj, dtype), None
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows, x, low = backend.rows_of(chunk_dispatch), take(p.x, tokens), None
-        h, act, xa, act_a = (None if t is None else take(t, row_slice) for t in saved)
-        if up_a is not None:
-            low = backend.low_rank_rows(x, up_a, rows, gather=True, transposed=False, out=xa), up_b
+        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        low: Any = None
+        if p.up_a is not None:
+            xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
+            low = (xa, cast(p.up_b, dtype))
         h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low, h, act)
         h = xa = low = None  # before Y is allocated
-        if down_a is not None:
-            low = backend.low_rank_rows(act, down_a, rows, gather=False, transposed=False, out=act_a), down_b
+        if p.down_a is not None:
+            act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
+            low = (act_a, cast(p.down_b, dtype))
         out = torch.empty_like(p.x) if out is None else out
-        places = (take(p.scores, tokens), rows, take(out, tokens), options.combine, low)
-        backend.down_forward(act, down, p.down_bias, *places, overwrite_act=not options.saves_act)
-        act = act_a = low = places = None  # before the next chunk's are allocated
+        scores, place, over = take(p.scores, tokens), take(out, tokens), not options.saves_act
+        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, overwrite_act=over)
+        act = act_a = low = None  # before the next chunk's are allocated
     return out, *saved
 
 
@@ -254,19 +258,18 @@ def _gradient(
 ) -> None:
     """Make the gradient of a weight or a factor, or add a chunk's, if it is needed. The operands: `Backend.weight_gradient`."""
     if getattr(need, name):
-        options = {"gather": gather, "transposed": transposed, "factor": name.endswith(("_a", "_b"))}
-        made[name] = backend.weight_gradient(left, ordered, getattr(p, name), rows, made[name], **options)
+        how = {"gather": gather, "transposed": transposed, "factor": name.endswith(("_a", "_b"))}
+        made[name] = backend.weight_gradient(left, ordered, getattr(p, name), rows, made[name], **how)
 
 
 def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any) -> Gradients:
     need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[14:]
-    num_rows, width = (
-        tail[0].shape[0],
-        activation_named(Options.decode(tail[-1]).activation).halves * p.down_proj.shape[2],
+    rows, options = tail[0].shape[0], Options.decode(tail[-1])
+    made_dh = (
+        p.scores.new_empty(rows, _up_width(p, options), dtype=d_out.dtype) if need.dh and d_out is not None else None
     )
-    first = [d_out.new_empty(num_rows, width) if need.dh and d_out is not None else None]
-    first += [d_out.new_empty(num_rows, p.up_a.shape[1]) if need.xa and d_out is not None else None]
-    return [*first, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
+    made_xa = p.x.new_empty(rows, p.up_a.shape[1]) if need.xa else None
+    return [made_dh, made_xa, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
 
 
 @define(
@@ -275,7 +278,7 @@ def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | Non
     _backward_fake,
 )
 def backward(
-    needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any, overwrite_h: bool = False
+    needs: Sequence[bool], d_out: Tensor | None, dh: Any, *arguments: Any, overwrite_h: bool = False
 ) -> Gradients:
     """d_out (T, d), or dh (R, G n) to go on from; `Parameters`, `Saved`, and how operators' arguments end -> what is needed of
     `Made`.
@@ -286,44 +289,44 @@ def backward(
     of_tokens = p.x if d_out is None else d_out
     backend, options, chunks = _read(of_tokens, p.down_proj.shape, tail)
     dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
-    overwrite_h |= again
-    up = cast(p.up_proj, dtype) if again or need.x else None
-    down = None if d_out is None else cast(p.down_proj, dtype)
-    up_a, up_b, down_a, down_b = (None if t is None else cast(t, dtype) for t in (p.up_a, p.up_b, p.down_a, p.down_b))
+    up: Any = cast(p.up_proj, dtype) if again or need.x else None
+    down: Any = None if d_out is None else cast(p.down_proj, dtype)
     made: dict[str, Any] = dict.fromkeys(Made._fields)
     if chunks[0].tokens is not None:
+        wide = torch.promote_types(dtype, torch.float32)
         made |= {name: torch.empty_like(getattr(p, name)) for name in ("x", "scores") if getattr(need, name)}
-        wide, weights = (
-            torch.promote_types(dtype, torch.float32),
-            [name for name in Made._fields[3:-1] if getattr(need, name)],
-        )
-        made |= {name: torch.zeros_like(getattr(p, name), dtype=wide) for name in weights}
+        made |= {name: torch.zeros_like(getattr(p, name), dtype=wide) for name in WEIGHTS if getattr(need, name)}
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows = backend.rows_of(chunk_dispatch)
+        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        h, act, xa, act_a = [take(t, row_slice) for t in saved]
         gradient = partial(_gradient, backend, rows, need, p, made)
-        x = None if p.x is None else take(p.x, tokens)
-        h, act, xa, act_a = (None if t is None else take(t, row_slice) for t in saved)
-        low = a_scaled = None
+        low: Any = None
+        of_rows: Any = None
+        d_chunk: Any = None
+        a_scaled: Any = None
         if d_out is not None:
-            d_chunk, scores = (
-                take(d_out, tokens).contiguous(),
-                take(p.scores, tokens),
-            )  # out.sum() delivers one of stride 0
+            d_chunk, scores = d_out if tokens is None else d_out[tokens], take(p.scores, tokens)
+            d_chunk = d_chunk.contiguous()  # out.sum() delivers one of stride 0
             if again:
-                if up_a is not None:
-                    xa = backend.low_rank_rows(x, up_a, rows, gather=True, transposed=False)
-                    low = (xa, up_b)
+                if p.up_a is not None:
+                    xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False)
+                    low = (xa, cast(p.up_b, dtype))
                 h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low)
+                low = None
                 if need.down_b:
-                    act_a = backend.low_rank_rows(act, down_a, rows, gather=False, transposed=False)
-                act, low = act if backend.READS_ACT else None, None
+                    act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False)
+                act = act if backend.READS_ACT else None
             if any(wanted := (need.dh or needs_of_up, need.scores, need.down_proj or need.down_a)):
-                if down_b is not None:
-                    low = (backend.low_rank_rows(d_chunk, down_b, rows, gather=True, transposed=True), down_a)
+                if p.down_b is not None:
+                    of_rows = backend.low_rank_rows(d_chunk, cast(p.down_b, dtype), rows, gather=True, transposed=True)
+                    low = (of_rows, cast(p.down_a, dtype))
                 state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
-                dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=overwrite_h)
-                if need.scores:
-                    made["scores"] = d_scores if tokens is None else _put(made["scores"], tokens, d_scores)
+                over = overwrite_h or again
+                dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=over)
+                if need.scores and tokens is None:
+                    made["scores"] = d_scores
+                elif need.scores:
+                    made["scores"][tokens].copy_(d_scores)
                 del state, d_scores
             gradient("down_proj", d_chunk, a_scaled, gather=True, transposed=False)
             if need.down_bias:
@@ -333,12 +336,13 @@ def backward(
                 pairs = chunk_dispatch.expert_pair_indices.clamp_min(0)  # rows past the last get a score that exists
                 act_a = (act_a * scores.reshape(-1, 1).index_select(0, pairs)).to(dtype)
                 gradient("down_b", d_chunk, act_a, gather=True, transposed=False)
-        h = act = act_a = a_scaled = low = None  # before the up projection's backward allocates
+        h = act = act_a = a_scaled = low = of_rows = None  # before the up projection's backward allocates
         if needs_of_up:
-            if up_b is not None and (need.x or need.up_a):
-                low = (backend.low_rank_rows(dh, up_b, rows, gather=False, transposed=True), up_a)
+            if p.up_b is not None and (need.x or need.up_a):
+                of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
+                low = (of_rows, cast(p.up_a, dtype))
             if need.x:
-                dx = backend.up_backward_act(dh, x, up, rows, low, None if tokens is None else take(made["x"], tokens))
+                dx = backend.up_backward_act(dh, x, up, rows, low, take(made["x"], tokens))
                 made["x"] = dx if tokens is None else made["x"]
             gradient("up_proj", x, dh, gather=True, transposed=True)
             if need.up_bias:
@@ -346,12 +350,7 @@ def backward(
             gradient("up_a", x, low and low[0], gather=True, transposed=True)
             gradient("up_b", dh, xa, gather=False, transposed=False)
         made["dh"], made["xa"] = dh if need.dh else None, xa if need.xa else None
-        dh = xa = low = None  # before the next chunk's are allocated
-    of_parameters = ((made[name], getattr(p, name)) for name in Made._fields[2:])
-    return [made["dh"], made["xa"], *(None if t is None else cast(t, like.dtype) for t, like in of_parameters)]
-
-
-def _put(whole: Tensor, part: slice, values: Tensor) -> Tensor:
-    """``whole`` with a chunk's values in it."""
-    whole[part].copy_(values)
-    return whole
+        dh = xa = low = of_rows = None  # before the next chunk's are allocated
+    for name in WEIGHTS:
+        made[name] = None if made[name] is None else cast(made[name], getattr(p, name).dtype)
+    return [*made.values()]

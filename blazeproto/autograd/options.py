@@ -115,8 +115,9 @@ class Options:
     @cache
     def decode(encoded: str) -> Options:
         """What `encode` was called on, but for the sizes that act before the operators."""
-        values = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
-        return Options(**{name: value if "str" in _TYPES[name] else literal_eval(value) for name, value in values})
+        named = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
+        values: dict[str, Any] = {name: t if "str" in _TYPES[name] else literal_eval(t) for name, t in named}
+        return Options(**values)
 
     @property
     def saves_h(self) -> bool:
@@ -136,7 +137,7 @@ class Options:
 _CHECKS = tuple((option.name, option.metadata["check"]) for option in fields(Options))
 _IN_OPERATORS = tuple(option.name for option in fields(Options) if option.metadata["in_operators"])
 _TYPES = {option.name: str(option.type) for option in fields(Options)}
-OPTION_NAMES = tuple(_TYPES)
+OPTION_NAMES, DEFAULTS = tuple(_TYPES), Options()
 
 
 def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> Options:
@@ -144,12 +145,11 @@ def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> 
 
     TypeError for a keyword that is no option, with the nearest; what `Options` raises.
     """
-    if not keywords and options is not None:
-        return options
+    options = DEFAULTS if options is None else options
     for name in keywords:
         if name not in OPTION_NAMES:
             raise TypeError(f"{name}: unknown keyword of {function}{nearest(name, _KEYWORDS_OF[function])}")
-    return Options(**keywords) if options is None else replace(options, **keywords)
+    return replace(options, **keywords) if keywords else options
 
 
 _KEYWORDS_OF: dict[str, list[str]] = {}
