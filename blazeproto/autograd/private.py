@@ -101,7 +101,7 @@ def vjp(function: Callable[[Tensor], Any], at: Tensor, gradients: Any) -> Tensor
     transforms are made of, so it is let in again.
     """
     with _transforms_let_in():
-        _, pull_back = torch.func.vjp(function, at)
+        pull_back: Any = torch.func.vjp(function, at)[1]
         made: Tensor = pull_back(gradients)[0]
         return made
 

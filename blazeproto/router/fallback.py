@@ -101,7 +101,8 @@ def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
 
     keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
     """
-    left = finite_keys(keys)
+    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
+    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)  # a copy
     chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
     # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
     for slot in range(top_k):
@@ -109,12 +110,6 @@ def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
         torch.argmax(left, dim=1, keepdim=True, out=expert)
         left.scatter_(1, expert, -torch.inf)
     return chosen.to(torch.int32)
-
-
-def finite_keys(keys: Tensor) -> Tensor:
-    """A copy of numbers alone; NaN is the lowest."""
-    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
-    return torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
 
 
 @_of_numpy_too

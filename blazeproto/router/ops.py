@@ -3,7 +3,6 @@ instead of choosing again.
 
     route_top_k      logits (T, E) -> scores and experts (T, K)                         kernels: topk.py
     routing_losses   logits, experts -> the load and the auxiliary losses               kernels: losses.py
-    choose_top_k     keys (T, E) -> experts (T, K)                                      kernel: topk.py
     choose_pairs     scores (T, E), token choice (T, K) -> a flat list of pairs         kernels: the choice's, as pairs.py
     score_pairs      logits (T, E), pairs -> their scores (P,)                          kernels: pairs.py
     hash_experts     token ids (T,) -> experts (T, K)                                   kernel: hashing.py
@@ -27,6 +26,8 @@ from blazeproto.router.choices import varying_choice
 from blazeproto.router.scores import SCORES
 from blazeproto.runtime.arrays import current_stream
 
+LOSSES = ("score", "balance", "z")
+
 
 def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
     """Whether the kernels take a (T, E) matrix, and those of top-k routing K experts a token."""
@@ -45,18 +46,18 @@ def _place(t: Tensor) -> tuple[int, int]:
     return t.get_device(), current_stream(t)
 
 
-def _named(options: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(("score", "renormalize", "scale"), options, strict=True))
+def _named(options: Sequence[Any], names: Sequence[str] = ("score", "renormalize", "scale")) -> dict[str, Any]:
+    return dict(zip(names, options, strict=True))
 
 
-def _empty(like: Tensor, *shapes: Sequence[int]) -> tuple[Tensor, ...]:
-    """int32."""
+def _integers(like: Tensor, *shapes: Sequence[int]) -> tuple[Any, ...]:
+    """New tensors, int32."""
     return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 def _derivative(
     backward: Operator, num_gradients: int, kept: Callable[..., tuple[Sequence[Tensor], Sequence[Any]]]
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, Any]:
     """How `define` is told of a derivative in the first argument, the logits: ``backward(*saved, *gradients, *options)``.
 
     num_gradients: of the results, which are the first ones.  kept: (inputs, output) -> saved tensors, options.
@@ -81,21 +82,6 @@ def _derivative(
 
 
 @define(
-    "choose_top_k(Tensor keys, SymInt top_k) -> Tensor",
-    lambda keys, top_k: _empty(keys, (keys.shape[0], top_k))[0],
-    chooses=True,
-)
-def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
-    """The experts with the K largest keys of each token, largest first: see `fallback.choose_top_k`."""
-    if not _kernels_take(keys, top_k):
-        return fallback.choose_top_k(keys, top_k)
-    left = fallback.finite_keys(keys)
-    scores, experts = _route_fake(left, None, top_k)
-    topk.launch(left, None, scores, experts, ("softmax_topk", False, 1.0), *_place(left))
-    return experts
-
-
-@define(
     "route_top_k_backward(Tensor logits, Tensor experts, Tensor d_scores, str score, bool renormalize, float scale) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
 )
@@ -103,13 +89,14 @@ def route_top_k_backward(logits: Tensor, experts: Tensor, d_scores: Tensor, *opt
     """d_logits (T, E) from d_scores (T, K)."""
     if not _kernels_take(logits, experts.shape[1]):
         return fallback.topk_route_backward(logits, experts, d_scores, **_named(options))
-    d_logits = torch.empty_like(logits)
-    topk.launch_backward(logits, experts, d_scores, d_logits, options, *_place(logits))
+    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
+    kernel = topk.backward_kernel(num_experts, experts.shape[1], *options, half=False)
+    kernel.over(num_tokens, _place(logits), (logits, experts, d_scores, d_logits))
     return d_logits
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0], top_k), *_empty(logits, (logits.shape[0], top_k))
+    return logits.new_empty(logits.shape[0], top_k), *_integers(logits, (logits.shape[0], top_k))
 
 
 @define(
@@ -128,7 +115,8 @@ def route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, *options: Any) 
     if not (takes_bias and _kernels_take(logits, top_k)):
         return fallback.topk_route(logits, top_k, bias=bias, **_named(options))
     scores, experts = _route_fake(logits, bias, top_k)
-    topk.launch(logits, bias, scores, experts, options, *_place(logits))
+    kernel = topk.route_kernel(logits, top_k, bias is not None, *options)
+    kernel.over(len(logits), _place(logits), (logits, logits if bias is None else bias, scores, experts))
     return scores, experts
 
 
@@ -159,15 +147,15 @@ def routing_losses_backward(
     """d_logits (T, E) of the two losses."""
     slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z))
     if not (_kernels_take(logits) and len(logits)):
-        options = dict(zip(("score", "balance", "z"), wanted, strict=True))
-        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **options)
+        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, LOSSES))
     d_logits = torch.empty_like(logits)
-    losses.launch_backward(logits, load, *slopes, d_logits, top_k, wanted, *_place(logits))
+    (num_tokens, num_experts), operands = logits.shape, (logits, load, *slopes, d_logits)
+    losses.backward_kernel(num_experts, *wanted).over(num_tokens, _place(logits), operands, num_tokens, top_k)
     return d_logits
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return logits.new_empty(()), logits.new_empty(()), *_empty(logits, logits.shape[1:])
+    return logits.new_empty(()), logits.new_empty(()), *_integers(logits, logits.shape[1:])
 
 
 @define(
@@ -190,10 +178,9 @@ def routing_losses(
         balance_loss, z_loss, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = experts.to(torch.int32).contiguous()
-        losses.launch(logits, ids, (load, balance_loss, z_loss), workspace, wanted, *_place(logits))
+        losses.launch(_place(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
-        options = dict(zip(("score", "balance", "z"), wanted, strict=True))
-        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **options)
+        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, LOSSES))
     return _times(balance_loss, balance), _times(z_loss, z), load
 
 
@@ -202,7 +189,7 @@ def routing_losses(
 
 def _choose_fake(scores: Tensor, experts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     max_pairs = rest[-1]
-    return _empty(scores, (max_pairs,), (max_pairs,), (scores.shape[0] + 1,), scores.shape[1:])
+    return _integers(scores, (max_pairs,), (max_pairs,), (scores.shape[0] + 1,), scores.shape[1:])
 
 
 @define(
@@ -229,7 +216,7 @@ def choose_pairs(
     if choice.KERNELS and fits and _kernels_take(scores):
         made = _choose_fake(scores, experts, max_pairs)
         launch = import_module(choice.KERNELS).launch_choice
-        launch(scores, experts.contiguous(), draws, made, by, options, size, *_place(scores))
+        launch(_place(scores), (scores, experts.contiguous(), draws, *made), by, options, size)
         return made
     return fallback.pairs_of(choice.mask(scores, experts, draws, by, options, size), max_pairs)
 
@@ -246,8 +233,9 @@ def score_pairs_backward(
     given = logits, pair_experts, token_offsets, d_scores
     if not _kernels_take(logits):
         return fallback.score_pairs_backward(*given, **_named(options))
-    d_logits = torch.empty_like(logits)
-    pairs.launch_scores_backward(*given, d_logits, options, *_place(logits))
+    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
+    kernel = pairs.score_kernel(num_experts, *options, backward=True)
+    kernel.over(num_tokens, _place(logits), (*given, d_logits))
     return d_logits
 
 
@@ -261,8 +249,10 @@ def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *op
     given = logits, pair_experts, token_offsets
     if not _kernels_take(logits):
         return fallback.score_pairs(*given, **_named(options))
-    scores = logits.new_empty(pair_experts.shape)
-    pairs.launch_scores(*given, scores, options, *_place(logits))
+    (num_tokens, num_experts), (num_pairs,) = logits.shape, pair_experts.shape
+    scores, num_rows = logits.new_empty(num_pairs), pairs.pair_rows(num_tokens, num_pairs)
+    kernel = pairs.score_kernel(num_experts, *options)
+    kernel.over(num_rows, _place(logits), (*given, scores), num_tokens, num_pairs)
     return scores
 
 
@@ -271,7 +261,7 @@ def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *op
 
 @define(
     "hash_experts(Tensor token_ids, SymInt num_experts, SymInt top_k, int seed) -> Tensor",
-    lambda token_ids, num_experts, top_k, seed: _empty(token_ids, (token_ids.shape[0], top_k))[0],
+    lambda token_ids, num_experts, top_k, seed: _integers(token_ids, (token_ids.shape[0], top_k))[0],
     chooses=True,
 )
 def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
@@ -279,6 +269,8 @@ def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> 
     takes = num_experts <= hashing.MAX_EXPERTS and top_k <= hashing.MAX_TOP_K
     if not (takes and has_dispatch_kernels("auto", token_ids.device)):
         return fallback.hash_route(token_ids, num_experts, top_k, seed=seed)
-    (experts,) = _empty(token_ids, (len(token_ids), top_k))
-    hashing.launch(token_ids.to(torch.int64).contiguous(), experts, num_experts, seed, *_place(token_ids))
+    num_tokens, ids = len(token_ids), token_ids.to(torch.int64).contiguous()
+    (experts,) = _integers(token_ids, (num_tokens, top_k))
+    kernel, numbers = hashing.hash_kernel(num_experts, top_k), (hashing.start_of(seed), num_tokens)
+    kernel.over(num_tokens, _place(ids), (ids, experts), *numbers)
     return experts

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
-from blazeproto.router.choices import Choice, Hash, VaryingChoice, make_choice
+from blazeproto.router.choices import Choice, Hash, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
 from blazeproto.router.scores import SCORES, renormalizes, score_named
@@ -154,21 +154,32 @@ class Router(nn.Module):
         hidden = unobserved((x, self.weight, token_ids)) and not on_another_gpu(x)
         logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight)
         options, choice = (self.score, self.renormalize, self.scale), self.choice
+        pair_tokens = token_offsets = load = None
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
             seed = choice.seed & MASK_32  # no more of it counts
             ids = token_ids.flatten()
-            experts = ops.hash_experts.entry((), unobserved=hidden)(ids, self.num_experts, self.top_k, seed)
+            chosen = experts = ops.hash_experts.entry((), unobserved=hidden)(ids, self.num_experts, self.top_k, seed)
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
             route = ops.route_top_k.entry((logits,), unobserved=hidden)
             scores, experts = route(logits, self.expert_bias, self.top_k, *options)
+            chosen = experts
         else:
             keys = fallback.selection_keys(logits, self.score, self.expert_bias)
-            chosen = ops.choose_top_k.entry((), unobserved=hidden)(keys, self.top_k)
-            return self._varying(logits, chosen, choice, hidden)
-        load, aux_losses = self._load_and_losses(logits, experts, hidden)
-        return Routing(scores, experts, logits, load, aux_losses)
+            # The token choice: experts alone, which do not depend on the kind of scores.
+            chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
+            crossing = choice.crossing(SCORES[self.score].value(logits.detach()), chosen)
+            experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
+            scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
+        aux_losses = {}
+        if load is None or self.aux_loss or self.z_loss:  # of the token choice, before any rounding or dropping
+            losses = ops.routing_losses.entry((logits,), unobserved=hidden)
+            balance, z, token_load = losses(logits, chosen, self.score, self.aux_loss, self.z_loss)
+            load = token_load if load is None else load
+            named = {"load_balancing": (self.aux_loss, balance), "z": (self.z_loss, z)}
+            aux_losses = {name: loss for name, (coefficient, loss) in named.items() if coefficient}
+        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -182,23 +193,6 @@ class Router(nn.Module):
         check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is not None and self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
-
-    def _varying(self, logits: Tensor, experts: Tensor, choice: VaryingChoice, hidden: bool) -> Routing:
-        """experts: the token choice (T, K)."""
-        dense = SCORES[self.score].value(logits.detach())
-        crossing = choice.crossing(dense, experts)
-        pair_experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
-        pairs = pair_experts, token_offsets, self.score, self.renormalize, self.scale
-        scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, *pairs)
-        aux_losses = self._load_and_losses(logits, experts, hidden)[1] if self.aux_loss or self.z_loss else {}
-        return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
-
-    def _load_and_losses(self, logits: Tensor, experts: Tensor, hidden: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Those of the token choice ``experts`` (T, K), before any rounding or dropping."""
-        losses = ops.routing_losses.entry((logits,), unobserved=hidden)
-        balance_loss, z_loss, load = losses(logits, experts, self.score, self.aux_loss, self.z_loss)
-        named = {"load_balancing": (self.aux_loss, balance_loss), "z": (self.z_loss, z_loss)}
-        return load, {name: loss for name, (coefficient, loss) in named.items() if coefficient}
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
@@ -245,10 +239,8 @@ def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
 
     Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
     load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
-    first. Returns a new bias, of the old one's dtype. TypeError or ValueError for anything else.
+    first. Returns a new bias, of the old one's dtype.
     """
-    checks.number("rate", rate, least=0)
-    check_load(load, bias.shape[0], bias.device)
     load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all
     return bias + rate * torch.sign(load.sum() - len(load) * load).to(bias.dtype)
 

@@ -15,8 +15,8 @@ from test_topk import check_kernel, fresh_cache, on_device  # noqa: F401  fresh_
 
 from blazeproto.router import choose_pairs, fallback, hash_route, hashing, ops, pairs, score_pairs
 from blazeproto.router.choices import Capacity, ExpertChoice, TokenRounding
+from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.kinds import RULES, WAYS
-from blazeproto.router.ops import choose_top_k
 from blazeproto.router.scores import SCORES
 
 FULL = pytest.mark.full
@@ -118,8 +118,7 @@ def test_the_kernels_are_called_as_the_fallback_is(monkeypatch: pytest.MonkeyPat
     called = play_kernels(monkeypatch)
     for choice, right in zip(EVERY, expected, strict=True):
         torch.testing.assert_close(outcome(choice), right)
-    launches = {"pairs.launch_choice", "pairs.launch_scores", "pairs.launch_scores_backward", "hashing.launch"}
-    assert called == launches
+    assert called == {"choose_pairs", "score_pairs", "score_pairs_backward", "hash_route"}
 
 
 # --- The kernels without a GPU -------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def test_choosing_compiles(fresh_cache: None, by: str) -> None:  # noqa: F811
 @pytest.mark.parametrize(("score", "together"), [("softmax_topk", True), ("softmax_topk", False), ("sigmoid", True)])
 def test_scoring_compiles(fresh_cache: None, score: str, together: bool) -> None:  # noqa: F811
     check_kernel(pairs.score_kernel(128, score, together, 1.0))
-    check_kernel(pairs.score_backward_kernel(128, score, together, 1.0))
+    check_kernel(pairs.score_kernel(128, score, together, 1.0, backward=True))
 
 
 def test_hashing_compiles(fresh_cache: None) -> None:  # noqa: F811

@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blazeproto.router import fallback
-from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding, make_choice
-from blazeproto.router.choices.choice import choice_mask, rank_tokens
-from blazeproto.router.choices.token_rounding import chosen_first_keys, rounded_counts
-from blazeproto.router.ops import choose_pairs, choose_top_k
+from blazeproto.router.choice import choice_mask, rank_tokens
+from blazeproto.router.choices import (
+    Capacity,
+    ExpertChoice,
+    Hash,
+    TokenRounding,
+    chosen_first_keys,
+    make_choice,
+    rounded_counts,
+)
+from blazeproto.router.fallback import choose_top_k
+from blazeproto.router.ops import choose_pairs
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from blazeproto.router import Routing
-from blazeproto.router.choices import TokenRounding
-from blazeproto.router.choices.choice import rank_tokens
-from blazeproto.router.choices.token_rounding import chosen_first_keys, rounded_counts
-from blazeproto.router.ops import choose_top_k
+from blazeproto.router.choice import rank_tokens
+from blazeproto.router.choices import TokenRounding, chosen_first_keys, rounded_counts
+from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.router import ROUTERS, make_router
 
 

@@ -51,8 +51,8 @@ def draw(num_tokens=40, num_experts=7, top_k=3):
 def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, monkeypatch):
     """Those of the operators, which also call what stands for the kernels; the coefficients are theirs."""
     if by_kernels:
-        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)  # float64 too
         play_kernels(monkeypatch)
+        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)  # float64 too
     values, experts = draw()
     balance_loss, z_loss, load = ops.routing_losses(values, experts, score, balance, z)
     counts = fallback.expert_load(experts, 7)

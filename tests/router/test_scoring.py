@@ -37,7 +37,7 @@ def tied_logits(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 @given(tied_logits())
 def test_top_k_is_the_stable_sort(case: tuple[torch.Tensor, int]) -> None:
     logits, top_k = case
-    experts = ops.choose_top_k(logits, top_k)
+    experts = fallback.choose_top_k(logits, top_k)
     expected = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_k]
     assert experts.dtype == torch.int32
     assert torch.equal(experts.long(), expected)
@@ -51,7 +51,7 @@ def test_logits_that_are_not_finite(value: float, score: str) -> None:
     clean = router_logits(x, weight)
     x[2, 3] = value
     logits = router_logits(x, weight)
-    experts = ops.choose_top_k(fallback.selection_keys(logits, score, None), 6)
+    experts = fallback.choose_top_k(fallback.selection_keys(logits, score, None), 6)
     scores = fallback.chosen_scores(logits, experts, score=score, renormalize=False, scale=1.0)
     assert torch.equal(experts.sort(dim=1).values, torch.arange(6, dtype=torch.int32).expand(5, 6))
     assert scores[2].isnan().all()
@@ -90,7 +90,7 @@ def test_logits_save_the_features_as_they_came() -> None:
 
 def test_scores_by_their_formulas() -> None:
     logits = torch.randn(7, 5, dtype=torch.float64)
-    experts = ops.choose_top_k(logits, 3)
+    experts = fallback.choose_top_k(logits, 3)
     index = experts.long()
 
     def scores(score: str, renormalize: bool, scale: float = 1.0) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_bias_chooses_and_does_not_score() -> None:
     logits = torch.randn(20, 6, dtype=torch.float64)
     bias = torch.zeros(6, dtype=torch.float64)
     bias[4] = 2.0  # more than any sigmoid
-    experts = ops.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
+    experts = fallback.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
     assert (experts[:, 0] == 4).all()
     scores = fallback.chosen_scores(logits, experts, score="sigmoid", renormalize=False, scale=1.0)
     torch.testing.assert_close(scores[:, 0], torch.sigmoid(logits[:, 4]))
@@ -119,7 +119,7 @@ def test_bias_chooses_and_does_not_score() -> None:
 @pytest.mark.parametrize("score", SCORES)
 def test_saturated_sigmoids_and_renormalisation_stay_finite(score: str) -> None:
     logits = torch.tensor([[-200.0, -300.0, -250.0], [200.0, 300.0, 250.0]])
-    experts = ops.choose_top_k(logits, 2)
+    experts = fallback.choose_top_k(logits, 2)
     assert experts.tolist() == [[0, 2], [1, 2]]
     assert fallback.chosen_scores(logits, experts, score=score, renormalize=True, scale=1.0).isfinite().all()
 
@@ -130,7 +130,7 @@ def test_pair_scores_equal_gathered_scores_on_the_same_pairs(case: tuple[torch.T
     logits, top_k = case
     num_tokens = logits.shape[0]
     # Ascending ids, the order that pairs have inside a token.
-    experts = ops.choose_top_k(logits, top_k).sort(dim=1).values
+    experts = fallback.choose_top_k(logits, top_k).sort(dim=1).values
     mask = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, experts.long(), True)
     pair_experts, _, token_offsets, _ = fallback.pairs_of(mask, num_tokens * top_k)
     assert torch.equal(pair_experts.view(num_tokens, top_k), experts)
@@ -154,7 +154,6 @@ def test_pairs_of_a_mask(num_tokens: int, num_experts: int, spare: int, seed: in
 
 
 def test_operators_pass_opcheck() -> None:
-    torch.library.opcheck(ops.choose_top_k.overload, (torch.randn(4, 6), 2))
     for score in SCORES:
         logits = torch.randn(4, 6, requires_grad=True)
         torch.library.opcheck(ops.route_top_k.overload, (logits, None, 2, score, True, 1.5))
@@ -204,7 +203,7 @@ def test_bias_balances_a_skewed_router() -> None:
     bias = torch.zeros(8)
 
     def load() -> torch.Tensor:
-        experts = ops.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
+        experts = fallback.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
         return fallback.expert_load(experts, 8)
 
     before = load()
@@ -225,7 +224,7 @@ def test_route_top_k_is_choosing_then_gathering(score: str, renormalize: bool) -
         return ops.route_top_k(logits, bias, 3, score, renormalize, 1.5)
 
     scores, experts = both(logits)
-    expected = ops.choose_top_k(fallback.selection_keys(logits, score, bias), 3)
+    expected = fallback.choose_top_k(fallback.selection_keys(logits, score, bias), 3)
     assert torch.equal(experts, expected) and not experts.requires_grad
     gathered = fallback.chosen_scores(logits, expected, score=score, renormalize=renormalize, scale=1.5)
     torch.testing.assert_close(scores, gathered)
@@ -239,7 +238,7 @@ def test_route_top_k_is_choosing_then_gathering(score: str, renormalize: bool) -
 def test_gradients(score: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    experts = ops.choose_top_k(logits.detach(), 3)
+    experts = fallback.choose_top_k(logits.detach(), 3)
     mask = torch.rand(5, 6) < 0.5
     pair_experts, _, token_offsets, _ = fallback.pairs_of(mask, 30)
     for renormalize in (False, True):
@@ -273,7 +272,7 @@ def test_the_kernels_are_called_as_the_fallback_is(score: str, biased: bool, mon
     expected = outcome()
     called = play_kernels(monkeypatch)
     torch.testing.assert_close(outcome(), expected, equal_nan=True)
-    assert called == {"topk.launch", "topk.launch_backward"}
+    assert called == {"topk_route", "topk_route_backward"}
 
 
 @pytest.mark.gpu

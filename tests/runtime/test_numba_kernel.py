@@ -50,7 +50,7 @@ def test_a_changed_helper_is_another_key(tmp_path: Path) -> None:
         before, keys = keys, keys_in(tmp_path)
         return {name for name, key in keys.items() if before[name] != key}
 
-    assert changed_by("router/helper.py", "router/choices/choice.py", "gemm/launch.py") == {"topk_route_backward"}
+    assert changed_by("router/helper.py", "router/choices.py", "gemm/launch.py") == {"topk_route_backward"}
     assert changed_by("dispatch/place.py") == set(keys) - {"topk_route_backward"}
     assert changed_by("runtime/warp.py") == set(keys)
 

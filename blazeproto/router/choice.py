@@ -1,12 +1,9 @@
 """A choice whose number of experts varies from token to token: its interface, and the steps that the formulas share."""
 
-from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-
-from blazeproto.runtime import checks
 
 
 class VaryingChoice:
@@ -60,28 +57,6 @@ class VaryingChoice:
 
     def __call__(self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.mask(*self.crossing(scores, experts, generator)[:-1])  # type: ignore[arg-type]
-
-
-class WithCapacity(VaryingChoice):
-    """One by which an expert takes ``capacity_factor * T * K / E`` tokens, or at most as many."""
-
-    KERNELS = "blazeproto.router.pairs"
-    capacity_factor: float
-    _factor: tuple[int, int]  # its numerator and denominator
-
-    def __post_init__(self) -> None:
-        checks.number("capacity_factor", self.capacity_factor, above=0)
-        checks.boolean("eval_top_k", self.eval_top_k)
-        object.__setattr__(self, "_factor", Fraction(str(self.capacity_factor)).as_integer_ratio())
-
-    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
-        """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3).
-
-        Exact: a float counts as the decimal that Python prints for it, so that 1.1 times 10 is 11. (The float nearest to 1.1 is
-        a little larger, and would round up to 12.) In integers alone, which torch.compile can trace.
-        """
-        numerator, denominator = self._factor
-        return min(num_tokens, -(-numerator * num_tokens * top_k // (denominator * num_experts)))
 
 
 # --- Steps: rank the tokens of each expert, keep the first so many -----------------------------------------------------------

@@ -1,0 +1,315 @@
+"""Ways of choosing experts beyond a token's own top K, in plain torch, for any device and dtype.
+
+Each is a frozen dataclass of options; choice.py has what they share. `Router` calls operators (ops.py), which choose the same by
+kernels where these run.
+
+    TokenRounding    token choice, each expert's count rounded to a multiple of the kernel's tile   SonicMoE §5
+    ExpertChoice     every expert takes the same number of tokens, its best                         Zhou et al. 2022
+    Capacity         token choice, what overflows an expert's capacity is dropped                   GShard, Switch
+    Hash             a fixed pseudo-random function of the token id                                 Roller et al. 2021
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from blazeproto.router.choice import VaryingChoice, choice_mask, keep_first, rank_tokens
+from blazeproto.router.kinds import DRAWING_RULES, GOLDEN, MASK_32, RULES, Priority, RoundingRule
+from blazeproto.runtime import checks
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Token rounding
+
+
+@dataclass(frozen=True)
+class TokenRounding(VaryingChoice):
+    """Token choice rounded to whole tiles: SonicMoE §5.2, Algorithm 4.
+
+    Every expert's token count becomes a multiple of ``tile`` (rows of the kernel's M tile) that is less than one tile
+    away from token choice: the expert's lowest-scored tokens leave, or the best of the tokens that did not choose it
+    come. Works on the micro-batch; the paper advises at least two tiles an expert on average (appendix E.3).
+    """
+
+    WAYS = RULES
+    KERNELS = "blazeproto.router.pairs"
+    RENORMALIZES = True  # SonicMoE §6.3.1
+    tile: int = 128
+    rule: RoundingRule = "nr_f"
+    eval_top_k: bool = True  # §6.3.1: plain token choice when not training
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", checks.integer("tile", self.tile, least=1))
+        checks.one_of("rule", self.rule, RULES)
+        checks.boolean("eval_top_k", self.eval_top_k)
+
+    @property
+    def by(self) -> str:
+        return self.rule
+
+    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return self.tile
+
+    def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        padding = {  # the most rows that rounding can add
+            "nr_f": num_experts * ((self.tile - 1) // 2),
+            "balance_f": self.tile // 2,
+            "down": 0,
+        }.get(self.rule, num_experts * (self.tile - 1))
+        return min(num_tokens * top_k + padding, num_tokens * num_experts)
+
+    def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
+        """In fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1."""
+        if self.rule not in DRAWING_RULES:
+            return None
+        return torch.rand(num_experts, device=device, dtype=torch.float32, generator=generator)
+
+    @staticmethod
+    def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
+        """Algorithm 4. by: the rule; size: the tile."""
+        num_tokens, num_experts = scores.shape
+        chosen = choice_mask(experts, num_experts)
+        order = rank_tokens(chosen_first_keys(scores, chosen))
+        ranked = scores.t().gather(1, order) if by == "nr_s" else None
+        counts = chosen.sum(dim=0)
+        counts = rounded_counts(counts, size, by, num_tokens=num_tokens, sorted_scores=ranked, draws=draws)
+        return keep_first(order, counts)
+
+
+def chosen_first_keys(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Algorithm 4 (3), S': keys (T, E) that rank the tokens that chose an expert first, by score in both parts.
+
+    The paper subtracts one from the other tokens' scores in [0, 1]. Here the order is exact however small the scores:
+    non-negative floating-point numbers sort like their bit patterns, which up to 1.0 leave the second highest bit free to
+    say "chosen". A NaN token stands first where it chose (dropping it would hide the NaN) and last elsewhere.
+    Returns int32, for float64 scores int64.
+    """
+    filled = torch.where(scores.isnan(), chosen.to(scores.dtype), scores)
+    double = scores.dtype == torch.float64
+    wide, word, free_bit = (torch.float64, torch.int64, 62) if double else (torch.float32, torch.int32, 30)
+    bits = filled.to(wide).contiguous().view(word)
+    return bits + chosen.to(word) * (1 << free_bit)
+
+
+def rounded_counts(
+    counts: Tensor,
+    tile: int,
+    rule: str,
+    *,
+    num_tokens: int,
+    sorted_scores: Any = None,
+    draws: Any = None,
+) -> Tensor:
+    """``round_and_sparsify`` of Algorithm 4: each count rounded down or up to a multiple of the tile.
+
+    counts (E,) integers: the tokens that chose each expert; sorted_scores (E, T), for ``nr_s`` alone: every expert's
+    scores in the order of `chosen_first_keys`. Returns (E,) int64, each the multiple below or above its count.
+    draws (E,) fp32 in [0, 1): what ``sr_f`` and ``nr_s``, which need them, compare with a probability.
+    Rules, SonicMoE appendix E.2 (M the tile, f the count):
+
+    - ``nr_f``       up where that is nearer; down on a tie.
+    - ``sr_f``       up with probability (f - floor) / M.
+    - ``nr_s``       up with the probability of eq. 13, the share that the chosen tokens have in the last tile's scores.
+    - ``balance_f``  Algorithm 6: up or down, so that the total stays within M / 2 of the sum of the counts (eq. 14).
+    - ``up``, ``down``
+
+    An expert cannot take more tokens than there are: where the multiple above passes T, every rule rounds down.
+    """
+    counts = counts.to(torch.int64)
+    floor = counts // tile * tile
+    ceil = (counts + tile - 1) // tile * tile
+    fits = ceil <= num_tokens
+    if rule == "nr_f":
+        up = ceil - counts < counts - floor
+    elif rule == "sr_f":
+        up = draws * tile < counts - floor
+    elif rule == "nr_s":
+        place = torch.arange(num_tokens, device=counts.device)
+        in_last_tile = (place >= floor[:, None]) & (place < ceil[:, None])
+        last_tile = torch.where(in_last_tile, sorted_scores.nan_to_num(), 0.0)
+        of_chosen = torch.where(place < counts[:, None], last_tile, 0.0)
+        chosen, total = (t.sum(dim=1, dtype=torch.float64).to(t.dtype) for t in (of_chosen, last_tile))
+        up = draws * total < chosen
+    elif rule == "balance_f":
+        # Algorithm 6 keeps an accumulator z of the rounding errors and takes the choice that leaves |z| smaller. Since
+        # z + (sum of counts so far) is then the multiple of M nearest to that sum (the lower one on a tie), rounding
+        # the running sum and taking differences gives the same counts without a loop over the experts.
+        running = torch.where(fits, counts, floor).cumsum(0)
+        nearest = (running + (tile - 1) // 2) // tile * tile
+        up = torch.diff(nearest, prepend=nearest.new_zeros(1)) > floor
+    else:
+        up = torch.full_like(fits, rule == "up")
+    return torch.where(up & fits, ceil, floor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Capacities
+
+
+class WithCapacity(VaryingChoice):
+    """One by which an expert takes ``capacity_factor * T * K / E`` tokens, or at most as many."""
+
+    KERNELS = "blazeproto.router.pairs"
+    capacity_factor: float
+    _factor: tuple[int, int]  # its numerator and denominator
+
+    def __post_init__(self) -> None:
+        checks.number("capacity_factor", self.capacity_factor, above=0)
+        checks.boolean("eval_top_k", self.eval_top_k)
+        object.__setattr__(self, "_factor", Fraction(str(self.capacity_factor)).as_integer_ratio())
+
+    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3).
+
+        Exact: a float counts as the decimal that Python prints for it, so that 1.1 times 10 is 11. (The float nearest to 1.1 is
+        a little larger, and would round up to 12.) In integers alone, which torch.compile can trace.
+        """
+        numerator, denominator = self._factor
+        return min(num_tokens, -(-numerator * num_tokens * top_k // (denominator * num_experts)))
+
+
+@dataclass(frozen=True)
+class ExpertChoice(WithCapacity):
+    """Every expert takes its best tokens by score, the same number each: Zhou et al. 2022, §3.2.
+
+    That number is ``capacity_factor * T * K / E``, so the load is even by construction and a token gets from 0 to E experts.
+    A token's experts depend on the tokens after it, which a causal language model may not know, so evaluation falls back to
+    token choice unless ``eval_top_k`` is False (SonicMoE §2). NaN tokens rank first.
+    """
+
+    WAYS = ("expert_choice",)
+    LOAD_IS_CHOSEN = True
+    capacity_factor: float = 1.0
+    eval_top_k: bool = True
+
+    def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return num_experts * self.size(num_tokens, num_experts, top_k)
+
+    @staticmethod
+    def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
+        """Of the token choice only K counts, in ``size``."""
+        keys = torch.where(scores.isnan(), torch.inf, scores)
+        return keep_first(rank_tokens(keys), torch.full((scores.shape[1],), size, device=scores.device))
+
+
+@dataclass(frozen=True)
+class Capacity(WithCapacity):
+    """Token choice with at most ``capacity_factor * T * K / E`` tokens an expert; what overflows is dropped.
+
+    GShard (Lepikhin et al. 2021) §2.2 and Switch Transformer (Fedus et al. 2022) §2.2. Which pairs stay, by ``priority``:
+
+    - ``slot``   all first choices before any second choice, by token within each (GShard Algorithm 1).
+    - ``token``  by token; a token's choices together.
+    - ``score``  all first choices before any second choice; within each, tokens by their largest score, ties to the lower
+      token (batch prioritised routing: Riquelme et al. 2021, V-MoE §4.1, Algorithm 2). A NaN token comes first.
+    """
+
+    WAYS = get_args(Priority)
+    capacity_factor: float = 1.25
+    priority: Priority = "slot"
+    eval_top_k: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("priority", self.priority, self.WAYS)
+
+    @property
+    def by(self) -> str:
+        return self.priority
+
+    def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return min(num_tokens * top_k, num_experts * self.size(num_tokens, num_experts, top_k))
+
+    @staticmethod
+    def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
+        """size: the capacity."""
+        (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
+        chosen = choice_mask(experts, num_experts)
+        place = torch.arange(num_tokens, device=experts.device)  # of a token among all
+        if by == "score":
+            largest = scores.amax(dim=1)
+            largest = torch.where(largest.isnan(), torch.inf, largest)
+            by_score = torch.sort(largest, descending=True, stable=True).indices
+            place = torch.zeros_like(place).scatter(0, by_score, place)
+        places = place[:, None].expand_as(experts)
+        if by != "token":
+            places = places + num_tokens * torch.arange(top_k, device=experts.device)
+        keys = torch.full_like(chosen, -num_tokens * top_k, dtype=torch.int64).scatter(1, experts.long(), -places)
+        return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=size))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hash
+
+
+@dataclass(frozen=True)
+class Hash:
+    """Experts by a hash of the token id, the same at any place and in any batch: Roller et al. 2021, "Hash layers", §3.1.
+
+    The ids come from the model (``token_ids=``), or are positions. The router still learns the scores of the experts
+    that the hash picks; with K = 1 and ``topk_softmax`` the score is one, which is the paper's layer.
+
+    Highest-random-weight hashing: every (id, expert) gets a pseudo-random 24-bit weight, and the K largest win (ties to the
+    lower expert). That is even over the experts for any E and K and needs no table the size of the vocabulary.
+    """
+
+    RENORMALIZES: ClassVar[bool] = False
+    LOAD_IS_CHOSEN: ClassVar[bool] = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", checks.integer("seed", self.seed))
+
+    def __call__(self, token_ids: Tensor, num_experts: int, top_k: int) -> Tensor:
+        """K distinct experts of each token id, the largest weight first: token_ids (T,) integers; returns (T, K) int32."""
+        expert = torch.arange(num_experts, device=token_ids.device)
+        words = _mix(token_ids.long() + (GOLDEN * (self.seed + 1) & MASK_32))[:, None] + GOLDEN * expert
+        weights = _mix(words) >> 8  # (T, E)
+        return torch.sort(weights, dim=1, descending=True, stable=True).indices[:, :top_k].to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words (held in int64) that scatters them: xor-shift-multiply, no product passes 2**63."""
+    x = x & MASK_32
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK_32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK_32
+    return x ^ (x >> 15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By name
+
+Choice = VaryingChoice | Hash
+CHOICES: dict[str, Any] = {
+    "token_rounding": TokenRounding,
+    "expert_choice": ExpertChoice,
+    "capacity": Capacity,
+    "hash": Hash,
+}
+
+
+def varying_choice(by: str) -> type[VaryingChoice]:
+    """The choice that has this name among its `WAYS`. ValueError for an unknown one."""
+    named = {name: choice for choice in CHOICES.values() for name in getattr(choice, "WAYS", ())}
+    checks.one_of("by", by, tuple(named))
+    return named[by]
+
+
+def make_choice(name: str, options: dict[str, Any], keywords: Iterable[str] = ()) -> Choice | None:
+    """The choice of this name, with its options; None for ``"top_k"``, which has none.
+
+    ValueError unless there is one of this name, TypeError for an option that it does not take.
+    keywords: further names that may have been meant, those of `Router`.
+    """
+    checks.one_of("choose", name, ("top_k", *CHOICES))
+    options_of = {other: [field.name for field in fields(kind)] for other, kind in CHOICES.items()} | {"top_k": []}
+    for option in options:
+        if option not in options_of[name]:
+            owner = next((other for other, names in options_of.items() if option in names), None)
+            hint = f"; choose={owner!r} takes it" if owner else checks.nearest(option, [*options_of[name], *keywords])
+            takes = f"the options {', '.join(options_of[name])}" if options_of[name] else "no options"
+            raise TypeError(f"{option}: unknown keyword (choose={name!r} takes {takes}){hint}")
+    return None if name == "top_k" else CHOICES[name](**options)
