@@ -39,7 +39,7 @@ from blazeproto.router import Routing
 from scripts.bench import peers
 from scripts.bench.common import RESULTS, LayerShape, begun, finished, geometric_mean, in_turn, part_file, write_json
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
-from scripts.bench.result_tables import rounding_layers_table, rounding_table
+from scripts.bench.routing_tables import rounding_layers_table, rounding_table
 from scripts.bench.timing import gpu_ms
 from scripts.command import argument_parser, need_hopper, positive
 
