@@ -16,12 +16,14 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blazeproto.gemm import Sizes
+from scripts.command import argument_parser, positive
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
@@ -118,6 +120,28 @@ def parse_shapes(text: str, shapes: Sequence[LayerShape] = SHAPES) -> list[Layer
             expected = f"numbers from 1 to {len(shapes)} such as 1-3,23, or one of {', '.join(TABLES)}"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {part!r}")
     return chosen
+
+
+def bench_parser(
+    name: str, doc: str | None, *, quick: str = "", configs: Sequence[LayerShape] = (), resume: bool = False
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share: --rounds and --out, and what is asked for.
+
+    quick: what --quick does.  configs: the shapes that --configs numbers.  resume: --resume and --time-budget.
+    """
+    parser = argument_parser(f"scripts.bench.{name}", doc)
+    parser.add_argument("--rounds", type=positive)
+    parser.add_argument("--out", type=Path, help=f"results file (default results/h200/{name}.json)")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if configs:
+        what = "numbers such as 1-3, or a table: " + ", ".join(TABLES)
+        parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
+    if resume:
+        parser.add_argument("--resume", action="store_true", help="leave out what the file has of the same sources")
+        what = "skip what would start later"
+        parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
+    return parser
 
 
 # ---------------------------------------------------------------------------------------------------------- routings

@@ -27,7 +27,7 @@ from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench import timing
 from scripts.bench.common import RESULTS, begun, write_json
-from scripts.bench.result_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
+from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
 from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
 

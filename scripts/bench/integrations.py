@@ -21,18 +21,17 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.lab.times import elapsed_ms
-from scripts.bench.common import MIB, RESULTS, begun, in_turn, now, write_json
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, now, write_json
 from scripts.bench.module import times_of, verdict
 from scripts.bench.result_tables import integrations_table
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import need_hopper, refuse
 
 Row = dict[str, Any]
 
@@ -244,14 +243,13 @@ def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.integrations", __doc__)
+    parser = bench_parser("integrations", __doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"default {ROUNDS}")
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/integrations.json)")
     options = parser.parse_args(words)
     options.parts = options.parts.split(",")
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    options.rounds = options.rounds or ROUNDS
     options.out = options.out or RESULTS / "integrations.json"
     return options
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +27,11 @@ from scripts.bench.common import (
     QUICK_SHAPES,
     RESULTS,
     SHAPES,
-    TABLES,
     LayerShape,
     begun,
+    bench_parser,
     in_turn,
     number,
-    parse_shapes,
     rows_of,
     table_of,
     with_row,
@@ -51,7 +49,7 @@ from scripts.bench.timing import (
     tensors_in,
 )
 from scripts.bench.timing import saved_bytes as measured_saved_bytes
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper
 
 OURS, MAIN_PEER = "blazeproto", "sonic"
 ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit in the 50 MB L2
@@ -238,28 +236,12 @@ def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False
 
 
 def arguments() -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.layer", __doc__)
-    parser.add_argument(
-        "--configs", type=parse_shapes, default=None, help="numbers such as 1-3,23, or a table: " + ", ".join(TABLES)
-    )
+    quick = "four shapes, 7 rounds, no extras; the results file is left alone"
+    parser = bench_parser("layer", __doc__, quick=quick, configs=SHAPES, resume=True)
     parser.add_argument("--peers", default=",".join(peers.DEFAULT_PEERS), help="of " + ", ".join(peers.PEERS))
     parser.add_argument("--only-ours", action="store_true")
-    parser.add_argument(
-        "--quick", action="store_true", help="four shapes, 7 rounds, no extras; the results file is left alone"
-    )
-    parser.add_argument("--rounds", type=positive, default=None)
-    parser.add_argument(
-        "--extras", default=None, help=f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
-    )
-    parser.add_argument(
-        "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="leave out what the results file has of the same sources",
-    )
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/layer.json)")
+    what = f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
+    parser.add_argument("--extras", help=what)
     options = parser.parse_args()
     options.rounds = options.rounds or (7 if options.quick else 20)
     options.peers = [OURS] if options.only_ours else options.peers.split(",")
@@ -268,9 +250,7 @@ def arguments() -> argparse.Namespace:
     full = options.configs is None and not options.quick
     options.extras = (list(EXTRAS) if full else []) if options.extras is None else options.extras.split(",")
     options.extras = [name for name in options.extras if name != "none"]
-    options.configs = (
-        options.configs if options.configs is not None else list(QUICK_SHAPES if options.quick else SHAPES)
-    )
+    options.configs = options.configs or list(QUICK_SHAPES if options.quick else SHAPES)
     for name, chosen, known in (("peers", options.peers, peers.PEERS), ("extras", options.extras, EXTRAS)):
         if unknown := set(chosen) - set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")

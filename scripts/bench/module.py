@@ -22,7 +22,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,9 @@ from scripts.bench.common import (
     TABLES,
     LayerShape,
     begun,
+    bench_parser,
     geometric_mean,
     in_turn,
-    parse_shapes,
     rows_of,
     table_of,
     with_row,
@@ -53,7 +52,7 @@ from scripts.bench.module_tables import module_table
 from scripts.bench.peers import modules
 from scripts.bench.router import router_floor_ms
 from scripts.bench.timing import KernelTime, Rotation, kernel_times, peak_bytes, saved_bytes
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import need_hopper, refuse
 
 Row = dict[str, Any]
 Programs = dict[str, list[modules.ModuleProgram]]
@@ -239,22 +238,10 @@ def verdict(what: str, holds: bool) -> str:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.module", __doc__)
-    parser.add_argument(
-        "--configs",
-        type=partial(parse_shapes, shapes=MODULE_SHAPES),
-        default=None,
-        help="numbers such as 1-3,27, or a table: " + ", ".join(TABLES),
-    )
-    parser.add_argument("--quick", action="store_true", help="four shapes, three rounds -> module-quick.json")
+    quick = "four shapes, three rounds -> module-quick.json"
+    parser = bench_parser("module", __doc__, quick=quick, configs=MODULE_SHAPES, resume=True)
     parser.add_argument("--only-ours", action="store_true", help="without SonicMoE -> module-quick.json")
-    parser.add_argument("--rounds", type=positive, default=None, help=f"default {ROUNDS}")
-    parser.add_argument("--resume", action="store_true", help="leave out what the results file has of the same sources")
-    parser.add_argument(
-        "--time-budget", type=float, default=math.inf, metavar="SECONDS", help="skip what would start later"
-    )
-    parser.add_argument("--caches", type=Path, default=None, help="folder for what SonicMoE compiles and tunes")
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/module.json)")
+    parser.add_argument("--caches", type=Path, help="folder for what SonicMoE compiles and tunes")
     options = parser.parse_args(words)
     part = options.quick or options.only_ours
     options.rounds = options.rounds or (3 if options.quick else ROUNDS)

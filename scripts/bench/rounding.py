@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +36,21 @@ from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
 from blazeproto.router import Routing
 from scripts.bench import peers
-from scripts.bench.common import RESULTS, LayerShape, begun, finished, geometric_mean, in_turn, part_file, write_json
+from scripts.bench.common import (
+    RESULTS,
+    LayerShape,
+    begun,
+    bench_parser,
+    finished,
+    geometric_mean,
+    in_turn,
+    part_file,
+    write_json,
+)
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
-from scripts.bench.result_tables import rounding_layers_table, rounding_table
+from scripts.bench.routing_tables import rounding_layers_table, rounding_table
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
 ROUTERS = {
@@ -198,13 +207,8 @@ def print_tables(record: dict[str, Any]) -> None:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.rounding", __doc__)
+    parser = bench_parser("rounding", __doc__, quick="least and most experts of each, 7 rounds")
     parser.add_argument("--subfigures", default=",".join(SUBFIGURES), help="some of " + ", ".join(SUBFIGURES))
-    parser.add_argument("--quick", action="store_true", help="least and most experts of each, 7 rounds")
-    parser.add_argument("--rounds", type=positive, default=None)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="results file (default results/h200/rounding.json, if all run)"
-    )
     options = parser.parse_args(words)
     options.subfigures = options.subfigures.split(",")
     if unknown := set(options.subfigures) - SUBFIGURES.keys():

@@ -321,7 +321,7 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(router.failures(row | {"accuracy": {"plain": found | worse, "autocast": found}})) == 1, worse
     rounded = found | {"dW": 2e-3, "dW_of_rounding": 1.0}
     assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
-    router.print_table([row])
+    router.print_verdicts(common.provenance() | {"rows": [row]})
     assert "holds  {'T': 32768" in capsys.readouterr().out
 
 
