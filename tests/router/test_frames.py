@@ -1,4 +1,4 @@
-"""How deep the router's launches lie: frames of this package from `MoE.forward`, or from a node's backward, to the driver's launch.
+"""How deep the router's launches lie: frames of the package from `MoE.forward`, or from a node's backward, to the driver's.
 
 Nothing is compiled or launched here.
 """
