@@ -173,11 +173,6 @@ class Product:
     phases: tuple[str, ...] = ()
     fixed_order: bool = True
 
-    @property
-    def twin(self) -> Callable[..., Any]:
-        """The public function computed by NumPy, as specification.py has it."""
-        return self.spec.twin_of(self.run)
-
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
         projections."""

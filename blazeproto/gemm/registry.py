@@ -33,7 +33,8 @@ PRODUCTS = {
 }
 
 
-TWINS = {name: entry.twin for name, entry in PRODUCTS.items()} | {"grouped_mm": GROUPED_MM.twin_of(grouped_mm)}
+TWINS = {name: entry.spec.twin_of(entry.run) for name, entry in PRODUCTS.items()}
+TWINS["grouped_mm"] = GROUPED_MM.twin_of(grouped_mm)
 """The specification of each public function of arrays, by its name: the same computed by NumPy, with ``round_to`` beside
 (specification.py)."""
 
