@@ -9,7 +9,6 @@ round of each counts, since other work on the machine only adds time. A ratio ab
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import moe_mlp
+from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, positive
 
 # T, d, n, E, K
@@ -34,15 +34,9 @@ def transformers_experts() -> Callable[..., Tensor] | None:
 
 
 def measure(programs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each program's quickest round; they run in turns."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for round_number in range(rounds + 2):
-        for name, program in programs.items():
-            begin = time.perf_counter()
-            program()
-            if round_number >= 2:  # the first two warm up
-                times[name].append(time.perf_counter() - begin)
-    return {name: min(seconds) for name, seconds in times.items()}
+    """Milliseconds of each program's quickest round; they run in turns."""
+    samples = [{name: host_ms(program, 1, calls=1) for name, program in programs.items()} for _ in range(rounds)]
+    return {name: min(sample[name] for sample in samples) for name in programs}
 
 
 def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) -> None:
@@ -85,7 +79,7 @@ def bench(shape: tuple[int, ...], dtype: torch.dtype, save: str, rounds: int) ->
     both_times = measure({name: with_backward(forward) for name, forward in forwards.items()}, rounds)
     line = f"T={num_tokens:<5} d={d:<4} n={n:<4} E={num_experts:<3} K={top_k}  {str(dtype).split('.')[1]:<9}"
     for what, times in (("fwd", forward_times), ("fwd+bwd", both_times)):
-        line += f"  {what} " + " ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times.items())
+        line += f"  {what} " + " ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
         if "transformers" in times:
             line += f" ({times['transformers'] / times['blazeproto']:.2f}x)"
     print(line, flush=True)

@@ -24,20 +24,21 @@ MOST_HOLD_CYCLES = 64 * HOLD_CYCLES  # for a call that waits for the GPU no hold
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 
 
-def host_ms(call: Call, rounds: int = ROUNDS) -> float:
-    """Milliseconds the host spends in one call of HOST_CALLS in a row, none of which it waits for.
+def host_ms(call: Call, rounds: int = ROUNDS, calls: int = HOST_CALLS - 1) -> float:
+    """Milliseconds the host spends in a call: the median over rounds of ``calls`` in a row, none of which waits for a GPU.
 
-    The first of them is not counted: how long it takes depends on how long the host has slept while the GPU was busy.
+    One more before them is not counted: how long it takes depends on how long the host has slept while the GPU was busy.
     """
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     samples = []
     for _ in range(rounds):
-        torch.cuda.synchronize()
+        wait()
         call()
         begin = time.perf_counter()
-        for _ in range(HOST_CALLS - 1):
+        for _ in range(calls):
             call()
-        samples.append(1e3 * (time.perf_counter() - begin) / (HOST_CALLS - 1))
-    torch.cuda.synchronize()
+        samples.append(1e3 * (time.perf_counter() - begin) / calls)
+    wait()
     return statistics.median(samples)
 
 

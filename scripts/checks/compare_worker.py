@@ -65,11 +65,6 @@ class Side:
         self.step: Any = None
         self.graph: Any = None
 
-    def about(self) -> dict[str, str]:
-        """Where the package is, on what."""
-        gpu = torch.cuda.get_device_name() if self.device == "cuda" else "none"
-        return {"package": str(self.package.__file__), "gpu": gpu, "torch": torch.__version__}
-
     # --- Bits ------------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
