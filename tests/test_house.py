@@ -161,7 +161,7 @@ def test_twins_take_the_same_types_but_for_arrays(room: str) -> None:
                 assert twin[parameter.name].annotation == parameter.annotation, f"{name}: {parameter}"
 
 
-def test_every_product_is_a_public_function_with_a_twin() -> None:
-    twins = functions_with_twins("gemm")
-    for name, entry in gemm.PRODUCTS.items():
-        assert entry.name == name and twins[name][0] is entry.run
+def test_every_public_function_of_gemm_is_a_product_with_a_twin() -> None:
+    runs = {name: entry.run for name, entry in gemm.PRODUCTS.items()} | {"grouped_mm": gemm.grouped_mm}
+    assert runs.keys() == gemm.TWINS.keys() and all(entry.name == name for name, entry in gemm.PRODUCTS.items())
+    assert all(runs[name] is ours for name, (ours, _) in functions_with_twins("gemm").items())

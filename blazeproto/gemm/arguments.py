@@ -37,7 +37,7 @@ class Array:
     over: the input whose memory an output may take, element for element.
     added: an output that must be given, zeroed or with what it is added to.
     f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
-    counted: whether its bytes are among the least that a call moves; None: unless it is optional.
+    counted: what `counts` is where it is not the contrary of ``optional``.
     tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
     """
 
@@ -59,6 +59,11 @@ class Array:
     def index(self) -> str:
         """What a line of it belongs to: "token", "row", "pair" or "expert"."""
         return {"T": "token", "R": "row", "P": "pair", "E": "expert"}[self.shape[0]]
+
+    @property
+    def counts(self) -> bool:
+        """Whether its bytes are among the least that a call moves."""
+        return not self.optional if self.counted is None else self.counted
 
     def shape_in(self, call: Mapping[str, Any]) -> str:
         """Its shape with the options of a call."""
@@ -120,7 +125,7 @@ class Arguments:
         self.arrays: dict[str, Any] = {}  # by name: the caller's, or new ones
         self.views: dict[str, Any] = {}  # of these, as a launch takes them; None for an optional one that was not given
 
-    def read(self, array: Array, value: Any, shape: str = "") -> DeviceArray | None:
+    def read(self, array: Array, value: Any, shape: str = "") -> Any:
         """An input, or an output that is there.  shape: in this call, where options change it."""
         name, shape = array.name, shape or array.shape
         gathered = array.fetched and shape[0] == "T"
@@ -179,7 +184,7 @@ class Arguments:
         return addresses(replace(self.dispatch, **lists), first.device, stream)
 
     def _length(self, name: str) -> int:
-        """Of a list of the dispatch."""
+        """The length of a list of the dispatch."""
         shape = self._view(f"dispatch.{name}", getattr(self.dispatch, name)).shape
         if len(shape) != 1:
             raise ValueError(f"dispatch.{name}: expected shape (any), got {shape}")
@@ -232,7 +237,7 @@ class Arguments:
         return a
 
     def _limits(self, a: DeviceArray, gathered: bool) -> tuple[tuple[bool, str], ...]:
-        """Of the kernels: whether it is passed, and what was expected."""
+        """The kernels' limits: whether one is passed, and what was expected."""
         return (
             (len(a.shape) == 3 and not 1 <= a.shape[0] <= MAX_EXPERTS, f"1 to {MAX_EXPERTS} experts"),
             (gathered and a.size >= GATHERED_ELEMENTS, f"fewer than {GATHERED_ELEMENTS} elements to gather from"),

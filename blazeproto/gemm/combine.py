@@ -31,7 +31,7 @@ def formula(m: Namespace, y: Any, *, scores: Any = None) -> Any:
 
 
 def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of columns a wider output, which must be given."""
+    """The output, which for ``columns`` is wider and must be given."""
     columns = call["columns"]
     if columns is None:
         return outputs
@@ -71,9 +71,7 @@ def combine(
     stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = SPEC.check(locals())
-    launch(**given.views, at=given.located(), columns=columns)
-    return SPEC.results(given)
+    return SPEC.run(launch, locals(), "columns")
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def in_slices(d: int, count: int) -> tuple[range, ...]:
 
 
 def slice_widths(d: int) -> list[int]:
-    """Of all slices that `column_slices` may cut."""
+    """The widths of all slices that `column_slices` may cut."""
     counts = range(1, max(1, d // LEAST_SLICE) + 1)
     return sorted({len(columns) for count in counts for columns in in_slices(d, count)})
 
@@ -168,7 +166,7 @@ COMBINE = Product(
         for d in (64, 256, 768, 2880, 4096)
         for has_scores in (False, True)
     ],
-    launched=lambda sizes, config, variant, build: [kernel(sizes.d, sizes.K, variant.scores, build.sources)],
+    parts=lambda sizes, config, variant, build: [kernel(sizes.d, sizes.K, variant.scores, build.sources)],
     in_layer=lambda sizes, up, down: [
         (sizes._replace(d=width), None, Variant(scores=scores))
         for scores in ((False,) if down.fused else (False, True))

@@ -78,7 +78,7 @@ class Kernel(Shown):
 
     @property
     def path(self) -> Path:
-        """Of the .cu file."""
+        """The .cu file."""
         return self.folder / self.file  # an absolute `file` stays itself
 
     @property

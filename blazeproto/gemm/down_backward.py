@@ -108,10 +108,7 @@ def down_backward_act(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = SPEC.check(locals())
-    options: dict[str, Any] = {"activation": activation, "transposed": transposed, "config": config}
-    launch(**given.operands(), at=given.located(), **options)
-    return SPEC.results(given)
+    return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
 
 def score_partials(n: int, config: TileConfig | None = None) -> int:
@@ -217,7 +214,7 @@ DOWN_BACKWARD_ACT = Product(
     down_backward_act,
     SPEC,
     kernels=_kernels,
-    launched=lambda sizes, config, variant, build: [
+    parts=lambda sizes, config, variant, build: [
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],

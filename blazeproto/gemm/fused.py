@@ -54,9 +54,7 @@ def down_forward_fused(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or
     ValueError names the argument, before anything is launched.
     """
-    given = SPEC.check(locals())
-    launch(**given.operands(), at=given.located(), transposed=transposed, config=config)
-    return out_f32
+    return SPEC.run(launch, locals(), "transposed", "config")
 
 
 def launch(
@@ -92,7 +90,6 @@ DOWN_FORWARD_FUSED = Product(
         ),
         *(linear.kernel(config, Variant(fused=True)) for config in CANDIDATES["down_forward"]),
     ],
-    launched=lambda sizes, config, variant, build: [linear.kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: [(sizes, TILES["down_forward"], down)] if down.fused else [],
     tiles=lambda sizes: TILES["down_forward"],
     kernel=linear.kernel,

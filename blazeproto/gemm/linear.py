@@ -265,7 +265,6 @@ DOWN_FORWARD = Product(
     down_forward,
     _DOWN,
     kernels=_kernels,
-    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
     tiles=lambda sizes: tiles_for("down_forward", sizes.d),
     kernel=kernel,
@@ -279,7 +278,6 @@ UP_BACKWARD_ACT = Product(
     kernels=lambda: [
         kernel(*call) for call in every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True]))
     ],
-    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: _in_layer(sizes, up._replace(transposed=not up.transposed, bias=False)),
     tiles=lambda sizes: tiles_for("up_backward_act", sizes.d),
     kernel=kernel,

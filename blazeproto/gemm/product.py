@@ -82,10 +82,11 @@ _alone: ContextVar[Mapping[str, Build] | None] = ContextVar("builds", default=No
 
 def build_of(name: str) -> Build:
     """What a product's kernels are compiled with, for the launch that asks."""
+    plain = Build(DEBUG) if DEBUG else PACKAGE
     if (alone := _alone.get()) is not None:
-        return alone.get(name, Build(DEBUG))
+        return alone.get(name, plain)
     if not _edited:  # as on the training path
-        return Build(DEBUG)
+        return plain
     return Build(DEBUG, next((sources for product, sources in reversed(_edited) if product == name), None))
 
 
@@ -149,11 +150,11 @@ class Product:
 
     name: as users call it.  run: the public function.  spec: its inputs, outputs and formula.
     kernels: every kernel that the layers of tests and benchmarks reach.
-    launched: ``launched(sizes, config, variant, build)``: those of one call, the main one first; config None without tiles.
+    kernel: ``kernel(config, variant, build)``, of these or its own tiles; None where tiles don't matter.
+    parts: ``parts(sizes, config, variant, build)``: the kernels of one call, the main one first; None: its ``kernel`` alone.
     in_layer: ``in_layer(sizes, up, down)``: with which sizes, tiles and variants a layer calls it, whatever its number of tokens,
-    whose up and down projections are such variants.
-    tiles: those that a call of these sizes takes; None where tiles don't matter.
-    kernel: ``kernel(config, variant, build)``, likewise.  variant: its own, but for what a caller asks for.
+    whose up and down projections are such variants; None: no layer calls it.
+    tiles: those that a call of these sizes takes.  variant: its own, but for what a caller asks for.
     options: the fields of `Variant` that a caller may ask for.
     phases: "forward", "backward": where every layer has it, in the order of the registry.
     fixed_order: whether every run gives the same bits.
@@ -163,10 +164,10 @@ class Product:
     run: Callable[..., Any]
     spec: Specification
     kernels: Callable[[], Iterable[Kernel]]
-    launched: Callable[[Sizes, Any, Variant, Build], list[Kernel]]
-    in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, TileConfig | None, Variant]]]
-    tiles: Callable[[Sizes], TileConfig] | None = None
     kernel: Callable[[TileConfig | None, Variant, Build], Kernel] | None = None
+    parts: Callable[[Sizes, Any, Variant, Build], list[Kernel]] | None = None
+    in_layer: Callable[[Sizes, Variant, Variant], Iterable[tuple[Sizes, Any, Variant]]] | None = None
+    tiles: Callable[[Sizes], TileConfig] | None = None
     variant: Variant = PLAIN
     options: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
@@ -180,8 +181,14 @@ class Product:
     def for_layer(self, sizes: Sizes, up: Variant, down: Variant) -> list[Kernel]:
         """The kernels that a layer of these ``sizes`` launches, with the sources that are `edited`.  up, down: variants of its
         projections."""
-        build = build_of(self.name)
-        return [kernel for call in self.in_layer(sizes, up, down) for kernel in self.launched(*call, build)]
+        calls, build = self.in_layer(sizes, up, down) if self.in_layer else (), build_of(self.name)
+        return [kernel for call in calls for kernel in self.launches(*call, build)]
+
+    def launches(self, sizes: Sizes, config: TileConfig | None, variant: Variant, build: Build) -> list[Kernel]:
+        """The kernels of one call with these ``sizes``, ``config``, ``variant`` and ``build``, the main one first."""
+        if self.parts is not None:
+            return self.parts(sizes, config, variant, build)
+        return [self.kernel(config, variant, build)] if self.kernel else []
 
     def operations(self, sizes: Sizes) -> float:
         """With these ``sizes``: each row is multiplied with its expert's matrix, or makes a part of it. A multiplication and an
@@ -197,7 +204,7 @@ class Product:
     def _counted(self) -> Iterator[tuple[int, list[str]]]:
         """Bytes of an element, and letters, of the arrays that count."""
         for array in (*self.spec.inputs, *self.spec.outputs):
-            if not array.optional if array.counted is None else array.counted:
+            if array.counts:
                 yield ITEMSIZE[array.dtype], array.shape.split()
 
 

@@ -52,9 +52,7 @@ def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores:
     stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
     is launched.
     """
-    given = _SCORE_GRAD.check(locals())
-    launch_bias_score_grad(**given.views, at=given.located())
-    return d_scores
+    return _SCORE_GRAD.run(launch_bias_score_grad, locals())
 
 
 @_ROW_SUM.public
@@ -160,7 +158,7 @@ BIAS_SCORE_GRAD = Product(
     bias_score_grad,
     _SCORE_GRAD,
     kernels=lambda: _some("reduce_scores_grad", "bias_score_grad"),
-    launched=lambda sizes, config, variant, build: [kernel("bias_score_grad", sizes.K, build.sources)],
+    parts=lambda sizes, config, variant, build: [kernel("bias_score_grad", sizes.K, build.sources)],
     in_layer=lambda sizes, up, down: [(sizes, None, down)] if down.bias else [],
 )
 EXPERT_ROW_SUM = Product(
@@ -168,7 +166,7 @@ EXPERT_ROW_SUM = Product(
     expert_row_sum,
     _ROW_SUM,
     kernels=lambda: _some("expert_row_sum", "expert_row_sum_finish"),
-    launched=lambda sizes, config, variant, build: [
+    parts=lambda sizes, config, variant, build: [
         kernel("expert_row_sum", sizes.K, build.sources),
         kernel("expert_row_sum_finish", 0, build.sources),
     ],

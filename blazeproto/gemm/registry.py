@@ -56,13 +56,14 @@ def kernel_for(
     """
     if config is not None and not isinstance(config, TileConfig):
         raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
-    tiled = {key: entry for key, entry in PRODUCTS.items() if entry.kernel}
-    checks.one_of("product", name, tuple(tiled))
+    kernels = {key: entry.kernel for key, entry in PRODUCTS.items() if entry.kernel}
+    checks.one_of("product", name, tuple(kernels))
     if low_rank:
         variant["rank"] = low_rank * BF16.k
-    if unknown := variant.keys() - {*tiled[name].options}:
-        raise TypeError(f"{name}: expected of {', '.join(tiled[name].options)}, got {', '.join(sorted(unknown))}")
-    return tiled[name].kernel(config, tiled[name].variant._replace(**variant), Build(debug, sources))
+    entry = PRODUCTS[name]
+    if unknown := variant.keys() - {*entry.options}:
+        raise TypeError(f"{name}: expected of {', '.join(entry.options)}, got {', '.join(sorted(unknown))}")
+    return kernels[name](config, entry.variant._replace(**variant), Build(debug, sources))
 
 
 def candidates(name: str) -> list[TileConfig]:

@@ -72,6 +72,12 @@ class Specification:
                 given.write(Array("workspace", " ".join(map(str, lengths or (0,))), "float32"), call["workspace"])
         return given
 
+    def run(self, launch: Callable[..., None], call: Mapping[str, Any], *options: str) -> Any:
+        """The outputs of a call, once they are checked and launched.  options: what ``launch`` takes beside arrays and place."""
+        given = self.check(call)
+        launch(**given.operands(), at=given.located(), **{option: call[option] for option in options})
+        return self.results(given)
+
     def results(self, given: Arguments) -> Any:
         """The outputs of a call whose arrays are checked."""
         made = tuple(given.arrays[array.name] for array in self.outputs)

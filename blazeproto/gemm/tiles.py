@@ -4,12 +4,12 @@ Measured on an H200 (`python -m scripts.bench.products --tune`); docs/kernels.md
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from blazeproto.runtime.shown import Shown
 
 
-class Element(NamedTuple):
+@dataclass(frozen=True, eq=False)  # one object a type, so that a launch looks its plan up quickly
+class Element:
     """A type of numbers: bytes, CUtensorMapDataType, its name in PTX, and how many steps of a reduction one wgmma takes of it."""
 
     bytes: int

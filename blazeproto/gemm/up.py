@@ -86,10 +86,7 @@ def up_forward(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    given = SPEC.check(locals())
-    options: dict[str, Any] = {"activation": activation, "transposed": transposed, "config": config}
-    launch(**given.operands(), at=given.located(), **options)
-    return SPEC.results(given)
+    return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
@@ -175,7 +172,6 @@ UP_FORWARD = Product(
     up_forward,
     SPEC,
     kernels=_kernels,
-    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
     in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
     tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d),
     kernel=kernel,

@@ -8,7 +8,7 @@ follows from shapes and device alone.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product as every
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,29 +63,25 @@ def up_formula(m: Namespace, dh: Any, x: Any, *, gather: bool = True) -> Any:
     return m.outer(dh, m.gather(x) if gather else x)
 
 
-def _workspace(name: str, shape: str) -> Callable[[Mapping[str, int], TileConfig | None], tuple[int, ...]]:
+def _workspace(name: str, shape: str, letters: Mapping[str, int], config: TileConfig | None) -> tuple[int, ...]:
     """A specification's, of a gradient of this shape."""
-
-    def lengths(letters: Mapping[str, int], config: TileConfig | None) -> tuple[int, ...]:
-        where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
-        elements = workspace_elements(name, where, dw, config)
-        return (elements,) if elements else ()
-
-    return lengths
+    where, dw = (letters["R"], letters["E"], current_device()), tuple(letters[letter] for letter in shape.split())
+    elements = workspace_elements(name, where, dw, config)
+    return (elements,) if elements else ()
 
 
 _DOWN = Specification(
     inputs=(Array("d_out", "T d", ordered="R d", fetched=True), Array("a_scaled", "R n")),
     outputs=(Array("dw", "E d n", f32=True, tile=by_tile),),
     formula=down_formula,
-    workspace=_workspace(DOWN, "E d n"),
+    workspace=partial(_workspace, DOWN, "E d n"),
 )
 # weight.cu has the gathered rows' columns, d of them, down its tiles, which it stores transposed in dW_up.
 _UP = Specification(
     inputs=(Array("dh", "R h"), Array("x", "T d", ordered="R d", fetched=True)),
     outputs=(Array("dw", "E h d", f32=True, tile=lambda config, halves: (config.tile_n, BM)),),
     formula=up_formula,
-    workspace=_workspace(UP, "E h d"),
+    workspace=partial(_workspace, UP, "E h d"),
 )
 
 
@@ -192,7 +188,7 @@ def sum_kernel(tile_n: int, sources: Path | None = None) -> Kernel:
 
 
 def _widths(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of the gathered and of the ordered rows of a weight gradient of ``shape``."""
+    """Widths of the gathered and of the ordered rows of a weight gradient of ``shape``."""
     _, outer, inner = shape
     return (inner, outer) if name == UP else (outer, inner)
 
@@ -207,7 +203,7 @@ def _partials_offset(units: int) -> int:
 
 
 def _unit_bytes(config: TileConfig) -> int:
-    """Of the two partials that a unit may leave."""
+    """Bytes of the two partials that a unit may leave."""
     return 2 * config.cluster * BM * config.tile_n * 4
 
 
@@ -324,7 +320,7 @@ def _product(name: str, run: Callable[..., Any], spec: Specification) -> Product
         run,
         spec,
         kernels=lambda: _kernels(name),
-        launched=lambda sizes, config, variant, build: [
+        parts=lambda sizes, config, variant, build: [
             kernel(config, variant, build),
             sum_kernel(config.tile_n, build.sources),
         ],

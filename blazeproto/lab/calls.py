@@ -256,7 +256,7 @@ class Setting(NamedTuple):
         """Those that a call launches, the main one first."""
         entry = PRODUCTS[self.product]
         tiles = self.config or (entry.tiles(self.sizes) if entry.tiles else None)
-        return entry.launched(self.sizes, tiles, entry.variant._replace(activation=self.activation), build)
+        return entry.launches(self.sizes, tiles, entry.variant._replace(activation=self.activation), build)
 
 
 # --- Memory that shows what is written to it -------------------------------------------------------------------------------

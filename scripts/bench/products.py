@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class Arrays:
         self.input = cache(self._input)
 
     def lengths(self, letters: str) -> list[int]:
-        """Of an array of a product's specification."""
+        """The lengths of an array of a product's specification."""
         return [self.shape.sizes.letters[letter] for letter in letters.split()]
 
     def _input(self, letters: str, dtype: str) -> torch.Tensor:
@@ -106,7 +106,7 @@ def versions(name: str, a: Arrays, config: gemm.TileConfig | None) -> dict[str, 
     transposed = inner not in by_letter
     rows, weights = by_letter[outer if transposed else inner], inputs[matrix.name]
     made, ordered_rows = a.output(f"R {inner if transposed else outer}", "bfloat16"), a.rows(rows)
-    plain = partial(gemm.grouped_mm, weights=weights, transposed=transposed, out=made, **options)
+    plain: Any = partial(cast(Any, gemm.grouped_mm), weights=weights, transposed=transposed, out=made, **options)
     calls["plain"] = partial(plain, ordered_rows)
     calls["torch"] = partial(F.grouped_mm, ordered_rows, weights if transposed else weights.mT, offs=a.ends)
     if rows.index == "token":

@@ -105,7 +105,7 @@ def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Ker
             variant = Variant(activation=activation, bias=bias)
             for name in WITH_TICKETS:
                 for config in tiles_of_layer(name, TICKET_REDUCTION):
-                    kernels += gemm.PRODUCTS[name].launched(Sizes(0, 8, 8, 1, 1), config, variant, Build())
+                    kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
     return kernels
 
 

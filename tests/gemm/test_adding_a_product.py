@@ -58,9 +58,7 @@ def down_weighted(
     stream: int | None = None,
 ) -> Any:
     """y = S act W_down^T. act (R, n), down_proj (E, d, n), bf16, scores (P,) fp32, and a dispatch -> y (R, d) bf16."""
-    given = SPEC.check(locals())
-    launch(**given.operands(), at=given.located(), config=config)
-    return SPEC.results(given)
+    return SPEC.run(launch, locals(), "config")
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
@@ -90,10 +88,8 @@ DOWN_WEIGHTED = Product(
     down_weighted,
     SPEC,
     kernels=lambda: [*map(kernel, CANDIDATES["down_forward"])],
-    launched=lambda sizes, config, variant, build: [kernel(config, variant, build)],
-    in_layer=lambda sizes, up, down: [(sizes, TILES["down_forward"], down)],
-    tiles=lambda sizes: TILES["down_forward"],
     kernel=kernel,
+    tiles=lambda sizes: TILES["down_forward"],
 )
 '''
 SCORE = """    DEVICE float score_of(const RowTile& tile, int h) const {
@@ -134,7 +130,6 @@ made = compile_many([bench.kernel, *gemm.PRODUCTS[name].kernels()])
 assert all(kernel.registers and not kernel.spills for kernel in made)
 assert {*gemm.PRODUCTS[name].kernels()} <= {*gemm.all_kernels()}
 assert any(kernel.file == "weighted.cu" for kernel in fuzz.kernels_of_products(range(1)))
-assert any(kernel.file == "weighted.cu" for kernel in gemm.prepare(128, 64, 4, 2, jobs=2))
 sizes = gemm.Sizes(64, 32, 16, 4, 2)
 assert gemm.PRODUCTS[name].operations(sizes) == 2 * 128 * 32 * 16
 assert cost.product_floor_ms(name, sizes) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from blazeproto import gemm
 from blazeproto.dispatch import Dispatch
 from blazeproto.dispatch.reference import build_dispatch
 from blazeproto.gemm import arguments, weight
+from blazeproto.gemm.linear import GROUPED_MM
+from blazeproto.gemm.specification import Specification
 from blazeproto.runtime import driver
 from tests.gemm.test_current_gpu import bf16, f32, on_gpu_0
 
@@ -113,7 +116,7 @@ def _gpu_0_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("function", "arguments", "error", "message"), BAD)
 def test_bad_input_is_named(function: str, arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        getattr(gemm, function)(**{"dispatch": DISPATCH} | arguments)
+        RUNS[function](**{"dispatch": DISPATCH} | arguments)
 
 
 @pytest.mark.parametrize(("width", "offset"), [(512, 0), (256, 16)])
@@ -158,32 +161,28 @@ VARYING = {"top_k": None, "pair_tokens": Spec((R,), "int32"), "token_offsets": S
 X, H, ACT, Y, UP_PROJ, DOWN_PROJ = (
     Spec(shape) for shape in ((T, D), (R, 2 * N), (R, N), (R, D), (E, 2 * N, D), (E, D, N))
 )
-SOUND = {
-    "up_forward": {"x": X, "up_proj": UP_PROJ, "bias": Spec((E, 2 * N)), "h": H, "act": ACT},
-    "grouped_mm": {"a": ACT, "weights": DOWN_PROJ, "bias": Spec((E, D)), "out": Y},
-    "down_forward": {"act": ACT, "down_proj": DOWN_PROJ, "bias": Spec((E, D)), "y": Y},
-    "up_backward_act": {"dh": H, "up_proj": UP_PROJ, "dx_rows": Y},
-    "down_forward_fused": {"act": ACT, "down_proj": DOWN_PROJ, "scores": scores(), "out_f32": Spec((T, D), "float32")},
-    "combine": {"y": Y, "scores": scores(), "out": X},
-    "down_backward_act": {"d_out": X, "down_proj": DOWN_PROJ, "h": H, "scores": scores(), "dh": H, "a_scaled": ACT},
-    "down_backward_weight": {"d_out": X, "a_scaled": ACT, "dw": DOWN_PROJ},
-    "up_backward_weight": {"dh": H, "x": X, "dw": UP_PROJ},
-    "expert_row_sum": {"values": Y, "scores": scores(), "out": Spec((E, D), "float32")},
-    "bias_score_grad": {"d_out": X, "down_bias": Spec((E, D)), "d_scores": scores()},
-}
+SPECIFICATIONS = {name: product.spec for name, product in gemm.PRODUCTS.items()} | {"grouped_mm": GROUPED_MM}
+RUNS = {name: product.run for name, product in gemm.PRODUCTS.items()} | {"grouped_mm": gemm.grouped_mm}
+LENGTHS = gemm.Sizes(T, D, N, E, K).letters | {"width": D, "reduction": N}
+
+
+def sound(spec: Specification) -> dict[str, Spec]:
+    """Arrays that a call may have, all but its low-rank factors."""
+    arrays = [array for array in (*spec.inputs, *spec.outputs) if not array.name.startswith("low ")]
+    shapes = {array.name: tuple(LENGTHS[letter] for letter in array.shape.split()) for array in arrays}
+    return {array.name: Spec(shapes[array.name], array.dtype) for array in arrays}
+
+
+SOUND = {name: sound(spec) for name, spec in SPECIFICATIONS.items()}
 REQUIRED = {  # arrays that are not given, and not made either
-    "up_forward": ("x", "up_proj"),
-    "grouped_mm": ("a", "weights"),
-    "down_forward": ("act", "down_proj"),
-    "up_backward_act": ("dh", "up_proj"),
-    "down_forward_fused": ("act", "down_proj", "scores", "out_f32"),
-    "combine": ("y",),
-    "down_backward_act": ("d_out", "down_proj", "h", "scores"),
-    "down_backward_weight": ("d_out", "a_scaled"),
-    "up_backward_weight": ("dh", "x"),
-    "expert_row_sum": ("values",),
-    "bias_score_grad": ("d_out", "down_bias", "d_scores"),
+    name: [
+        array.name
+        for array in (*spec.inputs, *spec.outputs)
+        if not array.optional and (array in spec.inputs or array.added)
+    ]
+    for name, spec in SPECIFICATIONS.items()
 }
+WRITTEN = {name: [array.name for array in spec.outputs] for name, spec in SPECIFICATIONS.items()}
 REFUSED = [  # function, arguments, fields of the dispatch, error, message
     ("up_forward", {"activation": "swigul"}, {}, ValueError, "activation: expected one of .* did you mean 'swiglu'"),
     ("up_forward", {"config": {"tile_n": 256}}, {}, TypeError, "config: expected a TileConfig or None, got dict"),
@@ -274,7 +273,7 @@ def call(by_twin: bool, function: str, changes: dict, fields: dict | None = None
 
     lists = {name: made(value) for name, value in (LISTS | (fields or {})).items()}
     given = {name: made(value) for name, value in (SOUND[function] | changes).items()}
-    run = gemm.TWINS[function] if by_twin else getattr(gemm, function)
+    run = (gemm.TWINS if by_twin else RUNS)[function]
     return run(**{"dispatch": Dispatch(**lists)} | given)
 
 
@@ -287,27 +286,31 @@ def test_products_and_twins_refuse_the_same(
         call(by_twin, function, changes, fields)
 
 
-def test_every_product_has_sound_arguments_above() -> None:
-    """So that no product is left out, and each refusal is of what a case changed."""
-    assert SOUND.keys() >= gemm.PRODUCTS.keys()
-    for function in SOUND:
-        call(True, function, {})
+@pytest.mark.parametrize("function", SOUND)
+def test_the_arguments_above_are_sound(function: str) -> None:
+    """So that each refusal is of what a case changed; and every array is a parameter of the function."""
+    call(True, function, {})
+    assert SOUND[function].keys() <= inspect.signature(gemm.TWINS[function]).parameters.keys()
 
 
-WRITTEN = {
-    "up_forward": ("h", "act"),
-    "grouped_mm": ("out",),
-    "down_forward": ("y",),
-    "up_backward_act": ("dx_rows",),
-    "down_forward_fused": ("out_f32",),
-    "combine": ("out",),
-    "down_backward_act": ("dh", "a_scaled"),
-    "down_backward_weight": ("dw",),
-    "up_backward_weight": ("dw",),
-    "expert_row_sum": ("out",),
-    "bias_score_grad": ("d_scores",),
+BY_TORCH_ALONE = {"act", "needs"}  # of down_backward_act's formula: what a backend has kept, and what it wants
+
+
+@pytest.mark.parametrize("function", SOUND)
+def test_a_formula_takes_what_the_function_takes(function: str) -> None:
+    """A parameter of another name would never be handed to it."""
+    (m, *parameters), public = (
+        inspect.signature(thing).parameters for thing in (SPECIFICATIONS[function].formula, RUNS[function])
+    )
+    assert m == "m" and {*parameters} - BY_TORCH_ALONE <= public.keys()
+
+
+MAY_BE_ONE = {  # an output and the input that it may lie over, where the two are of one shape
+    (name, array.name, array.over)
+    for name, spec in SPECIFICATIONS.items()
+    for array in spec.outputs
+    if array.over and SOUND[name][array.name] == SOUND[name][array.over]
 }
-MAY_BE_ONE = {("down_backward_act", "dh", "h"), ("up_backward_act", "dx_rows", "dh")}  # here, where 2 N = D
 
 
 @pytest.mark.parametrize("function", SOUND)
@@ -345,7 +348,7 @@ def test_twins_fill_the_outputs_that_are_given(function: str) -> None:
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     dispatch = build_dispatch(ids, E)
-    outputs = set(WRITTEN[function]) - set(REQUIRED[function])
+    outputs = {*WRITTEN[function]} - {*REQUIRED[function]}
     inputs = {name: rng.normal(size=spec.shape) for name, spec in SOUND[function].items() if name not in outputs}
     run = gemm.TWINS[function]
     made = run(**{name: array.copy() for name, array in inputs.items()}, dispatch=dispatch)

@@ -12,6 +12,7 @@ import pytest
 from blazeproto.gemm import launch, weight
 from blazeproto.gemm.combine import column_slices, slice_widths
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import BF16, Element
 from blazeproto.runtime import driver
 
 
@@ -30,6 +31,7 @@ class FakeDriver:
         self.launches: list[tuple[Any, ...]] = []
         self.errors: list[int] = []  # of the next launches
         self.encoded = self.replaced = self.contexts = 0
+        self.dtypes: list[int] = []  # of the encoded tensor maps
         self.struct_bytes = 384
 
     def launchKernel(self, *arguments: int) -> None:
@@ -42,6 +44,7 @@ class FakeDriver:
 
     def encode(self, where: int, dtype: int, rank: int, address: int, shape: Any, *_: Any) -> int:
         self.encoded += 1
+        self.dtypes.append(dtype)
         ctypes.memset(where, 0, launch.MAP_BYTES)
         ctypes.memmove(where + 16, shape, 8 * rank)
         return self.replace(where, address)
@@ -89,6 +92,14 @@ def test_only_addresses_change_between_launches(fake: FakeDriver) -> None:
             assert data[(index - 1) * launch.MAP_BYTES : index * launch.MAP_BYTES] == bytes(launch.MAP_BYTES)
         assert struct.unpack_from("2Q2i", data, 4 * launch.MAP_BYTES) == (word, 13, 7, -8)
     assert fake.encoded == 2
+
+
+def test_a_tensor_map_has_its_element(fake: FakeDriver) -> None:
+    byte, shape = Element(1, 0, "e4m3", 32), ((64, 5), (64, 64))
+    boxes = (launch.dense_box(*shape), launch.dense_box(*shape, byte), None, None)
+    assert [box.strides for box in boxes[:2]] == [(128,), (64,)]
+    launch.Plan(Kernel("up.cu", "up", {}, 1000, 384), PARAMS, boxes, (7, -8), grid=3, device=1).fill((1, 2), (3, 4))
+    assert fake.dtypes == [BF16.tma, byte.tma] == [9, 0]  # CUtensorMapDataType
 
 
 def test_a_plan_wants_as_many_addresses_as_maps_and_words(fake: FakeDriver) -> None:

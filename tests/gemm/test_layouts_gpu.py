@@ -53,7 +53,7 @@ class Layer:
         self.up_b, self.down_a = normal(E, width, rank, scale=0.2), normal(E, rank, n, scale=0.2)
 
     def alternate(self, t: Tensor, dim: int = 1) -> Tensor:
-        """Of halves along a dimension, gate and up in turn."""
+        """Gate and up in turn, of halves along a dimension."""
         moved = t.movedim(dim, -1)
         return side_by_side(*gate_and_up(moved, self.activation), alternating(self.activation)).movedim(-1, dim)
 
