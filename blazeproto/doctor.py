@@ -171,7 +171,7 @@ def _machine(gpu: Gpu | None) -> list[Check]:
 
 
 def _cuda(gpu: Gpu | None, compiler: "Run", mend: str) -> Check:
-    """Of the CUDA packages, whose major version the driver must run."""
+    """The check of the CUDA packages, whose major version the driver must run."""
     version = _version_of(compiler)
     if not version:
         return Check("CUDA", "", MISSING, "no NVRTC that says its version", mend)

@@ -7,8 +7,8 @@
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import fields
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.operators import autocast_dtype
-from blazeproto.autograd.policy import check_options
+from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import make_router, router_keywords
@@ -52,12 +52,11 @@ class MoE(nn.Module, Shown):
 
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
-        activation: a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
-        save, backend, combine, row_capacity, workspace_bytes: see `blazeproto.autograd.moe_mlp`.
+        keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
         device, dtype: of the parameters. A layer of float32 takes x in bf16 or fp16 too and computes in x's dtype; the gradients
             of its experts' weights are then float32 sums, never rounded to x's dtype, to be added up over micro-batches.
 
@@ -71,6 +70,11 @@ class MoE(nn.Module, Shown):
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
     """
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # the options, properties that are made below
+
+    @takes_options(rest="router_options")
     def __init__(
         self,
         d_model: int,
@@ -78,18 +82,12 @@ class MoE(nn.Module, Shown):
         num_experts: int,
         top_k: int,
         *,
-        activation: str = "swiglu",
         router: str | nn.Module = "top_k",
         bias: bool = False,
         d_shared: int = 0,
-        save: SavePolicy | str = SavePolicy.MINIMAL,
-        backend: str = "auto",
-        combine: str = "gather",
-        row_capacity: int | None = None,
-        workspace_bytes: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **router_options: Any,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -103,44 +101,37 @@ class MoE(nn.Module, Shown):
         boolean("bias", bias)
         if dtype not in (None, *FLOAT_DTYPES):
             raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
-        if workspace_bytes is not None:
-            integer("workspace_bytes", workspace_bytes, least=1)
-        if row_capacity is not None:
-            integer("row_capacity", row_capacity, least=0)
-        check_options(activation=activation, save=save, backend=backend, combine=combine)
-
+        options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
+        self.options = replace(options, save=SavePolicy(options.save))
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
-        self.activation, self.backend, self.combine = activation, backend, combine
-        self.save = SavePolicy(save)
-        self.row_capacity, self.workspace_bytes = row_capacity, workspace_bytes
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
-            _check_keywords(router_options)
-            router = make_router(router, d_model, num_experts, top_k, **where, **router_options)
+            _check_keywords(keywords)
+            router = make_router(router, d_model, num_experts, top_k, **where, **keywords)
         elif not isinstance(router, nn.Module):
             raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
-        elif router_options:
-            raise TypeError(f"router: a module brings its own options, got {sorted(router_options)} too")
+        elif keywords:
+            raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
         for name, size in (("num_experts", num_experts), ("top_k", top_k)):
             if (routed := getattr(router, name, size)) != size:
                 raise ValueError(f"router: expected one for {name}={size}, got one for {routed}")
         self.router = router
 
-        up_width = d_expert * activation_named(activation).halves
-        self.up_name = _up_name(activation)
+        up_width = d_expert * activation_named(options.activation).halves
+        self.up_name = _up_name(options.activation)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, d_model, d_expert, **where))
         up_bias = nn.Parameter(torch.empty(num_experts, up_width, **where)) if bias else None
         self.register_parameter(f"{self.up_name}_bias", up_bias)
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
-        self.shared_expert = SharedExpert(d_model, d_shared, activation, **where) if d_shared else None
+        self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
 
-        if backend == "hopper" and self.down_proj.device.type != "meta":
+        if options.backend == "hopper" and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
             on_host = self.down_proj.device.type == "cpu" and torch.cuda.is_available()
             device = torch.device("cuda") if on_host else self.down_proj.device
-            backend_on(backend, device, torch.bfloat16, num_experts, d_model, d_expert)
+            backend_on("hopper", device, torch.bfloat16, num_experts, d_model, d_expert)
         self.reset_parameters()
 
     @property
@@ -179,22 +170,19 @@ class MoE(nn.Module, Shown):
             routing.scores,
             routing.experts,
             num_experts=self.num_experts,
-            activation=self.activation,
             up_bias=getattr(self, f"{self.up_name}_bias"),
             down_bias=self.down_proj_bias,
-            save=self.save,
-            backend=self.backend,
-            combine=self.combine,
-            row_capacity=self.row_capacity,
-            workspace_bytes=self.workspace_bytes,
+            options=self.options,
             pair_tokens=routing.pair_tokens,
             token_offsets=routing.token_offsets,
         )
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens)
         overflow = None
-        if self.row_capacity is not None:
-            overflow = (routing.load.sum(dim=0, keepdim=True, dtype=torch.int32) - self.row_capacity).clamp_min_(0)
+        if self.options.row_capacity is not None:
+            overflow = (
+                routing.load.sum(dim=0, keepdim=True, dtype=torch.int32) - self.options.row_capacity
+            ).clamp_min_(0)
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
 
@@ -262,7 +250,7 @@ class MoE(nn.Module, Shown):
         integer("num_tokens", num_tokens, least=0)
         choice, itemsize = self._varying_choice(), dtype.itemsize
         return saved_bytes(
-            self.save,
+            self.options.policy(trains_down=self.down_proj.requires_grad),
             num_tokens=num_tokens,
             d_model=self.d_model,
             d_expert=self.d_expert,
@@ -280,8 +268,24 @@ class MoE(nn.Module, Shown):
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"activation={self.activation}{biases}, save={self.save.value}, backend={self.backend}"
+            f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}"
         )
+
+
+def _option_of_layer(name: str) -> property:
+    def value(self: MoE) -> Any:
+        """An option of the experts, see `blazeproto.autograd.Options`."""
+        return getattr(self.options, name)
+
+    def set_value(self: MoE, value: Any) -> None:
+        self.options = replace(self.options, **{name: value})
+
+    return property(value, set_value)
+
+
+MoE.__doc__ = documented(MoE.__doc__)
+for _name in OPTION_NAMES:
+    setattr(MoE, _name, _option_of_layer(_name))
 
 
 class SharedExpert(nn.Module):

@@ -32,12 +32,21 @@ def refuse(line: str) -> NoReturn:
     sys.exit(2)
 
 
+def has_hopper() -> bool:
+    """Whether there is a GPU that runs the kernels."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def need_hopper() -> None:
     """`refuse` where there is no Hopper GPU: before anything is measured, and any file is written."""
     import torch
 
-    needed = "needs a CUDA device of compute capability 9.0"
-    if not torch.cuda.is_available():
-        refuse(f"{needed}, there is none; nothing was run")
-    if (capability := torch.cuda.get_device_capability()) != (9, 0):
-        refuse(f"{needed}, this one has {capability[0]}.{capability[1]}; nothing was run")
+    if not has_hopper():
+        found = (
+            f"this one has {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+            if torch.cuda.is_available()
+            else "there is none"
+        )
+        refuse(f"needs a CUDA device of compute capability 9.0, {found}; nothing was run")

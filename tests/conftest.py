@@ -1,8 +1,16 @@
-"""What every test shares: the ``gpu`` marker skips where there is no Hopper GPU; seeds."""
+"""What every test shares: the ``gpu`` marker, seeds, an order of one's own, and that a test leaves things as it found them.
+
+python -m pytest --order 7        # the tests shuffled by this seed
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,12 +24,23 @@ def _why_no_hopper() -> str | None:
     return None if capability == (9, 0) else f"needs a CUDA device of compute capability 9.0, this one has {capability}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order", type=int, metavar="SEED", help="shuffle the tests by this seed")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.getoption("--order")
+    return "order: as collected" if seed is None else f"order: shuffled, --order {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = _why_no_hopper()
     if reason is not None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if (seed := config.getoption("--order")) is not None:
+        random.Random(seed).shuffle(items)  # the same in each of xdist's processes
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +49,111 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+# --- As it was found -------------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """Something that outlives a test: how to look at it, and how to put it back."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _table(module: str, name: str) -> Kept:
+    """A module's dictionary, or a list; of the activations without those that a name with parameters has made."""
+
+    def found() -> Any:
+        return getattr(importlib.import_module(module), name)
+
+    def read() -> Any:
+        table = found()
+        if isinstance(table, dict):
+            return {key: value for key, value in table.items() if "(" not in str(key)}
+        return list(table) if isinstance(table, list) else table
+
+    def write(value: Any) -> None:
+        table = found()
+        if isinstance(table, dict):
+            for key in [key for key in table if "(" not in str(key)]:
+                del table[key]
+            table.update(value)
+        elif isinstance(table, list):
+            table[:] = value
+        else:
+            setattr(sys.modules[module], name, value)
+
+    return Kept(read, write)
+
+
+def _write_environment(value: dict[str, str]) -> None:
+    for key in _environment().keys() - value.keys():
+        del os.environ[key]
+    os.environ.update(value)
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith(("BLAZEPROTO_", "NUMBA_ENABLE_CUDASIM"))}
+
+
+def _gpus() -> tuple[int, ...]:
+    """The current GPU, as torch and as CuPy have it."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return ()
+    cupy = sys.modules.get("cupy")
+    return (torch.cuda.current_device(), *([] if cupy is None else [cupy.cuda.runtime.getDevice()]))
+
+
+KEPT = {
+    **{
+        f"{module}.{name}": _table(f"blazeproto.{module}", name)
+        for module, name in (
+            ("activations", "ACTIVATIONS"),
+            ("activations", "_TABLE"),
+            ("gemm.tiles", "TILES"),
+            ("gemm.tiles", "CANDIDATES"),
+            ("gemm.registry", "PRODUCTS"),
+            ("gemm.product", "DEBUG"),
+            ("gemm.product", "_edited"),
+            ("router.router", "ROUTERS"),
+        )
+    },
+    "the current GPU": Kept(_gpus, lambda value: torch.cuda.set_device(value[0]) if value else None),
+    "torch's default dtype": Kept(torch.get_default_dtype, torch.set_default_dtype),
+    "torch's deterministic algorithms": Kept(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    ),
+    "torch's filling of new memory": Kept(
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+    ),
+    "torch's threads": Kept(torch.get_num_threads, torch.set_num_threads),
+    "torch's matmul precision": Kept(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "whether gradients are on": Kept(torch.is_grad_enabled, torch.set_grad_enabled),
+    "BLAZEPROTO_*": Kept(_environment, _write_environment),
+}
+
+
+def _unlike(value: Any, other: Any) -> Any:
+    """The entries of a dictionary that the other one has not; another value itself."""
+    if not isinstance(value, dict):
+        return value
+    return {key: entry for key, entry in value.items() if key not in other or other[key] != entry}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was_found() -> Iterator[None]:
+    """Puts back what a test has left changed, and fails it: the next test must not depend on it."""
+    before = {name: kept.read() for name, kept in KEPT.items()}
+    yield
+    changed = []
+    for name, kept in KEPT.items():
+        after = kept.read()
+        if name == "the current GPU" and len(before[name]) < len(after):  # initialised since
+            before[name] = (0,) * len(after)
+        if after != before[name]:
+            kept.write(before[name])
+            changed.append(f"{name}: {_unlike(before[name], after)} before, {_unlike(after, before[name])} after")
+    if changed:
+        pytest.fail("the test leaves changed what others read: " + "; ".join(changed), pytrace=False)

@@ -28,7 +28,7 @@ from tests.integrations import titan
 ROOMS = (
     "blazeproto",
     *(f"blazeproto.{room}" for room in ("gemm", "dispatch", "router", "autograd", "lab")),
-    *(f"blazeproto.integrations.{program}" for program in ("transformers", "peft", "grouped")),
+    *(f"blazeproto.integrations.{program}" for program in ("transformers", "peft")),
     *(() if titan.missing() else ("blazeproto.integrations.torchtitan",)),
 )
 SYMBOLS = "T d n E K R P G m parts reduction columns d_model d_expert num_experts any"

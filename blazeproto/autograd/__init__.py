@@ -2,16 +2,19 @@
 
 from blazeproto.autograd import flops as _flops  # noqa: F401 - registers formulas
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
-from blazeproto.autograd.lora import LowRank, moe_mlp_lora
+from blazeproto.autograd.grouped import grouped_experts
+from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.mlp import moe_mlp
+from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
 
 __all__ = [
     "LowRank",
+    "Options",
     "SavePolicy",
     "checkpoint_contexts",
     "checkpoint_policy",
+    "grouped_experts",
     "moe_mlp",
-    "moe_mlp_lora",
     "saved_bytes",
 ]

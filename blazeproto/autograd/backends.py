@@ -23,13 +23,17 @@ LowRows = tuple[Tensor, Tensor]
 
 
 class Backend(Protocol):
-    """The steps of the expert MLP. A backend is a module with these functions: `hopper_backend`, `torch_backend`.
+    """The products of the expert MLP, in an order that `blazeproto.autograd.node` gives. A backend is a module with these
+    functions: `hopper_backend`, `torch_backend`.
 
     Shapes: x (T, d), up_proj (E, G n, d), down_proj (E, d, n), scores (T, K) or (P,), H (R, G n), act (R, n); G is 2 for a gated
     activation, else 1. H is the up projection of each row's token, with its bias if there is one; act is the activation of H.
-    ``rows`` is what the backend's ``rows_of`` made of the dispatch. Accumulators (``d_weight``, ``d_bias``) are float32 and are
-    added to. ``low`` is what low-rank factors add to a product (`LowRows`); r is a multiple of 8.
+    ``rows`` is what the backend's ``rows_of`` made of the dispatch. ``low`` is what low-rank factors add to a product
+    (`LowRows`); r is a multiple of 8. Accumulators are float32, or float64, and are added to and returned.
     """
+
+    READS_ACT: bool
+    """Whether `down_backward_act` reads act where it is there."""
 
     def build_dispatch(self, topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
         """topk_experts (T, K) or (P,), int32 or int64 -> fills expert_pair_indices (R,), expert_token_offsets (E+1,) and
@@ -38,6 +42,12 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
+    def low_rank_rows(
+        self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """-> (R, r) in a's dtype, new or in the place given: each row of a times its expert's factor (E, r, m)^T, or with
+        ``transposed`` (E, m, r).  a: (R, m) in expert order, or (T, m) with ``gather``."""
+
     def up_forward(
         self,
         x: Tensor,
@@ -45,18 +55,12 @@ class Backend(Protocol):
         bias: Tensor | None,
         rows: Any,
         activation: str,
+        low: LowRows | None = None,
         h: Tensor | None = None,
         act: Tensor | None = None,
-        low: LowRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """-> H and act, new or in the places given. low: rows (R, r) and factor (E, G n, r); H gets rows factor^T before bias and
         activation."""
-
-    def recompute_h(
-        self, x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Any, activation: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """For a backward pass whose H was not saved -> H, the same bits as in forward, and act if the backend has it at no cost,
-        else None."""
 
     def down_forward(
         self,
@@ -73,7 +77,7 @@ class Backend(Protocol):
     ) -> None:
         """-> out (T, d), in place. low: rows (R, r) and factor (E, d, r), for Y. overwrite_act: ``act`` may be written over."""
 
-    def down_backward(
+    def down_backward_act(
         self,
         needs: Sequence[bool],
         d_out: Tensor,
@@ -84,58 +88,42 @@ class Backend(Protocol):
         bias: Tensor | None,
         rows: Any,
         activation: str,
-        weight_dtype: torch.dtype,
-        d_weight: Tensor | None = None,
-        d_bias: Tensor | None = None,
-        *,
-        overwrite_h: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """-> those needed of dH, d_scores, d_down_proj, d_down_bias. act: where it was saved. overwrite_h: dH may lie over H."""
-
-    def up_backward(
-        self,
-        needs: Sequence[bool],
-        dh: Tensor,
-        x: Tensor,
-        up_proj: Tensor,
-        rows: Any,
-        weight_dtype: torch.dtype,
-        dx: Tensor | None = None,
-        d_weight: Tensor | None = None,
-        d_bias: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """-> those needed of dX, d_up_proj, d_up_bias. dx: a place to write to."""
-
-    def low_rank_rows(self, a: Tensor, weights: Tensor, rows: Any, *, gather: bool, transposed: bool) -> Tensor:
-        """-> (R, r) in a's dtype: each row of a times its expert's weights (E, r, m)^T, or with ``transposed`` (E, m, r).
-        a: (R, m) in expert order, or (T, m) with ``gather``."""
-
-    def down_backward_frozen(
-        self,
-        d_out: Tensor,
-        h: Tensor,
-        scores: Tensor,
-        down_proj: Tensor,
-        bias: Tensor | None,
-        rows: Any,
-        activation: str,
         low: LowRows | None = None,
         *,
         overwrite_h: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`down_backward` for a frozen weight -> dH, d_scores, S act (R, n). low: rows (R, r) and factor (E, r, n), for dA'
-        before the score."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """-> dH, d_scores and A' = S act (R, n), at least those needed. act: where it was saved.  bias: for d_scores.
+        low: rows (R, r) and factor (E, r, n), for dA' before the score.  overwrite_h: dH may lie over H."""
 
-    def up_backward_frozen(
-        self, dh: Tensor, x: Tensor, up_proj: Tensor, rows: Any, low: LowRows | None = None
+    def up_backward_act(
+        self, dh: Tensor, x: Tensor, up_proj: Tensor, rows: Any, low: LowRows | None = None, dx: Tensor | None = None
     ) -> Tensor:
-        """-> dX (T, d). low: rows (R, r) and factor (E, r, d), for a row's dX before its token's sum."""
+        """-> dX (T, d), new or in the place given. low: rows (R, r) and factor (E, r, d), for a row's dX before its token's
+        sum."""
 
-    def factor_gradient(
-        self, left: Tensor, ordered: Tensor, rows: Any, *, gather: bool, transposed: bool, dtype: torch.dtype
+    def weight_gradient(
+        self,
+        left: Tensor,
+        ordered: Tensor,
+        like: Tensor,
+        rows: Any,
+        accumulator: Tensor | None = None,
+        *,
+        gather: bool,
+        transposed: bool,
+        factor: bool = False,
     ) -> Tensor:
-        """-> (E, m, r) of ``dtype``, or with ``transposed`` (E, r, m): the sum over each expert's rows of left^T ordered; zeros
-        for an expert without rows. left: (R, m) in expert order, or (T, m) with ``gather``.  ordered: (R, r)."""
+        """The gradient of a weight or a low-rank factor, which lies as that does, ``like``, in its dtype; or the accumulator.
+
+        -> (E, m, k), or with ``transposed`` (E, k, m): the sum over each expert's rows of left^T ordered; zeros for an expert
+        without rows. left: (R, m) in expert order, or (T, m) with ``gather``.  ordered: (R, k).  factor: it is a factor.
+        """
+
+    def expert_row_sum(
+        self, values: Tensor, num_experts: int, rows: Any, scores: Tensor | None, accumulator: Tensor | None = None
+    ) -> Tensor:
+        """A bias's gradient, float32 or float64: (E, m) sums over each expert's rows, of S values gathered from (T, m), or
+        without scores of rows (R, m) as they are."""
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""What the arguments of ``moe_mlp`` must be. Everything is looked at on the host, before anything is launched."""
+"""What the tensors of ``moe_mlp`` and ``grouped_experts`` must be: looked at on the host, before anything is launched."""
 
 from typing import Any
 
@@ -7,68 +7,89 @@ from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import backend_on
+from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.operators import autocast_dtype
-from blazeproto.autograd.policy import check_options
+from blazeproto.autograd.options import Options
 from blazeproto.autograd.private import refuse_transforms
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
-from blazeproto.runtime.checks import integer
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def check_arguments(
+def check_experts(
+    function: str,
     x: Tensor,
-    gate_up_proj: Tensor,
+    up: tuple[Tensor, ...],
     down_proj: Tensor,
-    scores: Tensor,
-    topk_experts: Tensor | None,
-    *,
-    num_experts: int,
-    activation: str,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    save: str,
-    backend: str,
-    combine: str,
-    row_capacity: int | None,
-    workspace_bytes: int | None,
-    dispatch: Dispatch | None,
-    pair_tokens: Tensor | None,
-    token_offsets: Tensor | None,
+    up_factors: LowRank | None,
+    down_factors: LowRank | None,
+    *,
+    num_experts: int,
+    options: Options,
+    rows: str = "T",
 ) -> None:
-    """Raise ValueError or TypeError naming the first argument that does not fit. See ``moe_mlp`` for what fits."""
-    refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, scores, up_bias, down_bias))
-    check_options(activation=activation, save=save, backend=backend, combine=combine)
-    if not torch.compiler.is_compiling():
-        integer("num_experts", num_experts, least=1)
+    """Raise ValueError or TypeError naming the first of these that does not fit. See ``moe_mlp`` for what fits.
+
+    function: whose arguments they are.  up: gate_up_proj, or gate and up.  rows: what x has, in a shape.
+    """
+    factors = (*(up_factors or ()), *(down_factors or ()))
+    refuse_transforms(function, (x, *up, down_proj, up_bias, down_bias, *factors))
     _check_tensor("x", x, FLOAT_DTYPES)
     if x.dim() != 2:
-        raise ValueError(f"x: expected shape (T, d), got {tuple(x.shape)}")
-    (num_tokens, d_model), device = x.shape, x.device
-
+        raise ValueError(f"x: expected shape ({rows}, d), got {tuple(x.shape)}")
+    d_model, device = x.shape[1], x.device
     _check_tensor("down_proj", down_proj, FLOAT_DTYPES, device)
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
         )
     d_expert = down_proj.shape[2]
-    up_width = d_expert * activation_named(activation).halves
-    weights = (
-        ("gate_up_proj", gate_up_proj, (num_experts, up_width, d_model), "(E, 2n, d), ungated (E, n, d)"),
+    halves = activation_named(options.activation).halves
+    up_shape = (num_experts, d_expert * halves // len(up), d_model)
+    words = "(E, 2n, d), ungated (E, n, d)" if len(up) == 1 else "(E, n, d)"
+    weights: list[tuple[str, Any, tuple[int, ...], str]] = [
+        *(("gate_up_proj" if len(up) == 1 else f"gate_up_proj[{i}]", t, up_shape, words) for i, t in enumerate(up)),
         ("down_proj", down_proj, (num_experts, d_model, d_expert), "(E, d, n)"),
-        ("up_bias", up_bias, (num_experts, up_width), "(E, 2n), ungated (E, n)"),
+        ("up_bias", up_bias, (num_experts, d_expert * halves), "(E, 2n), ungated (E, n)"),
         ("down_bias", down_bias, (num_experts, d_model), "(E, d)"),
-    )
-    autocast = autocast_dtype(device.type)
-    weight: Any
+    ]
     for name, weight, shape, words in weights:
         if weight is None and name.endswith("_bias"):
             continue
         _check_tensor(name, weight, FLOAT_DTYPES, device, shape, words)
         _check_dtype(name, weight, x)
+    if up[-1].dtype != up[0].dtype:
+        raise ValueError(f"gate_up_proj[1]: expected dtype {up[0].dtype} as gate_up_proj[0] has, got {up[-1].dtype}")
+    _check_factors("up_factors", up_factors, x, (num_experts, d_expert * halves, d_model))
+    _check_factors("down_factors", down_factors, x, tuple(down_proj.shape))
+    if down_factors is not None and options.combine == "fused":
+        raise ValueError("combine: expected 'gather' with down_factors, got 'fused'")
+    on_gpu, backend = device.type == "cuda", options.backend
+    if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
+        raise ValueError(
+            f'x: expected fewer than {GATHERED_ELEMENTS} elements unless backend="torch", got {tuple(x.shape)}'
+        )
+    if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
+        backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
 
+
+def check_choice(
+    x: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor | None,
+    dispatch: Dispatch | None,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    *,
+    num_experts: int,
+    options: Options,
+) -> None:
+    """The same for the experts of each token, and the options that not every choice takes."""
+    num_tokens, device = x.shape[0], x.device
     _check_tensor("scores", scores, FLOAT_DTYPES, device)
     if (pair_tokens is None) != (token_offsets is None):
         raise ValueError("pair_tokens: expected together with token_offsets, got one without the other")
@@ -76,39 +97,33 @@ def check_arguments(
         if topk_experts is not None or pair_tokens is not None:
             raise ValueError("dispatch: expected without topk_experts, pair_tokens and token_offsets, got both")
         _check_dispatch(num_tokens, num_experts, device, scores, dispatch)
-    else:
-        _check_choice(num_tokens, num_experts, device, scores, topk_experts, pair_tokens, token_offsets)
-    if row_capacity is not None:
-        if not torch.compiler.is_compiling():  # to whom it may be a symbol
-            integer("row_capacity", row_capacity, least=0)
-        if dispatch is not None:
-            raise ValueError(f"row_capacity: expected None with dispatch=, which has its rows, got {row_capacity}")
-    if workspace_bytes is not None:
-        if dispatch is not None or pair_tokens is not None:
+        if options.row_capacity is not None:
             raise ValueError(
-                "workspace_bytes: expected None with dispatch= or a varying number of experts per token (chunks of tokens "
-                f"need a fixed K and a dispatch each), got {workspace_bytes}"
+                f"row_capacity: expected None with dispatch=, which has its rows, got {options.row_capacity}"
             )
-        if not torch.compiler.is_compiling():
-            integer("workspace_bytes", workspace_bytes, least=1)
-    if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and device.type == "cuda")):
+    else:
+        _check_ids(num_tokens, device, scores, topk_experts, pair_tokens, token_offsets)
+    if options.workspace_bytes is not None and (dispatch is not None or pair_tokens is not None):
         raise ValueError(
-            f'x: expected fewer than {GATHERED_ELEMENTS} elements unless backend="torch", got {tuple(x.shape)}'
+            "workspace_bytes: expected None with dispatch= or a varying number of experts per token (chunks of tokens "
+            f"need a fixed K and a dispatch each), got {options.workspace_bytes}"
         )
-    if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
-        backend_on(backend, device, autocast or x.dtype, num_experts, d_model, d_expert)
 
 
-def check_frozen(**weights: Tensor | None) -> None:
-    """ValueError for the first of these that requires a gradient."""
-    for name, weight in weights.items():
-        if weight is not None and weight.requires_grad:
-            raise ValueError(f"{name}: expected frozen, requires_grad=False, got one that requires a gradient")
+def check_counts(x: Tensor, counts: Tensor, num_experts: int) -> None:
+    """The same for the rows of each expert, where rows have arrived."""
+    _check_tensor("counts", counts, INDEX_DTYPES, x.device, (num_experts,), "(E,)")
+    if not num_experts:
+        raise ValueError("down_proj: expected shape (E, d, n), E >= 1, got no experts")
 
 
-def check_factors(name: str, a: Any, b: Any, x: Tensor, weight_shape: tuple[int, ...]) -> None:
-    """Raise ValueError or TypeError for the low-rank factors of a weight (E, out, in), a (E, r, in) and b (E, out, r)."""
-    num_experts, width_out, width_in = weight_shape
+def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: tuple[int, ...]) -> None:
+    """weight_shape: (E, out, in)."""
+    if factors is None:
+        return
+    if not isinstance(factors, LowRank):
+        raise TypeError(f"{name}: expected a LowRank or None, got {type(factors).__name__}")
+    (a, b), (num_experts, width_out, width_in) = factors, weight_shape
     for which, factor in (("a", a), ("b", b)):
         _check_tensor(f"{name}.{which}", factor, FLOAT_DTYPES, x.device)
         _check_dtype(f"{name}.{which}", factor, x)
@@ -128,9 +143,8 @@ def _check_dtype(name: str, weight: Tensor, x: Tensor) -> None:
         )
 
 
-def _check_choice(
+def _check_ids(
     num_tokens: int,
-    num_experts: int,
     device: torch.device,
     scores: Tensor,
     topk_experts: Tensor | None,
@@ -200,6 +214,8 @@ def _check_tensor(
     """words: the shape in symbols."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if hasattr(tensor, "placements"):
+        raise TypeError(f"{name}: expected a torch.Tensor that is local, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:

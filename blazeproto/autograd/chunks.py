@@ -9,11 +9,12 @@ in arrays whose slices are the chunks: pair p of a chunk counts from the chunk's
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.policy import padded_rank
 from blazeproto.dispatch.structures import Dispatch
 
 WHOLE = 0
@@ -29,9 +30,9 @@ class Chunk(NamedTuple):
     dispatch: Dispatch
 
 
-def take(t: Tensor, part: slice | None) -> Tensor:
-    """The part of an array that a chunk has."""
-    return t if part is None else t[part]
+def take(t: Any, part: slice | None) -> Any:
+    """The part of an array that a chunk has, of None, None."""
+    return t if t is None or part is None else t[part]
 
 
 def chunks_of(
@@ -71,9 +72,12 @@ def chunk_tokens_for(
     activation: str,
     itemsize: int,
     row_capacity: int | None = None,
+    up_rank: int = 0,
+    down_rank: int = 0,
 ) -> int:
     """Tokens in a chunk, spread evenly over as few chunks as fit the workspace; WHOLE where all do, or it is None.
 
+    up_rank, down_rank: of low-rank factors.
     row_capacity: bounds the rows of a whole batch, but not those of a chunk, which may have a row for each of its pairs.
 
     Counts what one token needs for what lives only during a chunk, in the widest moment of forward and backward: as the
@@ -84,12 +88,17 @@ def chunk_tokens_for(
     """
     if workspace_bytes is None or num_tokens == 0:
         return WHOLE
-    up_width = d_expert * activation_named(activation).halves
+    up_width, up_rank, down_rank = (
+        d_expert * activation_named(activation).halves,
+        *map(padded_rank, (up_rank, down_rank)),
+    )
     moments = (
-        up_width + d_expert,  # up forward: H, act
-        d_expert + d_model,  # down forward: act, Y
-        up_width + d_expert,  # down backward: H, which dH is written over, or dH where H is saved and kept; and A'
-        up_width + d_model,  # up backward: dH, dX~
+        up_width + d_expert + up_rank,  # up forward: H, act; X A^T
+        d_expert + d_model + down_rank,  # down forward: act, Y; act A^T
+        # Down backward: H, which dH is written over, or dH where H is saved and kept; and A'. With factors X A^T; dO B, act A^T,
+        # and S act A^T in float32 and rounded.
+        up_width + d_expert + up_rank + 5 * down_rank,
+        up_width + d_model + 2 * up_rank,  # up backward: dH, dX~; X A^T, dH B
     )
     bytes_per_row = max(moments) * itemsize
     bytes_per_token = top_k * bytes_per_row

@@ -32,6 +32,8 @@ from blazeproto.gemm.rows import LowRank
 from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
 from blazeproto.runtime.arrays import current_stream
 
+READS_ACT = False  # `down_backward_act` makes it in registers
+
 
 def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
     ids = topk_experts if topk_experts.dim() == 2 else topk_experts[:, None]  # (P,): one pair a "token"
@@ -65,9 +67,9 @@ def up_forward(
     bias: Tensor | None,
     rows: Addresses,
     activation: str,
+    low: LowRows | None = None,
     h: Tensor | None = None,
     act: Tensor | None = None,
-    low: LowRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, up_width = rows.num_rows, up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h is None else h
@@ -80,13 +82,6 @@ def up_forward(
     added = _low_rank(low, turned=transposed)
     up.launch(x, up_proj, rows, activation=activation, transposed=transposed, bias=bias, low=added, h=h, act=act)
     return h, act
-
-
-def recompute_h(
-    x: Tensor, up_proj: Tensor, bias: Tensor | None, rows: Addresses, activation: str
-) -> tuple[Tensor, Tensor | None]:
-    """act, which the kernel makes along, is dropped: `down_backward` has it in registers."""
-    return up_forward(x, up_proj, bias, rows, activation)[0], None
 
 
 def down_forward(
@@ -119,7 +114,7 @@ def down_forward(
         del y  # before the next one is allocated
 
 
-def down_backward(
+def down_backward_act(
     needs: Sequence[bool],
     d_out: Tensor,
     h: Tensor,
@@ -129,38 +124,11 @@ def down_backward(
     bias: Tensor | None,
     rows: Addresses,
     activation: str,
-    weight_dtype: torch.dtype,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-    *,
-    overwrite_h: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    needs_h, needs_scores, needs_weight, needs_bias = needs
-    d_out, scores = _ready(d_out), _ready(scores)
-    dh = d_scores = None
-    if needs_h or needs_scores or needs_weight:  # one kernel makes all three, with act in its registers
-        of_scores = bias if needs_scores else None
-        saved = (h, scores, down_proj, of_scores, rows, activation)
-        dh, d_scores, a_scaled = down_backward_frozen(d_out, *saved, overwrite_h=overwrite_h)
-        if needs_weight:
-            d_weight = _weight_gradient(weight.DOWN, d_out, a_scaled, down_proj, rows, weight_dtype, d_weight)
-    if needs_bias:
-        d_bias = _expert_sum(d_out, down_proj, rows, d_bias, scores)
-    return dh if needs_h else None, d_scores if needs_scores else None, d_weight, d_bias
-
-
-def down_backward_frozen(
-    d_out: Tensor,
-    h: Tensor,
-    scores: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    rows: Addresses,
-    activation: str,
     low: LowRows | None = None,
     *,
     overwrite_h: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """One kernel makes all three, with act in its registers."""
     d_out, (lying, transposed), h, scores = _ready(d_out), _as_it_lies(down_proj), _ready(h), _ready(scores)
     num_rows, d_expert = h.shape[0], down_proj.shape[2]
     # Over H: a tile reads its part of H before it writes the same part of dH.
@@ -187,29 +155,7 @@ def down_backward_frozen(
     return dh, d_scores, a_scaled
 
 
-def up_backward(
-    needs: Sequence[bool],
-    dh: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    rows: Addresses,
-    weight_dtype: torch.dtype,
-    dx: Tensor | None = None,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    needs_x, needs_weight, needs_bias = needs
-    dh, x = _ready(dh), _ready(x)
-    if needs_x:
-        dx = up_backward_frozen(dh, x, up_proj, rows, dx=dx)
-    if needs_weight:
-        d_weight = _weight_gradient(weight.UP, x, dh, up_proj, rows, weight_dtype, d_weight)
-    if needs_bias:
-        d_bias = _expert_sum(dh, up_proj, rows, d_bias)
-    return dx, d_weight, d_bias
-
-
-def up_backward_frozen(
+def up_backward_act(
     dh: Tensor, x: Tensor, up_proj: Tensor, rows: Addresses, low: LowRows | None = None, dx: Tensor | None = None
 ) -> Tensor:
     dh, (lying, transposed) = _ready(dh), _as_it_lies(up_proj)
@@ -223,25 +169,13 @@ def up_backward_frozen(
     return dx
 
 
-# ---- low-rank factors ----------------------------------------------------------------------------------------------
-
-
-def low_rank_rows(a: Tensor, weights: Tensor, rows: Addresses, *, gather: bool, transposed: bool) -> Tensor:
-    a, weights = _ready(a), _ready(weights)
-    out = a.new_empty(rows.num_rows, weights.shape[2 if transposed else 1])
-    linear.launch(a, weights, rows, gather=gather, transposed=transposed, out=out, config=FACTOR_ROWS)
-    return out
-
-
-def factor_gradient(
-    left: Tensor, ordered: Tensor, rows: Addresses, *, gather: bool, transposed: bool, dtype: torch.dtype
+def low_rank_rows(
+    a: Tensor, factor: Tensor, rows: Addresses, *, gather: bool, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
-    left, ordered = _ready(left), _ready(ordered)
-    shape = (ordered.shape[1], left.shape[1]) if transposed else (left.shape[1], ordered.shape[1])
-    out = left.new_empty(rows.num_experts, *shape, dtype=torch.float32 if dtype == torch.float32 else left.dtype)
-    options: dict[str, Any] = {"gather": gather, "f32": dtype == torch.float32, "config": FACTOR_GRADIENT}
-    weight.launch(weight.UP if transposed else weight.DOWN, left, ordered, rows, dw=out, **options)
-    return cast(out, dtype)
+    a, factor = _ready(a), _ready(factor)
+    out = a.new_empty(rows.num_rows, factor.shape[2 if transposed else 1]) if out is None else out
+    linear.launch(a, factor, rows, gather=gather, transposed=transposed, out=out, config=FACTOR_ROWS)
+    return out
 
 
 def _low_rank(low: LowRows | None, *, turned: bool) -> LowRank | None:
@@ -252,45 +186,46 @@ def _low_rank(low: LowRows | None, *, turned: bool) -> LowRank | None:
     return LowRank(_ready(rows), _ready(factor.mT if turned else factor))
 
 
-def _weight_gradient(
-    product: str,
-    gathered: Tensor,
+# ---- sums over an expert's rows --------------------------------------------------------------------------------------
+
+
+def weight_gradient(
+    left: Tensor,
     ordered: Tensor,
-    of: Tensor,
+    like: Tensor,
     rows: Addresses,
-    dtype: torch.dtype,
-    accumulator: Tensor | None,
+    accumulator: Tensor | None = None,
+    *,
+    gather: bool,
+    transposed: bool,
+    factor: bool = False,
 ) -> Tensor:
-    """Of a weight: a new tensor of ``dtype`` that lies as the weight does, or added to the fp32 ``accumulator``."""
-    dw = torch.empty_like(of, dtype=dtype) if accumulator is None else accumulator
-    lying = dw
-    if not dw.is_contiguous():  # one product's gradient transposed is what the other makes
-        lying, product = dw.mT, weight.UP if product == weight.DOWN else weight.DOWN
-    elements = weight.workspace_elements(product, rows.where, lying.shape)
-    weight.launch(
-        product,
-        gathered,
-        ordered,
-        rows,
-        dw=lying,
-        f32=dw.dtype == torch.float32,
-        accumulate=accumulator is not None,
-        workspace=dw.new_empty(elements, dtype=torch.float32) if elements else None,
-    )
-    return dw
+    """A float32 gradient is the kernel's sum as it is; the others are rounded to the operands' dtype by the kernel."""
+    left, ordered = _ready(left), _ready(ordered)
+    dtype = torch.float32 if like.dtype == torch.float32 else left.dtype
+    dw = torch.empty_like(like, dtype=dtype) if accumulator is None else accumulator
+    # One product's gradient transposed is what the other makes.
+    lying, transposed = (dw, transposed) if dw.is_contiguous() else (dw.mT, not transposed)
+    product = weight.UP if transposed else weight.DOWN
+    options: dict[str, Any] = {"config": FACTOR_GRADIENT}
+    if not factor:
+        elements = weight.workspace_elements(product, rows.where, lying.shape)
+        options = {"workspace": dw.new_empty(elements, dtype=torch.float32) if elements else None}
+    f32, accumulate = dw.dtype == torch.float32, accumulator is not None
+    weight.launch(product, left, ordered, rows, dw=lying, gather=gather, f32=f32, accumulate=accumulate, **options)
+    return dw if accumulate else cast(dw, like.dtype)
 
 
-def _expert_sum(
-    values: Tensor, of: Tensor, rows: Addresses, accumulator: Tensor | None, scores: Tensor | None = None
+def expert_row_sum(
+    values: Tensor, num_experts: int, rows: Addresses, scores: Tensor | None, accumulator: Tensor | None = None
 ) -> Tensor:
-    """A bias gradient: (E, m) sums over each expert's rows, of S dO gathered (``scores`` given) or of rows as they are."""
-    num_experts, width = of.shape[:2]
+    values, width = _ready(values), values.shape[1]
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
     reduce.launch_expert_row_sum(
         values,
         rows,
         gather=scores is not None,
-        scores=scores,
+        scores=None if scores is None else _ready(scores),
         out=out,
         f32=True,
         accumulate=accumulator is not None,

@@ -1,13 +1,17 @@
 """The operators of the expert MLP and its one autograd node. ``mlp.py`` draws it.
 
-Forward is one operator, over chunks of tokens (`chunks.py`). Backward is two for a whole batch, so that a compiler can free
-H between them, and one for chunks, which sums their weight gradients in float32, in order. What the node saves is the save
-policy: H, or H and act, or neither, and then backward makes H again from X.
+Forward is one operator and backward is one, over chunks of tokens (`chunks.py`); a whole batch is one chunk. The backward of a
+whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them. Several chunks run in
+one call, which sums their weight gradients in float32, in order. What the node saves is the save policy: H, or H and act, or
+neither, and then backward makes H again from X.
+
+For a frozen tensor no gradient is made, nor what only that gradient would read, unless a kernel makes it along with something
+else.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +20,60 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
 from blazeproto.autograd.operators import Gradients, cast, define
-from blazeproto.autograd.policy import Options
-from blazeproto.autograd.private import graph_is_kept, nobody_listens, release_saved_tensors
+from blazeproto.autograd.options import Options
+from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
 
-PARAMETERS = "Tensor x, Tensor up_proj, Tensor? up_bias, Tensor down_proj, Tensor? down_bias, Tensor scores"
+
+class Parameters(NamedTuple):
+    """The differentiable arguments. None: a bias or a factor that is not there; in a backward also what it does not read."""
+
+    x: Any  # (T, d)
+    up_proj: Any  # (E, G n, d)
+    up_bias: Any  # (E, G n)
+    up_a: Any  # (E, r, d)
+    up_b: Any  # (E, G n, r)
+    down_proj: Any  # (E, d, n)
+    down_bias: Any  # (E, d)
+    down_a: Any  # (E, r, n)
+    down_b: Any  # (E, d, r)
+    scores: Any  # (T, K) or (P,)
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward, None for what the save policy leaves out. R rows in expert order."""
+
+    h: Any  # (R, G n)
+    act: Any  # (R, n)
+    xa: Any  # (R, r): X A_up^T of a row's token
+    act_a: Any  # (R, r): act A_down^T
+
+
+class Made(NamedTuple):
+    """What backward makes, and as booleans what is needed of it; gradients in the order of `Parameters`."""
+
+    dh: Any  # the end of a whole batch's first call
+    xa: Any  # likewise, where it was not saved
+    x: Any
+    up_proj: Any
+    up_bias: Any
+    up_a: Any
+    up_b: Any
+    down_proj: Any
+    down_bias: Any
+    down_a: Any
+    down_b: Any
+    scores: Any
+
+
+UP, DOWN = slice(0, 5), slice(5, 10)  # of `Parameters`: those of the up and of the down projection
+WEIGHTS = Made._fields[3:-1]
+"""Whose gradients are sums over tokens."""
 INDEX = (
     "Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
     "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, str options"
 )
 """How the operators' arguments end: a `Dispatch`, or one a chunk (offsets (chunks, E+1)), and the options."""
+OF_DOWN = "Tensor down_proj, Tensor? down_bias, Tensor? down_a, Tensor? down_b, Tensor scores"
 
 
 def _read(t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]) -> tuple[Backend, Options, list[Chunk]]:
@@ -85,261 +134,223 @@ def dispatch(
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-def _saved(x: Tensor, up_proj: Tensor, down_proj: Tensor, num_rows: int, options: Options) -> tuple[Tensor, Tensor]:
-    """Places for h (R, G n) and act (R, n); what the save policy leaves out has no rows."""
-    h = x.new_empty(num_rows if options.saves_h else 0, up_proj.shape[1])
-    return h, x.new_empty(num_rows if options.saves_act else 0, down_proj.shape[2])
+def _up_width(p: Parameters, options: Options) -> int:
+    """G n."""
+    width: int = p.down_proj.shape[2] * activation_named(options.activation).halves
+    return width
 
 
-def _experts_fake(
-    x: Tensor,
-    up_proj: Tensor,
-    up_bias: Tensor | None,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    scores: Tensor,
-    *tail: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), *_saved(x, up_proj, down_proj, tail[0].shape[0], Options.decode(tail[-1]))
+def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
+    """Uninitialised."""
+    if not options.saves_h:
+        return Saved(None, None, None, None)
+    h = p.x.new_empty(num_rows, _up_width(p, options))
+    act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
+    return Saved(h, act, *(None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a)))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *parameters, pair_indices, offsets, token_index_map, top_k, pair_tokens, token_offsets, chunk_tokens, encoded = (
-        inputs
-    )
-    (_, h, act), options = output, Options.decode(encoded)
+def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
+    """The up projection's weight where gate and up are two."""
+    return up_proj if rest is None else torch.cat((up_proj, rest), dim=1)
+
+
+def _experts_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
+    p, tail = Parameters(*arguments[:10]), arguments[11:]
+    return torch.empty_like(p.x), *_places(p, tail[0].shape[0], Options.decode(tail[-1]))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, top_k, pair_tokens, token_offsets, chunk_tokens, encoded = inputs
     ctx.rest = (top_k, chunk_tokens, encoded)
-    ctx.mark_non_differentiable(h, act)
+    # For what is not saved the dispatcher has tensors of shape (0,).
+    saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
+    ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
-    kept = (h if options.saves_h else None, act if options.saves_act else None)
-    ctx.save_for_backward(*parameters, *kept, pair_indices, offsets, token_index_map, pair_tokens, token_offsets)
+    ctx.save_for_backward(*tensors, pair_tokens, token_offsets, *saved)
 
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
-        return (None,) * 14
-    saved, (top_k, chunk_tokens, encoded) = ctx.saved_tensors, ctx.rest
-    quiet = not torch.is_grad_enabled() and nobody_listens((d_out, *saved))  # enabled: create_graph=True
+        return (None,) * 19
+    tensors, (top_k, chunk_tokens, encoded) = ctx.saved_tensors, ctx.rest
+    hidden = not torch.is_grad_enabled() and unobserved((d_out, *tensors))  # enabled: create_graph=True
     # dH may lie over H where only this node can have seen H, and nobody will ask for it again.
-    overwrite_h = quiet and getattr(ctx, "alone", False) and not graph_is_kept()
-    x, up_proj, up_bias, down_proj, down_bias, scores, h, act, *index, pair_tokens, token_offsets = saved
-    del saved
+    overwrite_h = hidden and getattr(ctx, "alone", False) and not graph_is_kept()
+    run = partial(backward.kernel, overwrite_h=overwrite_h) if hidden else backward.gradients
+    p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[16:])
+    tail = (*tensors[11:14], top_k, *tensors[14:16], chunk_tokens, encoded)
+    del tensors
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
-    tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, encoded)
-    needs = ctx.needs_input_grad[:6]
+    *needs, needs_rest = ctx.needs_input_grad[:11]
     if chunk_tokens != WHOLE:
-        backward = (
-            partial(backward_in_chunks.kernel, overwrite_h=overwrite_h) if quiet else backward_in_chunks.gradients
-        )
-        parameters = (x, up_proj, up_bias, down_proj, down_bias, scores)
-        return *backward(needs, d_out, *parameters, h, act, *tail), *[None] * 8
+        return *run((False, False, *needs), d_out, None, *p, *saved, *tail)[2:], *[None] * 9
 
-    *needs_of_up, needs_down, needs_down_bias, needs_scores = needs
-    down = partial(down_backward.kernel, overwrite_h=overwrite_h) if quiet else down_backward.gradients
-    to_recompute_from = (x, up_proj, up_bias) if h is None else (None, None, None)
-    needs_of_down = (any(needs_of_up), needs_scores, needs_down, needs_down_bias)
-    of_down = down(needs_of_down, d_out, h, act, scores, down_proj, down_bias, *to_recompute_from, *tail)
-    dh, d_scores, d_down, d_down_bias = of_down
-    del h, act, of_down  # before the up projection's backward allocates
-    of_up: Gradients = (None, None, None)
+    needs_of_up, again = (needs[0], needs[1] or needs_rest, *needs[2:5]), saved.h is None
+    up_proj = joined(p.up_proj, up_rest) if again else None
+    from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
+    of_down = (any(needs_of_up), again and needs[4], *[False] * 5, *needs[DOWN])
+    dh, xa, *made_of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
+    xa = xa if again else saved.xa
+    del saved  # H, before the up projection's backward allocates
+    of_up: Sequence[Tensor | None] = (None,) * 5
     if any(needs_of_up):
-        of_up = (up_backward.kernel if quiet else up_backward.gradients)(needs_of_up, dh, x, up_proj, up_bias, *tail)
-    return *of_up, d_down, d_down_bias, d_scores, *[None] * 8
+        p = p._replace(up_proj=up_proj if again else joined(p.up_proj, up_rest))
+        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, *tail)[2:7]
+    dx, d_up, *of_factors = of_up
+    d_rest = None
+    if up_rest is not None and d_up is not None:
+        d_up, d_rest = (
+            half if need else None for half, need in zip(d_up.chunk(2, 1), (needs[1], needs_rest), strict=True)
+        )
+    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 8
 
 
 @define(
-    f"moe_experts({PARAMETERS}, {INDEX}) -> (Tensor out, Tensor h, Tensor act)",
+    "moe_experts(Tensor x, Tensor up_proj, Tensor? up_bias, Tensor? up_a, Tensor? up_b, "
+    f"{OF_DOWN}, Tensor? up_rest, {INDEX}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a)",
     _experts_fake,
     setup=_setup,
     backward=_backward,
 )
-def experts(
-    x: Tensor,
-    up_proj: Tensor,
-    up_bias: Tensor | None,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    scores: Tensor,
-    *tail: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, d), up_proj (E, G n, d), up_bias (E, G n), down_proj (E, d, n), down_bias (E, d), scores (T, K) or (P,)
-    -> out (T, d), h (R, G n), act (R, n); those of h and act that the save policy leaves out have no rows."""
-    backend, options, chunks = _read(x, down_proj.shape, tail)
-    up, down = cast(up_proj, x.dtype), cast(down_proj, x.dtype)
-    saved_h, saved_act = _saved(x, up_proj, down_proj, tail[0].shape[0], options)
-    out = None
+def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """`Parameters`, up_rest, and how operators' arguments end -> out (T, d), and `Saved`.
+
+    up_rest: (E, n, d) up rows, where up_proj has the gate rows alone; None where it has both.
+    """
+    p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
+    backend, options, chunks = _read(p.x, p.down_proj.shape, tail)
+    saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
+    up, down, out = cast(joined(p.up_proj, up_rest), dtype), cast(p.down_proj, dtype), None
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows = backend.rows_of(chunk_dispatch)
-        h = take(saved_h, row_slice) if options.saves_h else None
-        act = take(saved_act, row_slice) if options.saves_act else None
-        h, act = backend.up_forward(take(x, tokens), up, up_bias, rows, options.activation, h, act)
-        del h  # before Y is allocated
-        out = torch.empty_like(x) if out is None else out
-        places = (take(scores, tokens), rows, take(out, tokens), options.combine)
-        backend.down_forward(act, down, down_bias, *places, overwrite_act=not options.saves_act)
-        del act  # before the next chunk's is allocated
-    assert out is not None
-    return out, saved_h, saved_act
+        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        low: Any = None
+        if p.up_a is not None:
+            xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
+            low = (xa, cast(p.up_b, dtype))
+        h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low, h, act)
+        h = xa = low = None  # before Y is allocated
+        if p.down_a is not None:
+            act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
+            low = (act_a, cast(p.down_b, dtype))
+        out = torch.empty_like(p.x) if out is None else out
+        scores, place, over = take(p.scores, tokens), take(out, tokens), not options.saves_act
+        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, overwrite_act=over)
+        act = act_a = low = None  # before the next chunk's are allocated
+    return out, *saved
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
-def _down_fake(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    h: Tensor | None,
-    act: Tensor | None,
-    scores: Tensor,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    x: Tensor | None,
-    up_proj: Tensor | None,
-    up_bias: Tensor | None,
-    *tail: Any,
-) -> Gradients:
-    options = Options.decode(tail[-1])
-    width = down_proj.shape[2] * activation_named(options.activation).halves
-    made = (
-        d_out.new_empty(tail[0].shape[0], width),
-        torch.empty_like(scores),
-        torch.empty_like(down_proj),
-        None if down_bias is None else torch.empty_like(down_bias),
+def _gradient(
+    backend: Backend,
+    rows: Any,
+    need: Made,
+    p: Parameters,
+    made: dict[str, Any],
+    name: str,
+    left: Tensor,
+    ordered: Any,
+    *,
+    gather: bool,
+    transposed: bool,
+) -> None:
+    """Make the gradient of a weight or a factor, or add a chunk's, if it is needed. The operands: `Backend.weight_gradient`."""
+    if getattr(need, name):
+        how = {"gather": gather, "transposed": transposed, "factor": name.endswith(("_a", "_b"))}
+        made[name] = backend.weight_gradient(left, ordered, getattr(p, name), rows, made[name], **how)
+
+
+def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any) -> Gradients:
+    need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[14:]
+    rows, options = tail[0].shape[0], Options.decode(tail[-1])
+    made_dh = (
+        p.scores.new_empty(rows, _up_width(p, options), dtype=d_out.dtype) if need.dh and d_out is not None else None
     )
-    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
+    made_xa = p.x.new_empty(rows, p.up_a.shape[1]) if need.xa else None
+    return [made_dh, made_xa, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
 
 
 @define(
-    "moe_down_backward(bool[] needs, Tensor d_out, Tensor? h, Tensor? act, Tensor scores, Tensor down_proj, "
-    f"Tensor? down_bias, Tensor? x, Tensor? up_proj, Tensor? up_bias, {INDEX}) -> Tensor[]",
-    _down_fake,
-)
-def down_backward(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    h: Tensor | None,
-    act: Tensor | None,
-    scores: Tensor,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    x: Tensor | None,
-    up_proj: Tensor | None,
-    up_bias: Tensor | None,
-    *tail: Any,
-    overwrite_h: bool = False,
-) -> Gradients:
-    """Of one chunk: d_out (T, d) -> those needed of dh (R, G n), d_scores, d_down_proj (E, d, n), d_down_bias (E, d).
-
-    x, up_proj and up_bias are there where h is not.
-    """
-    backend, options, [chunk] = _read(d_out, down_proj.shape, tail)
-    rows = backend.rows_of(chunk.dispatch)
-    if h is None:
-        assert x is not None and up_proj is not None
-        h, act = backend.recompute_h(x, cast(up_proj, x.dtype), up_bias, rows, options.activation)
-        overwrite_h = True
-    # out.sum() delivers a gradient of stride 0.
-    saved = (d_out.contiguous(), h, act, scores, cast(down_proj, h.dtype), down_bias)
-    settings = (rows, options.activation, down_proj.dtype)
-    *made, d_bias = backend.down_backward(needs, *saved, *settings, overwrite_h=overwrite_h)
-    return *made, d_bias if down_bias is None or d_bias is None else cast(d_bias, down_bias.dtype)
-
-
-def _up_fake(
-    needs: Sequence[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
-) -> Gradients:
-    made = (torch.empty_like(x), torch.empty_like(up_proj), None if up_bias is None else torch.empty_like(up_bias))
-    return [gradient if need else None for gradient, need in zip(made, needs, strict=True)]
-
-
-@define(
-    f"moe_up_backward(bool[] needs, Tensor dh, Tensor x, Tensor up_proj, Tensor? up_bias, {INDEX}) -> Tensor[]",
-    _up_fake,
-)
-def up_backward(
-    needs: Sequence[bool], dh: Tensor, x: Tensor, up_proj: Tensor, up_bias: Tensor | None, *tail: Any
-) -> Gradients:
-    """Of one chunk: dh (R, G n) -> those needed of dx (T, d), d_up_proj (E, G n, d), d_up_bias (E, G n)."""
-    (num_experts, up_width, d_model), options = up_proj.shape, Options.decode(tail[-1])
-    d_expert = up_width // activation_named(options.activation).halves
-    backend, _, [chunk] = _read(x, (num_experts, d_model, d_expert), tail)
-    rows = backend.rows_of(chunk.dispatch)
-    dx, d_weight, d_bias = backend.up_backward(needs, dh, x, cast(up_proj, x.dtype), rows, up_proj.dtype)
-    return dx, d_weight, d_bias if up_bias is None or d_bias is None else cast(d_bias, up_bias.dtype)
-
-
-def _backward_fake(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    up_bias: Tensor | None,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    scores: Tensor,
-    *rest: Any,
-) -> Gradients:
-    *needs_of_up, needs_down, needs_down_bias, needs_scores = needs
-    dx, d_up, d_up_bias = _up_fake(needs_of_up, x, x, up_proj, up_bias, *rest)
-    needs_of_down = (False, needs_scores, needs_down, needs_down_bias)
-    arguments = (d_out, None, None, scores, down_proj, down_bias, None, None, None)
-    _, d_scores, d_down, d_down_bias = _down_fake(needs_of_down, *arguments, *rest[2:])
-    return dx, d_up, d_up_bias, d_down, d_down_bias, d_scores
-
-
-@define(
-    f"moe_backward(bool[] needs, Tensor d_out, {PARAMETERS}, Tensor? h, Tensor? act, {INDEX}) -> Tensor[]",
+    "moe_backward(bool[] needs, Tensor? d_out, Tensor? dh, Tensor? x, Tensor? up_proj, Tensor? up_bias, Tensor? up_a, "
+    f"Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, {INDEX}) -> Tensor[]",
     _backward_fake,
 )
-def backward_in_chunks(
-    needs: Sequence[bool],
-    d_out: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    up_bias: Tensor | None,
-    down_proj: Tensor,
-    down_bias: Tensor | None,
-    scores: Tensor,
-    saved_h: Tensor | None,
-    saved_act: Tensor | None,
-    *tail: Any,
-    overwrite_h: bool = False,
+def backward(
+    needs: Sequence[bool], d_out: Tensor | None, dh: Any, *arguments: Any, overwrite_h: bool = False
 ) -> Gradients:
-    """d_out (T, d) -> those needed of the gradients of x, up_proj, up_bias, down_proj, down_bias, scores."""
-    backend, options, chunks = _read(x, down_proj.shape, tail)
-    up, down = cast(up_proj, x.dtype), cast(down_proj, x.dtype)
-    *needs_of_up, needs_down, needs_down_bias, needs_scores = needs
-    needs_of_down = (any(needs_of_up), needs_scores, needs_down, needs_down_bias)
-    dx, d_scores = (torch.empty_like(t) if need else None for t, need in ((x, needs[0]), (scores, needs_scores)))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    d_up, d_up_bias, d_down, d_down_bias = sums = [
-        torch.zeros_like(t, dtype=wide) if t is not None and need else None
-        for t, need in zip((up_proj, up_bias, down_proj, down_bias), needs[1:5], strict=True)
-    ]
+    """d_out (T, d), or dh (R, G n) to go on from; `Parameters`, `Saved`, and how operators' arguments end -> what is needed of
+    `Made`.
+
+    x and the parameters of the up projection are there where h is not, and where a gradient of theirs is needed.
+    """
+    need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:14]), arguments[14:]
+    of_tokens = p.x if d_out is None else d_out
+    backend, options, chunks = _read(of_tokens, p.down_proj.shape, tail)
+    dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
+    up: Any = cast(p.up_proj, dtype) if again or need.x else None
+    down: Any = None if d_out is None else cast(p.down_proj, dtype)
+    made: dict[str, Any] = dict.fromkeys(Made._fields)
+    if chunks[0].tokens is not None:
+        wide = torch.promote_types(dtype, torch.float32)
+        made |= {name: torch.empty_like(getattr(p, name)) for name in ("x", "scores") if getattr(need, name)}
+        made |= {name: torch.zeros_like(getattr(p, name), dtype=wide) for name in WEIGHTS if getattr(need, name)}
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows, x_chunk = backend.rows_of(chunk_dispatch), take(x, tokens)
-        if saved_h is None:
-            h, act = backend.recompute_h(x_chunk, up, up_bias, rows, options.activation)
-        else:
-            h, act = take(saved_h, row_slice), None if saved_act is None else take(saved_act, row_slice)
-        saved = (take(d_out, tokens).contiguous(), h, act, take(scores, tokens), down, down_bias)
-        dh, d_scores_chunk, _, _ = backend.down_backward(
-            needs_of_down,
-            *saved,
-            rows,
-            options.activation,
-            wide,
-            d_down,
-            d_down_bias,
-            overwrite_h=overwrite_h or saved_h is None,
-        )
-        del h, act, saved
-        if d_scores is not None and d_scores_chunk is not None:
-            take(d_scores, tokens).copy_(d_scores_chunk)
-        if dh is not None:
-            dx_chunk = None if dx is None else take(dx, tokens)
-            backend.up_backward(needs_of_up, dh, x_chunk, up, rows, wide, dx_chunk, d_up, d_up_bias)
-        del dh
-    weights = (up_proj, up_bias, down_proj, down_bias)
-    of_parameters = [t if t is None or w is None else t.to(w.dtype) for t, w in zip(sums, weights, strict=True)]
-    return dx, *of_parameters, d_scores
+        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        gradient = partial(_gradient, backend, rows, need, p, made)
+        low: Any = None
+        of_rows: Any = None
+        d_chunk: Any = None
+        a_scaled: Any = None
+        if d_out is not None:
+            d_chunk, scores = d_out if tokens is None else d_out[tokens], take(p.scores, tokens)
+            d_chunk = d_chunk.contiguous()  # out.sum() delivers one of stride 0
+            if again:
+                if p.up_a is not None:
+                    xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False)
+                    low = (xa, cast(p.up_b, dtype))
+                h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low)
+                low = None
+                if need.down_b:
+                    act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False)
+                act = act if backend.READS_ACT else None
+            if any(wanted := (need.dh or needs_of_up, need.scores, need.down_proj or need.down_a)):
+                if p.down_b is not None:
+                    of_rows = backend.low_rank_rows(d_chunk, cast(p.down_b, dtype), rows, gather=True, transposed=True)
+                    low = (of_rows, cast(p.down_a, dtype))
+                state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
+                over = overwrite_h or again
+                dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=over)
+                if need.scores and tokens is None:
+                    made["scores"] = d_scores
+                elif need.scores:
+                    made["scores"][tokens].copy_(d_scores)
+                del state, d_scores
+            gradient("down_proj", d_chunk, a_scaled, gather=True, transposed=False)
+            if need.down_bias:
+                made["down_bias"] = backend.expert_row_sum(d_chunk, len(p.down_proj), rows, scores, made["down_bias"])
+            gradient("down_a", a_scaled, low and low[0], gather=False, transposed=True)
+            if need.down_b:
+                pairs = chunk_dispatch.expert_pair_indices.clamp_min(0)  # rows past the last get a score that exists
+                act_a = (act_a * scores.reshape(-1, 1).index_select(0, pairs)).to(dtype)
+                gradient("down_b", d_chunk, act_a, gather=True, transposed=False)
+        h = act = act_a = a_scaled = low = of_rows = None  # before the up projection's backward allocates
+        if needs_of_up:
+            if p.up_b is not None and (need.x or need.up_a):
+                of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
+                low = (of_rows, cast(p.up_a, dtype))
+            if need.x:
+                dx = backend.up_backward_act(dh, x, up, rows, low, take(made["x"], tokens))
+                made["x"] = dx if tokens is None else made["x"]
+            gradient("up_proj", x, dh, gather=True, transposed=True)
+            if need.up_bias:
+                made["up_bias"] = backend.expert_row_sum(dh, len(p.down_proj), rows, None, made["up_bias"])
+            gradient("up_a", x, low and low[0], gather=True, transposed=True)
+            gradient("up_b", dh, xa, gather=False, transposed=False)
+        made["dh"], made["xa"] = dh if need.dh else None, xa if need.xa else None
+        dh = xa = low = of_rows = None  # before the next chunk's are allocated
+    for name in WEIGHTS:
+        made[name] = None if made[name] is None else cast(made[name], getattr(p, name).dtype)
+    return [*made.values()]

@@ -11,7 +11,8 @@ from blazeproto.autograd.private import hooks_see_saved_tensors
 
 LIBRARY = torch.library.Library("blazeproto", "DEF")
 CHOOSING: set[Any] = set()
-"""Overloads whose results say who goes where: a checkpoint policy keeps them, so that nothing is chosen twice."""
+"""Overloads whose results are a choice of experts or its dispatch: a checkpoint policy keeps them, so that nothing is chosen
+twice."""
 
 Gradients = Sequence[Tensor | None]
 
@@ -30,10 +31,10 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         return self.overload(*arguments)
 
-    def way(self, quiet: bool, tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
-        """How to call the operator on these tensors. quiet: past the dispatcher, which only brings arguments from Python to
-        Python where `nobody_listens`."""
-        if not quiet:
+    def entry(self, tensors: Sequence[Tensor | None], *, unobserved: bool) -> Callable[..., Any]:
+        """How to call the operator on these tensors: past the dispatcher where they are `unobserved`, for there it only brings
+        arguments from Python to Python."""
+        if not unobserved:
             return self.overload
         wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         return self.differentiated if self.differentiated and wants_gradients else self.kernel
@@ -58,14 +59,17 @@ def define(
     ``torch.library.register_autograd`` takes them (``setup(ctx, inputs, output)``); ``ctx.alone`` is true where only the
     node can hold the outputs that aren't returned to the user. An operator that neither chooses nor has a derivative
     raises when one is asked for.
+
+    Kernel and fake may return None for an output. Of an operator that returns a list it is left out; another operator has a
+    tensor of shape (0,) there.
     """
     name = schema.split("(", 1)[0]
 
     def decorate(kernel: Callable[..., Any]) -> Operator:
-        returns_list = schema.endswith("-> Tensor[]")
+        torch_sees = _without_none if schema.endswith("-> Tensor[]") else _with_empty
         LIBRARY.define(schema)
-        LIBRARY.impl(name, _on_its_gpu(_without_none(kernel) if returns_list else kernel), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"blazeproto::{name}", _without_none(fake) if returns_list else fake, lib=LIBRARY)
+        LIBRARY.impl(name, _on_its_gpu(torch_sees(kernel)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"blazeproto::{name}", torch_sees(fake), lib=LIBRARY)
         operator = Operator(name, kernel)
         if chooses:
             CHOOSING.add(operator.overload)
@@ -105,11 +109,25 @@ def _without_none(kernel: Callable[..., Gradients]) -> Callable[..., list[Tensor
     return lambda *arguments: [made for made in kernel(*arguments) if made is not None]
 
 
+def _with_empty(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        made = kernel(*arguments)
+        if not isinstance(made, tuple):
+            return made
+        return tuple(_first_tensor(arguments).new_empty(0) if one is None else one for one in made)
+
+    return run
+
+
+def _first_tensor(arguments: Sequence[Any]) -> Tensor:
+    return next(argument for argument in arguments if isinstance(argument, Tensor))
+
+
 def _on_its_gpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel`` with the GPU of its first tensor as the current one, which launches go to."""
 
     def run(*arguments: Any) -> Any:
-        first = next(argument for argument in arguments if isinstance(argument, Tensor))
+        first = _first_tensor(arguments)
         if not on_another_gpu(first):
             return kernel(*arguments)
         with torch.cuda.device(first.device):

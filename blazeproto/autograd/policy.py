@@ -1,15 +1,12 @@
-"""What is saved for backward, as an enum a reader can see through, and the options of a call in one object."""
+"""What is saved for backward, as an enum a reader can see through."""
 
-from __future__ import annotations
+from enum import StrEnum
 
-from enum import Enum
-from functools import cache
-from typing import Any, NamedTuple
-
-from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.activations import activation_named
+from blazeproto.gemm.tiles import CHUNK
 
 
-class SavePolicy(str, Enum):
+class SavePolicy(StrEnum):
     """What the expert MLP keeps between forward and backward.
 
     ============  ========================================  ====================  ==========================
@@ -22,7 +19,11 @@ class SavePolicy(str, Enum):
 
     and 4 (E + 1) bytes of offsets; weights are the caller's and not counted. "paper" is MoEBlaze's Algorithm 1.
     On the Hopper backend it is there to be measured: that kernel recomputes act from H in registers, which is
-    cheaper than reading it, so the act that "paper" saves is never read.
+    cheaper than reading it, so the act that "paper" saves is never read. It is saved for the down projection's gradient, so
+    where that weight and the factors beside it are frozen, "paper" is "minimal".
+
+    Low-rank factors of rank r add X A_up^T and act A_down^T, 2rK bytes each, wherever H is saved; "recompute" makes both again
+    with H. r counts as the next multiple of 8.
     """
 
     MINIMAL = "minimal"
@@ -30,46 +31,9 @@ class SavePolicy(str, Enum):
     RECOMPUTE = "recompute"
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "activation": ACTIVATIONS,
-    "save": tuple(policy.value for policy in SavePolicy),
-    "backend": ("auto", "hopper", "torch"),
-    "combine": ("gather", "fused"),
-}
-
-
-def check_options(**options: Any) -> None:
-    """ValueError for an option of `moe_mlp` that isn't one of its choices; it is named, with what there is."""
-    for name, value in options.items():
-        if name == "activation":
-            activation_named(value)
-        elif value not in CHOICES[name]:
-            raise ValueError(f"{name}: expected one of {', '.join(map(repr, CHOICES[name]))}, got {value!r}")
-
-
-class Options(NamedTuple):
-    """What a call of ``moe_mlp`` asked for. Operators take tensors, numbers and strings, so it travels as one string."""
-
-    activation: str
-    save: str
-    combine: str
-    backend: str
-
-    @property
-    def saves_h(self) -> bool:
-        return self.save != "recompute"
-
-    @property
-    def saves_act(self) -> bool:
-        return self.save == "paper"
-
-    def encode(self) -> str:
-        return "/".join(self)
-
-    @staticmethod
-    @cache
-    def decode(options: str) -> Options:
-        return Options(*options.split("/"))
+def padded_rank(rank: int) -> int:
+    """The rank that low-rank factors have with the zeros that fill 16 bytes of bf16, which kernels read at once."""
+    return -(-rank // CHUNK) * CHUNK
 
 
 def saved_bytes(
@@ -85,8 +49,10 @@ def saved_bytes(
     num_chunks: int = 1,
     row_capacity: int | None = None,
     varying_pairs: int | None = None,
+    up_rank: int = 0,
+    down_rank: int = 0,
 ) -> int:
-    """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward, weights excluded.
+    """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward, weights and factors excluded.
 
     save, activation: as in `moe_mlp`.  num_tokens, d_model, d_expert, num_experts, top_k: T, d, n, E, K.
     itemsize: bytes of an element of x as the experts see it, so of 2 under autocast to bf16; scores have 4, or 8 with float64.
@@ -94,16 +60,16 @@ def saved_bytes(
     row_capacity: as in `moe_mlp`; it bounds the rows of a whole batch.
     varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
         ``pair_tokens`` and ``token_offsets`` are kept too.
+    up_rank, down_rank: of low-rank factors; 0 for none.
 
     ValueError for an unknown policy or activation.
     """
-    options = Options(activation, SavePolicy(save).value, "gather", "auto")
-    widths = (
-        options.saves_h * activation_named(activation).halves + options.saves_act
-    )  # of what is kept of a pair, in n
+    policy, halves = SavePolicy(save), activation_named(activation).halves
+    of_row = d_expert * halves + padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H
+    of_row = 0 if policy is SavePolicy.RECOMPUTE else of_row + d_expert * (policy is SavePolicy.PAPER)
     pairs = num_tokens * top_k if varying_pairs is None else varying_pairs
     rows = pairs if row_capacity is None or num_chunks > 1 else min(row_capacity, pairs)
     lists = 4 * (pairs + rows) + 4 * (num_experts + 1) * num_chunks
     if varying_pairs is not None:
         lists += 4 * (pairs + num_tokens + 1)
-    return itemsize * (num_tokens * d_model + rows * d_expert * widths) + max(itemsize, 4) * pairs + lists
+    return itemsize * (num_tokens * d_model + rows * of_row) + max(itemsize, 4) * pairs + lists

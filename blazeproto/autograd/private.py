@@ -1,11 +1,13 @@
 """All that goes around torch's public interface, in one place. Where a name is missing, every answer is the safe one.
 
-What it is for: whether anybody but an autograd node can see what the node saves, so that dH may be written over H; calling
-operators past torch's dispatcher where nobody would hear of them, which halves the host's time of an eager layer; telling a
-transform of torch.func that it is not supported; and results that torch.export can save.
+What it is for: whether anything but an autograd node can see what the node saves, so that dH may be written over H; calling
+operators past torch's dispatcher where they are unobserved, which halves the host's time of an eager layer; telling a
+transform of torch.func that it is not supported; derivatives
+inside an operator's kernel; and results that torch.export can save.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +16,11 @@ from torch.autograd import forward_ad
 
 try:
     from torch._C import (
+        DispatchKey,
         _are_functorch_transforms_active,
+        _dispatch_tls_local_exclude_set,
+        _dispatch_tls_local_include_set,
+        _ForceDispatchKeyGuard,
         _get_tracing_state,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
@@ -46,8 +52,8 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
         )
 
 
-def nobody_listens(tensors: Sequence[Any]) -> bool:
-    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass wants to hear of operators on these tensors,
+def unobserved(tensors: Sequence[Any]) -> bool:
+    """Whether no compiler, mode, transform, profiler, tracer or tensor subclass is to be told of operators on these tensors,
     which hold numbers (meta tensors don't)."""
     return (
         AVAILABLE
@@ -86,3 +92,29 @@ def saved_by_export(result: Named) -> Named:
     if register is not None:
         register(result, serialized_type_name=f"{result.__module__}.{result.__name__}")
     return result
+
+
+def vjp(function: Callable[[Tensor], Any], at: Tensor, gradients: Any) -> Tensor:
+    """The gradient at a tensor of a differentiable function, from the ``gradients`` of its results.
+
+    By torch.func: autograd raises inside an operator's kernel. Under a dispatch mode the dispatcher leaves out what torch.func's
+    transforms are made of, so it is let in again.
+    """
+    with _transforms_let_in():
+        pull_back: Any = torch.func.vjp(function, at)[1]
+        made: Tensor = pull_back(gradients)[0]
+        return made
+
+
+def _transforms_let_in() -> AbstractContextManager[Any]:
+    if not AVAILABLE:
+        return nullcontext()
+    excluded = _dispatch_tls_local_exclude_set()
+    for name in (
+        "FuncTorchDynamicLayerFrontMode",
+        "FuncTorchDynamicLayerBackMode",
+        "FuncTorchGradWrapper",
+        "ADInplaceOrView",
+    ):
+        excluded = excluded.remove(getattr(DispatchKey, name))
+    return _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded)

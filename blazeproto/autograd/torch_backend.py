@@ -1,30 +1,22 @@
 """The products of the expert MLP with plain torch operations: any device, any floating dtype.
 
-This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. It rounds where
-the Hopper kernels round (H, act, Y, dH, A', dX~ in the dtype of X) and rounds dA' too, sums in float32 or better, saves the same
-and needs no loop over experts where torch has a grouped product (``torch.nn.functional.grouped_mm``: bf16, fp16, fp32). In
-float64, which that lacks, `_loop_mm` steps in. A CPU without instructions for bf16 or fp16 products multiplies in float32
-(`_multiplies`), several times as fast.
-
-Rows past the last (``expert_token_offsets[E]`` and beyond; sentinels and unused capacity leave them) hold whatever a grouped
-product left there. Nothing grouped reads them; what is gathered by pair is first cleaned by `_zero_past_last`. A pair
-without a row (-1) reads the very last row, which is then such a clean one: where there are as many rows as pairs, some row is
-left over, and where there are fewer (``row_capacity``), one of zeros is appended.
+This is the ``backend="torch"``, a `blazeproto.autograd.backends.Backend`, whose docstrings give the shapes. Each product is its
+formula (`blazeproto.gemm.product.Product.spec`), computed by `torch_formulas`, whose docstring says what is rounded.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from blazeproto import activations
 from blazeproto.autograd.backends import LowRows
+from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm import down_backward, linear, reduce, up, weight
+from blazeproto.gemm.combine import SPEC as COMBINE
 
-GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
+READS_ACT = True
 
 
 def build_dispatch(topk_experts: Tensor, num_experts: int, lists: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -49,7 +41,11 @@ def rows_of(dispatch: Dispatch) -> Dispatch:
     return dispatch
 
 
-# ---- forward -----------------------------------------------------------------------------------------------------
+def low_rank_rows(
+    a: Tensor, factor: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, out: Tensor | None = None
+) -> Tensor:
+    options: dict[str, Any] = {"gather": gather, "transposed": transposed}
+    return _place(outputs(linear.GROUPED_MM, rows, a.dtype, a=a, weights=factor, **options), out)
 
 
 def up_forward(
@@ -58,17 +54,13 @@ def up_forward(
     bias: Tensor | None,
     rows: Dispatch,
     activation: str,
+    low: LowRows | None = None,
     h: Tensor | None = None,
     act: Tensor | None = None,
-    low: LowRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    made = _product(_gather(x, _row_tokens(rows)), up_proj.transpose(-2, -1), rows, bias, _transposed(low))
-    h = made if h is None else h.copy_(made)
-    made_act = activations.activate(_accumulation(h), activation).to(h.dtype)
-    return h, made_act if act is None else act.copy_(made_act)
-
-
-recompute_h = up_forward  # act comes along and down_backward uses it
+    call: dict[str, Any] = {"x": x, "up_proj": up_proj, "bias": bias, "low": low, "activation": activation}
+    made_h, made_act = outputs(up.SPEC, rows, x.dtype, **call)
+    return _place(made_h, h), _place(made_act, act)
 
 
 def down_forward(
@@ -84,14 +76,11 @@ def down_forward(
     overwrite_act: bool,
 ) -> None:
     """Both kinds of combine are one here, and ``act`` is not written over."""
-    y = _product(act, down_proj.transpose(-2, -1), rows, bias, _transposed(low))
-    out.copy_(_combine(y, scores, rows))
+    y = outputs(linear.GROUPED_MM, rows, act.dtype, a=act, weights=down_proj, bias=bias, low=low)
+    out.copy_(outputs(COMBINE, rows, act.dtype, y=y, scores=scores))
 
 
-# ---- backward ----------------------------------------------------------------------------------------------------
-
-
-def down_backward(
+def down_backward_act(
     needs: Sequence[bool],
     d_out: Tensor,
     h: Tensor,
@@ -101,299 +90,55 @@ def down_backward(
     bias: Tensor | None,
     rows: Dispatch,
     activation: str,
-    weight_dtype: torch.dtype,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-    *,
-    overwrite_h: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
-    needs_h, needs_scores, needs_weight, needs_bias = needs
-    d_rows = _gather(d_out, _row_tokens(rows))  # (R, d): dO of each row's token
-    row_scores = _row_scores(scores, rows)
-    dh = d_scores = None
-
-    act = activations.activate(_accumulation(h), activation).to(h.dtype) if act is None else act
-    if needs_weight:
-        a_scaled = (act * row_scores).to(h.dtype)  # A' = S act
-        d_weight = _deliver(_gradient_of(down_proj, d_rows, a_scaled, rows, weight_dtype), d_weight)
-        del a_scaled
-    if needs_bias:
-        d_bias = _deliver(_expert_sum(_accumulation(d_rows) * row_scores, rows), d_bias)
-    if needs_h or needs_scores:
-        d_act = _accumulation(_grouped_mm(d_rows, down_proj, rows.expert_token_offsets))  # dA' = dO W_down, unscaled
-        if needs_scores:
-            d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
-        if needs_h:
-            dh = _through_activation(h, d_act, row_scores, activation)
-    return dh, d_scores, d_weight, d_bias
-
-
-def _score_gradient(d_act: Tensor, act: Tensor, d_rows: Tensor, bias: Tensor | None, rows: Dispatch) -> Tensor:
-    """(P, 1) dS of each pair; d_act: dO W_down, unscaled."""
-    row_d_scores = (d_act * act).sum(-1, keepdim=True)
-    if bias is not None:
-        of_rows = _accumulation(bias.to(d_rows.dtype))[_row_experts(rows)]
-        row_d_scores += (_accumulation(d_rows) * of_rows).sum(-1, keepdim=True)
-    return _by_pair(_zero_past_last(row_d_scores, rows), rows)
-
-
-def _through_activation(h: Tensor, d_act: Tensor, row_scores: Tensor, activation: str) -> Tensor:
-    """dH (R, G n) in h's dtype; d_act is written over."""
-    return activations.activate_backward(_accumulation(h), d_act.mul_(row_scores), activation).to(h.dtype)
-
-
-def up_backward(
-    needs: Sequence[bool],
-    dh: Tensor,
-    x: Tensor,
-    up_proj: Tensor,
-    rows: Dispatch,
-    weight_dtype: torch.dtype,
-    dx: Tensor | None = None,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    needs_x, needs_weight, needs_bias = needs
-    if needs_x:
-        made = _combine(_grouped_mm(dh, up_proj, rows.expert_token_offsets), None, rows)
-        dx = made if dx is None else dx.copy_(made)
-    if needs_weight:
-        of_rows = _gather(x, _row_tokens(rows))
-        d_weight = _deliver(_gradient_of(up_proj, dh, of_rows, rows, weight_dtype), d_weight)
-    if needs_bias:
-        d_bias = _deliver(_expert_sum(_accumulation(dh), rows), d_bias)
-    return dx, d_weight, d_bias
-
-
-def _gradient_of(weight: Tensor, a: Tensor, b: Tensor, rows: Dispatch, dtype: torch.dtype) -> Tensor:
-    """Sums over each expert's rows of a_r^T b_r, (E, m, k) like ``weight``, and lying as it does, perhaps transposed."""
-    if weight.is_contiguous():
-        return _grouped_outer(a, b, rows.expert_token_offsets, dtype)
-    return _grouped_outer(b, a, rows.expert_token_offsets, dtype).mT
-
-
-def _deliver(grad: Tensor, accumulator: Tensor | None) -> Tensor:
-    return grad if accumulator is None else accumulator.add_(grad)
-
-
-# ---- frozen weights, and low-rank factors beside them ------------------------------------------------------------
-
-
-def low_rank_rows(a: Tensor, weights: Tensor, rows: Dispatch, *, gather: bool, transposed: bool) -> Tensor:
-    a = _gather(a, _row_tokens(rows)) if gather else a
-    return _grouped_mm(a, weights if transposed else weights.transpose(-2, -1), rows.expert_token_offsets)
-
-
-def down_backward_frozen(
-    d_out: Tensor,
-    h: Tensor,
-    scores: Tensor,
-    down_proj: Tensor,
-    bias: Tensor | None,
-    rows: Dispatch,
-    activation: str,
     low: LowRows | None = None,
     *,
     overwrite_h: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``h`` is not written over."""
-    d_rows, row_scores = _gather(d_out, _row_tokens(rows)), _row_scores(scores, rows)
-    act = activations.activate(_accumulation(h), activation).to(h.dtype)
-    d_act = _accumulation(_product(d_rows, down_proj, rows, None, low))
-    d_scores = _score_gradient(d_act, act, d_rows, bias, rows).reshape(scores.shape)
-    return _through_activation(h, d_act, row_scores, activation), d_scores, (act * row_scores).to(h.dtype)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``act`` is used where it was saved, else made again from ``h``, which is not written over."""
+    wanted = [name for name, need in zip(("dh", "d_scores", "a_scaled"), needs, strict=True) if need]
+    call: dict[str, Any] = {"d_out": d_out, "down_proj": down_proj, "h": h, "scores": scores, "act": act, "low": low}
+    made = outputs(down_backward.SPEC, rows, h.dtype, activation=activation, needs=wanted, **call)
+    dh, a_scaled, d_scores = made
+    if d_scores is not None:
+        if bias is not None:
+            d_scores += outputs(reduce.SCORE_GRAD, rows, h.dtype, d_out=d_out, down_bias=bias)
+        d_scores = d_scores.reshape(scores.shape)
+    return dh, d_scores, a_scaled
 
 
-def up_backward_frozen(dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None) -> Tensor:
-    return _combine(_product(dh, up_proj, rows, None, low), None, rows)
-
-
-def factor_gradient(
-    left: Tensor, ordered: Tensor, rows: Dispatch, *, gather: bool, transposed: bool, dtype: torch.dtype
+def up_backward_act(
+    dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None, dx: Tensor | None = None
 ) -> Tensor:
-    left = _gather(left, _row_tokens(rows)) if gather else left
-    pair = (ordered, left) if transposed else (left, ordered)
-    return _grouped_outer(*pair, rows.expert_token_offsets, dtype)
+    dx_rows = outputs(linear.GROUPED_MM, rows, dh.dtype, a=dh, weights=up_proj, low=low, transposed=True)
+    return _place(outputs(COMBINE, rows, dh.dtype, y=dx_rows), dx)
 
 
-def _transposed(low: LowRows | None) -> LowRows | None:
-    """low's factor (E, m, r) as `_product` takes it: (E, r, m)."""
-    return None if low is None else (low[0], low[1].transpose(-2, -1))
-
-
-def _product(a: Tensor, b: Tensor, rows: Dispatch, bias: Tensor | None, low: LowRows | None) -> Tensor:
-    """`_grouped_mm`, with low = (rows (R, r), factor (E, r, m)) added.
-
-    A kernel adds both in one sum. Here that would take a copy of ``b``, so the low-rank product is made in float32, with the
-    bias, and added to the rounded other one.
-    """
-    offsets = rows.expert_token_offsets
-    if low is None:
-        return _grouped_mm(a, b, offsets, bias)
-    bias = None if bias is None else bias.to(a.dtype)
-    added = _grouped_mm(_accumulation(low[0]), _accumulation(low[1]), offsets, bias)
-    return added.add_(_grouped_mm(a, b, offsets)).to(a.dtype)
-
-
-# ---- rows, pairs, tokens, experts --------------------------------------------------------------------------------
-
-
-def _row_tokens(rows: Dispatch) -> Tensor:
-    """(R,) the token of each row; rows past the last get a token that exists, and are not read."""
-    pairs = rows.expert_pair_indices.clamp_min(0)
-    return pairs // rows.top_k if rows.top_k else rows.pair_tokens[pairs].clamp_min(0)
-
-
-def _row_scores(scores: Tensor, rows: Dispatch) -> Tensor:
-    """(R, 1) the score of each row's pair; rows past the last get one that exists."""
-    return scores.reshape(-1, 1).index_select(0, rows.expert_pair_indices.clamp_min(0))
-
-
-def _row_experts(rows: Dispatch) -> Tensor:
-    """(R,) the expert of each row; rows past the last get the last expert."""
-    index = torch.arange(rows.expert_pair_indices.shape[0], device=rows.expert_token_offsets.device, dtype=torch.int32)
-    return torch.searchsorted(rows.expert_token_offsets[1:], index, right=True).clamp_max_(
-        rows.expert_token_offsets.shape[0] - 2
-    )
-
-
-def _by_pair(values: Tensor, rows: Dispatch) -> Tensor:
-    """values (R, m) with clean rows past the last -> (P, m); zeros for a pair without a row."""
-    values = _with_zero_row(values, rows)
-    return values.index_select(0, rows.token_index_map.remainder(values.shape[0])) if rows.num_pairs else values
-
-
-def _with_zero_row(values: Tensor, rows: Dispatch) -> Tensor:
-    """values (R, m) with clean rows past the last -> the same, whose last row is zero if a pair has no row."""
-    return values if values.shape[0] == rows.num_pairs else F.pad(values, (0, 0, 0, 1))
-
-
-def _zero_past_last(values: Tensor, rows: Dispatch) -> Tensor:
-    """Zero the rows of ``values`` (R, m) that belong to no pair, in place. On a GPU without asking the host."""
-    if values.device.type == "cpu":
-        values[int(rows.expert_token_offsets[-1]) :] = 0
-        return values
-    return values.masked_fill_(rows.expert_pair_indices[:, None] < 0, 0)
-
-
-def _gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """x (T, d), tokens (R,) -> (R, d)."""
-    if x.shape[0] == 0:  # rows can outnumber the tokens only as unused capacity
-        return x.new_zeros(tokens.shape[0], x.shape[1])
-    return x.index_select(0, tokens)
-
-
-def _combine(y: Tensor, scores: Tensor | None, rows: Dispatch) -> Tensor:
-    """out_t = sum over the pairs of t of S_p y_row(p), in slot order, in float32 or better. y (R, d) -> (T, d)."""
-    y, num_tokens = _zero_past_last(y, rows), rows.num_tokens
-    if scores is not None:  # a score that multiplies nothing may be anything, NaN too
-        scores = scores.reshape(-1, 1).masked_fill(rows.token_index_map[:, None] < 0, 0)
-    if rows.top_k is None:
-        by_pair = _accumulation(_by_pair(y, rows))
-        by_pair = by_pair if scores is None else by_pair * scores
-        return torch.segment_reduce(by_pair, "sum", offsets=rows.token_offsets, unsafe=True, initial=0).to(y.dtype)
-    if y.device.type == "cpu" and rows.num_pairs:  # gathers and sums at once
-        y = _with_zero_row(y, rows)
-        row_of = rows.token_index_map.remainder(y.shape[0]).view(num_tokens, rows.top_k)
-        weights = None if scores is None else scores.view(num_tokens, rows.top_k)
-        return F.embedding_bag(row_of, _accumulation(y), mode="sum", per_sample_weights=weights).to(y.dtype)
-    out = torch.zeros(num_tokens, y.shape[1], dtype=_accumulation(y).dtype, device=y.device)
-    by_token = _by_pair(y, rows).view(num_tokens, rows.top_k, y.shape[1])  # (T, K, d)
-    for slot in range(rows.top_k):
-        weight = 1 if scores is None else scores.view(num_tokens, rows.top_k, 1)[:, slot]
-        out += by_token[:, slot] * weight
-    return out.to(y.dtype)
-
-
-def _expert_sum(values: Tensor, rows: Dispatch) -> Tensor:
-    """values (R, m) -> (E, m): the sum over each expert's rows."""
-    return torch.segment_reduce(values.contiguous(), "sum", offsets=rows.expert_token_offsets, unsafe=True, initial=0)
-
-
-def _accumulation(t: Tensor) -> Tensor:
-    """``t`` in the dtype that sums and nonlinearities are computed in: float32, or float64 for float64."""
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
-
-
-# ---- grouped products --------------------------------------------------------------------------------------------
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """c_r = a_r b[expert of r] + bias[expert of r]. a (R, k), b (E, k, m), bias (E, m) -> (R, m); rows past offsets[E] are
-    undefined.
-
-    The bias is one more row of ``b`` which one more column of ``a``, of ones, takes in, so that it is in the sum before that
-    is rounded.
-    """
-    if bias is not None:
-        a, b = F.pad(a, (0, 1), value=1.0), torch.cat((b, bias.to(b.dtype)[:, None]), dim=1)
-    if a.dtype == torch.float64:
-        return _loop_mm(a, b, offsets)
-    if a.shape[0] == 0:
-        return a.new_empty(0, b.shape[2])
-    if not _multiplies(a.device.type, a.dtype):
-        return _grouped_mm(a.float(), b.float(), offsets).to(a.dtype)
-    if _aligned(a) and _aligned(b):
-        return F.grouped_mm(
-            a, b, offs=offsets[1:]
-        ).contiguous()  # or strided rows would take other code, which rounds otherwise
-    k, m = b.shape[1:]
-    padded_b = F.pad(b, (0, _pad_of(m, b), 0, _pad_of(k, b)))
-    return F.grouped_mm(F.pad(a, (0, _pad_of(k, a))), padded_b, offs=offsets[1:])[:, :m].contiguous()
-
-
-def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """c[e] = sum over the rows of e of a_r^T b_r. a (R, m), b (R, k) -> (E, m, k) of ``dtype``; zeros where e has no row.
-
-    A grouped product rounds to the dtype of its operands. For another dtype they are multiplied in float32, where a product of
-    two bf16 or fp16 numbers is exact, so that the sums are rounded to ``dtype`` alone.
-    """
-    m, k = a.shape[1], b.shape[1]
-    if a.dtype == torch.float64:
-        return _loop_outer(a, b, offsets).to(dtype)
-    if a.shape[0] == 0:
-        return a.new_zeros(offsets.shape[0] - 1, m, k, dtype=dtype)
-    if dtype != a.dtype or not _multiplies(a.device.type, a.dtype):
-        a, b = a.float(), b.float()
-    if _aligned(a) and _aligned(b):
-        out = F.grouped_mm(a.t(), b, offs=offsets[1:])
+def weight_gradient(
+    left: Tensor,
+    ordered: Tensor,
+    like: Tensor,
+    rows: Dispatch,
+    accumulator: Tensor | None = None,
+    *,
+    gather: bool,
+    transposed: bool,
+    factor: bool = False,
+) -> Tensor:
+    m = Torch(rows, like.dtype if accumulator is None else accumulator.dtype)
+    if transposed == like.is_contiguous():  # it is made as it lies
+        made = weight.up_formula(m, ordered, left, gather=gather)
     else:
-        padded_a, padded_b = F.pad(a, (0, _pad_of(m, a))), F.pad(b, (0, _pad_of(k, b)))
-        out = F.grouped_mm(padded_a.t(), padded_b, offs=offsets[1:])[:, :m, :k].contiguous()
-    if out.device.type != "cpu":  # what a group of no rows gets there is nowhere promised
-        out.masked_fill_((offsets.diff() == 0)[:, None, None], 0)
-    return out.to(dtype)
+        made = weight.down_formula(m, left, ordered, gather=gather)
+    made = made if like.is_contiguous() else made.mT
+    return made if accumulator is None else accumulator.add_(made)
 
 
-def _loop_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """`_grouped_mm` expert by expert; reads the offsets on the host."""
-    out = a.new_empty(a.shape[0], b.shape[2])
-    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        torch.mm(a[begin:end], b[expert], out=out[begin:end])
-    return out
+def expert_row_sum(
+    values: Tensor, num_experts: int, rows: Dispatch, scores: Tensor | None, accumulator: Tensor | None = None
+) -> Tensor:
+    made = reduce.sum_formula(Torch(rows), values, gather=scores is not None, scores=scores)
+    return made if accumulator is None else accumulator.add_(made)
 
 
-def _loop_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """`_grouped_outer` expert by expert; reads the offsets on the host."""
-    return torch.stack([a[begin:end].t() @ b[begin:end] for begin, end in pairwise(offsets.tolist())])
-
-
-@cache
-def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the device has products of this dtype. Where oneDNN says that a CPU has none, torch computes them one by one."""
-    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return True
-    asked = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, asked)())
-
-
-def _aligned(t: Tensor) -> bool:
-    """Whether grouped_mm takes ``t`` (a row-major or column-major matrix): its stride and address in 16 bytes."""
-    leading = max(t.stride()[-2:]) * t.element_size()
-    return leading % GROUPED_MM_ALIGNMENT == 0 and t.data_ptr() % GROUPED_MM_ALIGNMENT == 0
-
-
-def _pad_of(size: int, t: Tensor) -> int:
-    """Elements to add to ``size`` until a row of it is a multiple of 16 bytes."""
-    return -size % (GROUPED_MM_ALIGNMENT // t.element_size())
+def _place(made: Tensor, place: Tensor | None) -> Tensor:
+    return made if place is None else place.copy_(made)

@@ -1,4 +1,4 @@
-"""Who goes where: the index lists of MoEBlaze §4, and the Numba kernels that build them.
+"""Which token goes to which expert: the index lists of MoEBlaze §4, and the Numba kernels that build them.
 
     from blazeproto.dispatch import build_dispatch
 

@@ -5,8 +5,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import blazeproto
-from blazeproto.runtime.shown import Shown
+from blazeproto.runtime import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,8 +14,8 @@ SHOWN_EXPERTS = 16  # whose load a repr lists; of more it tells the least, the m
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dispatch(Shown):
-    """Who goes where, MoEBlaze §4.1: of num_tokens T, num_experts E, top_k K.
+class Dispatch(shown.Shown):
+    """Which pair is in which row, MoEBlaze §4.1, of T tokens (num_tokens), E experts (num_experts) and K experts a token (top_k).
 
     A pair is one (token, slot), numbered token·K + slot; a row is a pair's place in expert order.
     For 5 tokens, 4 experts, K = 2, the tokens' experts being {2,3} {0,1} {0,3} {1,2} {0,3} (the example of §4.1):
@@ -75,7 +74,7 @@ class Dispatch(Shown):
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """The load of each expert as bars, by matplotlib, on ``ax`` or new axes; waits for the device. Returns the Axes."""
-        made: Axes = blazeproto.lab.views.plot_load(self, ax)
+        made: Axes = shown.lab_views().plot_load(self, ax)
         return made
 
     def __repr__(self) -> str:

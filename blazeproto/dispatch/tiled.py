@@ -134,7 +134,7 @@ def scan_chunks(threads: int, rows: int) -> Any:
 # --- The host's side -------------------------------------------------------------------------------------------------
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """How the kernels are cut."""
 
     count_threads: int = 256
@@ -152,13 +152,13 @@ class Sizes(NamedTuple):
     few_chunks: int = 64  # up to which place_pairs sums the table itself: a launch less
 
 
-SIZES = Sizes()  # the simulator's tests set smaller ones
+SIZES = BlockSizes()  # the simulator's tests set smaller ones
 
 
-class Plan(NamedTuple):
+class TiledPlan(NamedTuple):
     """One dispatch's tiles, chunks and memory; a function of shapes alone."""
 
-    sizes: Sizes
+    sizes: BlockSizes
     tile_tokens: int
     chunk_tokens: int  # a whole number of tiles
     num_chunks: int
@@ -173,7 +173,7 @@ SHARED_TOTAL, SHARED_RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, a
 REGISTERS = 65536  # of a multiprocessor
 
 
-def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
+def plan(num_tokens: int, top_k: int, num_experts: int) -> TiledPlan:
     """Tiles of 2048 to 4095 pairs, chunks of whole tiles and about 8192 pairs.
 
     A tile's maps and places take 5·E/16 bytes a token: tiles are halved while that passes 46 KB, and while there are too
@@ -186,7 +186,7 @@ def plan(num_tokens: int, top_k: int, num_experts: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _plan(num_tokens: int, top_k: int, num_experts: int, sizes: Sizes) -> Plan:
+def _plan(num_tokens: int, top_k: int, num_experts: int, sizes: BlockSizes) -> TiledPlan:
     tile = sizes.max_tile
     while tile > sizes.min_tile and (tile * top_k > sizes.tile_pairs or num_tokens < 264 * tile):
         tile //= 2
@@ -209,7 +209,7 @@ def _plan(num_tokens: int, top_k: int, num_experts: int, sizes: Sizes) -> Plan:
         REGISTERS // (registers * sizes.place_threads),
     )
     chunks = max(1, -(-num_tokens // chunk))
-    return Plan(sizes, tile, chunk, chunks, chunks > sizes.few_chunks, shared, max(1, blocks))
+    return TiledPlan(sizes, tile, chunk, chunks, chunks > sizes.few_chunks, shared, max(1, blocks))
 
 
 def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -228,7 +228,7 @@ def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Ke
 
 @lru_cache(maxsize=256)
 def _kernels(
-    sizes: Sizes, tile_tokens: int, place_blocks: int, scanned: bool, top_k: int, num_experts: int, ids: str
+    sizes: BlockSizes, tile_tokens: int, place_blocks: int, scanned: bool, top_k: int, num_experts: int, ids: str
 ) -> tuple[Kernel, ...]:
     scan = Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
     return (

@@ -28,7 +28,7 @@ def sum_formula(m: Namespace, values: Any, *, gather: bool = False, scores: Any 
     return m.expert_sum(rows if scores is None else m.of_rows(scores) * rows)
 
 
-_SCORE_GRAD = Specification(
+SCORE_GRAD = Specification(
     inputs=(Array("d_out", "T d"), Array("down_bias", "E d")),
     outputs=(Array("d_scores", "P", "float32", added=True),),
     formula=bias_formula,
@@ -42,7 +42,7 @@ _ROW_SUM = Specification(
 )
 
 
-@_SCORE_GRAD.public
+@SCORE_GRAD.public
 def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores: Any, stream: int | None = None) -> Any:
     """d_scores += ⟨d_out[token], down_bias[expert]⟩: a down bias's share. From MoEBlaze Algorithm 1, line 10, with a bias.
 
@@ -52,7 +52,7 @@ def bias_score_grad(d_out: Any, down_bias: Any, dispatch: Dispatch, *, d_scores:
     stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the argument, before anything
     is launched.
     """
-    return _SCORE_GRAD.run(launch_bias_score_grad, locals())
+    return SCORE_GRAD.run(launch_bias_score_grad, locals())
 
 
 @_ROW_SUM.public
@@ -156,7 +156,7 @@ def _some(*entries: str) -> list[Kernel]:
 BIAS_SCORE_GRAD = Product(
     "bias_score_grad",
     bias_score_grad,
-    _SCORE_GRAD,
+    SCORE_GRAD,
     kernels=lambda: _some("reduce_scores_grad", "bias_score_grad"),
     parts=lambda sizes, config, variant, build: [kernel("bias_score_grad", sizes.K, build.sources)],
     in_layer=lambda sizes, up, down: [(sizes, None, down)] if down.bias else [],

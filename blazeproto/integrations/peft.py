@@ -7,7 +7,7 @@
 
 peft wraps an experts module once for each weight that has adapters, one wrapper inside the other, and for every call puts W + BA
 in the weight's place; backward makes a gradient of that size. Where the experts implementation is "blazeproto", a wrapper hands
-its active adapters' factors inwards instead, and the experts module computes `moe_mlp_lora` on its frozen weights:
+its active adapters' factors inwards instead, and the experts module computes `moe_mlp` with them:
 
     ParamWrapper(down_proj) ── B A of down ──> ParamWrapper(gate_up_proj) ── and of gate_up ──> experts
 
@@ -41,7 +41,7 @@ a second adapter's bias it leaves out without a word."""
 
 
 def _why_peft(wrapper: Any) -> str | None:
-    """What keeps a wrapped module from `moe_mlp_lora`; None where nothing does."""
+    """What keeps a wrapped module from `moe_mlp`; None where nothing does."""
     experts = wrapper.get_base_layer()
     if not hasattr(experts, "is_transposed"):
         return "no experts with transformers' decorator"
@@ -49,8 +49,6 @@ def _why_peft(wrapper: Any) -> str | None:
         return f'experts_implementation="{implementation}"'
     if (why := transformers._why_grouped_mm(experts)) is not None:
         return why
-    if any(weight is not None and weight.requires_grad for weight in transformers._weights(experts)):
-        return "weights or biases that are trained themselves"
     while wrapper is not experts:
         if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
             return f"adapters of {wrapper.parameter_name}"

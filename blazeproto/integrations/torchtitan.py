@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from blazeproto.autograd import grouped_experts
 from blazeproto.autograd.checks import FLOAT_DTYPES
-from blazeproto.autograd.policy import check_options
-from blazeproto.integrations.grouped import grouped_experts
+from blazeproto.autograd.options import Options
 from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "Experts", "experts"]
@@ -72,7 +72,7 @@ class Experts(GroupedExperts):
     def __init__(self, config: Config) -> None:
         if type(self) is not Experts:
             _refuse(type(self).__name__)
-        check_options(save=config.save)
+        Options(save=config.save)
         super().__init__(config)
         self.save = config.save
 
@@ -93,7 +93,7 @@ class Experts(GroupedExperts):
             raise ValueError("debug.spmd_typechecking: expected False with blazeproto's experts, got True")
         w1, w3, w2 = (_local(name, getattr(self, name)) for name in WEIGHTS)
         rows = x_RD.bfloat16()
-        return grouped_experts(rows, w1, w3, w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
+        return grouped_experts(rows, (w1, w3), w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
 
 
 @override(target=GroupedExperts.Config, description="blazeproto's kernels for routed experts")
@@ -109,5 +109,5 @@ def experts(cfg: GroupedExperts.Config, *, save: str = "minimal") -> Experts.Con
     """
     if type(cfg) is not GroupedExperts.Config:
         _refuse(getattr(type(cfg)._owner, "__name__", type(cfg).__qualname__))
-    check_options(save=save)
+    Options(save=save)
     return derive(cfg, Experts.Config, save=save)

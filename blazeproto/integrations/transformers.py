@@ -16,14 +16,13 @@ What neither can take is refused by name, with the reason, before the module com
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named, alternating
-from blazeproto.autograd import LowRank, moe_mlp, moe_mlp_lora
+from blazeproto.autograd import LowRank, moe_mlp
 from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "experts_forward", "explain", "register"]
@@ -267,14 +266,14 @@ def experts_forward(
         top_k_index: (T, K) expert ids, int32 or int64; of an id outside [0, E), the sentinel of expert parallelism, nothing is
             read, and its gradients are zero.
         top_k_weights: (T, K) the router's scores, any floating dtype.
-        low_rank: factors of the up and the down weight, which are frozen then (`moe_mlp_lora`): a (E, r, in) and b (E, out, r),
+        low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
             in and out in the module's order. For experts that don't run by ``grouped_mm``.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
 
     Raises:
-        ValueError: the module is one of `REFUSED`; or what `moe_mlp` and `moe_mlp_lora` raise.
+        ValueError: the module is one of `REFUSED`; or what `moe_mlp` raises.
     """
     _refuse(experts)
     if (why := _why_grouped_mm(experts)) is not None:
@@ -289,10 +288,8 @@ def experts_forward(
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     activation = _activation(experts)
     assert activation is not None
-    layer: Callable[..., Tensor] = moe_mlp
-    if low_rank is not None:
-        layer = partial(moe_mlp_lora, up=low_rank[0], down=low_rank[1])
-    out = layer(
+    up_factors, down_factors = low_rank or (None, None)
+    out = moe_mlp(
         x,
         up,
         down,
@@ -302,6 +299,8 @@ def experts_forward(
         activation=activation,
         up_bias=up_bias,
         down_bias=down_bias,
+        up_factors=up_factors,
+        down_factors=down_factors,
     )
     return out.to(hidden_states.dtype)
 

@@ -145,7 +145,7 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
         and not call.f32
         and not (s.fused and call is CALLS["combine"])
-        and call.entry.in_layer
+        and call.entry.in_layer is not None
         and any(True for _ in call.entry.in_layer(s.sizes, up, up))
     ]
     times = Counter(call.product for call in calls)

@@ -1,10 +1,10 @@
-"""Who gets which experts: logits, scores, choices, losses, the router module, and the kernels of all that.
+"""The choice of experts: logits, scores, choices, losses, the router module, and the kernels of all that.
 
     from blazeproto.router import Router, make_router     # the module, with torch
     from blazeproto.router import topk_route              # a kernel, without: torch, CuPy, Numba, JAX, NumPy arrays
 
-Names load when they are first used, so that the kernels stay usable where torch is not imported. `reference` holds the kernels'
-functions in NumPy, which NumPy arrays, and torch's on a CPU, run.
+Names load when they are first used, so that the kernels stay usable where torch is not imported. `fallback` holds the kernels'
+functions in torch, which arrays in host memory run: NumPy's too.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The K best of many keys in one thread's registers: sorted lists, and nothing but `min` and `max`.
 
-Keys come in groups of eight. A group is sorted, then swallowed by the list of the best so far, which is sorted too:
+Keys come in groups of eight. A group is sorted, then merged into the list of the best so far, which is sorted too:
 
     best      9  7  6  4        max of a pair stays:      9  7  6  8      min of a pair is lost:  1  2  5  4
     group     8  5  2  1        (9,1) (7,2) (6,5) (4,8)   it falls, then rises; ordering the pairs at
@@ -55,8 +55,8 @@ def sort_group(keys):
     order(keys, 5, 6)
 
 
-def swallow_of(size: int, used: int) -> Any:
-    """``swallow(best, keys, count)`` for a list of ``size`` keys, a power of two, of which ``used`` are wanted: see above.
+def merge_of(size: int, used: int) -> Any:
+    """``merge(best, keys, count)`` for a list of ``size`` keys, a power of two, of which ``used`` are wanted: see above.
 
     Both sorted; ``count`` of the keys, a constant, are looked at. The places after the ``used`` ones are 0 before and
     after, which spares the pairs that only they would need. Returns the largest key that ``best`` lost to ``keys``, or 0.
@@ -64,7 +64,7 @@ def swallow_of(size: int, used: int) -> Any:
     rounds = size.bit_length() - 1
 
     @device
-    def swallow(best, keys, count):
+    def merge(best, keys, count):
         lost = uint32(0)
         for i in range(count):
             lost = max(lost, min(best[size - 1 - i], keys[i]))
@@ -78,4 +78,4 @@ def swallow_of(size: int, used: int) -> Any:
             best[i] = uint32(0)
         return lost
 
-    return swallow
+    return merge

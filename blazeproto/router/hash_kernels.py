@@ -12,16 +12,16 @@ for the hash and 30 a choice: at T = 32768, E = 128, K = 8 about 8 million instr
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
+from blazeproto.router.kinds import GOLDEN
 from blazeproto.runtime.numba import cuda, int32, int64, uint32
 from blazeproto.runtime.warp import device, group_of
 
-GOLDEN = 0x9E3779B9
 WARP = 32
 
 
 @device
 def mix(x):
-    """A bijection of 32-bit words that scatters them; `choices.mix` is the same in torch."""
+    """A bijection of 32-bit words that scatters them; `choices.hashing` has the same in torch."""
     x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x21F0AAAD))
     x = uint32(uint32(x ^ uint32(x >> uint32(15))) * uint32(0x735A2D97))
     return uint32(x ^ uint32(x >> uint32(15)))

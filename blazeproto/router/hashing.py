@@ -1,16 +1,15 @@
-"""``hash_route``: token ids to experts by a hash, in one kernel (hash_kernels.py). `choices.Hash` says what, in torch."""
+"""``hash_route``: token ids to experts by a hash, in one kernel (hash_kernels.py). `choices.Hash` is the same in torch."""
 
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.runtime import arrays, checks, memory
-from blazeproto.runtime.libraries import any_library
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.router.kinds import GOLDEN, MASK_32
+from blazeproto.router.public import RowKernel, public
+from blazeproto.runtime import checks
 
 MAX_TOP_K, MAX_EXPERTS = 32, 1024
 THREADS = 256
 MAX_BLOCKS = 132 * 32  # then a warp goes on with further tokens
-GOLDEN, MASK_32 = 0x9E3779B9, 0xFFFFFFFF
 
 
 def start_of(seed: int) -> int:
@@ -18,20 +17,33 @@ def start_of(seed: int) -> int:
     return GOLDEN * (seed + 1) & MASK_32
 
 
-def _check(token_ids: Any, num_experts: int, top_k: int, seed: int) -> arrays.DeviceArray:
-    view = arrays.expect("token_ids", token_ids, "int64", (None,), alignment=8)
-    checks.integer("num_experts", num_experts)
-    checks.integer("top_k", top_k)
-    checks.integer("seed", seed)
+@lru_cache(maxsize=256)
+def hash_kernel(num_experts: int, top_k: int) -> RowKernel:
+    """`hash_kernels.hash_route` for one E and K. A warp has a token."""
+    from blazeproto.router import hash_kernels
+
+    sizes = {"num_experts": num_experts, "top_k": top_k}
+    parameters, rows = "int64* int32* int64 int64", THREADS // 32
+    return RowKernel(hash_kernels.hash_route, parameters, threads=THREADS, rows=rows, most_blocks=MAX_BLOCKS, **sizes)
+
+
+def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    num_experts, top_k, _ = (checks.integer(name, call[name]) for name in ("num_experts", "top_k", "seed"))
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}")
     most = min(MAX_TOP_K, num_experts)
     if not 1 <= top_k <= most:
         raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
-    return view
 
 
-@any_library("blazeproto.router.reference", {"experts": "int32"}, check=_check, simulated=True)
+@public(
+    {"token_ids": "int64 T"},
+    {"experts": "int32 T top_k"},
+    _check,
+    lambda place, call, *arrays: hash_kernel(call["num_experts"], call["top_k"]).over(
+        call["T"], place, arrays, start_of(call["seed"]), call["T"]
+    ),
+)
 def hash_route(
     token_ids: Any, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: int | None = None
 ) -> Any:
@@ -44,23 +56,3 @@ def hash_route(
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view = _check(token_ids, num_experts, top_k, seed)
-    num_tokens = view.shape[0]
-    with memory.on_stream(view, stream) as stream:
-        experts, experts_view = arrays.output("out", out, "int32", (num_tokens, top_k), view, 4)
-        kernel = hash_kernel(num_experts, top_k)
-        blocks = min(-(-num_tokens // (kernel.threads // 32)), MAX_BLOCKS)
-        given = memory.argument(view), memory.argument(experts_view)
-        if blocks:
-            kernel.launch(view.device, stream, blocks, 0, *given, start_of(seed), num_tokens)
-    return experts
-
-
-@lru_cache(maxsize=256)
-def hash_kernel(num_experts: int, top_k: int) -> Kernel:
-    """`hash_kernels.hash_route` for one E and K."""
-    from blazeproto.router import hash_kernels
-
-    return Kernel(
-        hash_kernels.hash_route, "int64* int32* int64 int64", threads=THREADS, num_experts=num_experts, top_k=top_k
-    )

@@ -22,8 +22,11 @@ from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Gradients, define, without_autocast
-from blazeproto.router import logits as kernels
+from blazeproto.autograd.private import unobserved
+from blazeproto.router import fallback
+from blazeproto.router.logits import finish_kernel, split_kernel, units_of
 from blazeproto.router.topk import MAX_EXPERTS
+from blazeproto.runtime.arrays import current_stream
 
 LONGEST_SUM = 4096  # terms that tensor cores add up at once
 PARTS_AT_ONCE = 64  # of the sum over tokens, whose results are in memory together
@@ -70,8 +73,10 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
-    x, weight, logits = ctx.saved_tensors
-    return tuple(router_logits_backward.gradients(ctx.needs_input_grad[:2], d_logits, x, weight, logits))
+    tensors = d_logits, *ctx.saved_tensors
+    hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
+    backward = router_logits_backward.kernel if hidden else router_logits_backward.gradients
+    return tuple(backward(ctx.needs_input_grad[:2], *tensors))
 
 
 @define("router_logits(Tensor x, Tensor weight) -> Tensor", _logits_fake, setup=_setup, backward=_backward)
@@ -85,8 +90,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     with without_autocast(x.device.type):
         if not _on_tensor_cores(x, weight):
             wide = _wide(x, weight)
-            logits = x.to(wide) @ weight.to(wide).t()
-            return logits.masked_fill_(~torch.isfinite(logits).all(dim=1, keepdim=True), torch.nan)
+            return fallback.finish_logits(x.to(wide) @ weight.to(wide).t())
         parts = 2 if weight.dtype == torch.float32 else 1
         operand = _stacked(weight) if parts == 2 else weight
         begins = range(0, x.shape[1], LONGEST_SUM)
@@ -94,8 +98,10 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         products = _product(*next(shorter))
         for a, b in shorter:
             products += _product(a, b)
-        made: Tensor = kernels.finish_logits(products, parts)
-        return made
+        logits = products if parts == 1 else products.new_empty(len(x), len(weight))
+        kernel, place = finish_kernel(len(weight), parts), (x.get_device(), current_stream(x))
+        kernel.over(len(x), place, (products, logits))
+        return logits
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
@@ -127,7 +133,10 @@ def router_logits_backward(
                 d_weight = (d_logits.t() @ x.to(d_logits.dtype)).to(weight.dtype)
             return d_x, d_weight
         wide = weight.dtype == torch.float32
-        split: Tensor = kernels.split_gradient(d_logits.contiguous(), logits, 3 if wide else 2)
+        parts = 3 if wide else 2
+        split, place = x.new_empty(len(x), parts * num_experts), (x.get_device(), current_stream(x))
+        operands = d_logits.contiguous(), logits, split
+        split_kernel(num_experts, parts).over(units_of(len(x), num_experts), place, operands, len(x))
         if needs_x:  # high high + low high + high low, where the weight has a low part
             operand = _stacked(weight) if wide else weight
             d_x = _product(split, torch.cat((operand[:num_experts], operand)), x.dtype)

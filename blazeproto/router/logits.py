@@ -7,45 +7,78 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.router.losses import lanes_of
+from blazeproto.router.public import RowKernel, public
 from blazeproto.router.topk import MAX_EXPERTS
-from blazeproto.runtime import arrays, checks, memory
-from blazeproto.runtime.libraries import any_library
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime import checks
 
 THREADS = 256  # of a block
 MAX_BLOCKS = 132 * 16
 
 
-def _check_parts(parts: int, least: int) -> int:
-    if checks.integer("parts", parts) not in (least, least + 1):
+def units_of(num_tokens: int, num_experts: int) -> int:
+    """What threads of `split_gradient` do: two neighbours each where E is even."""
+    return num_tokens * num_experts // (2 - num_experts % 2)
+
+
+@lru_cache(maxsize=256)
+def finish_kernel(num_experts: int, parts: int) -> RowKernel:
+    """`logits_kernels.finish_logits`."""
+    from blazeproto.router import logits_kernels
+
+    return RowKernel(
+        logits_kernels.finish_logits,
+        "float32* float32* int64",
+        threads=THREADS,
+        most_blocks=MAX_BLOCKS,
+        min_blocks=4,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        parts=parts,
+    )
+
+
+@lru_cache(maxsize=256)
+def split_kernel(num_experts: int, parts: int) -> RowKernel:
+    """`logits_kernels.split_gradient`; a "row" is one of `units_of`."""
+    from blazeproto.router import logits_kernels
+
+    return RowKernel(
+        logits_kernels.split_gradient,
+        f"float32* float32* {'uint16*' if num_experts % 2 else 'uint32*'} int64",
+        threads=THREADS,
+        rows=THREADS,
+        most_blocks=MAX_BLOCKS,
+        min_blocks=4,
+        num_experts=num_experts,
+        parts=parts,
+    )
+
+
+def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    least, name, columns = (1, "products", sizes["C"]) if "products" in call else (2, "d_logits", sizes["E"])
+    parts = checks.integer("parts", call["parts"])
+    if parts not in (least, least + 1):
         raise ValueError(f"parts: expected {least} or {least + 1}, got {parts}")
-    return int(parts)
+    of = parts if least == 1 else 1  # of the columns
+    if columns % of or not 1 <= columns // of <= MAX_EXPERTS:
+        raise ValueError(f"{name}: expected {of} E columns with 1 <= E <= {MAX_EXPERTS}, got {columns}")
+    sizes |= {"E": columns // of, "columns": parts * columns}
 
 
-def _experts(name: str, columns: int, parts: int) -> int:
-    if columns % parts or not 1 <= columns // parts <= MAX_EXPERTS:
-        raise ValueError(f"{name}: expected {parts} E columns with 1 <= E <= {MAX_EXPERTS}, got {columns}")
-    return columns // parts
+def _check_products(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    _check(sizes, call)
+    if call["parts"] == 1:
+        if call["out"] is not None:
+            raise ValueError("out: expected None with one part, which is finished in place, got an array")
+        sizes["out"] = call["products"]
 
 
-def _check_products(products: Any, parts: int, out: Any) -> arrays.DeviceArray:
-    _check_parts(parts, 1)
-    view = arrays.expect("products", products, "float32", (None, None), alignment=4)
-    _experts("products", view.shape[1], parts)
-    if parts == 1 and out is not None:
-        raise ValueError("out: expected None with one part, which is finished in place, got an array")
-    return view
-
-
-def _check_gradient(d_logits: Any, logits: Any, parts: int) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
-    _check_parts(parts, 2)
-    view = arrays.expect("d_logits", d_logits, "float32", (None, None), alignment=4)
-    _experts("d_logits", view.shape[1], 1)
-    return view, arrays.expect("logits", logits, "float32", view.shape, device=view.device, alignment=4)
-
-
-@any_library(
-    "blazeproto.router.reference", {"logits": "float32"}, writes=("products",), check=_check_products, simulated=True
+@public(
+    {"products": "float32 T C"},
+    {"logits": "float32 T E"},
+    _check_products,
+    lambda place, call, *arrays: finish_kernel(call["E"], call["parts"]).over(call["T"], place, arrays),
+    writes=("products",),
 )
 def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
     """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
@@ -59,20 +92,16 @@ def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view = _check_products(products, parts, out)
-    num_tokens, num_experts = view.shape[0], view.shape[1] // parts
-    with memory.on_stream(view, stream) as stream:
-        logits, made = products, view
-        if parts == 2:
-            logits, made = arrays.output("out", out, "float32", (num_tokens, num_experts), view, 4)
-        kernel = finish_kernel(num_experts, parts)
-        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BLOCKS)
-        if num_tokens:
-            kernel.launch(view.device, stream, blocks, 0, memory.argument(view), memory.argument(made), num_tokens)
-    return logits
 
 
-@any_library("blazeproto.router.reference", {"split": "bfloat16"}, check=_check_gradient, simulated=True)
+@public(
+    {"d_logits": "float32 T E", "logits": "float32 T E"},
+    {"split": "bfloat16 T columns"},
+    _check,
+    lambda place, call, *arrays: split_kernel(call["E"], call["parts"]).over(
+        units_of(call["T"], call["E"]), place, arrays, call["T"]
+    ),
+)
 def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = None, stream: int | None = None) -> Any:
     """A gradient as a sum of bf16 numbers: the nearest, the rest, and with ``parts`` 3 the nearest again.
 
@@ -83,48 +112,3 @@ def split_gradient(d_logits: Any, logits: Any, parts: int = 2, *, out: Any = Non
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view, marks = _check_gradient(d_logits, logits, parts)
-    num_tokens, num_experts = view.shape
-    with memory.on_stream(view, stream) as stream:
-        split, made = arrays.output("out", out, "bfloat16", (num_tokens, parts * num_experts), view, 4)
-        units, word = num_tokens * num_experts, "uint16"
-        if num_experts % 2 == 0:  # two bf16 numbers at a time
-            units, word = units // 2, "uint32"
-        if units:
-            inputs = (memory.argument(view), memory.argument(marks))
-            words = memory.part(memory.argument(made), 0, parts * units, word)
-            blocks = min(-(-units // THREADS), MAX_BLOCKS)
-            split_kernel(num_experts, parts).launch(view.device, stream, blocks, 0, *inputs, words, num_tokens)
-    return split
-
-
-@lru_cache(maxsize=256)
-def finish_kernel(num_experts: int, parts: int) -> Kernel:
-    """`logits_kernels.finish_logits`."""
-    from blazeproto.router import logits_kernels
-
-    return Kernel(
-        logits_kernels.finish_logits,
-        "float32* float32* int64",
-        threads=THREADS,
-        min_blocks=4,
-        lanes=lanes_of(num_experts),
-        num_experts=num_experts,
-        parts=parts,
-    )
-
-
-@lru_cache(maxsize=256)
-def split_kernel(num_experts: int, parts: int) -> Kernel:
-    """`logits_kernels.split_gradient`."""
-    from blazeproto.router import logits_kernels
-
-    kind = "uint32*" if num_experts % 2 == 0 else "uint16*"
-    return Kernel(
-        logits_kernels.split_gradient,
-        f"float32* float32* {kind} int64",
-        threads=THREADS,
-        min_blocks=4,
-        num_experts=num_experts,
-        parts=parts,
-    )

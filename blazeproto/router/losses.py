@@ -7,10 +7,10 @@ and repetitions have the same bits.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score
+from blazeproto.router.public import Place, RowKernel, public
+from blazeproto.router.scores import Score, score_named
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
-from blazeproto.runtime import arrays, checks, memory
-from blazeproto.runtime.libraries import any_library
+from blazeproto.runtime import checks, memory
 from blazeproto.runtime.numba_kernel import Kernel
 
 THREADS = 256  # of a block
@@ -18,21 +18,92 @@ SUM_THREADS = 1024  # of the one block that adds up
 MAX_BLOCKS, MAX_BACKWARD_BLOCKS = 132 * 4, 132 * 8
 
 
-def _check(
-    logits: Any, experts: Any, score: str, balance: bool, z: bool
-) -> tuple[arrays.DeviceArray, arrays.DeviceArray]:
-    view = _check_logits(logits, score)
-    chosen = arrays.expect("experts", experts, "int32", (view.shape[0], None), device=view.device, alignment=4)
-    if not chosen.shape[1]:
-        raise ValueError(f"experts: expected (T, K) with K >= 1, got {chosen.shape}")
-    _check_wanted(balance, z)
-    return view, chosen
+def losses_workspace(num_tokens: int, num_experts: int) -> int:
+    """Elements of the workspace of `routing_losses`: the parts of all blocks."""
+    blocks, _ = _blocks(num_tokens, num_experts)
+    return blocks * (2 * num_experts + 1)
 
 
-LOSSES = {"load": "int32", "balance_loss": "float32", "z_loss": "float32"}
+def lanes_of(num_experts: int) -> int:
+    """Threads that share a token: four experts each, up to a warp."""
+    return min(32, power_of_two(-(-num_experts // 4)))
 
 
-@any_library("blazeproto.router.reference", LOSSES, check=_check, simulated=True)
+def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
+    """How many blocks sum up, and how many tokens each has. Few where a block's parts are long."""
+    groups = THREADS // lanes_of(num_experts)
+    most = MAX_BLOCKS if num_experts <= 128 else MAX_BLOCKS // 2
+    tokens = -(-num_tokens // min(most, -(-num_tokens // groups)))
+    return -(-num_tokens // tokens), tokens
+
+
+@lru_cache(maxsize=256)
+def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
+    """`losses_kernels.routing_partials` and `.routing_sums`."""
+    from blazeproto.router import losses_kernels
+
+    partials = Kernel(
+        losses_kernels.routing_partials,
+        "float32* int32* int32* float32* float32* int64 int64 int64",
+        threads=THREADS,
+        min_blocks=4 if num_experts <= 128 else 2,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        score=score,
+        balance=balance,
+        z=z,
+    )
+    sums = Kernel(
+        losses_kernels.routing_sums,
+        "int32* float32* float32* int32* float32* float32* int64 int64 int64",
+        threads=SUM_THREADS,
+        columns=power_of_two(num_experts),
+        num_experts=num_experts,
+        balance=balance,
+        z=z,
+    )
+    return partials, sums
+
+
+@lru_cache(maxsize=256)
+def backward_kernel(num_experts: int, score: str, balance: bool, z: bool) -> RowKernel:
+    """`losses_kernels.routing_losses_backward`."""
+    from blazeproto.router import losses_kernels
+
+    return RowKernel(
+        losses_kernels.routing_losses_backward,
+        "float32* int32* float32* float32* float32* int64 int64",
+        threads=THREADS,
+        most_blocks=MAX_BACKWARD_BLOCKS,
+        min_blocks=4 if num_experts <= 256 else 2,
+        lanes=lanes_of(num_experts),
+        num_experts=num_experts,
+        score=score,
+        balance=balance,
+        z=z,
+    )
+
+
+def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    score_named(call["score"])
+    num_tokens, num_experts = sizes["T"], sizes["E"]
+    if not (1 <= num_experts <= MAX_EXPERTS and num_tokens >= 1):
+        expected = f"(T, E) with T >= 1 and 1 <= E <= {MAX_EXPERTS}"
+        raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
+    if not sizes.get("K", 1):
+        raise ValueError(f"experts: expected (T, K) with K >= 1, got {(num_tokens, 0)}")
+    for name in ("balance", "z"):
+        checks.boolean(name, call[name])
+    checks.integer("top_k", call.get("top_k", 1), least=1)
+    sizes["workspace"] = losses_workspace(num_tokens, num_experts)
+
+
+@public(
+    {"logits": "float32 T E", "experts": "int32 T K"},
+    {"load": "int32 E", "balance_loss": "float32", "z_loss": "float32"},
+    _check,
+    lambda place, call, *arrays: launch(place, arrays, call["score"], call["balance"], call["z"]),
+)
 def routing_losses(
     logits: Any,
     experts: Any,
@@ -43,7 +114,7 @@ def routing_losses(
     out: tuple[Any, Any, Any] | None = None,
     workspace: Any = None,
     stream: int | None = None,
-) -> tuple[Any, Any, Any]:
+) -> Any:
     """The load of every expert, the balancing loss and the z-loss. Switch Transformer §2.2, eq. 4; ST-MoE eq. 5.
 
     logits (T, E) fp32 and the experts (T, K) int32 they chose → load (E,) int32, balance_loss () fp32, z_loss () fp32.
@@ -51,51 +122,39 @@ def routing_losses(
     The load is how many pairs each expert has; ids outside [0, E) count nowhere. The balancing loss is E Σ f P: f the share
     of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
     z-loss is the mean of logsumexp(logits)².
-    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: kinds.py says what they are.
+    balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: scores.py says what they are.
     out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view, chosen = _check(logits, experts, score, balance, z)
-    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
-    with memory.on_stream(view, stream) as stream:
-        given = out or (None, None, None)
-        load, load_view = arrays.output("out[0] (load)", given[0], "int32", (num_experts,), view, 4)
-        balance_loss, balance_view = arrays.output("out[1] (balance_loss)", given[1], "float32", (), view, 4)
-        z_loss, z_view = arrays.output("out[2] (z_loss)", given[2], "float32", (), view, 4)
-        blocks, tokens = _blocks(num_tokens, num_experts)
-        elements = (losses_workspace(num_tokens, num_experts),)
-        _, parts = arrays.output("workspace", workspace, "float32", elements, view, 4)
-        size = blocks * num_experts
-        begin = memory.argument(parts)
-        loads = memory.part(begin, 0, size, "int32")
-        probabilities = memory.part(begin, 4 * size, size, "float32")
-        squares = memory.part(begin, 8 * size, blocks, "float32")
-        partials, sums = forward_kernels(num_experts, score == "sigmoid", balance, z)
-        inputs = (memory.argument(view), memory.argument(chosen))
-        partials.launch(
-            view.device, stream, blocks, 0, *inputs, loads, probabilities, squares, num_tokens, top_k, tokens
-        )
-        outputs = map(memory.argument, (load_view, balance_view, z_view))
-        sums.launch(view.device, stream, 1, 0, loads, probabilities, squares, *outputs, blocks, num_tokens, top_k)
-    return load, balance_loss, z_loss
 
 
-def _check_backward(
-    logits: Any, load: Any, d_balance_loss: Any, d_z_loss: Any, top_k: int, score: str, balance: bool, z: bool
-) -> tuple[arrays.DeviceArray, ...]:
-    """Views of the four arrays."""
-    view = _check_logits(logits, score)
-    checks.integer("top_k", top_k, least=1)
-    counts = arrays.expect("load", load, "int32", (view.shape[1],), device=view.device, alignment=4)
-    _check_wanted(balance, z)
-    d_balance = arrays.expect("d_balance_loss", d_balance_loss, "float32", (), device=view.device, alignment=4)
-    d_z = arrays.expect("d_z_loss", d_z_loss, "float32", (), device=view.device, alignment=4)
-    return view, counts, d_balance, d_z
+def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z: bool) -> None:
+    """`routing_losses` of checked arrays: logits, experts; load, the two losses; workspace."""
+    logits, experts, *made, workspace = operands
+    (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
+    blocks, tokens = _blocks(num_tokens, num_experts)
+    size, begin = blocks * num_experts, memory.argument(workspace)
+    parts = (
+        memory.part(begin, 0, size, "int32"),  # loads
+        memory.part(begin, 4 * size, size, "float32"),  # probabilities
+        memory.part(begin, 8 * size, blocks, "float32"),  # squares
+    )
+    partials, sums = forward_kernels(num_experts, score, balance, z)
+    given = map(memory.argument, (logits, experts))
+    partials.launch(*place, blocks, 0, *given, *parts, num_tokens, top_k, tokens)
+    sums.launch(*place, 1, 0, *parts, *map(memory.argument, made), blocks, num_tokens, top_k)
 
 
-@any_library("blazeproto.router.reference", {"d_logits": "float32"}, check=_check_backward, simulated=True)
+@public(
+    {"logits": "float32 T E", "load": "int32 E", "d_balance_loss": "float32", "d_z_loss": "float32"},
+    {"d_logits": "float32 T E"},
+    _check,
+    lambda place, call, *arrays: backward_kernel(call["E"], call["score"], call["balance"], call["z"]).over(
+        call["T"], place, arrays, call["T"], int(call["top_k"])
+    ),
+)
 def routing_losses_backward(
     logits: Any,
     load: Any,
@@ -119,96 +178,3 @@ def routing_losses_backward(
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    given = _check_backward(logits, load, d_balance_loss, d_z_loss, top_k, score, balance, z)
-    view, (num_tokens, num_experts) = given[0], given[0].shape
-    with memory.on_stream(view, stream) as stream:
-        d_logits, outgoing = arrays.output("out", out, "float32", view.shape, view, 4)
-        kernel = backward_kernel(num_experts, score == "sigmoid", balance, z)
-        blocks = min(-(-num_tokens // (THREADS // kernel.constants["lanes"])), MAX_BACKWARD_BLOCKS)
-        views = map(memory.argument, (*given, outgoing))
-        kernel.launch(view.device, stream, blocks, 0, *views, num_tokens, int(top_k))
-    return d_logits
-
-
-def losses_workspace(num_tokens: int, num_experts: int) -> int:
-    """Elements of the workspace of `routing_losses`: the parts of all blocks."""
-    blocks, _ = _blocks(num_tokens, num_experts)
-    return blocks * (2 * num_experts + 1)
-
-
-def lanes_of(num_experts: int) -> int:
-    """Threads that share a token: four experts each, up to a warp."""
-    return min(32, power_of_two(-(-num_experts // 4)))
-
-
-def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
-    """How many blocks sum up, and how many tokens each has. Few where a block's parts are long."""
-    groups = THREADS // lanes_of(num_experts)
-    most = MAX_BLOCKS if num_experts <= 128 else MAX_BLOCKS // 2
-    tokens = -(-num_tokens // min(most, -(-num_tokens // groups)))
-    return -(-num_tokens // tokens), tokens
-
-
-# --- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
-    """`losses_kernels.routing_partials` and `.routing_sums`."""
-    from blazeproto.router import losses_kernels
-
-    partials = Kernel(
-        losses_kernels.routing_partials,
-        "float32* int32* int32* float32* float32* int64 int64 int64",
-        threads=THREADS,
-        min_blocks=4 if num_experts <= 128 else 2,
-        lanes=lanes_of(num_experts),
-        num_experts=num_experts,
-        sigmoid=sigmoid,
-        balance=balance,
-        z=z,
-    )
-    sums = Kernel(
-        losses_kernels.routing_sums,
-        "int32* float32* float32* int32* float32* float32* int64 int64 int64",
-        threads=SUM_THREADS,
-        columns=power_of_two(num_experts),
-        num_experts=num_experts,
-        balance=balance,
-        z=z,
-    )
-    return partials, sums
-
-
-@lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Kernel:
-    """`losses_kernels.routing_losses_backward`."""
-    from blazeproto.router import losses_kernels
-
-    return Kernel(
-        losses_kernels.routing_losses_backward,
-        "float32* int32* float32* float32* float32* int64 int64",
-        threads=THREADS,
-        min_blocks=4 if num_experts <= 256 else 2,
-        lanes=lanes_of(num_experts),
-        num_experts=num_experts,
-        sigmoid=sigmoid,
-        balance=balance,
-        z=z,
-    )
-
-
-# --- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_logits(logits: Any, score: str) -> arrays.DeviceArray:
-    checks.one_of("score", score, SCORES)
-    view = arrays.expect("logits", logits, "float32", (None, None), alignment=4)
-    if not (1 <= view.shape[1] <= MAX_EXPERTS and view.shape[0] >= 1):
-        raise ValueError(f"logits: expected (T, E) with T >= 1 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
-    return view
-
-
-def _check_wanted(balance: bool, z: bool) -> None:
-    checks.boolean("balance", balance)
-    checks.boolean("z", z)

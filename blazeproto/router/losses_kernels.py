@@ -20,14 +20,10 @@ the product that made them the logits lie in L2.
 import math
 from typing import Any
 
-from blazeproto.router.topk_kernels import LOG2_E, from_sortable, sortable
+from blazeproto.router.scores import LOG2_E, SCORES
+from blazeproto.router.topk_kernels import from_sortable, sortable
 from blazeproto.runtime.numba import cuda, float32, int32, int64
 from blazeproto.runtime.warp import device, fast_exp2, group_of
-
-
-@device
-def log_sigmoid(value):
-    return float32(min(value, float32(0.0)) - math.log(float32(float32(1.0) + math.exp(float32(-abs(value))))))
 
 
 def softmax_of(num_experts: int, lanes: int, per_lane: int, group: Any) -> Any:
@@ -51,14 +47,15 @@ def softmax_of(num_experts: int, lanes: int, per_lane: int, group: Any) -> Any:
     return softmax
 
 
-def routing_partials(threads: int, lanes: int, num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Any:
+def routing_partials(threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool) -> Any:
     """Each block's part of the load, and of the sums that ``balance`` and ``z`` ask for.
 
-    load (B, E) int32; probabilities (B, E) fp32: the softmax, or sigmoids divided by their sum; squares (B,) fp32: logsumexp².
+    load (B, E) int32; probabilities (B, E) fp32: the softmax, or elementwise scores over their sum; squares (B,) fp32, logsumexp²
     A block has ``tokens`` tokens. Experts beyond a lane's last repeat the last expert of all, and count nothing.
     """
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1
     softmax = softmax_of(num_experts, lanes, per_lane, group_of(lanes, threads))
+    elementwise, logarithm = SCORES[score].elementwise, SCORES[score].on_device().fast_logarithm
     num_sums = groups * num_experts if balance else 1
 
     def routing_partials(logits, experts, load, probabilities, squares, num_tokens, top_k, tokens):
@@ -96,10 +93,10 @@ def routing_partials(threads: int, lanes: int, num_experts: int, sigmoid: bool, 
                     log_sum = float32(top + math.log(whole))
                     square += float32(log_sum * log_sum) if inside else float32(0.0)
                 if balance:
-                    if sigmoid:
+                    if elementwise:
                         for i in range(per_lane):
-                            values[i] = log_sigmoid(values[i])
-                    if sigmoid or not z:
+                            values[i] = logarithm(values[i])
+                    if elementwise or not z:
                         top, whole = softmax(values, lane, powers)
                     share = float32(float32(1.0) / whole) if inside else float32(0.0)
                     for i in range(per_lane):
@@ -184,13 +181,13 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
     return routing_sums
 
 
-def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid: bool, balance: bool, z: bool) -> Any:
+def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool) -> Any:
     """d_logits (T, E) from the gradients of the two losses.
 
     With p a token's probabilities, c = d_balance E f / T, q the softmax of its logits and l their logsumexp:
 
         softmax    d_logit[e] = p[e] (c[e] - Σ c p)                        + d_z 2 l q[e] / T
-        sigmoid    d_logit[e] = p[e] (c[e] - Σ c p) σ(-logit[e])           + the same
+        f(logit)   d_logit[e] = p[e] (c[e] - Σ c p) (log f)'(logit[e])     + the same
 
     A token with a NaN or infinite logit gets zeros.
     """
@@ -198,6 +195,8 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid:
     group = group_of(lanes, threads)
     total, any_of = group.total, group.any
     softmax = softmax_of(num_experts, lanes, per_lane, group)
+    elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()
+    logarithm, slope_of = of_score.fast_logarithm, of_score.slope_by_logarithm
 
     def routing_losses_backward(logits, load, d_balance, d_z, d_logits, num_tokens, top_k):
         thread = int32(cuda.threadIdx.x)
@@ -229,10 +228,10 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid:
                 for i in range(per_lane):
                     slopes[i] = float32(factor * powers[i])
             if balance:
-                if sigmoid:
+                if elementwise:
                     for i in range(per_lane):
-                        values[i] = log_sigmoid(values[i])
-                if sigmoid or not z:
+                        values[i] = logarithm(values[i])
+                if elementwise or not z:
                     top, whole = softmax(values, lane, powers)
                 mean = float32(0.0)
                 for i in range(per_lane):
@@ -241,8 +240,7 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, sigmoid:
                 mean = total(mean)
                 for i in range(per_lane):
                     slope = float32(powers[i] * float32(weights[i] - mean))
-                    # σ(-logit) is 1 - exp(log σ(logit))
-                    slopes[i] += float32(slope * float32(float32(1.0) - math.exp(values[i]))) if sigmoid else slope
+                    slopes[i] += float32(slope * slope_of(values[i])) if elementwise else slope
             if first + (thread >> shift) < num_tokens:
                 for i in range(per_lane):
                     expert = int32(i * lanes + lane)

@@ -1,143 +1,102 @@
-"""The router's choices as torch operators: torch.compile takes each as one node, and an activation-checkpointing policy can
-keep what was chosen instead of choosing again.
+"""The router's operators: torch.compile takes each as one node, and an activation-checkpointing policy can keep what was chosen
+instead of choosing again.
 
-    choose_top_k      keys (T, E) -> experts (T, K)
-    routing_losses    logits, experts -> the load and the auxiliary losses; on a Hopper GPU in two kernels, with a backward
-    route_top_k       logits (T, E) -> scores and experts (T, K); on a Hopper GPU one fused kernel, with its backward
-    pairs_from_mask   mask (T, E) -> a flat list of pairs
+    route_top_k      logits (T, E) -> scores and experts (T, K)                         kernels: topk.py
+    routing_losses   logits, experts -> the load and the auxiliary losses               kernels: losses.py
+    choose_pairs     scores (T, E), token choice (T, K) -> a flat list of pairs         kernels: the choice's, as pairs.py
+    score_pairs      logits (T, E), pairs -> their scores (P,)                          kernels: pairs.py
+    hash_experts     token ids (T,) -> experts (T, K)                                   kernel: hashing.py
+
+An operator asks inside, where torch.compile does not trace, whether its kernels run on these tensors; else `fallback` computes
+the same. Kernels are launched unchecked: the operators are called by `Router`, which has checked what came.
 """
 
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
-from blazeproto.autograd.operators import define
-from blazeproto.router import losses, topk
-from blazeproto.router.kinds import sums_to_one
-from blazeproto.router.scoring import (
-    dense_scores,
-    expert_load,
-    gathered_scores,
-    load_balancing_loss,
-    log_scores,
-    selection_keys,
-    z_loss,
-)
+from blazeproto.autograd.operators import Operator, define
+from blazeproto.autograd.private import unobserved
+from blazeproto.router import fallback, hashing, losses, pairs, topk
+from blazeproto.router.choices import varying_choice
+from blazeproto.router.scores import SCORES
+from blazeproto.runtime.arrays import current_stream
+
+LOSSES = ("score", "balance", "z")
 
 
-@define(
-    "choose_top_k(Tensor keys, SymInt top_k) -> Tensor",
-    lambda keys, top_k: keys.new_empty(keys.shape[0], top_k, dtype=torch.int32),
-    chooses=True,
-)
-def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
-    """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
-
-    keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
-    """
-    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
-    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)
-    if _fused_kernel_takes(left, None, top_k, "softmax_topk"):
-        return topk.topk_route(left, top_k)[1]  # type: ignore[no-any-return]
-    chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
-    # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
-    for slot in range(top_k):
-        expert = chosen[:, slot : slot + 1]
-        torch.argmax(left, dim=1, keepdim=True, out=expert)
-        left.scatter_(1, expert, -torch.inf)
-    return chosen.to(torch.int32)
-
-
-def _pairs_fake(mask: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    sizes = (capacity, capacity, mask.shape[0] + 1)
-    return tuple(mask.new_empty(size, dtype=torch.int32) for size in sizes)
-
-
-@define(
-    "pairs_from_mask(Tensor mask, SymInt capacity) -> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets)",
-    _pairs_fake,
-    chooses=True,
-)
-def pairs_from_mask(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The True entries of a (T, E) mask as a flat list of pairs, by token, ascending expert id inside one.
-
-    Returns pair_experts (P,), pair_tokens (P,) and token_offsets (T + 1,), int32, where P is ``capacity``: a host
-    number, so no shape depends on the mask. Pairs that the mask does not fill come last, with expert -1 and token 0;
-    the caller's capacity is an upper bound of the number of True entries (what lies beyond it is left out).
-    """
-    num_tokens, num_experts = mask.shape
-    seen = mask.flatten().cumsum(0, dtype=torch.int32)  # (T*E,) how many pairs up to and with this entry
-    wanted = torch.arange(1, capacity + 1, dtype=torch.int32, device=mask.device)
-    entry = torch.searchsorted(seen, wanted)  # (P,) the first entry that has seen p + 1 pairs
-    used = entry < num_tokens * num_experts
-    pair_experts = torch.where(used, entry % num_experts, -1).to(torch.int32)
-    pair_tokens = torch.where(used, entry // num_experts, 0).to(torch.int32)
-    token_offsets = torch.zeros(num_tokens + 1, dtype=torch.int32, device=mask.device)
-    token_offsets[1:] = mask.sum(dim=1).cumsum(0).clamp(max=capacity)
-    return pair_experts, pair_tokens, token_offsets
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Top-k routing in one operator
-
-
-def _fused_kernel_takes(logits: Tensor, bias: Tensor | None, top_k: int, score: str) -> bool:
-    """Whether `topk.topk_route` can do it. Asked inside the operators, which torch.compile does not trace."""
+def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
+    """Whether the kernels take a (T, E) matrix, and those of top-k routing K experts a token."""
     return (
-        logits.dtype == torch.float32
-        and logits.is_contiguous()
-        and logits.shape[1] <= topk.MAX_EXPERTS
+        matrix.dtype == torch.float32
+        and matrix.is_contiguous()
+        and 1 <= matrix.shape[1] <= topk.MAX_EXPERTS
+        and matrix.shape[0] <= pairs.MAX_TOKENS
         and top_k <= topk.MAX_TOP_K
-        and (bias is None or score == "sigmoid")
-        and has_dispatch_kernels("auto", logits.device)
+        and has_dispatch_kernels("auto", matrix.device)
     )
+
+
+def _place(t: Tensor) -> tuple[int, int]:
+    """The GPU and the stream to launch on."""
+    return t.get_device(), current_stream(t)
+
+
+def _named(options: Sequence[Any], names: Sequence[str] = ("score", "renormalize", "scale")) -> dict[str, Any]:
+    return dict(zip(names, options, strict=True))
+
+
+def _integers(like: Tensor, *shapes: Sequence[int]) -> tuple[Any, ...]:
+    """New tensors, int32."""
+    return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _derivative(
+    backward: Operator, num_gradients: int, kept: Callable[..., tuple[Sequence[Tensor], Sequence[Any]]]
+) -> dict[str, Any]:
+    """How `define` is told of a derivative in the first argument, the logits: ``backward(*saved, *gradients, *options)``.
+
+    num_gradients: of the results, which are the first ones.  kept: (inputs, output) -> saved tensors, options.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[num_gradients:])
+        saved, ctx.options = kept(inputs, output)
+        ctx.others = [None] * (len(inputs) - 1)
+        ctx.save_for_backward(*saved)
+
+    def node(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = (*ctx.saved_tensors, *(gradient.contiguous() for gradient in gradients[:num_gradients]))
+        hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
+        return backward.entry((), unobserved=hidden)(*tensors, *ctx.options), *ctx.others
+
+    return {"setup": setup, "backward": node}
+
+
+# --- Top-k routing -----------------------------------------------------------------------------------------------------------
 
 
 @define(
     "route_top_k_backward(Tensor logits, Tensor experts, Tensor d_scores, str score, bool renormalize, float scale) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
 )
-def route_top_k_backward(
-    logits: Tensor, experts: Tensor, d_scores: Tensor, score: str, renormalize: bool, scale: float
-) -> Tensor:
-    """d_logits (T, E) from d_scores (T, K): the derivative of `scoring.gathered_scores`."""
-    if _fused_kernel_takes(logits, None, experts.shape[1], score):
-        options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": scale}
-        made: Tensor = topk.topk_route_backward(logits, experts, d_scores.contiguous(), **options)
-        return made
-    index = experts.long()
-    d_chosen = d_scores * scale
-    if sums_to_one(score, renormalize):
-        chosen = logits.gather(1, index)
-        share = torch.softmax(log_scores(chosen, score), dim=1)
-        d_chosen = share * (d_chosen - (d_chosen * share).sum(dim=1, keepdim=True))
-        if score == "sigmoid":
-            d_chosen = d_chosen * torch.sigmoid(-chosen)  # the slope of log(sigmoid)
-        return torch.zeros_like(logits).scatter(1, index, d_chosen)
-    dense = dense_scores(logits, score)
-    d_dense = torch.zeros_like(dense).scatter(1, index, d_chosen)
-    if score == "sigmoid":
-        return d_dense * dense * (1 - dense)
-    return dense * (d_dense - (d_chosen * dense.gather(1, index)).sum(dim=1, keepdim=True))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, _, _, ctx.score, ctx.renormalize, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits, output[1])
-
-
-def _backward(ctx: Any, d_scores: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    logits, experts = ctx.saved_tensors
-    d_logits = route_top_k_backward(logits, experts, d_scores, ctx.score, ctx.renormalize, ctx.scale)
-    return d_logits, None, None, None, None, None
+def route_top_k_backward(logits: Tensor, experts: Tensor, d_scores: Tensor, *options: Any) -> Tensor:
+    """d_logits (T, E) from d_scores (T, K)."""
+    if not _kernels_take(logits, experts.shape[1]):
+        return fallback.topk_route_backward(logits, experts, d_scores, **_named(options))
+    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
+    kernel = topk.backward_kernel(num_experts, experts.shape[1], *options, half=False)
+    kernel.over(num_tokens, _place(logits), (logits, experts, d_scores, d_logits))
+    return d_logits
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], top_k
-    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+    return logits.new_empty(logits.shape[0], top_k), *_integers(logits, (logits.shape[0], top_k))
 
 
 @define(
@@ -145,37 +104,23 @@ def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tup
     "-> (Tensor scores, Tensor experts)",
     _route_fake,
     chooses=True,
-    setup=_keep,
-    backward=_backward,
+    **_derivative(route_top_k_backward, 1, lambda inputs, output: ((inputs[0], output[1]), inputs[3:])),
 )
-def route_top_k(
-    logits: Tensor, bias: Tensor | None, top_k: int, score: str, renormalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, *options: Any) -> tuple[Tensor, Tensor]:
     """Token choice: the scores (T, K) and the experts (T, K) int32 of logits (T, E), in falling order of the keys.
 
-    `scoring.selection_keys`, `choose_top_k` and `scoring.gathered_scores` in one. The scores are differentiable in the
-    logits; backward keeps the logits and the experts. The fused kernel of `blazeproto.router.topk` runs where it can.
+    The scores are differentiable in the logits; backward keeps the logits and the experts.
     """
-    if _fused_kernel_takes(logits, bias, top_k, score):
-        options: dict[str, Any] = {"score": score, "bias": bias, "renormalize": renormalize, "scale": scale}
-        return topk.topk_route(logits, top_k, **options)
-    experts = choose_top_k.kernel(selection_keys(logits, score, bias), top_k)
-    return gathered_scores(logits, experts, score=score, renormalize=renormalize, scale=scale), experts
+    takes_bias = bias is None or (SCORES[options[0]].elementwise and bias.dtype == torch.float32)
+    if not (takes_bias and _kernels_take(logits, top_k)):
+        return fallback.topk_route(logits, top_k, bias=bias, **_named(options))
+    scores, experts = _route_fake(logits, bias, top_k)
+    kernel = topk.route_kernel(logits, top_k, bias is not None, *options)
+    kernel.over(len(logits), _place(logits), (logits, logits if bias is None else bias, scores, experts))
+    return scores, experts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The load and the losses
-
-
-def _loss_kernels_take(logits: Tensor) -> bool:
-    """Whether `losses.routing_losses` can do it; as `_fused_kernel_takes`."""
-    return (
-        logits.dtype == torch.float32
-        and logits.is_contiguous()
-        and logits.shape[0] > 0
-        and logits.shape[1] <= topk.MAX_EXPERTS
-        and has_dispatch_kernels("auto", logits.device)
-    )
+# --- The load and the losses -------------------------------------------------------------------------------------------------
 
 
 def _times(loss: Tensor, coefficient: float) -> Tensor:
@@ -199,61 +144,133 @@ def routing_losses_backward(
     balance: float,
     z: float,
 ) -> Tensor:
-    """d_logits (T, E) of the two losses; losses_kernels.py has the formulas."""
-    if _loss_kernels_take(logits):
-        options: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z)}
-        slopes = _times(d_balance_loss, balance), _times(d_z_loss, z)
-        made: Tensor = losses.routing_losses_backward(logits, load, *slopes, top_k, **options)
-        return made
-    num_tokens, num_experts = logits.shape
-    weights = d_balance_loss * (balance * num_experts) * load.to(logits.dtype) / max(num_tokens * top_k, 1)
-    shares = torch.softmax(log_scores(logits, score), dim=1)
-    d_logits = shares * (weights - (weights * shares).sum(dim=1, keepdim=True))
-    if score == "sigmoid":
-        d_logits *= torch.sigmoid(-logits)
-    if z:
-        log_sums = torch.logsumexp(logits, dim=1, keepdim=True)
-        d_logits += d_z_loss * (2 * z) * log_sums * torch.softmax(logits, dim=1)
-    return d_logits / max(num_tokens, 1)
-
-
-def _keep_for_losses(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, experts, *ctx.options = inputs
-    ctx.top_k = experts.shape[1]
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(logits, output[2])
-
-
-def _losses_backward(ctx: Any, d_balance_loss: Tensor, d_z_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    logits, load = ctx.saved_tensors
-    d_logits = routing_losses_backward(logits, load, d_balance_loss, d_z_loss, ctx.top_k, *ctx.options)
-    return d_logits, None, None, None, None
+    """d_logits (T, E) of the two losses."""
+    slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z))
+    if not (_kernels_take(logits) and len(logits)):
+        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, LOSSES))
+    d_logits = torch.empty_like(logits)
+    (num_tokens, num_experts), operands = logits.shape, (logits, load, *slopes, d_logits)
+    losses.backward_kernel(num_experts, *wanted).over(num_tokens, _place(logits), operands, num_tokens, top_k)
+    return d_logits
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return logits.new_empty(()), logits.new_empty(()), logits.new_empty(logits.shape[1], dtype=torch.int32)
+    return logits.new_empty(()), logits.new_empty(()), *_integers(logits, logits.shape[1:])
 
 
 @define(
     "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z) "
     "-> (Tensor balance_loss, Tensor z_loss, Tensor load)",
     _losses_fake,
-    setup=_keep_for_losses,
-    backward=_losses_backward,
+    **_derivative(
+        routing_losses_backward,
+        2,
+        lambda inputs, output: ((inputs[0], output[2]), (inputs[1].shape[1], *inputs[2:])),
+    ),
 )
 def routing_losses(
     logits: Tensor, experts: Tensor, score: str, balance: float, z: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`scoring.load_balancing_loss` and `scoring.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
+    """`fallback.load_balancing_loss` and `fallback.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
     coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load."""
-    if _loss_kernels_take(logits):
-        of_balance, of_z, load = _losses_fake(logits)
+    wanted = score, bool(balance), bool(z)
+    if _kernels_take(logits) and len(logits):
+        balance_loss, z_loss, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
-        options: dict[str, Any] = {"score": score, "balance": bool(balance), "z": bool(z), "workspace": workspace}
         ids = experts.to(torch.int32).contiguous()
-        losses.routing_losses(logits, ids, out=(load, of_balance, of_z), **options)
+        losses.launch(_place(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
-        of_balance = load_balancing_loss(logits, experts, score=score) if balance else logits.new_zeros(())
-        of_z = z_loss(logits) if z else logits.new_zeros(())
-        load = expert_load(experts, logits.shape[1])
-    return _times(of_balance, balance), _times(of_z, z), load
+        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, LOSSES))
+    return _times(balance_loss, balance), _times(z_loss, z), load
+
+
+# --- A number of experts that varies -----------------------------------------------------------------------------------------
+
+
+def _choose_fake(scores: Tensor, experts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    max_pairs = rest[-1]
+    return _integers(scores, (max_pairs,), (max_pairs,), (scores.shape[0] + 1,), scores.shape[1:])
+
+
+@define(
+    "choose_pairs(Tensor scores, Tensor experts, Tensor? draws, str by, float[] options, SymInt size, SymInt max_pairs) "
+    "-> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets, Tensor load)",
+    _choose_fake,
+    chooses=True,
+)
+def choose_pairs(
+    scores: Tensor,
+    experts: Tensor,
+    draws: Tensor | None,
+    by: str,
+    options: list[float],
+    size: int,
+    max_pairs: int,
+) -> tuple[Tensor, ...]:
+    """The pairs that a choice makes of scores (T, E) in [0, 1] and the token choice (T, K): see `VaryingChoice.crossing`.
+
+    Returns pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), int32. ValueError for an unknown ``by``.
+    """
+    choice = varying_choice(by)
+    fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
+    if choice.KERNELS and fits and _kernels_take(scores):
+        made = _choose_fake(scores, experts, max_pairs)
+        launch = import_module(choice.KERNELS).launch_choice
+        launch(_place(scores), (scores, experts.contiguous(), draws, *made), by, options, size)
+        return made
+    return fallback.pairs_of(choice.mask(scores, experts, draws, by, options, size), max_pairs)
+
+
+@define(
+    "score_pairs_backward(Tensor logits, Tensor pair_experts, Tensor token_offsets, Tensor d_scores, str score, "
+    "bool renormalize, float scale) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits),
+)
+def score_pairs_backward(
+    logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, d_scores: Tensor, *options: Any
+) -> Tensor:
+    """d_logits (T, E) from d_scores (P,)."""
+    given = logits, pair_experts, token_offsets, d_scores
+    if not _kernels_take(logits):
+        return fallback.score_pairs_backward(*given, **_named(options))
+    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
+    kernel = pairs.score_kernel(num_experts, *options, backward=True)
+    kernel.over(num_tokens, _place(logits), (*given, d_logits))
+    return d_logits
+
+
+@define(
+    "score_pairs(Tensor logits, Tensor pair_experts, Tensor token_offsets, str score, bool renormalize, float scale) -> Tensor",
+    lambda logits, pair_experts, *_: logits.new_empty(pair_experts.shape),
+    **_derivative(score_pairs_backward, 1, lambda inputs, output: (inputs[:3], inputs[3:])),
+)
+def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *options: Any) -> Tensor:
+    """The scores (P,) of the pairs that `choose_pairs` lists; differentiable in the logits (T, E)."""
+    given = logits, pair_experts, token_offsets
+    if not _kernels_take(logits):
+        return fallback.score_pairs(*given, **_named(options))
+    (num_tokens, num_experts), (num_pairs,) = logits.shape, pair_experts.shape
+    scores, num_rows = logits.new_empty(num_pairs), pairs.pair_rows(num_tokens, num_pairs)
+    kernel = pairs.score_kernel(num_experts, *options)
+    kernel.over(num_rows, _place(logits), (*given, scores), num_tokens, num_pairs)
+    return scores
+
+
+# --- Hash --------------------------------------------------------------------------------------------------------------------
+
+
+@define(
+    "hash_experts(Tensor token_ids, SymInt num_experts, SymInt top_k, int seed) -> Tensor",
+    lambda token_ids, num_experts, top_k, seed: _integers(token_ids, (token_ids.shape[0], top_k))[0],
+    chooses=True,
+)
+def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> Tensor:
+    """The experts (T, K) int32 of `choices.Hash`; token_ids (T,) integers of any dtype."""
+    takes = num_experts <= hashing.MAX_EXPERTS and top_k <= hashing.MAX_TOP_K
+    if not (takes and has_dispatch_kernels("auto", token_ids.device)):
+        return fallback.hash_route(token_ids, num_experts, top_k, seed=seed)
+    num_tokens, ids = len(token_ids), token_ids.to(torch.int64).contiguous()
+    (experts,) = _integers(token_ids, (num_tokens, top_k))
+    kernel, numbers = hashing.hash_kernel(num_experts, top_k), (hashing.start_of(seed), num_tokens)
+    kernel.over(num_tokens, _place(ids), (ids, experts), *numbers)
+    return experts

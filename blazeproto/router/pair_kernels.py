@@ -21,6 +21,7 @@ where scores are a softmax over all experts) and writes 4·P; its backward write
 import math
 from typing import Any
 
+from blazeproto.router.scores import SCORES
 from blazeproto.router.topk_kernels import from_sortable, sortable
 from blazeproto.runtime.numba import cuda, float32, int32, int64, uint32
 from blazeproto.runtime.warp import block_scan, device, group_of, warp_barrier
@@ -132,31 +133,21 @@ def list_pairs(threads: int, num_experts: int) -> Any:
 # --- Scores ------------------------------------------------------------------------------------------------------------------
 
 
-@device
-def log_sigmoid(value):
-    return float32(min(value, float32(0.0)) - math.log1p(math.exp(float32(-abs(value)))))
-
-
-@device
-def sigmoid_of(value):
-    return float32(float32(1.0) / float32(float32(1.0) + math.exp(float32(-value))))
-
-
 def softmax_of(threads: int, num_experts: int, score: str, together: bool) -> Any:
     """``softmax(logits, row, pair_experts, begin, end, lane)`` of a warp: the largest and the sum of a softmax's exponentials.
 
-    together: over the token's pairs, of logits or of log-sigmoids; else over all experts of the row. The largest is NaN
-    where a logit is.
+    together: over the token's pairs, of logits or of logarithms of elementwise scores; else over all experts of the row. The
+    largest is NaN where a logit is.
     """
     group = group_of(WORD, threads)
     maximum, total, any_of = group.maximum, group.total, group.any
-    sigmoid = score == "sigmoid"
+    elementwise, logarithm = SCORES[score].elementwise, SCORES[score].on_device().logarithm
 
     @device
     def value_of(logits, row, pair_experts, place):
         expert = pair_experts[place] if together else int32(place)
         value = logits[row + expert]
-        return log_sigmoid(value) if sigmoid else value
+        return logarithm(value) if elementwise else value
 
     @device
     def softmax(logits, row, pair_experts, begin, end, lane):
@@ -187,7 +178,8 @@ def score_pairs(threads: int, num_experts: int, score: str, together: bool, scal
     """
     softmax = softmax_of(threads, num_experts, score, together)
     warps = threads // WORD
-    sigmoid = score == "sigmoid"
+    elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()
+    scaled, logarithm = of_score.scaled, of_score.logarithm
 
     def score_pairs(logits, pair_experts, token_offsets, scores, num_tokens, max_pairs):
         thread = int32(cuda.threadIdx.x)
@@ -198,16 +190,16 @@ def score_pairs(threads: int, num_experts: int, score: str, together: bool, scal
             row = token * num_experts
             begin, end = token_offsets[token], token_offsets[token + 1]
             top, whole = float32(0.0), float32(1.0)
-            if together or not sigmoid:
+            if together or not elementwise:
                 top, whole = softmax(logits, row, pair_experts, begin, end, lane)
             if first + (thread >> 5) < num_tokens:
                 pair = int32(begin + lane)
                 while pair < end:
                     value = logits[row + pair_experts[pair]]
-                    if sigmoid and not together:
-                        share = sigmoid_of(value)
+                    if elementwise and not together:
+                        share = float32(scaled(value, float32(0.0), float32(1.0)))
                     else:
-                        value = log_sigmoid(value) if sigmoid else value
+                        value = logarithm(value) if elementwise else value
                         share = float32(math.exp(float32(value - top)) / whole)
                     scores[pair] = float32(share * float32(scale))
                     pair = int32(pair + WORD)
@@ -226,17 +218,18 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
     With g = scale·d_score and s the score before scaling, both 0 for experts that the token has not:
 
         together, softmax     d_logit[e] = s[e] (g[e] - Σ g s)
-        together, sigmoid σ   d_logit[e] = s[e] (g[e] - Σ g s) σ(-logit[e])
+        together, of f        d_logit[e] = s[e] (g[e] - Σ g s) (log f)'(logit[e])
         softmax over all      d_logit[e] = p[e] (g[e] - Σ g p)
-        sigmoid               d_logit[e] = σ (1 - σ) g[e]
+        elementwise f         d_logit[e] = f' g[e]
 
     A token with a NaN among the logits that count gets zeros.
     """
     softmax = softmax_of(threads, num_experts, score, together)
     total = group_of(WORD, threads).total
     warps = threads // WORD
-    sigmoid = score == "sigmoid"
-    over_all = not sigmoid and not together
+    elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()
+    scaled, logarithm, slope_at = of_score.scaled, of_score.logarithm, of_score.slope_by_logit
+    slope_by_value, over_all = of_score.slope_by_value, not (elementwise or together)
 
     def score_pairs_backward(logits, pair_experts, token_offsets, d_scores, d_logits, num_tokens):
         thread = int32(cuda.threadIdx.x)
@@ -253,7 +246,7 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                 pair = int32(begin + lane)
                 while pair < end:
                     value = logits[row + pair_experts[pair]]
-                    value = log_sigmoid(value) if sigmoid else value
+                    value = logarithm(value) if elementwise else value
                     mean += float32(float32(d_scores[pair] * float32(scale)) * math.exp(float32(value - top)))
                     pair = int32(pair + WORD)
                 mean = float32(total(mean) / whole)
@@ -275,14 +268,14 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                     logit = logits[row + pair_experts[pair]]
                     gradient = float32(d_scores[pair] * float32(scale))
                     if together or over_all:
-                        value = log_sigmoid(logit) if sigmoid else logit
+                        value = logarithm(logit) if elementwise else logit
                         share = float32(math.exp(float32(value - top)) / whole)
                         made = float32(share * float32(gradient - mean))
-                        if sigmoid:
-                            made = float32(made * sigmoid_of(float32(-logit)))
+                        if elementwise:
+                            made = float32(made * slope_at(logit))
                     else:
-                        sigma = sigmoid_of(logit)
-                        made = float32(gradient * sigma * float32(float32(1.0) - sigma))
+                        value = float32(scaled(logit, float32(0.0), float32(1.0)))
+                        made = float32(gradient * value * slope_by_value(logit, value, float32(1.0)))
                         made = made if made == made else float32(0.0)
                     d_logits[row + pair_experts[pair]] = made
                     pair = int32(pair + WORD)

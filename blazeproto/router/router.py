@@ -17,17 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blazeproto.autograd.private import refuse_transforms, saved_by_export
-from blazeproto.router import ops, pair_ops, scoring
-from blazeproto.router.choices import Capacity, Choice, ExpertChoice, Hash, TokenRounding, check_options, make_choice
-from blazeproto.router.kinds import SCORES, renormalizes
+from blazeproto.autograd.operators import on_another_gpu
+from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
+from blazeproto.router import fallback, ops
+from blazeproto.router.choices import Choice, Hash, make_choice
+from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
+from blazeproto.router.scores import SCORES, renormalizes, score_named
 from blazeproto.runtime import checks
 
 
 @saved_by_export
 class Routing(NamedTuple):
-    """Who goes where. A pair is one (token, expert) that runs; P is a static number of places for pairs.
+    """The choice of experts and their scores. A pair is one (token, expert) that runs; P is a static number of places for pairs.
 
     With K experts a token, always: scores and experts are (T, K), in falling order of what was ranked, and
     token_offsets and pair_tokens are None. With a number that varies: scores, experts and pair_tokens are (P,), by
@@ -48,13 +50,13 @@ class Router(nn.Module):
 
     Args:
         d_model, num_experts, top_k: d, E and K, 1 <= K <= E.
-        score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `kinds` says what they are.
+        score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `scores` says what they are.
         renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3) and for token
             rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself.
         scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
             ``expert_bias``.
-        aux_loss, z_loss: coefficients of `scoring.load_balancing_loss` and `scoring.z_loss`; 0 leaves one out.
+        aux_loss, z_loss: coefficients of `fallback.load_balancing_loss` and `fallback.z_loss`; 0 leaves one out.
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
@@ -91,7 +93,7 @@ class Router(nn.Module):
         self.top_k = checks.integer("top_k", top_k, least=1)
         if top_k > num_experts:
             raise ValueError(f"top_k: expected at most num_experts={num_experts}, got {top_k}")
-        checks.one_of("score", score, SCORES)
+        kind = score_named(score)
         if renormalize is not None:
             checks.boolean("renormalize", renormalize)
         checks.number("scale", scale)
@@ -100,18 +102,18 @@ class Router(nn.Module):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
         self.choice = _choice(choose, choose_options)
-        if isinstance(self.choice, ExpertChoice | Hash) and (aux_loss or bias_update_rate):
-            kind = type(self.choice).__name__
-            raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {kind}, where scores do not make the load")
+        if (aux_loss or bias_update_rate) and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
+            name = type(self.choice).__name__
+            raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {name}, where scores do not make the load")
 
         self.score = score
-        rounds = isinstance(self.choice, TokenRounding)
-        self.renormalize = renormalizes(score, renormalize) or (renormalize is None and rounds)
+        by_choice = renormalize is None and self.choice is not None and self.choice.RENORMALIZES
+        self.renormalize = by_choice or renormalizes(score, renormalize)
         self.scale = float(scale)
         self.bias_update_rate = float(bias_update_rate)
         self.aux_loss, self.z_loss = float(aux_loss), float(z_loss)
         self.weight = nn.Parameter(torch.empty(self.num_experts, self.d_model, device=device, dtype=dtype))
-        with_bias = score == "sigmoid" or bias_update_rate > 0
+        with_bias = kind.elementwise or bias_update_rate > 0
         bias = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if with_bias else None
         self.register_buffer("expert_bias", bias)
         self.reset_parameters()
@@ -148,51 +150,49 @@ class Router(nn.Module):
         In eval mode a choice with ``eval_top_k`` gives way to plain top-k.
         """
         self._check_input(x, token_ids)
-        logits = router_logits(x, self.weight)
-        choice = self.choice
+        # Past torch's dispatcher, where only it would see the operators.
+        hidden = unobserved((x, self.weight, token_ids)) and not on_another_gpu(x)
+        logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight)
+        options, choice = (self.score, self.renormalize, self.scale), self.choice
+        pair_tokens = token_offsets = load = None
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
-            experts = pair_ops.hashed(choice, token_ids.flatten(), self.num_experts, self.top_k)
-            scores = scoring.gathered_scores(logits, experts, **self._score_options)
+            seed = choice.seed & MASK_32  # no more of it counts
+            ids = token_ids.flatten()
+            chosen = experts = ops.hash_experts.entry((), unobserved=hidden)(ids, self.num_experts, self.top_k, seed)
+            scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
-            options = self._score_options.values()
-            scores, experts = ops.route_top_k(logits, self.expert_bias, self.top_k, *options)
+            route = ops.route_top_k.entry((logits,), unobserved=hidden)
+            scores, experts = route(logits, self.expert_bias, self.top_k, *options)
+            chosen = experts
         else:
-            keys = scoring.selection_keys(logits, self.score, self.expert_bias)
-            return self._varying(logits, ops.choose_top_k(keys, self.top_k), choice)
-        load, aux_losses = self._load_and_losses(logits, experts)
-        return Routing(scores, experts, logits, load, aux_losses)
+            keys = fallback.selection_keys(logits, self.score, self.expert_bias)
+            # The token choice: experts alone, which do not depend on the kind of scores.
+            chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
+            crossing = choice.crossing(SCORES[self.score].value(logits.detach()), chosen)
+            experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
+            scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
+        aux_losses = {}
+        if load is None or self.aux_loss or self.z_loss:  # of the token choice, before any rounding or dropping
+            losses = ops.routing_losses.entry((logits,), unobserved=hidden)
+            balance, z, token_load = losses(logits, chosen, self.score, self.aux_loss, self.z_loss)
+            load = token_load if load is None else load
+            named = {"load_balancing": (self.aux_loss, balance), "z": (self.z_loss, z)}
+            aux_losses = {name: loss for name, (coefficient, loss) in named.items() if coefficient}
+        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
-        """One step of the auxiliary-loss-free balancing; see `scoring.updated_bias`. Does nothing at rate 0.
+        """One step of the auxiliary-loss-free balancing; see `updated_bias`. Does nothing at rate 0.
 
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
         checkpointing runs twice. TypeError or ValueError for another load, also at rate 0.
         """
         bias = self.expert_bias
-        scoring.check_load(load, self.num_experts, None if bias is None else bias.device)
+        check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is not None and self.bias_update_rate > 0:
-            bias.copy_(scoring.updated_bias(bias, load, self.bias_update_rate))
-
-    @property
-    def _score_options(self) -> dict[str, Any]:
-        return {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
-
-    def _varying(self, logits: Tensor, experts: Tensor, choice: TokenRounding | ExpertChoice | Capacity) -> Routing:
-        dense = scoring.dense_scores(logits.detach(), self.score)
-        pair_experts, pair_tokens, token_offsets, load = pair_ops.pairs_of(choice, dense, experts)
-        pairs = pair_experts, pair_tokens, token_offsets
-        scores = pair_ops.score_pairs(logits, *pairs, *self._score_options.values())
-        aux_losses = self._load_and_losses(logits, experts)[1] if self.aux_loss or self.z_loss else {}
-        return Routing(scores, pair_experts, logits, load, aux_losses, token_offsets, pair_tokens)
-
-    def _load_and_losses(self, logits: Tensor, experts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of the token choice ``experts`` (T, K), before any rounding or dropping."""
-        balance_loss, z_loss, load = ops.routing_losses(logits, experts, self.score, self.aux_loss, self.z_loss)
-        losses = {"load_balancing": balance_loss} if self.aux_loss else {}
-        return load, losses | ({"z": z_loss} if self.z_loss else {})
+            bias.copy_(updated_bias(bias, load, self.bias_update_rate))
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
@@ -225,14 +225,36 @@ def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
     """The choice that `Router` was asked for; every keyword that is not Router's own arrives in ``options``."""
     keywords = router_keywords()
     if isinstance(choose, str):
-        check_options(choose, options, keywords)
-        return make_choice(choose, **options)
+        return make_choice(choose, options, keywords)
     if not isinstance(choose, Choice):
         raise TypeError(f"choose: expected a name or a choice object, got {choose!r}")
     if options:
         near = "".join(checks.nearest(name, keywords) for name in sorted(options)[:1])
         raise TypeError(f"choose: a choice object carries its own options, got {sorted(options)} too{near}")
     return choose
+
+
+def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+    """The balancing bias after a step: up by ``rate`` where the load was below its mean, down where above.
+
+    Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
+    load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
+    first. Returns a new bias, of the old one's dtype.
+    """
+    load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all
+    return bias + rate * torch.sign(load.sum() - len(load) * load).to(bias.dtype)
+
+
+def check_load(load: Tensor, num_experts: int, device: torch.device | None) -> None:
+    """TypeError or ValueError unless ``load`` is (E,), integers or floating point, on this device (None: on any)."""
+    if not isinstance(load, Tensor):
+        raise TypeError(f"load: expected a tensor, got {type(load).__name__}")
+    if load.dtype == torch.bool or load.is_complex():
+        raise TypeError(f"load: expected an integer or floating-point tensor, got {load.dtype}")
+    if load.shape != (num_experts,):
+        raise ValueError(f"load: expected shape ({num_experts},), one count an expert, got {tuple(load.shape)}")
+    if device is not None and load.device != device:
+        raise ValueError(f"load: expected device {device} (the bias's), got {load.device}")
 
 
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:

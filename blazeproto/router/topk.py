@@ -9,11 +9,9 @@ Plain functions on device arrays: whoever differentiates wraps the two.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.kinds import SCORES, Score, renormalizes
-from blazeproto.runtime import arrays, checks, memory
-from blazeproto.runtime.arrays import DeviceArray
-from blazeproto.runtime.libraries import any_library
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.router.public import RowKernel, public
+from blazeproto.router.scores import SCORES, Score, renormalizes, score_named
+from blazeproto.runtime import arrays, checks
 
 MAX_TOP_K, MAX_EXPERTS = 16, 1024
 THREADS = 256  # of a block
@@ -21,20 +19,99 @@ MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
 
 
-def _check_forward(logits: Any, top_k: int, score: str, bias: Any, scale: float) -> tuple[DeviceArray, DeviceArray]:
-    """Views of the logits and of the bias, or, where there is none, of the logits again: any address will do."""
-    view = _check_logits(logits)
-    num_experts = view.shape[1]
-    _check_options(num_experts, top_k, score, scale)
-    if bias is None:
-        return view, view
-    if score != "sigmoid":
-        raise ValueError(f"bias: expected None with score={score!r}, for only sigmoid scores take one")
-    return view, arrays.expect("bias", bias, "float32", (num_experts,), device=view.device, alignment=4)
+def power_of_two(least: int) -> int:
+    """The smallest one that is at least ``least``."""
+    return 1 << (least - 1).bit_length()
 
 
-@any_library(
-    "blazeproto.router.reference", {"scores": "float32", "experts": "int32"}, check=_check_forward, simulated=True
+def route_kernel(logits: Any, top_k: int, biased: bool, score: str, renormalize: bool, scale: float) -> RowKernel:
+    """`topk_kernels.topk_route` for these logits; where there is no bias, any address will do for it."""
+    num_experts = logits.shape[1]
+    # Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes.
+    aligned = num_experts % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
+    options = score, renormalize, scale, biased, logits.dtype == "bfloat16", aligned
+    return forward_kernel(num_experts, top_k, *options)
+
+
+@lru_cache(maxsize=256)
+def forward_kernel(
+    num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, biased: bool, half: bool, aligned: bool
+) -> RowKernel:
+    """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `route_kernel`."""
+    from blazeproto.router import topk_kernels
+
+    kind = "uint16*" if half else "float32*"
+    return RowKernel(
+        topk_kernels.topk_route,
+        f"{kind} {'float32*' if biased else kind} float32* int32* int64",
+        threads=THREADS,
+        most_blocks=MAX_BLOCKS,
+        min_blocks=MIN_BLOCKS,
+        # that share a token: up to 32 experts each, and four choices where E has groups of eight enough
+        lanes=power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
+        num_experts=num_experts,
+        top_k=top_k,
+        score=score,
+        biased=biased,
+        renormalize=renormalize,
+        scale=scale,
+        half=half,
+        aligned=aligned,
+    )
+
+
+@lru_cache(maxsize=256)
+def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, half: bool) -> RowKernel:
+    """`topk_kernels.topk_route_backward`, likewise."""
+    from blazeproto.router import topk_kernels
+
+    kind = "uint16*" if half else "float32*"
+    return RowKernel(
+        topk_kernels.topk_route_backward,
+        f"{kind} int32* float32* {kind} int64",
+        threads=THREADS,
+        most_blocks=MAX_BLOCKS,
+        min_blocks=4 if num_experts <= 256 else 2,
+        # that share a token: four experts each, and a lane for each choice and one more
+        lanes=min(32, power_of_two(max(-(-num_experts // 4), top_k + 1))),
+        num_experts=num_experts,
+        top_k=top_k,
+        score=score,
+        renormalize=renormalize,
+        scale=scale,
+        half=half,
+    )
+
+
+def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    num_tokens, num_experts, top_k = sizes["T"], sizes["E"], sizes.get("K", call.get("top_k"))
+    if not 1 <= num_experts <= MAX_EXPERTS or num_tokens >= 2**31:
+        expected = f"(T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}"
+        raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
+    check_scoring(call)
+    most = min(MAX_TOP_K, num_experts)
+    if not 1 <= checks.integer("top_k", top_k) <= most:
+        raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
+    if call.get("bias") is not None and not SCORES[call["score"]].elementwise:
+        raise ValueError(f"bias: expected None with score={call['score']!r}, for only sigmoid scores take one")
+
+
+def check_scoring(call: dict[str, Any]) -> None:
+    score_named(call["score"])
+    checks.number("scale", call["scale"])
+
+
+def scoring(call: dict[str, Any]) -> tuple[str, bool, float]:
+    return call["score"], renormalizes(call["score"], call["renormalize"]), float(call["scale"])
+
+
+@public(
+    {"logits": "float32|bfloat16 T E", "bias": "float32 E"},
+    {"scores": "float32 T top_k", "experts": "int32 T top_k"},
+    _check,
+    lambda place, call, logits, bias, *made: route_kernel(logits, call["top_k"], bias is not None, *scoring(call)).over(
+        call["T"], place, (logits, logits if bias is None else bias, *made)
+    ),
 )
 def topk_route(
     logits: Any,
@@ -46,13 +123,13 @@ def topk_route(
     scale: float = 1.0,
     out: tuple[Any, Any] | None = None,
     stream: int | None = None,
-) -> tuple[Any, Any]:
+) -> Any:
     """The K best experts of each token, best first, and their scores. MoEBlaze §2.1; Switch Transformer eq. 1; DeepSeek-V3
     eq. 15.
 
     logits (T, E) fp32 or bf16, contiguous, bias (E,) fp32 or None → scores (T, K) fp32, experts (T, K) int32.
 
-    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; kinds.py says what they are.
+    top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; scores.py says what they are.
     bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
     renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
     Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
@@ -65,37 +142,16 @@ def topk_route(
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view, offsets = _check_forward(logits, top_k, score, bias, scale)
-    num_tokens, num_experts = view.shape
-    with memory.on_stream(view, stream) as stream:
-        given, shape = out or (None, None), (num_tokens, top_k)
-        scores, scores_view = arrays.output("out[0] (scores)", given[0], "float32", shape, view, 4)
-        experts, experts_view = arrays.output("out[1] (experts)", given[1], "int32", shape, view, 4)
-        kernel = forward_kernel(
-            num_experts,
-            top_k,
-            score,
-            bias is not None,
-            renormalizes(score, renormalize),
-            float(scale),
-            view.dtype == "bfloat16",
-            _aligned(view),
-        )
-        _launch(kernel, num_tokens, stream, view, offsets, scores_view, experts_view)
-    return scores, experts
 
 
-def _check_backward(logits: Any, experts: Any, d_scores: Any, score: str, scale: float) -> tuple[DeviceArray, ...]:
-    """Views of the three arrays."""
-    view = _check_logits(logits)
-    num_tokens, num_experts = view.shape
-    chosen = arrays.expect("experts", experts, "int32", (num_tokens, None), device=view.device, alignment=4)
-    _check_options(num_experts, chosen.shape[1], score, scale)
-    incoming = arrays.expect("d_scores", d_scores, "float32", chosen.shape, device=view.device, alignment=4)
-    return view, chosen, incoming
-
-
-@any_library("blazeproto.router.reference", {"d_logits": "bfloat16"}, check=_check_backward, simulated=True)
+@public(
+    {"logits": "float32|bfloat16 T E", "experts": "int32 T K", "d_scores": "float32 T K"},
+    {"d_logits": "logits T E"},
+    _check,
+    lambda place, call, logits, *others: backward_kernel(
+        call["E"], call["K"], *scoring(call), logits.dtype == "bfloat16"
+    ).over(call["T"], place, (logits, *others)),
+)
 def topk_route_backward(
     logits: Any,
     experts: Any,
@@ -118,97 +174,3 @@ def topk_route_backward(
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
     """
-    view, chosen, incoming = _check_backward(logits, experts, d_scores, score, scale)
-    (num_tokens, num_experts), top_k = view.shape, chosen.shape[1]
-    with memory.on_stream(view, stream) as stream:
-        d_logits, outgoing = arrays.output("out", out, view.dtype, view.shape, view, 2)
-        half = view.dtype == "bfloat16"
-        kernel = backward_kernel(num_experts, top_k, score, renormalizes(score, renormalize), float(scale), half)
-        _launch(kernel, num_tokens, stream, view, chosen, incoming, outgoing)
-    return d_logits
-
-
-# --- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def power_of_two(least: int) -> int:
-    """The smallest one that is at least ``least``."""
-    return 1 << (least - 1).bit_length()
-
-
-def _aligned(logits: DeviceArray) -> bool:
-    """Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes."""
-    return logits.shape[1] % 8 == 0 and (arrays.simulated() or logits.ptr % 16 == 0)
-
-
-@lru_cache(maxsize=256)
-def forward_kernel(
-    num_experts: int, top_k: int, score: str, biased: bool, renormalize: bool, scale: float, half: bool, aligned: bool
-) -> Kernel:
-    """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `_aligned`."""
-    from blazeproto.router import topk_kernels
-
-    kind = "uint16*" if half else "float32*"
-    return Kernel(
-        topk_kernels.topk_route,
-        f"{kind} {'float32*' if biased else kind} float32* int32* int64",
-        threads=THREADS,
-        min_blocks=MIN_BLOCKS,
-        # that share a token: up to 32 experts each, and four choices where E has groups of eight enough
-        lanes=power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
-        num_experts=num_experts,
-        top_k=top_k,
-        score=score,
-        biased=biased,
-        renormalize=renormalize,
-        scale=scale,
-        half=half,
-        aligned=aligned,
-    )
-
-
-@lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, half: bool) -> Kernel:
-    """`topk_kernels.topk_route_backward`, likewise."""
-    from blazeproto.router import topk_kernels
-
-    kind = "uint16*" if half else "float32*"
-    return Kernel(
-        topk_kernels.topk_route_backward,
-        f"{kind} int32* float32* {kind} int64",
-        threads=THREADS,
-        min_blocks=4 if num_experts <= 256 else 2,
-        # that share a token: four experts each, and a lane for each choice and one more
-        lanes=min(32, power_of_two(max(-(-num_experts // 4), top_k + 1))),
-        num_experts=num_experts,
-        top_k=top_k,
-        score=score,
-        renormalize=renormalize,
-        scale=scale,
-        half=half,
-    )
-
-
-def _launch(kernel: Kernel, num_tokens: int, stream: int, *views: DeviceArray) -> None:
-    blocks = min(-(-num_tokens // (kernel.threads // kernel.constants["lanes"])), MAX_BLOCKS)
-    if num_tokens:
-        kernel.launch(views[0].device, stream, blocks, 0, *map(memory.argument, views), num_tokens)
-
-
-# --- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_logits(logits: Any) -> DeviceArray:
-    view = arrays.expect("logits", logits, ("float32", "bfloat16"), (None, None), alignment=2)
-    if not 1 <= view.shape[1] <= MAX_EXPERTS or view.shape[0] >= 2**31:
-        raise ValueError(f"logits: expected (T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}, got {view.shape}")
-    return view
-
-
-def _check_options(num_experts: int, top_k: int, score: str, scale: float) -> None:
-    checks.one_of("score", score, SCORES)
-    checks.integer("top_k", top_k)
-    checks.number("scale", scale)
-    most = min(MAX_TOP_K, num_experts)
-    if not 1 <= top_k <= most:
-        raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")

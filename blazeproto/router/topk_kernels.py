@@ -5,11 +5,11 @@ neighbouring logits at once, and makes integers of them that sort as the floats 
 
     lane 0                 lane 1                 lane 2                 lane 3
     experts 0 … 7          8 … 15                 16 … 23                24 … 31        sorted (best.py)
-    experts 32 … 39        40 … 47                48 … 55                56 … 63        sorted, swallowed by the list
+    experts 32 … 39        40 … 47                48 … 55                56 … 63        sorted, merged into the list
     …
     its K best             its K best             its K best             its K best
-         └────── swallows ──────┘                      └────── swallows ──────┘         over shuffles: now both of a
-                └───────────────────── swallow ─────────────────────┘                   pair, now all hold the same K
+         └─────── merge ────────┘                      └─────── merge ────────┘         over shuffles: now both of a
+                └────────────────────── merge ──────────────────────┘                   pair, now all hold the same K
 
 An integer carries the expert's id, upside down, in its lowest bits (7 for E = 128), so that one number is all there is
 to sort, and ties go to the lower id. Where two neighbours among the best K + 1 differ in no bit above those, the order
@@ -31,7 +31,8 @@ written. At T = 1 Mi, E = 128, K = 8 in fp32: 604 MB, 0.14 ms forward.
 import math
 from typing import Any
 
-from blazeproto.router.best import GROUP, sort_group, swallow_of
+from blazeproto.router.best import GROUP, merge_of, sort_group
+from blazeproto.router.scores import LOG2_E, SCORES, sums_to_one
 from blazeproto.runtime.numba import cuda, float32, int32, int64, uint16, uint32
 from blazeproto.runtime.warp import (
     bits_float,
@@ -43,8 +44,6 @@ from blazeproto.runtime.warp import (
     load_eight,
     warp_barrier,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 def loader(half: bool) -> Any:
@@ -93,11 +92,6 @@ def depth_of(value):
     return float_bits(abs(min(float32(value), float32(0.0))))
 
 
-@device
-def fast_sigmoid(value):
-    return fast_reciprocal(float32(1.0) + fast_exp2(float32(value * float32(-LOG2_E))))
-
-
 def topk_route(
     threads: int,
     lanes: int,
@@ -125,15 +119,15 @@ def topk_route(
     group = group_of(lanes, threads)
     maximum, minimum, total, leading = group.maximum, group.minimum, group.total, group.first
     any_of, any_nearby, partner = group.any, group.any_nearby, group.partner
-    load, swallow = loader(half), swallow_of(size, used)
-    sum_all = score == "softmax_topk" and not renormalize
-    sum_chosen = score == "topk_softmax" or renormalize
-    sigmoid = score == "sigmoid"
+    load, merge = loader(half), merge_of(size, used)
+    elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
+    sum_all = not (elementwise or sum_chosen)
+    fast_value, _, fast_scaled, *_ = SCORES[score].on_device()
 
     @device
     def ranked(value, expert, bias):
         """The number by which experts are chosen."""
-        return float32(fast_sigmoid(value) + bias[min(expert, num_experts - 1)]) if biased else value
+        return float32(fast_value(value) + bias[min(expert, num_experts - 1)]) if biased else value
 
     @device
     def key_of(number, expert):
@@ -192,13 +186,13 @@ def topk_route(
                     for i in range(min(used, GROUP)):
                         best[i] = keys[i]
                 else:
-                    unchosen = max(unchosen, swallow(best, keys, min(size, GROUP)))
+                    unchosen = max(unchosen, merge(best, keys, min(size, GROUP)))
                 if size < GROUP:
                     unchosen = max(unchosen, keys[min(size, GROUP - 1)])
             for step in range(shift):
                 for i in range(size):
                     theirs[i] = partner(best[i], 1 << step)
-                lost = swallow(best, theirs, size)
+                lost = merge(best, theirs, size)
                 unchosen = max(max(unchosen, partner(unchosen, 1 << step)), lost)
 
             # Where two neighbours differ at most in the bits that the id took, ask for each of them again: for the best
@@ -243,10 +237,9 @@ def topk_route(
                     choices[s] = min(k, int32(top_k - 1))
                 results[s] = load(logits, row + choices[s])
             top = leading(results[0])
-            # Sigmoids that will be divided by their sum are 1 / (exp(-z) + exp(-z - logit)) first: exp(z) times too large,
-            # where z is how far the largest chosen logit lies below 0. So they cannot all underflow.
+            # Elementwise scores that will be divided by their sum are scaled first, so that they cannot all underflow.
             depth, one = float32(0.0), float32(1.0)
-            if sigmoid and renormalize:
+            if elementwise and renormalize:
                 least = uint32(0xFFFFFFFF)
                 for s in range(slots):
                     least = min(least, depth_of(results[s])) if s * lanes + lane < top_k else least
@@ -254,8 +247,8 @@ def topk_route(
                 one = math.exp(-depth)
             chosen = float32(0.0)
             for s in range(slots):
-                if sigmoid:
-                    results[s] = fast_reciprocal(float32(one + math.exp(float32(-depth - results[s]))))
+                if elementwise:
+                    results[s] = fast_scaled(results[s], depth, one)
                 else:
                     results[s] = math.exp(float32(results[s] - top))
                 chosen += results[s] if s * lanes + lane < top_k else float32(0.0)
@@ -292,15 +285,17 @@ def topk_route_backward(
 
         softmax over all, then top-k      d_logit[e] = p[e] (g[e] - Σ g p)         g is 0 where e isn't chosen
         softmax over the chosen           d_logit[e] = s[e] (g[e] - Σ g s)         so too the above, renormalised
-        sigmoid σ                         d_logit[e] = σ (1 - σ) g[e]
-        sigmoid, renormalised             d_logit[e] = σ (1 - σ) (g[e] - Σ g s) / Σ σ
+        elementwise f                     d_logit[e] = f' g[e]
+        elementwise, renormalised         d_logit[e] = f' (g[e] - Σ g s) / Σ f
     """
     per_lane = -(-num_experts // lanes)
     groups, shift = threads // lanes, lanes.bit_length() - 1
     group = group_of(lanes, threads)
     maximum, minimum, total, any_of = group.maximum, group.minimum, group.total, group.any
     load, store = loader(half), storer(half)
-    sum_all, sigmoid = score == "softmax_topk" and not renormalize, score == "sigmoid"
+    elementwise = SCORES[score].elementwise
+    sum_all = not (elementwise or sums_to_one(score, renormalize))
+    _, scaled, *_, slope_by_value, _, _ = SCORES[score].on_device()
 
     def topk_route_backward(logits, experts, d_scores, d_logits, num_tokens):
         thread = int32(cuda.threadIdx.x)
@@ -330,16 +325,16 @@ def topk_route_backward(
                 finite += values[i] * float32(0.0)
             broken = any_of(finite != float32(0.0))
 
-            if sigmoid:
+            if elementwise:
                 depth, one = float32(0.0), float32(1.0)
                 if renormalize:  # as in the forward
                     depth = bits_float(minimum(depth_of(logit)))
                     one = math.exp(-depth)
-                sigma = float32(1.0) / (one + math.exp(float32(-depth - logit)))
-                slope = float32(sigma * (float32(1.0) - one * sigma))
+                value = scaled(logit, depth, one)
+                slope = float32(value * slope_by_value(logit, value, one))
                 if renormalize:
-                    whole = total(sigma if lane < top_k else float32(0.0))
-                    mean = total(float32(gradient * sigma)) / whole
+                    whole = total(value if lane < top_k else float32(0.0))
+                    mean = total(float32(gradient * value)) / whole
                     mine_d = float32(slope * (gradient - mean) / whole)
                 else:
                     mine_d = float32(slope * gradient)

@@ -6,7 +6,6 @@ costs 16. torch is never imported here: a tensor is known by its methods, and it
 Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) NumPy arrays take the place of device arrays.
 """
 
-import ctypes
 import os
 import sys
 from functools import cache, lru_cache
@@ -112,7 +111,11 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         need("cupy")
         import cupy
 
-        return view(cupy.from_dlpack(_AsBits(array)), name)
+        try:
+            return view(cupy.from_dlpack(array), name)
+        except (NotImplementedError, TypeError) as error:
+            got = str(getattr(array, "dtype", "another"))
+            raise TypeError(f"{name}: expected a dtype that CuPy imports by DLPack{_BFLOAT16}, got {got}") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
         need("cupy")
         import cupy
@@ -122,7 +125,7 @@ def view(array: Any, name: str = "array") -> DeviceArray:
 
 
 def _strided(array: Any, address: int, device: int) -> DeviceArray:
-    """Of a CuPy or NumPy array."""
+    """The view of a CuPy or NumPy array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
     dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
     return DeviceArray(address, array.shape, dtype, strides, device, array)
@@ -192,6 +195,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
     return BFloat16Array(made) if dtype == "bfloat16" else made
 
 
+_BFLOAT16 = " (bfloat16: CuPy 14.1 or later, with ml_dtypes)"
 _MENDED = "; if it holds the bits of bf16 numbers: {name} = ({name}.astype(np.uint32) << 16).view(np.float32)"
 
 
@@ -263,10 +267,9 @@ def columns_within(columns: range | None, width: int, multiple: int = 8) -> rang
 
 
 class BFloat16Array:
-    """A bfloat16 array for a library without bfloat16: the bit patterns as uint16, exported by DLPack as what they mean.
+    """A bfloat16 array for a library without bfloat16: the bit patterns as uint16.
 
-    >>> torch.from_dlpack(BFloat16Array(bits)).dtype
-    torch.bfloat16
+    >>> torch.from_dlpack(array.bits).view(torch.bfloat16)
     """
 
     dtype = "bfloat16"
@@ -282,51 +285,5 @@ class BFloat16Array:
         """The values as float32: bfloat16 is float32's upper half."""
         return (self.bits.astype("uint32") << 16).view("float32")
 
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.bits.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        capsule = self.bits.__dlpack__(**options)
-        if not _relabelled(capsule, _UINT, _BFLOAT):
-            raise TypeError(f"expected a uint16 array to export as bfloat16, got {self.bits.dtype}")
-        return capsule
-
     def __repr__(self) -> str:
         return f"BFloat16Array({self.float()!r})"
-
-
-class _AsBits:
-    """An array as CuPy imports it by DLPack: bfloat16 as uint16, for a CuPy without ml_dtypes has no such type."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """The capsule without a version, which every library makes."""
-        capsule = self.array.__dlpack__(stream=stream)
-        _relabelled(capsule, _BFLOAT, _UINT)
-        return capsule
-
-
-_UINT, _BFLOAT = 1, 4  # DLPack's kDLUInt, kDLBfloat
-
-
-def _relabelled(capsule: Any, old: int, new: int) -> bool:
-    """Change the type code in a DLPack capsule; whether it was the ``old`` one, or ``new`` already.
-
-    A DLTensor is {void* data; int32 device[2]; int32 ndim; uint8 code, bits; uint16 lanes; …}: the code is its byte 20. A
-    versioned capsule puts {uint32 version[2]; void* context; void (*deleter); uint64 flags} before it.
-    """
-    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    name = get_name(capsule)
-    header = 32 if name == b"dltensor_versioned" else 0
-    code = ctypes.c_uint8.from_address(get_pointer(capsule, name) + header + 20)
-    if code.value not in (old, new):
-        return False
-    code.value = new
-    return True

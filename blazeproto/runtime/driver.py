@@ -16,7 +16,7 @@ from blazeproto.runtime.optional import need
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
-class Arguments(threading.local):
+class ArgumentBuffer(threading.local):
     """A thread's buffer for a kernel's arguments, which the driver has read when a launch returns."""
 
     BYTES = 1024
@@ -32,7 +32,7 @@ class Arguments(threading.local):
         self.pointers = ctypes.addressof(self._pointers)
 
 
-arguments = Arguments()
+arguments = ArgumentBuffer()
 
 
 @cache

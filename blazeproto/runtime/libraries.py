@@ -210,7 +210,7 @@ def _for_check(value: Any, name: str) -> Any:
 
 
 def _dtype_name(array: Any) -> str:
-    """Of a torch dtype too."""
+    """An array's dtype by name, a torch dtype too."""
     return getattr(array.dtype, "name", str(array.dtype).rpartition(".")[2])
 
 
@@ -238,7 +238,7 @@ def _fill(given: Any, values: Any) -> None:
 
 
 def _by_kernels(function: Callable[..., Any], first: Any, arguments: Mapping[str, Any], written: set[str]) -> Any:
-    """Of JAX arrays, which may not be written to: a copy of an output that was given is, and is returned.
+    """The kernels on JAX arrays, which may not be written to: a copy of an output that was given is, and is returned.
 
     JAX knows nothing of what runs on other streams, and gives an input's memory away once its last name is gone: so the host
     waits for the kernels.
@@ -261,15 +261,18 @@ def _by_kernels(function: Callable[..., Any], first: Any, arguments: Mapping[str
 
 
 def _to_cupy(array: Any, copy: bool) -> Any:
-    """By DLPack; a BFloat16Array for bf16."""
+    """By JAX's own DLPack. TypeError for a dtype that CuPy has not got."""
     made: Any = arrays.view(array).owner
-    made = made.copy() if copy else made
-    return arrays.BFloat16Array(made) if _dtype_name(array) == "bfloat16" else made
+    return made.copy() if copy else made
 
 
 def _to_jax(array: Any) -> Any:
+    """By DLPack; what the kernels made in bf16 where no bf16 came, as CuPy has it."""
     from jax import dlpack
+    from jax import numpy as jax_numpy
 
+    if type(array) is arrays.BFloat16Array:
+        array = array.bits.view(jax_numpy.bfloat16.dtype)
     return array if library_of(array) == "jax" else dlpack.from_dlpack(array)
 
 

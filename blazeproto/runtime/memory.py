@@ -13,10 +13,9 @@ from blazeproto.runtime.optional import need
 # --- Arguments -------------------------------------------------------------------------------------------------------
 
 
-def argument(array: DeviceArray) -> Any:
-    """A checked array as a kernel takes it: its address; in the simulator the NumPy array, flat."""
-    owner: Any = array.owner
-    return owner.reshape(-1) if simulated() else array.ptr
+def argument(array: Any) -> Any:
+    """A checked array, a view or a tensor, as a kernel takes it: its address; in the simulator the NumPy array, flat."""
+    return array.owner.reshape(-1) if simulated() else array.data_ptr()
 
 
 def part(memory: Any, first: int, size: int, dtype: str) -> Any:

@@ -5,12 +5,17 @@ from typing import Any
 import blazeproto  # the package's face, which finds the lab when it is named
 
 
+def lab_views() -> Any:
+    """`blazeproto.lab.views`, imported when an object is shown."""
+    return blazeproto.lab.views
+
+
 class Shown:
     """The rich and the HTML view of a class of this package, both from one description, `blazeproto.lab.views.view`."""
 
     def __rich__(self) -> Any:
-        return blazeproto.lab.views.view(self).__rich__()
+        return lab_views().view(self).__rich__()
 
     def _repr_html_(self) -> str:
-        made: str = blazeproto.lab.views.view(self)._repr_html_()
+        made: str = lab_views().view(self)._repr_html_()
         return made

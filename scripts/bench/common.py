@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import hashlib
 import importlib.metadata
 import json
 import math
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blazeproto.gemm import Sizes
+from scripts.command import argument_parser, positive
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
@@ -47,7 +51,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> Sizes:
-        """Of its products, with a gate."""
+        """The sizes of its products, with a gate."""
         return Sizes(self.T, self.d, self.n, self.E, self.K)
 
     def dict(self) -> dict[str, int]:
@@ -116,6 +120,28 @@ def parse_shapes(text: str, shapes: Sequence[LayerShape] = SHAPES) -> list[Layer
             expected = f"numbers from 1 to {len(shapes)} such as 1-3,23, or one of {', '.join(TABLES)}"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {part!r}")
     return chosen
+
+
+def bench_parser(
+    name: str, doc: str | None, *, quick: str = "", configs: Sequence[LayerShape] = (), resume: bool = False
+) -> argparse.ArgumentParser:
+    """The options that benchmarks share: --rounds and --out, and what is asked for.
+
+    quick: what --quick does.  configs: the shapes that --configs numbers.  resume: --resume and --time-budget.
+    """
+    parser = argument_parser(f"scripts.bench.{name}", doc)
+    parser.add_argument("--rounds", type=positive)
+    parser.add_argument("--out", type=Path, help=f"results file (default results/h200/{name}.json)")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if configs:
+        what = "numbers such as 1-3, or a table: " + ", ".join(TABLES)
+        parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
+    if resume:
+        parser.add_argument("--resume", action="store_true", help="leave out what the file has of the same sources")
+        what = "skip what would start later"
+        parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
+    return parser
 
 
 # ---------------------------------------------------------------------------------------------------------- routings
@@ -204,6 +230,40 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)
+
+
+def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
+    order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
+    rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
+    return sorted(rows, key=lambda row: order.get(LayerShape(**row["cfg"]), len(order)))
+
+
+def rows_of(shape: LayerShape, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A shape's rows that were measured with these sources."""
+    return [row for row in rows if row["cfg"] == shape.dict() and "other_sources" not in row]
+
+
+def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
+    """Those of ``wanted`` that can begin in ``seconds``, the GPU's memory being freed after each. Says what was left out."""
+    begin, skipped = time.monotonic(), []
+    for each in wanted:
+        if time.monotonic() - begin > seconds:
+            skipped.append(str(getattr(each, "name", each)))
+            continue
+        yield each
+        gc.collect()
+        torch.cuda.empty_cache()
+    left_out = f"skipped for time: {', '.join(skipped)}" if skipped else "nothing skipped"
+    print(f"{time.monotonic() - begin:.0f} s; {left_out}")
+
+
+def begun(name: str, doc: str | None, paragraphs: int = 1, **fields: Any) -> dict[str, Any]:
+    """A record without rows, printed: where and when, and the protocol, which is the last paragraphs of a docstring."""
+    protocol = " ".join(" ".join((doc or "").split("\n\n")[-paragraphs:]).split())
+    record = provenance() | {"benchmark": name, "protocol": protocol} | fields | {"rows": []}
+    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    return record
 
 
 def part_file(name: str) -> Path:

@@ -6,7 +6,7 @@
 Rows are Table 3 of the MoEBlaze paper at T = 2^20, with Qwen3-Next and Kimi K2 added; the paper's two columns (H100)
 stand beside. GPU time is a CUDA graph of calls over several sets of inputs and outputs (more than the L2 cache holds),
 replayed in turn with the others' graphs, each queued before the GPU begins; medians of 15. CuPy's sort can't be
-captured: it is timed by events around eager calls, at sizes where the GPU is the slower side. Host time is that of a
+captured: the durations of its kernels are summed. Host time is that of a
 call, calls in a row, none of which waits for the GPU, with preallocated outputs and without (allocating).
 
 Floors, at 4.24 TB/s: dispatch reads 4·T·K bytes and writes 8·T·K; top-k reads T·E logits and writes 8·T·K; its
@@ -15,8 +15,6 @@ backward reads T·E logits and 8·T·K, and writes T·E.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,11 +22,12 @@ from typing import Any
 
 import torch
 
-from blazeproto import cost, dispatch
+from blazeproto import cost
 from blazeproto.dispatch import build_dispatch, workspace_bytes
-from blazeproto.lab.times import elapsed_ms
 from blazeproto.router import topk_route, topk_route_backward
-from scripts.bench.common import RESULTS, format_table, number, provenance, write_json
+from scripts.bench import timing
+from scripts.bench.common import RESULTS, begun, write_json
+from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
 from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
 
@@ -61,38 +60,20 @@ Call = Callable[[], object]
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def graph_of(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """All calls, one after the other, as a graph; each has run before."""
+def run_all(calls: Sequence[Call]) -> None:
     for call in calls:
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
 
 
 def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), rounds: int = ROUNDS) -> dict[str, float]:
-    """Median GPU milliseconds of one call, by name; a program is its calls on each set of inputs."""
-    runs: dict[str, tuple[Call, int]] = {}
-    for name, calls in programs.items():
-        if name in eager:
-
-            def each(calls: Sequence[Call] = calls) -> None:
-                for call in calls:
-                    call()
-
-            each()
-            runs[name] = (each, len(calls))
-        else:
-            repeated = list(calls) * 4
-            runs[name] = (graph_of(repeated).replay, len(repeated))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 2):
-        for name, (run, calls_in_run) in runs.items():
-            samples[name].append(elapsed_ms(run, 1, queued=name not in eager) / calls_in_run)
-    return {name: statistics.median(times[2:]) for name, times in samples.items()}
+    """Median GPU milliseconds of one call, by name; a program is its calls on each set of inputs, four times in a graph."""
+    runs = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
+    graphs = {name: run for name, run in runs.items() if name not in eager}
+    times = timing.gpu_ms(graphs, list(graphs), rounds).ms
+    times |= {
+        name: found.total for name, found in timing.kernel_times({name: runs[name] for name in eager}, rounds).items()
+    }
+    return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- dispatch
@@ -228,18 +209,12 @@ def topk_row(
         "floor_ms": cost.floor_ms(0.0, cost.topk_bytes(*sizes)),
         "backward_ms": times["backward"],
         "backward_floor_ms": cost.floor_ms(0.0, cost.topk_backward_bytes(*sizes)),
+        "fused_over_floor": times["fused"] / cost.floor_ms(0.0, cost.topk_bytes(*sizes)),
+        "torch_over_fused": times["torch"] / times["fused"],
     }
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def show(title: str, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
-    cells = [
-        [number(row[f]) if isinstance(row[f], float) else str("–" if row[f] is None else row[f]) for f in fields]
-        for row in rows
-    ]
-    print(f"\n{title}\n{format_table(list(fields), cells)}", flush=True)
 
 
 def main() -> None:
@@ -251,36 +226,24 @@ def main() -> None:
     dispatch_file, topk_file = (
         options.out / f"{name}{'-quick' if options.quick else ''}.json" for name in ("dispatch", "topk")
     )
-    begin = time.perf_counter()
     torch.manual_seed(0)
-    print(f"blazeproto.dispatch from {Path(dispatch.__file__).parent}")
-
-    rows = table3(MODELS[:3] if options.quick else MODELS)
-    times = ["tiled_ms", "dense_ms", "sort_ms", "torch_sort_ms", "paper_sort_ms", "paper_hash_ms", "floor_ms"]
-    show("dispatch, GPU ms", rows, ["name", "E", "K", *times, "tiled_over_floor", "tiled_workspace_share"])
-
-    small = small_batches([1, 1024, 8192, 65536])
-    show("small batches", small, list(small[0]))
-
-    series = {}
+    record = begun("dispatch", (__doc__ or "").rpartition("\n\n")[0])
+    record["rows"] = table3(MODELS[:3] if options.quick else MODELS)
+    record["small"] = small_batches([1, 1024, 8192, 65536])
+    record["series"] = {}
     if not options.quick:
         methods = ("tiled", "dense", "torch_sort")
-        series["T"] = [dispatch_row(2**power, 128, 8, methods, rounds=7) for power in range(12, 23, 2)]
-        series["E"] = [dispatch_row(T, experts, 8, methods, rounds=7) for experts in (8, 16, 32, 64, 128, 256, 512)]
-        for variable, points in series.items():
-            show(f"over {variable}", points, ["T", "E", "K", "tiled_ms", "dense_ms", "torch_sort_ms", "floor_ms"])
-    record = {"benchmark": "dispatch", **provenance(), "protocol": " ".join((__doc__ or "").split("\n\n")[2].split())}
-    write_json(dispatch_file, {**record, "rows": rows, "small": small, "series": series})
-
-    chosen = [topk_row(*row) for row in (TOPK[:2] if options.quick else TOPK)]
-    for row in chosen:
-        row["fused_over_floor"], row["torch_over_fused"] = (
-            row["fused_ms"] / row["floor_ms"],
-            row["torch_ms"] / row["fused_ms"],
-        )
-    show("top-k, GPU ms", chosen, [name for name in chosen[0] if name not in ("T",)])
-    write_json(topk_file, {**record, "benchmark": "topk", **chosen[0], "rows": chosen})
-    print(f"\n{time.perf_counter() - begin:.0f} s; wrote {dispatch_file} and {topk_file.name}")
+        record["series"] = {
+            "T": [dispatch_row(2**power, 128, 8, methods, rounds=7) for power in range(12, 23, 2)],
+            "E": [dispatch_row(T, experts, 8, methods, rounds=7) for experts in (8, 16, 32, 64, 128, 256, 512)],
+        }
+    write_json(dispatch_file, record)
+    print(f"{dispatch_table(record)}\n\n{small_dispatch_table(record)}\n\n{experts_growth(record)}\n", flush=True)
+    rows = [topk_row(*row) for row in (TOPK[:2] if options.quick else TOPK)]
+    record = {key: value for key, value in record.items() if key not in ("small", "series")}
+    record |= {"benchmark": "topk", **rows[0], "rows": rows}
+    write_json(topk_file, record)
+    print(f"{topk_table(record)}\n\nwrote {dispatch_file} and {topk_file.name}")
 
 
 if __name__ == "__main__":

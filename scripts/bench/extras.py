@@ -117,7 +117,3 @@ EXTRAS: dict[str, Callable[[int], Any]] = {
     "four_million_tokens": four_million_tokens,
     "skew": skewed_routing,
 }
-
-
-def run_extra(name: str, rounds: int) -> Any:
-    return EXTRAS[name](rounds)

@@ -16,22 +16,22 @@ Random weights, tokens and routing. Before it is timed, both implementations com
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.bench.common import MIB, RESULTS, format_table, now, number, provenance, write_json
+from blazeproto.lab.times import elapsed_ms
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, now, write_json
 from scripts.bench.module import times_of, verdict
+from scripts.bench.result_tables import integrations_table
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import need_hopper, refuse
 
 Row = dict[str, Any]
 
@@ -71,17 +71,6 @@ def qwen_model(sizes: dict[str, int], device: str) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
     return model.train()
-
-
-def event_ms(call: Callable[[], object]) -> float:
-    """Milliseconds from before a call's first kernel to after its last."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
 
 
 def most_allocated(call: Callable[[], object]) -> int:
@@ -125,7 +114,7 @@ def measure_qwen(
             if turn < WARM_UPS:
                 peaks[name] = max(peaks[name], most_allocated(step))
             else:
-                samples[name].append(event_ms(step))
+                samples[name].append(elapsed_ms(step, 1))
     return {
         "cfg": {**sizes, "sequences": batch[0], "tokens": batch[1]},
         "ms": {name: round(statistics.median(times), 3) for name, times in samples.items()},
@@ -243,20 +232,6 @@ def ratio(values: dict[str, float]) -> float:
     return values["grouped_mm"] / values["blazeproto"]
 
 
-def print_table(rows: dict[str, Row]) -> None:
-    lines = []
-    for part, row in rows.items():
-        ours = {key: row[key]["blazeproto"] for key in ("ms", "peak_MiB")}
-        for name, ms in row["ms"].items():
-            peak = row["peak_MiB"].get(name)
-            relative = [number(ms / ours["ms"]), number(None if peak is None else ours["peak_MiB"] / peak)]
-            lines.append([part, name, number(ms), relative[0], number(peak, 0), relative[1]])
-    print(format_table(["part", "program", "ms", "/ ours", "peak, MiB", "ours /"], lines))
-    for part, row in rows.items():
-        for what, holds in PARTS[part].claims(row).items():
-            print(verdict(what, holds))
-
-
 def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
     """The rows of an earlier file; those of other sources say of which."""
     if earlier["sources_sha256"] == sources:
@@ -268,14 +243,13 @@ def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.integrations", __doc__)
+    parser = bench_parser("integrations", __doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"default {ROUNDS}")
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/integrations.json)")
     options = parser.parse_args(words)
     options.parts = options.parts.split(",")
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    options.rounds = options.rounds or ROUNDS
     options.out = options.out or RESULTS / "integrations.json"
     return options
 
@@ -288,17 +262,18 @@ def main() -> None:
     from blazeproto.integrations.transformers import register
 
     register()
-    protocol = " ".join(" ".join((__doc__ or "").split("\n\n")[2:]).split())
-    record = provenance() | {"benchmark": "integrations", "protocol": protocol, "parts": {}}
+    record = begun("integrations", __doc__, 3) | {"parts": {}}
+    del record["rows"]
     if options.out.exists():
         record["parts"] = kept(json.loads(options.out.read_text()), record["sources_sha256"])
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
-    for part in options.parts:
+    for part in in_turn(options.parts):
         record["parts"][part] = PARTS[part].measure(options.rounds) | {"measured": now()}
         write_json(options.out, record)
-        gc.collect()
-        torch.cuda.empty_cache()
-    print_table({part: record["parts"][part] for part in options.parts})
+    rows = {part: record["parts"][part] for part in options.parts}
+    print(integrations_table(record | {"parts": rows}))
+    for part, row in rows.items():
+        for what, holds in PARTS[part].claims(row).items():
+            print(verdict(what, holds))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ kernels where it can't be captured.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,18 +27,18 @@ from scripts.bench.common import (
     QUICK_SHAPES,
     RESULTS,
     SHAPES,
-    TABLES,
     LayerShape,
-    format_table,
-    geometric_mean,
+    begun,
+    bench_parser,
+    in_turn,
     number,
-    parse_shapes,
-    provenance,
+    rows_of,
     table_of,
+    with_row,
     write_json,
 )  # fmt: skip
-from scripts.bench.extras import EXTRAS, run_extra
-from scripts.bench.result_tables import HOST_FIGURES
+from scripts.bench.extras import EXTRAS
+from scripts.bench.result_tables import eager_table, layer_table, memory_table
 from scripts.bench.timing import (
     Rotation,
     gpu_ms,
@@ -52,7 +49,7 @@ from scripts.bench.timing import (
     tensors_in,
 )
 from scripts.bench.timing import saved_bytes as measured_saved_bytes
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper
 
 OURS, MAIN_PEER = "blazeproto", "sonic"
 ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit in the 50 MB L2
@@ -192,17 +189,9 @@ def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
 
 
 def ratio(row: dict[str, Any], peer: str, field: str) -> float | None:
-    """How many times ours the peer's figure is; above 1 we are ahead. `gpu_bwd_ms`: the difference of the two GPU times."""
-
-    def value(name: str) -> float:
-        figures = row["peers"][name]
-        if field == "gpu_bwd_ms":
-            return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
-        if field == "fwdbwd_ms":
-            return float(figures["fwd_ms"] + figures["bwd_ms"])
-        return float(figures[field])
-
-    return value(peer) / value(OURS) if {peer, OURS} <= row["peers"].keys() else None
+    """How many times ours the peer's figure is; above 1 we are ahead."""
+    figures = row["peers"]
+    return float(figures[peer][field] / figures[OURS][field]) if {peer, OURS} <= figures.keys() else None
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -217,54 +206,16 @@ def summary(row: dict[str, Any]) -> str:
     )
 
 
-def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
-    """Ours, the peers, the floor, and ratios to SonicMoE; the geometric means last."""
-    others = [name for name in names if name != OURS and any(name in row["peers"] for row in rows)]
-    header = ["T", "d", "n", "E", "K", "floor f", "ours f", *(f"{n} f" for n in others)]
-    header += ["floor fb", "ours fb", *(f"{n} fb" for n in others)]
-    header += [
-        "f/floor",
-        "fb/floor",
-        "x f",
-        "x b",
-        "x fb",
-        "x f eager",
-        "x fb eager",
-        "x fb 1 thread",
-        "saved",
-        "peak",
-        "x peak",
-        "host",
-        "gpu by",
-    ]
-    lines = []
-    for row in rows:
-        figures, floor_forward = row["peers"], row["floor_fwd_ms"]
-        floor_both, ours = floor_forward + row["floor_bwd_ms"], figures[OURS]
-        line = [str(row["cfg"][key]) for key in "TdnEK"]
-        for field, floor in (("gpu_fwd_ms", floor_forward), ("gpu_fwdbwd_ms", floor_both)):
-            line += [number(floor), number(ours[field]), *(number(figures.get(n, {}).get(field)) for n in others)]
-        line += [number(ours["gpu_fwd_ms"] / floor_forward, 2), number(ours["gpu_fwdbwd_ms"] / floor_both, 2)]
-        fields = ("gpu_fwd_ms", "gpu_bwd_ms", "gpu_fwdbwd_ms", "fwd_ms", "fwdbwd_ms", "fwdbwd_one_thread_ms")
-        line += [number(ratio(row, MAIN_PEER, field), 2) for field in fields]
-        peak = ratio(row, MAIN_PEER, "peak_fwdbwd_MiB")
-        line += [
-            number(ours["saved_MiB"], 0),
-            number(ours["peak_fwdbwd_MiB"], 0),
-            number(1 / peak if peak else None, 2),
-        ]
-        line += [number(ours["host_fwdbwd_ms"]), ours["gpu_method"]]
-        lines.append(line)
-    print(format_table(header, lines))
-    print(f"ms; x: {MAIN_PEER}'s time over ours (x peak: our peak over its), GPU times unless eager; saved, peak: MiB")
-    for name in others:
-        for label, chosen in [*((t, [r for r in rows if r["table"] == t]) for t in TABLES), ("all", rows)]:
-            means = []
-            for field in ("gpu_fwd_ms", "gpu_bwd_ms", "gpu_fwdbwd_ms"):
-                values = [value for r in chosen if (value := ratio(r, name, field)) is not None and value > 0]
-                means.append(f"{field[4:-3]} {geometric_mean(values):.3f} (least {min(values, default=0):.3f})")
-            if any(name in r["peers"] for r in chosen):
-                print(f"geometric mean of {name}'s GPU time over ours, {label}: {', '.join(means)}")
+def print_tables(record: dict[str, Any]) -> None:
+    """Those of the documentation, and what the host takes."""
+    rows = [row for row in record["rows"] if "other_sources" not in row]
+    if rows:
+        print("\n\n".join(make(record | {"rows": rows}) for make in (layer_table, eager_table, memory_table)))
+        exact = sum(row["peers"][OURS]["saved_bytes"] == row["peers"][OURS]["saved_bytes_by_design"] for row in rows)
+        print(f"saved bytes as designed, to the byte: {exact} of {len(rows)} shapes")
+    for name in EXTRAS:
+        if name in record:
+            print(name, json.dumps(record[name]))
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -285,28 +236,12 @@ def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False
 
 
 def arguments() -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.layer", __doc__)
-    parser.add_argument(
-        "--configs", type=parse_shapes, default=None, help="numbers such as 1-3,23, or a table: " + ", ".join(TABLES)
-    )
+    quick = "four shapes, 7 rounds, no extras; the results file is left alone"
+    parser = bench_parser("layer", __doc__, quick=quick, configs=SHAPES, resume=True)
     parser.add_argument("--peers", default=",".join(peers.DEFAULT_PEERS), help="of " + ", ".join(peers.PEERS))
     parser.add_argument("--only-ours", action="store_true")
-    parser.add_argument(
-        "--quick", action="store_true", help="four shapes, 7 rounds, no extras; the results file is left alone"
-    )
-    parser.add_argument("--rounds", type=positive, default=None)
-    parser.add_argument(
-        "--extras", default=None, help=f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
-    )
-    parser.add_argument(
-        "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="leave out what the results file has of the same sources",
-    )
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/layer.json)")
+    what = f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
+    parser.add_argument("--extras", help=what)
     options = parser.parse_args()
     options.rounds = options.rounds or (7 if options.quick else 20)
     options.peers = [OURS] if options.only_ours else options.peers.split(",")
@@ -315,9 +250,7 @@ def arguments() -> argparse.Namespace:
     full = options.configs is None and not options.quick
     options.extras = (list(EXTRAS) if full else []) if options.extras is None else options.extras.split(",")
     options.extras = [name for name in options.extras if name != "none"]
-    options.configs = (
-        options.configs if options.configs is not None else list(QUICK_SHAPES if options.quick else SHAPES)
-    )
+    options.configs = options.configs or list(QUICK_SHAPES if options.quick else SHAPES)
     for name, chosen, known in (("peers", options.peers, peers.PEERS), ("extras", options.extras, EXTRAS)):
         if unknown := set(chosen) - set(known):
             parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
@@ -330,61 +263,26 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     need_hopper()
-    begin = time.monotonic()
-    record = provenance() | {"protocol": PROTOCOL.format(rounds=options.rounds), "floor": FLOOR, "rows": []}
+    record = begun("layer", PROTOCOL.format(rounds=options.rounds), floor=FLOOR)
     if options.out.exists():
         record = resumed(record, json.loads(options.out.read_text()), again=not options.resume)
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    kept = record.get("extras_of_other_sources", {})
 
-    order = {shape: index for index, shape in enumerate(SHAPES)}
-    skipped = []
-    for shape in options.configs:
-        if any(
-            row["cfg"] == shape.dict() and set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
-            for row in record["rows"]
-            if "other_sources" not in row
-        ):
-            continue
-        if time.monotonic() - begin > options.time_budget:
-            skipped.append(shape.name)
-            continue
-        started = time.monotonic()
-        row = measure(shape, options.peers, options.rounds)
-        record["rows"] = [r for r in record["rows"] if r["cfg"] != row["cfg"]] + [row]
-        record["rows"].sort(key=lambda r: order.get(LayerShape(**r["cfg"]), len(order)))
+    def has(row: dict[str, Any]) -> bool:
+        return set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
+
+    left = [shape for shape in options.configs if not any(map(has, rows_of(shape, record["rows"])))]
+    left += [name for name in options.extras if not (options.resume and name in record and name not in kept)]
+    for each in in_turn(left, options.time_budget):
+        if isinstance(each, LayerShape):
+            row = measure(each, options.peers, options.rounds)
+            record["rows"] = with_row(record["rows"], row)
+            print(summary(row), flush=True)
+        else:
+            record[each] = EXTRAS[each](options.rounds)
+            kept.pop(each, None)
         write_json(options.out, record)
-        print(f"{summary(row)}; {time.monotonic() - started:.0f} s", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    for name in options.extras:
-        if options.resume and name in record and name not in record.get("extras_of_other_sources", {}):
-            continue
-        if time.monotonic() - begin > options.time_budget:
-            skipped.append(name)
-            continue
-        record[name] = run_extra(name, options.rounds)
-        record.get("extras_of_other_sources", {}).pop(name, None)
-        write_json(options.out, record)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    rows = [row for row in record["rows"] if "other_sources" not in row]
-    if rows:
-        print_table(rows, options.peers)
-        for field, how in HOST_FIGURES.items():
-            host = [row["peers"][OURS].get(field) for row in rows]
-            if all(host):
-                what = "host time of a forward + backward on a dispatch made beforehand"
-                print(f"{what}, {how}: median {statistics.median(host):.3f} ms")
-        exact = sum(r["peers"][OURS]["saved_bytes"] == r["peers"][OURS]["saved_bytes_by_design"] for r in rows)
-        print(f"saved bytes as designed, to the byte: {exact} of {len(rows)} shapes")
-    for name in EXTRAS:
-        if name in record:
-            print(name, json.dumps(record[name]))
-    print(
-        f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
-    )
+    print_tables(record)
 
 
 if __name__ == "__main__":

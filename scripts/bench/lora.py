@@ -1,4 +1,4 @@
-"""LoRA on experts: `moe_mlp_lora` against full fine-tuning by `moe_mlp`, and against peft on transformers' grouped_mm experts.
+"""LoRA on experts: `moe_mlp` with factors and frozen weights against full fine-tuning, and peft on transformers' grouped_mm.
 
     python -m scripts.bench.lora             # -> results/h200/lora.json
     python -m scripts.bench.lora --quick     # a quarter of the tokens, three rounds -> lora-quick.json
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blazeproto.autograd import LowRank, moe_mlp, moe_mlp_lora
+from blazeproto.autograd import LowRank, moe_mlp
 from scripts.bench import peers
 from scripts.bench.common import MIB, RESULTS, LayerShape, format_table, number, provenance, write_json
 from scripts.bench.module import ROUNDS, row_differences, times_of, verdict
@@ -59,12 +59,12 @@ def full(shape: LayerShape, inputs: peers.LayerInputs, backend: str) -> peers.Pr
 
 
 def ours(shape: LayerShape, inputs: peers.LayerInputs, up: LowRank, down: LowRank, backend: str) -> peers.Program:
-    """`moe_mlp_lora`."""
+    """The weights frozen, the factors trained."""
     weights = (inputs.gate_up_proj.detach(), inputs.down_proj.detach())
-    options: dict[str, Any] = {"num_experts": shape.E, "backend": backend, "up": up, "down": down}
+    options: dict[str, Any] = {"num_experts": shape.E, "backend": backend, "up_factors": up, "down_factors": down}
 
     def forward() -> Tensor:
-        return moe_mlp_lora(inputs.x, *weights, inputs.scores, inputs.experts, **options)
+        return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, **options)
 
     return peers.Program("lora", forward, (inputs.x, inputs.scores, *up, *down), inputs.grad_output, weights)
 

@@ -16,14 +16,12 @@ once, and `*_sum_ms` are the plain sums.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import math
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +38,21 @@ from scripts.bench.common import (
     SHAPES,
     TABLES,
     LayerShape,
-    format_table,
+    begun,
+    bench_parser,
     geometric_mean,
-    number,
-    parse_shapes,
-    provenance,
+    in_turn,
+    rows_of,
     table_of,
+    with_row,
     write_json,
 )  # fmt: skip
 from scripts.bench.layer import FLOOR, input_sets, resumed
+from scripts.bench.module_tables import module_table
 from scripts.bench.peers import modules
 from scripts.bench.router import router_floor_ms
 from scripts.bench.timing import KernelTime, Rotation, kernel_times, peak_bytes, saved_bytes
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import need_hopper, refuse
 
 Row = dict[str, Any]
 Programs = dict[str, list[modules.ModuleProgram]]
@@ -207,32 +207,26 @@ def mean_of_large(rows: list[Row]) -> tuple[float, int]:
     return geometric_mean(found), len(found)
 
 
-def print_table(rows: list[Row]) -> None:
-    header = [*"TdnEK", "ours f", "fb", "sonic f", "fb", "x f", "x fb", "bound", "router f", "fb", "floor/ours"]
-    header += ["peak", "sonic's", "saved/may", "fails"]
-    lines, judged = [], []
-    for row in rows:
-        line = [str(row["cfg"][key]) for key in "TdnEK"]
-        line += [number(row.get(f"{name}_{part}_ms")) for name in ("ours", "sonic") for part in ("fwd", "fwdbwd")]
-        line += [number(ratio(row, "fwd")), number(ratio(row)), number(least_ratio(row), 2)]
-        line += [number(row[f"router_{part}_ms"]) for part in ("fwd", "fwdbwd")]
-        line.append(number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"], 2))
-        line += [number(row.get(f"{name}_peak_fwdbwd_MiB"), 0) for name in ("ours", "sonic")]
-        line.append(number(row["router_saved_bytes"] / row["router_may_save_bytes"], 2))
-        judged.append(bounds(row))
-        lines.append([*line, ",".join(name for name, holds in judged[-1].items() if holds is False) or "-"])
-    print(format_table(header, lines))
-    print("kernel time, ms; f, fb: forward, forward + backward; x: SonicMoE's time over ours; peak: MiB over fb")
+def print_verdicts(record: Row) -> None:
+    """The table of the documentation, and what holds of the bounds."""
+    rows = [row for row in record["rows"] if "other_sources" not in row]
+    print(module_table(record | {"rows": rows}))
     for name, what in (
-        ("time", "x fb at least its bound"),
+        ("time", "SonicMoE's time over ours, forward + backward, at least its bound"),
         ("peak", "peak not above SonicMoE's"),
         ("saved", "the router saves at most x, (T, E) fp32 and (T, K)"),
     ):
-        holds = [found[name] for found in judged]
-        print(verdict(f"{what}: {holds.count(True)} of {len(rows)} shapes", holds.count(True) == len(rows)))
+        failing = [LayerShape(**row["cfg"]).name for row in rows if bounds(row)[name] is False]
+        holding = sum(bounds(row)[name] is True for row in rows)
+        print(
+            verdict(
+                f"{what}: {holding} of {len(rows)} shapes{'; not: ' * bool(failing)}{', '.join(failing)}",
+                holding == len(rows),
+            )
+        )
     mean, measured = mean_of_large(rows)
     large = sum(len(TABLES[table]) for table in LARGE_TABLES)
-    what = f"geometric mean of x fb over {measured} of the {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
+    what = f"geometric mean of that over {measured} of the {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
     print(verdict(what, mean >= LEAST_MEAN and measured == large))
 
 
@@ -244,22 +238,10 @@ def verdict(what: str, holds: bool) -> str:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.module", __doc__)
-    parser.add_argument(
-        "--configs",
-        type=partial(parse_shapes, shapes=MODULE_SHAPES),
-        default=None,
-        help="numbers such as 1-3,27, or a table: " + ", ".join(TABLES),
-    )
-    parser.add_argument("--quick", action="store_true", help="four shapes, three rounds -> module-quick.json")
+    quick = "four shapes, three rounds -> module-quick.json"
+    parser = bench_parser("module", __doc__, quick=quick, configs=MODULE_SHAPES, resume=True)
     parser.add_argument("--only-ours", action="store_true", help="without SonicMoE -> module-quick.json")
-    parser.add_argument("--rounds", type=positive, default=None, help=f"default {ROUNDS}")
-    parser.add_argument("--resume", action="store_true", help="leave out what the results file has of the same sources")
-    parser.add_argument(
-        "--time-budget", type=float, default=math.inf, metavar="SECONDS", help="skip what would start later"
-    )
-    parser.add_argument("--caches", type=Path, default=None, help="folder for what SonicMoE compiles and tunes")
-    parser.add_argument("--out", type=Path, default=None, help="results file (default results/h200/module.json)")
+    parser.add_argument("--caches", type=Path, help="folder for what SonicMoE compiles and tunes")
     options = parser.parse_args(words)
     part = options.quick or options.only_ours
     options.rounds = options.rounds or (3 if options.quick else ROUNDS)
@@ -276,15 +258,8 @@ def use_caches(folder: Path) -> None:
 
 def wanted(shape: LayerShape, rows: list[Row], names: list[str]) -> bool:
     """Whether a shape has no row of these sources with all programs of ``names``."""
-    have = [row for row in rows if row["cfg"] == shape.dict() and "other_sources" not in row]
+    have = rows_of(shape, rows)
     return not any(all(f"{name}_fwdbwd_ms" in row or name in row.get("absent", {}) for name in names) for row in have)
-
-
-def with_row(rows: list[Row], row: Row) -> list[Row]:
-    """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
-    order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
-    rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
-    return sorted(rows, key=lambda row: order.get(LayerShape(**row["cfg"]), len(order)))
 
 
 def main() -> None:
@@ -296,36 +271,17 @@ def main() -> None:
         if not options.quick:
             refuse("sonic-moe is not installed: --only-ours measures without it; nothing was run")
         options.names.remove("sonic")
-    begin = time.monotonic()
-    floor = f"{FLOOR}; and over the router's three products"
-    protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
-    record = provenance() | {"benchmark": "module", "protocol": protocol, "floor": floor, "rows": []}
+    record = begun("module", __doc__, floor=f"{FLOOR}; and over the router's three products")
     if options.out.exists():
         record = resumed(record, json.loads(options.out.read_text()))
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
-    skipped = []
-    for shape in options.configs:
-        if options.resume and not wanted(shape, record["rows"], options.names):
-            continue
-        if time.monotonic() - begin > options.time_budget:
-            skipped.append(shape.name)
-            continue
-        started = time.monotonic()
+    left = [shape for shape in options.configs if not options.resume or wanted(shape, record["rows"], options.names)]
+    for shape in in_turn(left, options.time_budget):
         row = measure(shape, options.names, options.rounds)
         record["rows"] = with_row(record["rows"], row)
         write_json(options.out, record)
-        times = ", ".join(
-            f"{name} {row[f'{name}_fwdbwd_ms']:.3f}" for name in options.names if f"{name}_fwdbwd_ms" in row
-        )
-        print(f"{shape.name}: {times} ms; {row['difference']}; {time.monotonic() - started:.0f} s", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    rows = [row for row in record["rows"] if "other_sources" not in row]
-    print(
-        f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
-    )
-    if rows:
-        print_table(rows)
+        times = [f"{name} {row[f'{name}_fwdbwd_ms']:.3f}" for name in options.names if f"{name}_fwdbwd_ms" in row]
+        print(f"{shape.name}: {', '.join(times)} ms; {row['difference']}", flush=True)
+    print_verdicts(record)
 
 
 if __name__ == "__main__":

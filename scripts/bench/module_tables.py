@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from scripts.bench.common import MODULE_SHAPES
 from scripts.bench.markdown import (
     NOT_MEASURED,
+    Column,
     Record,
+    figure,
     layer_shape,
     markdown_table,
     measured_on,
     number,
     rows_measured_on,
+    table,
 )
 
 # The rows of README's table: small and large experts, and from few wide to many narrow ones.
@@ -66,31 +70,31 @@ def _left_out(measured: int) -> str:
 def readme_table(record: Record) -> str:
     """Six shapes: forward + backward of both modules, the share of the floor's speed, and the peak."""
     measured = {tuple(row["cfg"][key] for key in ("T", "d", "n", "E", "K")): row for row in compared(record)}
-    rows = []
-    for row in filter(None, map(measured.get, README_SHAPES)):
-        line = [layer_shape(row), f"**{number(row['ours_fwdbwd_ms'])}**", number(row["sonic_fwdbwd_ms"])]
-        line += [number(times_ours(row)), number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"])]
-        rows.append([*line, number(peak_ratio(row))])
-    header = ["T, d, n, E, K", "blazeproto, ms", "SonicMoE, ms", "SonicMoE / ours", "floor / ours"]
-    return f"{markdown_table([*header, 'peak memory, ours / SonicMoE'], rows)}\n\n{METHOD} {rows_measured_on(record)}"
+    columns: list[Column] = [("T, d, n, E, K", layer_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms", bold=True))]
+    columns += [("SonicMoE, ms", figure("sonic_fwdbwd_ms")), ("SonicMoE / ours", lambda row: number(times_ours(row)))]
+    columns += [("floor / ours", lambda row: number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"]))]
+    columns += [("peak memory, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
+    rows = filter(None, map(measured.get, README_SHAPES))
+    return f"{table(rows, columns)}\n\n{METHOD} {rows_measured_on(record)}"
 
 
 def module_table(record: Record) -> str:
     """All shapes: times of both modules, our router's part of them, the floor, peaks, and what the router saves."""
-    header = ["T, d, n, E, K", "forward: ours", "SonicMoE", "floor", "forward + backward: ours", "SonicMoE", "floor"]
-    header += ["SonicMoE / ours: fwd", "fwd + bwd", "our router: fwd", "fwd + bwd"]
-    header += ["peak MiB: ours", "SonicMoE", "router saves MiB"]
-    rows = []
-    for row in record["rows"]:
-        line = [layer_shape(row)]
-        for part in ("fwd", "fwdbwd"):
-            line += [f"**{number(row[f'ours_{part}_ms'])}**", number(row.get(f"sonic_{part}_ms"))]
-            line.append(number(row[f"floor_{part}_ms"]))
-        line += [number(times_ours(row, part)) if row in compared(record) else "–" for part in ("fwd", "fwdbwd")]
-        line += [number(row[f"router_{part}_ms"]) for part in ("fwd", "fwdbwd")]
-        line += [number(row.get(f"{name}_peak_fwdbwd_MiB"), 0) for name in ("ours", "sonic")]
-        rows.append([*line, number(row["router_saved_bytes"] / 2**20, 0)])
-    return f"{markdown_table(header, rows)}\n\n{METHOD} {rows_measured_on(record)}"
+    measured = compared(record)
+
+    def ratio(part: str) -> Callable[[Record], str]:
+        return lambda row: number(times_ours(row, part) if row in measured else None)
+
+    columns: list[Column] = [("T, d, n, E, K", layer_shape)]
+    for part, name in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
+        columns += [(f"{name}: ours", figure(f"ours_{part}_ms", bold=True)), ("SonicMoE", figure(f"sonic_{part}_ms"))]
+        columns.append(("floor", figure(f"floor_{part}_ms")))
+    columns += [("SonicMoE / ours: fwd", ratio("fwd")), ("fwd + bwd", ratio("fwdbwd"))]
+    columns += [("our router: fwd", figure("router_fwd_ms")), ("fwd + bwd", figure("router_fwdbwd_ms"))]
+    columns += [("peak MiB: ours", figure("ours_peak_fwdbwd_MiB", digits=0))]
+    columns += [("SonicMoE", figure("sonic_peak_fwdbwd_MiB", digits=0))]
+    columns += [("router saves MiB", lambda row: number(row["router_saved_bytes"] / 2**20, 0))]
+    return f"{table(record['rows'], columns)}\n\n{METHOD} {rows_measured_on(record)}"
 
 
 def router_table(record: Record) -> str:

@@ -7,7 +7,7 @@ python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
 DOCS = REPOSITORY / "docs"
 
+Value = Callable[[Record, str], float | None]  # of a row, and a program's name
 Share = Callable[[str, Record, str], float | None]  # of "fwd" or "fwdbwd", a row, and a program's name
 
 COLORS = {
@@ -39,7 +40,7 @@ def short_name(row: Record) -> str:
     return f"{tokens}{' †' if 'other_sources' in row else ''}\nd{d}\nn{n}\nE{E}\nK{K}"
 
 
-def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Callable[[Record, str], float | None]) -> None:
+def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) -> None:
     """Grouped bars: a group for each row, a bar for each name that has a value."""
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -74,36 +75,37 @@ def plot_experts(record: Record, path: Path) -> None:
 
 def plot_speed(record: Record, names: Sequence[str], share: Share, what: str, path: Path) -> None:
     """Share of the floor's speed (1 = the floor) that each program reaches: forward, and forward + backward."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 1, figsize=(16, 8), constrained_layout=True)
-    for axis, part, title in ((axes[0], "fwd", "forward"), (axes[1], "fwdbwd", "forward + backward")):
-        bars(axis, record["rows"], names, partial(share, part))
-        axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-        axis.set_ylabel("floor time / measured time")
-        axis.set_title(f"{what}, {title}: share of the hardware floor's speed (higher is faster)")
-    axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
-    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    panels = {
+        f"{what}, {title}: share of the hardware floor's speed (higher is faster)": partial(share, part)
+        for part, title in (("fwd", "forward"), ("fwdbwd", "forward + backward"))
+    }
+    plot_panels(record, names, panels, "floor time / measured time", path)
 
 
 def plot_memory(record: Record, path: Path) -> None:
     """Saved and peak bytes over ours."""
+
+    def over_ours(field: str, row: Record, name: str) -> float | None:
+        return row["peers"][name][field] / row["peers"][OURS][field] if name in row["peers"] else None
+
+    titles = {"saved_MiB": "saved for backward", "peak_fwdbwd_MiB": "peak over forward + backward, gradients included"}
+    panels = {
+        f"The experts of one MoE layer, {title}: times ours (lower is less memory)": partial(over_ours, field)
+        for field, title in titles.items()
+    }
+    plot_panels(record, [OURS, *layer_peers(record)], panels, "bytes / ours", path)
+
+
+def plot_panels(record: Record, names: Sequence[str], panels: Mapping[str, Value], ylabel: str, path: Path) -> None:
+    """Bars over all shapes, a panel for each title and what it shows of a row and a program."""
     import matplotlib.pyplot as plt
 
-    names = [OURS, *layer_peers(record)]
-    figure, axes = plt.subplots(2, 1, figsize=(16, 8), constrained_layout=True)
-    titles = {"saved_MiB": "saved for backward", "peak_fwdbwd_MiB": "peak over forward + backward, gradients included"}
-    for axis, (field, title) in zip(axes, titles.items(), strict=True):
-
-        def over_ours(row: Record, name: str, field: str = field) -> float | None:
-            return row["peers"][name][field] / row["peers"][OURS][field] if name in row["peers"] else None
-
-        bars(axis, record["rows"], names, over_ours)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(16, 8), constrained_layout=True)
+    for axis, (title, value) in zip(axes, panels.items(), strict=True):
+        bars(axis, record["rows"], names, value)
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-        axis.set_ylabel("bytes / ours")
-        axis.set_title(f"The experts of one MoE layer, {title}: times ours (lower is less memory)")
+        axis.set_ylabel(ylabel)
+        axis.set_title(title)
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
     figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
     figure.savefig(path, dpi=110)

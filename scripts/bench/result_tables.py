@@ -9,23 +9,36 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
     OURS,
+    Column,
     Record,
     dagger,
+    figure,
     layer_shape,
     markdown_table,
     measured_on,
     number,
+    plain_shape,
     rows_measured_on,
     shape_of,
+    table,
 )
 from scripts.bench.module_tables import module_claim, module_table, readme_table, router_table
+from scripts.bench.routing_tables import (
+    dispatch_table,
+    experts_growth,
+    rounding_layers_table,
+    rounding_table,
+    small_dispatch_table,
+    topk_table,
+)
 
 
 def load(name: str, results: Path) -> Record | None:
@@ -55,22 +68,43 @@ def layer_peers(record: Record) -> list[str]:
     return [name for name in LABELS if name != OURS and any(name in row["peers"] for row in record["rows"])]
 
 
+def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float], digits: int = 2) -> list[Column]:
+    """A column a program, with what ``value`` makes of its figures; ours is ``first`` said in full."""
+
+    def column(name: str) -> Column:
+        head = f"{first}: ours" if name == OURS else LABELS[name]
+        return head, lambda row: number(value(row["peers"][name]) if name in row["peers"] else None, digits)
+
+    return [column(name) for name in names]
+
+
+def bolded(column: Column) -> Column:
+    return column[0], lambda row: f"**{column[1](row)}**"
+
+
+def over_ours(field: str) -> Callable[[Record], str]:
+    """SonicMoE's figure over ours."""
+
+    def cell(row: Record) -> str:
+        peers = row["peers"]
+        return number(peers["sonic"][field] / peers[OURS][field] if "sonic" in peers else None)
+
+    return cell
+
+
 def layer_table(record: Record) -> str:
     """Time by shape: ours and the peers, forward and backward, with the ratio to SonicMoE and to the floor."""
     others = layer_peers(record)
-    header = ["T, d, n, E, K", "forward ms: ours", *(LABELS[name] for name in others), "floor"]
-    header += ["backward ms: ours", *(LABELS[name] for name in others), "floor", "SonicMoE / ours: fwd", "fwd + bwd"]
-    rows = []
-    for row in record["rows"]:
-        peers, ours = row["peers"], row["peers"][OURS]
-        line = [layer_shape(row), f"**{number(ours['gpu_fwd_ms'])}**"]
-        line += [number(peers[name]["gpu_fwd_ms"]) if name in peers else "–" for name in others]
-        line += [number(row["floor_fwd_ms"]), f"**{number(backward_ms(ours))}**"]
-        line += [number(backward_ms(peers[name])) if name in peers else "–" for name in others]
-        line.append(number(row["floor_bwd_ms"]))
-        for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms"):
-            line.append(number(peers["sonic"][field] / ours[field]) if "sonic" in peers else "–")
-        rows.append(line)
+    of_forward, *forwards = of_peers([OURS, *others], "forward ms", itemgetter("gpu_fwd_ms"))
+    of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
+    columns: list[Column] = [
+        ("T, d, n, E, K", layer_shape),
+        bolded(of_forward),
+        *forwards,
+        ("floor", figure("floor_fwd_ms")),
+    ]
+    columns += [bolded(of_backward), *backwards, ("floor", figure("floor_bwd_ms"))]
+    columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
     means = []
     for name in others:
         pairs = [(row["peers"][name], row["peers"][OURS]) for row in record["rows"] if name in row["peers"]]
@@ -78,7 +112,7 @@ def layer_table(record: Record) -> str:
         backward = statistics.geometric_mean([backward_ms(peer) / backward_ms(ours) for peer, ours in pairs])
         means.append(f"{LABELS[name]} {number(forward)}× forward, {number(backward)}× backward ({len(pairs)} shapes)")
     note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {rows_measured_on(record)}"
-    return f"{markdown_table(header, rows)}\n\n{note}"
+    return f"{table(record['rows'], columns)}\n\n{note}"
 
 
 def layer_claim(record: Record) -> str:
@@ -98,16 +132,10 @@ def layer_claim(record: Record) -> str:
 
 def eager_table(record: Record) -> str:
     """Eager time, host time included, of the same programs."""
-    others = layer_peers(record)
-    header = ["T, d, n, E, K", "forward ms: ours", *(LABELS[name] for name in others)]
-    header += ["forward + backward ms: ours", *(LABELS[name] for name in others), "host ms of ours"]
-    rows = []
-    for row in record["rows"]:
-        peers, names = row["peers"], [OURS, *others]
-        line = [layer_shape(row)]
-        line += [number(peers[name]["fwd_ms"]) if name in peers else "–" for name in names]
-        line += [number(peers[name]["fwd_ms"] + peers[name]["bwd_ms"]) if name in peers else "–" for name in names]
-        rows.append([*line, number(peers[OURS].get("host_fwdbwd_ms"))])
+    names = [OURS, *layer_peers(record)]
+    columns: list[Column] = [("T, d, n, E, K", layer_shape), *of_peers(names, "forward ms", itemgetter("fwd_ms"))]
+    columns += of_peers(names, "forward + backward ms", lambda figures: figures["fwd_ms"] + figures["bwd_ms"])
+    columns.append(("host ms of ours", figure("peers", OURS, "host_fwdbwd_ms")))
     known = [row["peers"][OURS] for row in record["rows"] if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
     note = rows_measured_on(record)
     if known:
@@ -116,20 +144,15 @@ def eager_table(record: Record) -> str:
         ]
         note += f" The host in a forward + backward of ours on a dispatch made beforehand, medians of {len(known)} shapes, ms: "
         note += f"{'; '.join(medians)}."
-    return f"{markdown_table(header, rows)}\n\n{note}"
+    return f"{table(record['rows'], columns)}\n\n{note}"
 
 
 def memory_table(record: Record) -> str:
     """Saved and peak MiB by shape."""
     others = layer_peers(record)
-    header = ["T, d, n, E, K", "saved MiB: ours", *(LABELS[name] for name in others)]
-    header += ["peak MiB: ours", *(LABELS[name] for name in others)]
-    rows = []
-    for row in record["rows"]:
-        line = [layer_shape(row)]
-        for field in ("saved_MiB", "peak_fwdbwd_MiB"):
-            line += [number(row["peers"][n][field], 0) if n in row["peers"] else "–" for n in (OURS, *others)]
-        rows.append(line)
+    columns: list[Column] = [("T, d, n, E, K", layer_shape)]
+    columns += of_peers([OURS, *others], "saved MiB", itemgetter("saved_MiB"), 0)
+    columns += of_peers([OURS, *others], "peak MiB", itemgetter("peak_fwdbwd_MiB"), 0)
     means = []
     for name in others:
         pairs = [(row["peers"][OURS], row["peers"][name]) for row in record["rows"] if name in row["peers"]]
@@ -137,35 +160,39 @@ def memory_table(record: Record) -> str:
         span = f"{number(min(ratios))} to {number(max(ratios))}"
         means.append(f"{number(statistics.geometric_mean(ratios))} of {LABELS[name]} ({span})")
     note = f"Our peak, geometric means: {'; '.join(means)}. " if means else ""
-    return f"{markdown_table(header, rows)}\n\n{note}{rows_measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\n{note}{rows_measured_on(record)}"
 
 
 def workspace_table(record: Record) -> str:
     """Bounded workspaces: peak and time, from the same file as the layer's."""
-    rows = []
-    for row in record.get("workspace", []):
-        for name, program in row["programs"].items():
-            bound = program["workspace_bytes"]
-            label = LABELS.get(name, f"blazeproto, workspace {number((bound or 0) / 2**20, 0)} MiB")
-            ratios = [number(program["time_to_unbounded"]), number(program["peak_to_sonic"])]
-            figures = [number(program["gpu_fwdbwd_ms"]), number(program["peak_fwdbwd_MiB"], 0)]
-            rows.append([shape_of(row)[0], label, *figures, *ratios])
-    header = ["T (d = n = 256, E = 128, K = 4)", "program", "forward + backward ms", "peak MiB"]
-    header += ["time / unbounded", "peak / SonicMoE"]
-    return with_extra_note(markdown_table(header, rows), record, "workspace")
+
+    def label(row: Record) -> str:
+        bound = row["workspace_bytes"] or 0
+        return LABELS.get(row["name"], f"blazeproto, workspace {number(bound / 2**20, 0)} MiB")
+
+    programs = [
+        {"cfg": row["cfg"], "name": name, **program}
+        for row in record.get("workspace", [])
+        for name, program in row["programs"].items()
+    ]
+    columns: list[Column] = [("T (d = n = 256, E = 128, K = 4)", lambda row: shape_of(row)[0]), ("program", label)]
+    columns += [("forward + backward ms", figure("gpu_fwdbwd_ms")), ("peak MiB", figure("peak_fwdbwd_MiB", digits=0))]
+    columns += [("time / unbounded", figure("time_to_unbounded")), ("peak / SonicMoE", figure("peak_to_sonic"))]
+    return with_extra_note(table(programs, columns), record, "workspace")
 
 
 def skew_table(record: Record) -> str:
     """Skewed routings over the uniform one's time, from the same file as the layer's."""
-    rows = []
-    for row in record.get("skew", []):
-        line = [", ".join(shape_of(row)), number(row["uniform"]["gpu_fwdbwd_ms"])]
-        for kind in ("zipf", "half_on_one"):
-            line += [number(row[kind]["fwd_to_uniform"]), number(row[kind]["fwdbwd_to_uniform"])]
-        rows.append(line)
-    header = ["T, d, n, E, K", "uniform, fwd + bwd ms", "Zipf(1.2): fwd ×", "fwd + bwd ×"]
-    header += ["half on one expert: fwd ×", "fwd + bwd ×"]
-    return with_extra_note(markdown_table(header, rows), record, "skew")
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        ("uniform, fwd + bwd ms", figure("uniform", "gpu_fwdbwd_ms")),
+    ]
+    for kind, name in (("zipf", "Zipf(1.2)"), ("half_on_one", "half on one expert")):
+        columns += [
+            (f"{name}: fwd ×", figure(kind, "fwd_to_uniform")),
+            ("fwd + bwd ×", figure(kind, "fwdbwd_to_uniform")),
+        ]
+    return with_extra_note(table(record.get("skew", []), columns), record, "skew")
 
 
 def many_tokens(record: Record) -> str:
@@ -193,104 +220,22 @@ def gather_cost(record: Record) -> str:
 
 def products_table(record: Record) -> str:
     """Each product alone against torch's grouped_mm, gathered against contiguous, and its layer form against its floor."""
-    rows = []
-    for row in record["rows"]:
-        times = [number(row.get(f"{version}_ms"), 3) for version in ("torch", "plain", "gathered", "layer")]
-        ratios = [
-            number(row.get(field)) for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor")
-        ]
-        rows.append([row["product"], ", ".join(shape_of(row)), *times, number(row["floor_ms"], 3), *ratios])
-    header = ["product", "T, d, n, E, K", "torch grouped_mm", "plain store", "gathered", "in the layer", "floor"]
-    header += ["speed to grouped_mm", "gathered to contiguous", "layer / floor"]
-    return f"{markdown_table(header, rows)}\n\nms of GPU time. {measured_on(record)}"
-
-
-DISPATCH_COLUMNS = {
-    "torch_sort_ms": "torch.sort",
-    "sort_ms": "CuPy sort",
-    "paper_sort_ms": "MoEBlaze sorting (H100)",
-    "paper_hash_ms": "MoEBlaze hash (H100)",
-}
-
-
-def dispatch_table(record: Record) -> str:
-    """Dispatch builders by model: every column that ends in _ms, and the ratio to the floor. What the paper reports was
-    measured on an H100, and its columns say so."""
-    fields = [field for field in record["rows"][0] if field.endswith("_ms")]
-    names = [DISPATCH_COLUMNS.get(field, field[:-3].replace("_", " ")) for field in fields]
-    rows = []
-    for row in record["rows"]:
-        line = [str(row["name"]), *(str(row[key]) for key in "TEK"), *(number(row.get(f), 3) for f in fields)]
-        rows.append([*line, number(row["tiled_ms"] / row["floor_ms"])])
-    paper = (
-        "; the columns marked H100 are the paper's own times (MoEBlaze, Table 3)" if "paper_sort_ms" in fields else ""
-    )
-    table = markdown_table(["model", "T", "E", "K", *names, "tiled / floor"], rows)
-    return f"{table}\n\nms of GPU time{paper}. {measured_on(record)}"
-
-
-def experts_growth(record: Record) -> str:
-    """What a dispatch for the most experts takes over one for the fewest, one sentence."""
-    rows = sorted(record.get("series", {}).get("E", []), key=lambda row: row["E"])
-    if not rows:
-        return NOT_MEASURED
-    least, most = rows[0], rows[-1]
-    return (
-        f"A dispatch for {most['E']} experts takes {number(most['tiled_ms'] / least['tiled_ms'])} times one for "
-        f"{least['E']} (T = {least['T']}, K = {least['K']})"
-    )
-
-
-def topk_table(record: Record) -> str:
-    """The fused top-k against torch's."""
-    rows = []
-    for row in record.get("rows", [record]):
-        ratios = [number(row["fused_ms"] / row["floor_ms"]), number(row["torch_ms"] / row["fused_ms"], 1)]
-        times = [number(row[field], 3) for field in ("fused_ms", "torch_ms", "floor_ms")]
-        rows.append([row["score"], row["dtype"], str(row["T"]), str(row["E"]), str(row["K"]), *times, *ratios])
-    header = ["scores", "logits", "T", "E", "K", "fused ms", "torch ms", "floor ms", "fused / floor", "torch / fused"]
-    return f"{markdown_table(header, rows)}\n\nms of GPU time; torch: its topk and softmax or sigmoid. {measured_on(record)}"
-
-
-def small_dispatch_table(record: Record) -> str:
-    """A dispatch of few tokens, where launching counts."""
-    fields = ("gpu_us", "host_us", "host_us_allocating")
-    rows = [[*(str(row[key]) for key in "TEK"), *(number(row[key], 1) for key in fields)] for row in record["small"]]
-    table = markdown_table(["T", "E", "K", "GPU µs", "host µs, into arrays given", "host µs, allocating"], rows)
-    return f"{table}\n\n{measured_on(record)}"
-
-
-def rounding_table(record: Record) -> str:
-    """Token rounding against plain top-k: model TFLOP/s of both, and the gain."""
-    rows = []
-    for row in record["rows"]:
-        plain, rounded = row["top_k"], row["rounded"]
-        line = [", ".join(shape_of(row)), number(100 * (plain["padded_rows"] / plain["rows"] - 1), 1)]
-        for part in ("fwd", "bwd"):
-            line += [number(figures[f"{part}_tflops"], 0) for figures in (plain, rounded)]
-        rows.append(line + [number(row[f"{part}_gain"], 3) for part in ("fwd", "bwd", "fwdbwd")])
-    header = ["T, d, n, E, K", "empty rows of tiles, %", "forward: top-k", "rounded", "backward: top-k", "rounded"]
-    header += ["gain forward", "backward", "both"]
-    return f"{markdown_table(header, rows)}\n\nModel TFLOP/s. {measured_on(record)}"
-
-
-def rounding_layers_table(record: Record) -> str:
-    """The same in whole layers: time with each router, and the gain in model TFLOP/s."""
-    names = {"top_k": "top-k", "rounded": "rounded", "down": "DOWN", "up": "UP"}
-    rows = []
-    for row in record["rows"]:
-        if (layers := row.get("layers")) is None:
-            continue
-        line = [", ".join(shape_of(row))]
-        for part in ("gpu_fwd_ms", "gpu_fwdbwd_ms"):
-            line += [number(layers[name][part]) for name in names]
-        rows.append(line + [number(layers[f"{part}_gain"], 3) for part in ("fwd", "bwd", "fwdbwd")])
-    if not rows:
-        return NOT_MEASURED
-    first, *others = names.values()
-    header = ["T, d, n, E, K", f"forward ms: {first}", *others, f"forward + backward ms: {first}", *others]
-    header += ["gain forward", "backward", "both"]
-    return f"{markdown_table(header, rows)}\n\nGPU time; gain: model TFLOP/s, rounded over top-k. {measured_on(record)}"
+    columns: list[Column] = [("product", itemgetter("product")), ("T, d, n, E, K", plain_shape)]
+    times = {
+        "torch": "torch grouped_mm",
+        "plain": "plain store",
+        "gathered": "gathered",
+        "layer": "in the layer",
+        "floor": "floor",
+    }
+    columns += [(name, figure(f"{version}_ms", digits=3)) for version, name in times.items()]
+    ratios = {
+        "plain_to_torch_speed": "speed to grouped_mm",
+        "gathered_to_plain_speed": "gathered to contiguous",
+        "layer_to_floor": "layer / floor",
+    }
+    columns += [(name, figure(field)) for field, name in ratios.items()]
+    return f"{table(record['rows'], columns)}\n\nms of GPU time. {measured_on(record)}"
 
 
 def training_table(record: Record) -> str:

@@ -25,10 +25,7 @@ top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in t
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,17 +39,18 @@ from scripts.bench import peers
 from scripts.bench.common import (
     RESULTS,
     LayerShape,
+    begun,
+    bench_parser,
     finished,
-    format_table,
     geometric_mean,
-    number,
+    in_turn,
     part_file,
-    provenance,
     write_json,
-)  # fmt: skip
+)
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
+from scripts.bench.routing_tables import rounding_layers_table, rounding_table
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
 ROUTERS = {
@@ -195,45 +193,13 @@ def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
     return row | {"layers": layers | gains(layers)}
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print_experts(rows)
-    header = [
-        *"TdnEK",
-        *(f"{part} {name}" for part in ("fwd", "fwd+bwd") for name in ROUTERS),
-        "x fwd",
-        "x bwd",
-        "x both",
-    ]
-    lines = []
-    for row in rows:
-        line = [str(row["cfg"][key]) for key in "TdnEK"]
-        for part in ("gpu_fwd_ms", "gpu_fwdbwd_ms"):
-            line += [number(row["layers"][name][part]) for name in ROUTERS]
-        lines.append(line + [number(row["layers"][f"{part}_gain"]) for part in ("fwd", "bwd", "fwdbwd")])
-    print(format_table(header, lines))
-    print("whole layers, ms; x: model TFLOP/s, rounded over top-k")
-    for part in ("fwd", "bwd", "fwdbwd"):
-        mean = geometric_mean([row["layers"][f"{part}_gain"] for row in rows])
-        print(f"geometric mean of the gain, whole layers, {part}: {mean:.3f}")
-
-
-def print_experts(rows: list[dict[str, Any]]) -> None:
-    header = ["T", "d", "n", "E", "K", "rows", "rounded", "empty %", "fwd top-k", "rounded", "bwd top-k", "rounded"]
-    lines = []
-    for row in rows:
-        plain, rounded = row["top_k"], row["rounded"]
-        line = [*(str(row["cfg"][key]) for key in "TdnEK"), str(plain["rows"]), str(rounded["rows"])]
-        line.append(number(100 * (plain["padded_rows"] / plain["rows"] - 1), 1))
-        for part in ("fwd", "bwd"):
-            line += [number(figures[f"{part}_tflops"], 0) for figures in (plain, rounded)]
-        lines.append(line + [number(row[f"{part}_gain"]) for part in ("fwd", "bwd", "fwdbwd")])
-    print(format_table([*header, "x fwd", "x bwd", "x both"], lines))
-    print(
-        "experts alone, model TFLOP/s; empty: rows of tiles that hold no pair under top-k, over the pairs; x: rounded over top-k"
-    )
-    for part in ("fwd", "bwd", "fwdbwd"):
+def print_tables(record: dict[str, Any]) -> None:
+    """Those of the documentation, and the gains' geometric means."""
+    print(f"{rounding_table(record)}\n\n{rounding_layers_table(record)}\n")
+    for what, rows in (("experts alone", record["rows"]), ("whole layers", [row["layers"] for row in record["rows"]])):
+        means = [geometric_mean([row[f"{part}_gain"] for row in rows]) for part in ("fwd", "bwd", "fwdbwd")]
         print(
-            f"geometric mean of the gain, experts alone, {part}: {geometric_mean([row[f'{part}_gain'] for row in rows]):.3f}"
+            f"geometric mean of the gain, {what}: forward {means[0]:.3f}, backward {means[1]:.3f}, both {means[2]:.3f}"
         )
 
 
@@ -241,13 +207,8 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.rounding", __doc__)
+    parser = bench_parser("rounding", __doc__, quick="least and most experts of each, 7 rounds")
     parser.add_argument("--subfigures", default=",".join(SUBFIGURES), help="some of " + ", ".join(SUBFIGURES))
-    parser.add_argument("--quick", action="store_true", help="least and most experts of each, 7 rounds")
-    parser.add_argument("--rounds", type=positive, default=None)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="results file (default results/h200/rounding.json, if all run)"
-    )
     options = parser.parse_args(words)
     options.subfigures = options.subfigures.split(",")
     if unknown := set(options.subfigures) - SUBFIGURES.keys():
@@ -263,21 +224,15 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     need_hopper()
-    begin = time.monotonic()
-    protocol = " ".join(" ".join((__doc__ or "").split("\n\n")[-2:]).split())
-    record = provenance() | {"benchmark": "rounding", "protocol": protocol, "tile": TILE, "rule": "nr_f", "rows": []}
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
-    for subfigure, shape in options.configs:
+    record = begun("rounding", __doc__, 2, tile=TILE, rule="nr_f")
+    for subfigure, shape in in_turn(options.configs):
         row = measure(subfigure, shape, options.rounds)
         record["rows"].append(row)
         write_json(options.out or part_file("rounding"), record)
         both, whole = row["fwdbwd_gain"], row["layers"]["fwdbwd_gain"]
         print(f"{shape.name}: forward + backward x {both} of the experts, x {whole} of whole layers", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    print_table(record["rows"])
-    out = options.out or finished("rounding", whole=set(options.subfigures) == SUBFIGURES.keys())
-    print(f"{time.monotonic() - begin:.0f} s; wrote {out}")
+    print_tables(record)
+    print("wrote", options.out or finished("rounding", whole=set(options.subfigures) == SUBFIGURES.keys()))
 
 
 if __name__ == "__main__":

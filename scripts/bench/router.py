@@ -14,10 +14,8 @@ the exact gradient.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,16 +26,16 @@ from blazeproto.router import Router
 from scripts.bench.common import (
     RESULTS,
     LayerShape,
+    begun,
+    bench_parser,
     finished,
-    format_table,
-    number,
-    parse_shapes,
+    in_turn,
     part_file,
-    provenance,
     write_json,
 )  # fmt: skip
+from scripts.bench.module_tables import router_table
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper
 
 AUX_LOSS, Z_LOSS = 0.01, 0.001
 # Shape -> ms that forward, and forward + backward, may take with a bf16 weight; with an fp32 one twice that. n does not matter.
@@ -227,30 +225,14 @@ def failures(row: dict[str, Any]) -> list[str]:
     return failed
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    header = [*"TdEK", "weight", "fwd", "bound", "fwd+bwd", "bound", "floors", "by", "", "logits", "dX", "x rounding"]
-    header += ["dW", "x rounding", "close", "other", "wrong", "same bits"]
-    lines = []
-    for row in rows:
-        most = may_take(row) or (None, None)
-        methods = f"{row['fwd_method']}/{row['fwdbwd_method']}"
-        floors = f"{row['floor_fwd_ms']:.3f}/{row['floor_fwdbwd_ms']:.3f}"
-        first = [*(str(row["cfg"][key]) for key in "TdEK"), row["weight"], number(row["fwd_ms"], 4), number(most[0], 2)]
-        first += [number(row["fwdbwd_ms"], 4), number(most[1], 2), floors, methods]
-        for how, found in row["accuracy"].items():
-            line = [how, f"{found['logits']:.1e}", f"{found['dX']:.1e}", number(found.get("dX_of_rounding"))]
-            line += [f"{found['dW']:.1e}", number(found.get("dW_of_rounding"))]
-            line += [str(found[f"{what}_tokens"]) for what in ("close", "other", "wrong")]
-            lines.append([*first, *line, "yes" if found["bit_identical"] else "NO"])
-            first = [""] * len(first)
-    print(format_table(header, lines))
-    print(
-        "ms; errors against float64; x rounding: over the error of rounding the exact gradient to bf16; tokens: whose K-th"
-    )
-    print("and next logit are close, that chose otherwise than float64, and that did so without being close")
-    for row in rows:
+def print_verdicts(record: dict[str, Any]) -> None:
+    """The table of the documentation, and of each row what does not hold."""
+    print(router_table(record))
+    for row in record["rows"]:
         failed = failures(row)
         print(f"{'FAILS' if failed else 'holds'}  {row['cfg']} {row['weight']}: {'; '.join(failed) or 'all bounds'}")
+        for how, found in row["accuracy"].items():
+            print(f"       {how}: {', '.join(f'{name} {value:.4g}' for name, value in found.items())}")
         if "not_captured" in row:
             print(f"       not captured: {row['not_captured']}")
 
@@ -259,15 +241,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argument_parser("scripts.bench.router", __doc__)
-    parser.add_argument(
-        "--configs", type=lambda text: parse_shapes(text, ROUTER_SHAPES), default=None, help="1, 2 or 1-2"
-    )
-    parser.add_argument("--quick", action="store_true", help="the second shape, 7 rounds -> router-quick.json")
-    parser.add_argument("--rounds", type=positive, default=None)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="results file (default results/h200/router.json, if both shapes run)"
-    )
+    quick = "the second shape, 7 rounds -> router-quick.json"
+    parser = bench_parser("router", __doc__, quick=quick, configs=ROUTER_SHAPES)
     options = parser.parse_args(words)
     options.rounds = options.rounds or (7 if options.quick else 20)
     options.configs = options.configs or list(ROUTER_SHAPES[1:] if options.quick else ROUTER_SHAPES)
@@ -279,17 +254,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     need_hopper()
-    begin = time.monotonic()
-    protocol = " ".join((__doc__ or "").split("\n\n")[-1].split())
-    record = provenance() | {"benchmark": "router", "protocol": protocol, "rows": []}
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
-    for shape in options.configs:
+    record = begun("router", __doc__)
+    for shape in in_turn(options.configs):
         record["rows"] += measure(shape, options.rounds)
         write_json(options.out or part_file("router"), record)
-        torch.cuda.empty_cache()
-    out = options.out or finished("router", whole=set(options.configs) == set(ROUTER_SHAPES))
-    print(f"{time.monotonic() - begin:.0f} s; wrote {out}")
-    print_table(record["rows"])
+    print("wrote", options.out or finished("router", whole=set(options.configs) == set(ROUTER_SHAPES)))
+    print_verdicts(record)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def capture(call: Call, pool: Pool) -> torch.cuda.CUDAGraph:
     """A warmed-up call as a CUDA graph, shown to compute what the call does: its results are poisoned, replayed and compared.
 
     Raises what the capture raises (at a host synchronisation, say), or RuntimeError where a replay gives other results.
-    Graphs that share a pool share memory: they must not run at the same time, and nobody reads their results afterwards.
+    Graphs that share a pool share memory: they must not run at the same time, and their results are not read afterwards.
     """
     # An autograd thread may let go of a backward's nodes a little after the backward returns. A leaf's AccumulateGrad node that
     # lives on is used again, with its stream: so what runs before the capture runs on the stream that captures.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
-from scripts.command import argument_parser, refuse
+from scripts.command import argument_parser, has_hopper, refuse
 
 TUTORIAL = REPOSITORY / "docs" / "tutorial"
 STORED = "tutorial.json"
@@ -26,7 +26,7 @@ SECONDS = 120  # a cell may take
 
 
 def notebooks() -> list[Path]:
-    """Of the tutorial, in order."""
+    """The tutorial, in order."""
     return sorted(TUTORIAL.glob("*.ipynb"))
 
 
@@ -93,8 +93,6 @@ def main() -> None:
     if not chosen:
         refuse(f"no notebook of {', '.join(path.name for path in notebooks())} begins with {' or '.join(wanted)}")
     import nbformat
-
-    from blazeproto.lab.exercises import has_hopper
 
     stored = RESULTS / STORED
     cells: dict[str, str] = json.loads(stored.read_text())["cells"] if stored.exists() else {}

@@ -185,7 +185,7 @@ def run(folder: Path, command: list[str]) -> tuple[list[str], str]:
 
 
 def summary(lines: list[str]) -> str:
-    """How many passed, and by which road."""
+    """How many passed, and by which path."""
     outcomes = Counter(text.split(maxsplit=1)[0] for text in lines)
     used = sum("moe_mlp 0" not in text and text.startswith("passed") for text in lines)
     counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import SavePolicy, moe_mlp, torch_backend
+from blazeproto.autograd import SavePolicy, moe_mlp, torch_formulas
 
 POLICIES = [policy.value for policy in SavePolicy]
 
@@ -82,7 +82,7 @@ def test_with_and_without_instructions_for_the_dtype(make_case, monkeypatch, dty
         asked.append(of)
         return multiplies or of == torch.float32
 
-    monkeypatch.setattr(torch_backend, "_multiplies", answer)
+    monkeypatch.setattr(torch_formulas, "_multiplies", answer)
     case = make_case(64, 32, 48, 6, 2, dtype=dtype, bias=True)
     assert_close(case.run(), case.reference(), tolerance)
     assert dtype in asked and (torch.float32 in asked) != multiplies

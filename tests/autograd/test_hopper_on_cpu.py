@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import SavePolicy, hopper_backend, mlp, node, operators, private
+from blazeproto.autograd import LowRank, SavePolicy, hopper_backend, mlp, node, operators, private
 from blazeproto.dispatch import Dispatch, build
 from blazeproto.dispatch import reference as dispatch_twin
 from blazeproto.gemm import TWINS, down_backward, fused, linear, reduce, up, weight
-from blazeproto.integrations.grouped import grouped_experts
+from blazeproto.reference import moe_mlp as reference_mlp
 from tests.integrations import test_grouped as grouped
 
 
@@ -298,7 +298,7 @@ def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch, gpu, ente
     monkeypatch.setattr(torch.cuda, "device", device)
     with FakeTensorMode():
         x = torch.empty(3, device=f"cuda:{gpu}")
-    assert not private.nobody_listens((x,))  # a fake tensor is a mode's
+    assert not private.unobserved((x,))  # a fake tensor is a mode's
     assert operators.on_another_gpu(x) == bool(entered)
     guarded = operators._on_its_gpu(lambda needs, *tensors: (needs, *tensors, list(made_current)))
     assert guarded([True], x, None) == ([True], x, None, entered)
@@ -323,8 +323,60 @@ def test_rows_that_lie_by_expert(watch, save, padding):
     given = [tensor.double() for tensor in tensors], counts, d_out.double()
     over = []
     watch(down_backward, "launch", lambda *args, dh, **kwargs: over.append(dh.data_ptr() == args[2].data_ptr()))
-    got = grouped.results(grouped_experts, *given, save=save)
+    got = grouped.results(grouped.grouped_experts, *given, save=save)
     wanted = grouped.results(grouped.by_loop, *given)
     wanted["x"][34:] = 0
     grouped.close(got, wanted)
     assert over == [True]
+
+
+def with_factors(case, rank=8):
+    """The case's options with factors, and the factors' tensors."""
+    made = []
+    for weight_ in (case.gate_up_proj, case.down_proj):
+        num_experts, width_out, width_in = weight_.shape
+        a, b = torch.randn(num_experts, rank, width_in), torch.randn(num_experts, width_out, rank)
+        made.append(LowRank(*(t.double().div_(t.shape[2] ** 0.5).requires_grad_() for t in (a, b))))
+    return {"up_factors": made[0], "down_factors": made[1]}, [t for pair in made for t in pair]
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+@pytest.mark.parametrize("workspace_bytes", [None, 30_000])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("routing", ["sentinels", "varying", "capacity", "transposed"])
+def test_low_rank_factors(make_case, watch, save, workspace_bytes, trained, routing):
+    """The gradients are those of W + b a; dH lies over H on the same terms, and a frozen weight has no gradient launched."""
+    if routing == "varying" and workspace_bytes:
+        pytest.skip("chunks need a fixed K")
+    options = {"capacity": 0.6} if routing == "capacity" else {} if routing == "transposed" else {routing: True}
+    case = make_case(40, bias=True, **options)
+    factors, leaves = with_factors(case)
+    weights = [case.gate_up_proj, case.down_proj]
+    dense = [w + pair.b @ pair.a for w, pair in zip(weights, factors.values(), strict=True)]
+    case.gate_up_proj, case.down_proj = dense
+    expected = moe_mlp_reference(case)
+    wanted = torch.autograd.grad(expected, [case.x, case.scores, *leaves, *weights], case.d_out)
+    case.gate_up_proj, case.down_proj = (
+        (t.detach().mT.contiguous().mT if routing == "transposed" else t.detach()).requires_grad_(trained)
+        for t in weights
+    )
+    over, gradients = [], []
+    watch(down_backward, "launch", lambda d_out, w, h, *args, dh, **kwargs: over.append(dh.data_ptr() == h.data_ptr()))
+    watch(weight, "launch", lambda *args, dw, **kwargs: gradients.append(dw.shape[1:]))
+    out = case.forward(save=save, workspace_bytes=workspace_bytes, **factors)
+    leaves = [case.x, case.scores, *leaves, *([case.gate_up_proj, case.down_proj] if trained else [])]
+    got = torch.autograd.grad(out, leaves, case.d_out)
+    for a, b in zip((out, *got), (expected, *wanted[: len(got)]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert set(over) == {True}
+    assert len(gradients) == (6 if trained else 4) * len(over)
+
+
+def moe_mlp_reference(case):
+    return reference_mlp(
+        *(case.x, case.gate_up_proj, case.down_proj, case.scores, case.topk_experts),
+        up_bias=case.up_bias,
+        down_bias=case.down_bias,
+        pair_tokens=case.varying.get("pair_tokens"),
+        **case.options,
+    )

@@ -1,4 +1,4 @@
-"""``moe_mlp_lora`` computes what experts of W + B A compute, and gradients for x, scores and factors alone.
+"""``moe_mlp`` with low-rank factors computes what experts of W + B A compute, and gradients for what is trained.
 
 On the Hopper backend the yardstick is that of test_hopper.py: the torch backend in bfloat16 on the same inputs.
 """
@@ -10,21 +10,24 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blazeproto.activations import ACTIVATIONS, clamped_swiglu
-from blazeproto.autograd import LowRank, lora, moe_mlp, moe_mlp_lora, node
+from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, node, saved_bytes, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.reference import moe_mlp as reference_mlp
 from tests.autograd.comparison import assert_as_good_as
 
+WEIGHTS = ("gate_up_proj", "down_proj", "up_bias", "down_bias")
+POLICIES = [policy.value for policy in SavePolicy]
 ADAPTED = {"both": (True, True), "up": (True, False), "down": (False, True), "neither": (False, False)}
 SHAPE = (8192, 2048, 768, 128, 8)  # whose H and Y are smaller than down_proj
 
 
 @dataclass
 class Adapted:
-    """A case of conftest.py whose weights are frozen, with factors."""
+    """A case of conftest.py with factors; its weights and biases are trained where they require a gradient."""
 
     case: object
     up: LowRank | None
@@ -32,57 +35,80 @@ class Adapted:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """x, scores, and the factors that there are: a and b of up, then of down."""
-        return [self.case.x, self.case.scores, *(self.up or ()), *(self.down or ())]
+        """x, scores, the factors that there are, a and b of up, then of down, and the weights and biases that are trained."""
+        return [self.case.x, self.case.scores, *(self.up or ()), *(self.down or ()), *self.trained.values()]
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        weights = {name: getattr(self.case, name) for name in WEIGHTS}
+        return {name: t for name, t in weights.items() if t is not None and t.requires_grad}
 
     @property
     def arguments(self) -> dict:
         case = self.case
-        options = {key: value for key, value in case.options.items() if key != "row_capacity"}
+        options = {**case.options, **case.varying}
         weights = {"gate_up_proj": case.gate_up_proj, "down_proj": case.down_proj}
         biases = {"up_bias": case.up_bias, "down_bias": case.down_bias}
         inputs = {"x": case.x, "scores": case.scores, "topk_experts": case.topk_experts}
-        return {**inputs, **weights, **biases, "up": self.up, "down": self.down, **options}
+        return {**inputs, **weights, **biases, "up_factors": self.up, "down_factors": self.down, **options}
 
     def forward(self, **options) -> Tensor:
-        return moe_mlp_lora(**{**self.arguments, **options})
+        return moe_mlp(**{**self.arguments, **options})
 
     def run(self, **options) -> list[Tensor]:
         out = self.forward(**options)
         return [out.detach(), *torch.autograd.grad(out, self.parameters, self.case.d_out)]
 
-    def function(self, *parameters: Tensor) -> Tensor:
+    def function(self, *parameters: Tensor, **options) -> Tensor:
         """`forward` of other parameters."""
         x, scores, *rest = parameters
         factors = {}
-        for name, there in (("up", self.up), ("down", self.down)):
+        for name, there in (("up_factors", self.up), ("down_factors", self.down)):
             factors[name] = None if there is None else LowRank(*rest[:2])
             rest = rest if there is None else rest[2:]
-        return self.forward(x=x, scores=scores, **factors)
+        return self.forward(x=x, scores=scores, **factors, **dict(zip(self.trained, rest, strict=True)), **options)
 
     def reference(self) -> list[Tensor]:
         """The oracle on W + b a, in float64, with gradients of float64 copies."""
         case = self.case
         copies = [t.detach().double().requires_grad_() for t in self.parameters]
-        x, scores, *factors = copies
+        x, scores, *rest = copies
+        factors = [rest.pop(0) for _ in range(2 * ((self.up is not None) + (self.down is not None)))]
+        named = {name: t if t is None else t.double() for name in WEIGHTS for t in [getattr(case, name)]}
+        named |= dict(zip(self.trained, rest, strict=True))
         weights = []
-        for weight, there in ((case.gate_up_proj, self.up), (case.down_proj, self.down)):
+        for name, there in (("gate_up_proj", self.up), ("down_proj", self.down)):
             a, b = (factors.pop(0), factors.pop(0)) if there is not None else (None, None)
-            weights.append(weight.double() if a is None else weight.double() + b @ a)
-        biases = {"up_bias": case.up_bias, "down_bias": case.down_bias}
+            weights.append(named[name] if a is None else named[name] + b @ a)
+        biases = {"up_bias": named["up_bias"], "down_bias": named["down_bias"]}
         varying = {"pair_tokens": case.varying.get("pair_tokens")}
         out = reference_mlp(x, *weights, scores, case.topk_experts, **biases, **varying, **case.options)
         return [out.detach(), *torch.autograd.grad(out, copies, case.d_out.double())]
 
 
+class Shapes(TorchDispatchMode):
+    """The shapes of what is allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        if operator.name().startswith(("aten::empty", "aten::zeros", "aten::new_")) and isinstance(made, Tensor):
+            self.shapes.add(tuple(made.shape))
+        return made
+
+
 @pytest.fixture
 def adapted(make_case):
-    """``adapted(num_tokens, …, which="both", rank=8, factor_dtype=…, other options of make_case)`` -> Adapted."""
+    """``adapted(num_tokens, …, which="both", rank=8, factor_dtype=…, trained=(), other options of make_case)`` -> Adapted.
+    trained: names of weights and biases; the others are frozen."""
 
-    def make(*shape, which="both", rank=8, factor_dtype=None, **options) -> Adapted:
+    def make(*shape, which="both", rank=8, factor_dtype=None, trained=(), **options) -> Adapted:
         case = make_case(*shape, **options)
-        for name in ("gate_up_proj", "down_proj", "up_bias", "down_bias"):
-            if (frozen := getattr(case, name)) is not None:
+        for name in WEIGHTS:
+            if name not in trained and (frozen := getattr(case, name)) is not None:
                 setattr(case, name, frozen.detach())
 
         def factors(weight: Tensor) -> LowRank:
@@ -174,7 +200,7 @@ def test_adapters_together_are_their_factors_side_by_side(adapted):
     for index, (one, two) in enumerate(((layer.up, other.up), (layer.down, other.down))):
         dense[index] = dense[index] + one.b @ one.a + two.b @ two.a
     expected = reference_mlp(case.x, *dense, case.scores, case.topk_experts, **case.options)
-    out = layer.forward(up=side_by_side[0], down=side_by_side[1])
+    out = layer.forward(up_factors=side_by_side[0], down_factors=side_by_side[1])
     parameters = [*layer.parameters, *other.parameters[2:]]
     gradients = (torch.autograd.grad(made, parameters, case.d_out) for made in (out, expected))
     assert_close([out, *next(gradients)], [expected, *next(gradients)], 1e-13)
@@ -219,13 +245,16 @@ def test_a_dispatch_built_before(adapted):
     assert all(torch.equal(a, b) for a, b in zip(layer.run(dispatch=made), expected, strict=True))
 
 
-def test_a_varying_number_of_experts_a_token(adapted):
-    layer = adapted(varying=True)
-    case = layer.case
+@pytest.mark.parametrize("save", POLICIES)
+def test_a_varying_number_of_experts_a_token(adapted, save):
+    layer = adapted(varying=True, trained=WEIGHTS, bias=True)
+    assert_close(layer.run(save=save), layer.reference(), 1e-13)
+    case, expected = layer.case, layer.run()
     pair_indices, offsets, token_index_map = torch.ops.blazeproto.dispatch(case.topk_experts, 5, 0, "torch")
-    lists = {"token_offsets": case.varying["token_offsets"], "pair_tokens": case.varying["pair_tokens"]}
+    lists = dict(case.varying)
     made = Dispatch(pair_indices, offsets[0], token_index_map, None, 5, None, 37, **lists)
-    assert_close(layer.run(dispatch=made, topk_experts=None), layer.reference(), 1e-13)
+    case.varying = {}
+    assert all(torch.equal(a, b) for a, b in zip(layer.run(dispatch=made, topk_experts=None), expected, strict=True))
 
 
 def test_autocast(adapted):
@@ -244,6 +273,52 @@ def test_tensors_that_are_not_contiguous(adapted):
     assert not any(t.is_contiguous() for t in scattered)
     layer.up, layer.down = (LowRank(*(t.requires_grad_() for t in pair)) for pair in (scattered[:2], scattered[2:]))
     assert_close(layer.run(), expected, 1e-14)
+
+
+FREELY = [(), WEIGHTS, ("gate_up_proj",), ("down_proj",), ("down_bias", "gate_up_proj"), ("up_bias",)]
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("which", ADAPTED)
+@pytest.mark.parametrize("trained", FREELY)
+def test_policies_chunks_capacity_and_trained_weights(adapted, save, workspace_bytes, capacity, which, trained):
+    layer = adapted(which=which, bias=True, sentinels=True, capacity=capacity, trained=trained, rank=5)
+    assert_close(layer.run(save=save, workspace_bytes=workspace_bytes), layer.reference(), 1e-13)
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 2_000])
+def test_gradcheck_of_policies_and_chunks(adapted, save, workspace_bytes):
+    layer = adapted(5, 4, 3, 4, 2, rank=3, bias=True, trained=WEIGHTS)
+
+    def function(*parameters):
+        return layer.function(*parameters, save=save, workspace_bytes=workspace_bytes)
+
+    assert torch.autograd.gradcheck(function, layer.parameters, fast_mode=True)
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_policies_agree_to_the_bit(adapted, workspace_bytes, dtype):
+    layer = adapted(64, 32, 48, 6, 3, dtype=dtype, bias=True, trained=WEIGHTS)
+    first, *others = (layer.run(save=save, workspace_bytes=workspace_bytes) for save in POLICIES)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_transient_rows_of_factors_are_within_the_workspace(adapted, save, monkeypatch):
+    layer, seen = adapted(200, dtype=torch.float32, rank=3), []
+    per_row = 4 * (48 + 24 + 8 + 5 * 8)  # in the down backward: H, A', X A^T; what act A^T and dO B take
+    real = torch_backend.low_rank_rows
+    monkeypatch.setattr(
+        torch_backend, "low_rank_rows", lambda a, f, rows, **k: seen.append(rows.num_rows) or real(a, f, rows, **k)
+    )
+    layer.run(save=save, workspace_bytes=per_row * 3 * 40)
+    assert max(seen) <= 3 * 40 and len(seen) >= 4 * 5
+    with pytest.raises(ValueError, match=f"workspace_bytes: expected at least {3 * per_row}"):
+        layer.run(save=save, workspace_bytes=3 * per_row - 1)
 
 
 # ---- the node ------------------------------------------------------------------------------------------------------
@@ -273,13 +348,47 @@ def test_no_gradient_of_a_frozen_tensor(adapted):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_bytes(adapted, bytes_saved_by, dtype):
-    """X, S, the indices, H, XA and act A_down^T, whose rank is the padded one."""
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("trains_down", [False, True])
+def test_saved_bytes(adapted, bytes_saved_by, dtype, save, trains_down):
+    """X, S, the indices, H, XA and act A_down^T, whose rank is the padded one; act for a down weight or factor alone."""
     num_tokens, d, n, num_experts, top_k, rank = 96, 32, 48, 6, 3, 8
-    layer = adapted(num_tokens, d, n, num_experts, top_k, rank=rank, dtype=dtype)
+    trained = ("down_proj",) if trains_down else ()
+    layer = adapted(num_tokens, d, n, num_experts, top_k, rank=rank, dtype=dtype, trained=trained)
+    layer.down.a.requires_grad_(trains_down)
     known = (layer.case.gate_up_proj, layer.case.down_proj, *layer.up, *layer.down)
-    per_token = dtype.itemsize * (d + (2 * n + 2 * rank) * top_k) + 12 * top_k
-    assert bytes_saved_by(layer.forward, known) == num_tokens * per_token + 4 * (num_experts + 1)
+    of_row = {"minimal": 2 * n + 2 * rank, "paper": (2 + trains_down) * n + 2 * rank, "recompute": 0}[save]
+    expected = num_tokens * (dtype.itemsize * (d + of_row * top_k) + 12 * top_k) + 4 * (num_experts + 1)
+    assert bytes_saved_by(lambda: layer.forward(save=save), known) == expected
+    sizes = {"num_tokens": num_tokens, "d_model": d, "d_expert": n, "num_experts": num_experts, "top_k": top_k}
+    policy = save if trains_down or save != "paper" else "minimal"
+    assert saved_bytes(policy, **sizes, itemsize=dtype.itemsize, up_rank=rank - 3, down_rank=rank) == expected
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 40_000])
+@pytest.mark.parametrize("trained", FREELY)
+def test_a_frozen_tensor_has_nothing_made_for_it(adapted, monkeypatch, trained, workspace_bytes):
+    """No gradient, by either kind of sum; and a backward allocates nothing of its shape."""
+    layer, made = adapted(64, dtype=torch.float32, bias=True, trained=trained), []
+    shapes = {tuple(getattr(layer.case, name).shape): name for name in WEIGHTS}
+
+    def watch(name):
+        real = getattr(torch_backend, name)
+
+        def counted(*args, **kwargs):
+            result = real(*args, **kwargs)
+            made.append(shapes.get(tuple(result.shape)))
+            return result
+
+        monkeypatch.setattr(torch_backend, name, counted)
+
+    watch("weight_gradient")
+    watch("expert_row_sum")
+    out = layer.forward(workspace_bytes=workspace_bytes)
+    with Shapes() as seen:
+        torch.autograd.grad(out, layer.parameters, layer.case.d_out)
+    assert {name for name in made if name} == set(trained)
+    assert {name for shape, name in shapes.items() if shape in seen.shapes} <= set(trained)
 
 
 def test_nothing_is_saved_without_gradients(adapted):
@@ -324,22 +433,6 @@ def test_compiles_without_a_break(adapted, which):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_opcheck(adapted):
-    layer = adapted(bias=True)
-    case, ops = layer.case, torch.ops.blazeproto
-    tail = (*ops.dispatch(case.topk_experts, 5, 0, "torch"), 3, None, None, 0, "swiglu/minimal/gather/torch")
-    up, down = (case.gate_up_proj, case.up_bias, *layer.up), (case.down_proj, case.down_bias, *layer.down)
-    torch.library.opcheck(ops.moe_lora.default, (case.x, *up, *down, case.scores, *tail))
-    up, down = (tuple(t.detach() for t in tensors) for tensors in (up, down))
-    x, scores = case.x.detach(), case.scores.detach()
-    _, h, xa, act_a = ops.moe_lora(x, *up, *down, scores, *tail)
-    for needs in ([True] * 4, [True, False, False, True]):
-        torch.library.opcheck(ops.moe_lora_down_backward.default, (needs, case.d_out, h, act_a, scores, *down, *tail))
-    for needs in ([True] * 3, [False, True, False]):
-        arguments = (needs, torch.randn_like(h), x, xa, up[0], *up[2:], *tail)
-        torch.library.opcheck(ops.moe_lora_up_backward.default, arguments)
-
-
 def test_operations_are_counted(adapted):
     """Of a row: two for a frozen weight, three of a factor's for each of its products: rows, their gradient, its own."""
     layer = adapted(64, 32, 48, 6, 2, rank=8, dtype=torch.float32)
@@ -356,68 +449,64 @@ def pair(*shapes, dtype=torch.float32):
     return LowRank(*(torch.ones(shape, dtype=dtype) for shape in shapes))
 
 
-TRAINED = {"gate_up_proj": (5, 48, 16), "down_proj": (5, 16, 24), "up_bias": (5, 48), "down_bias": (5, 16)}
 BAD = {
-    **{
-        f"{name} requires a gradient": (
-            {name: torch.ones(shape, requires_grad=True)},
-            ValueError,
-            rf"{name}: expected frozen, requires_grad=False, got one that requires a gradient",
-        )
-        for name, shape in TRAINED.items()
-    },
-    "a tuple": ({"up": (1, 2)}, TypeError, r"up: expected a LowRank or None, got tuple"),
-    "no tensor": ({"down": LowRank([1.0], [1.0])}, TypeError, r"down\.a: expected a torch\.Tensor, got list"),
-    "integers": (
-        {"up": pair((5, 8, 16), (5, 48, 8), dtype=torch.int32)},
+    "a tuple": ({"up_factors": (1, 2)}, TypeError, r"up_factors: expected a LowRank or None, got tuple"),
+    "no tensor": (
+        {"down_factors": LowRank([1.0], [1.0])},
         TypeError,
-        r"up\.a: expected dtype .*, got torch\.int32",
+        r"down_factors\.a: expected a torch\.Tensor, got list",
+    ),
+    "integers": (
+        {"up_factors": pair((5, 8, 16), (5, 48, 8), dtype=torch.int32)},
+        TypeError,
+        r"up_factors\.a: expected dtype .*, got torch\.int32",
     ),
     "another dtype": (
-        {"down": pair((5, 8, 24), (5, 16, 8), dtype=torch.bfloat16)},
+        {"down_factors": pair((5, 8, 24), (5, 16, 8), dtype=torch.bfloat16)},
         ValueError,
-        r"down\.a: expected dtype torch\.float32 .*, got torch\.bfloat16",
+        r"down_factors\.a: expected dtype torch\.float32 .*, got torch\.bfloat16",
     ),
     "another device": (
-        {"up": LowRank(torch.ones(5, 8, 16, device="meta"), torch.ones(5, 48, 8))},
+        {"up_factors": LowRank(torch.ones(5, 8, 16, device="meta"), torch.ones(5, 48, 8))},
         ValueError,
-        r"up\.a: expected on cpu as x is, got meta",
+        r"up_factors\.a: expected on cpu as x is, got meta",
     ),
     "two dimensions": (
-        {"up": pair((40, 16), (48, 40))},
+        {"up_factors": pair((40, 16), (48, 40))},
         ValueError,
-        r"up\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(40, 16\)",
+        r"up_factors\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(40, 16\)",
     ),
     "other experts": (
-        {"up": pair((4, 8, 16), (4, 48, 8))},
+        {"up_factors": pair((4, 8, 16), (4, 48, 8))},
         ValueError,
-        r"up\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(4, 8, 16\)",
+        r"up_factors\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(4, 8, 16\)",
     ),
     "another width": (
-        {"down": pair((5, 8, 16), (5, 16, 8))},
+        {"down_factors": pair((5, 8, 16), (5, 16, 8))},
         ValueError,
-        r"down\.a: expected shape \(E, r, in\) = \(5, r, 24\), r >= 1, got \(5, 8, 16\)",
+        r"down_factors\.a: expected shape \(E, r, in\) = \(5, r, 24\), r >= 1, got \(5, 8, 16\)",
     ),
     "no rank": (
-        {"up": pair((5, 0, 16), (5, 48, 0))},
+        {"up_factors": pair((5, 0, 16), (5, 48, 0))},
         ValueError,
-        r"up\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(5, 0, 16\)",
+        r"up_factors\.a: expected shape \(E, r, in\) = \(5, r, 16\), r >= 1, got \(5, 0, 16\)",
     ),
     "two ranks": (
-        {"up": pair((5, 8, 16), (5, 48, 16))},
+        {"up_factors": pair((5, 8, 16), (5, 48, 16))},
         ValueError,
-        r"up\.b: expected shape \(E, out, r\) = \(5, 48, 8\), got \(5, 48, 16\)",
+        r"up_factors\.b: expected shape \(E, out, r\) = \(5, 48, 8\), got \(5, 48, 16\)",
     ),
     "the halves of a gate": (
-        {"up": pair((5, 8, 16), (5, 24, 8))},
+        {"up_factors": pair((5, 8, 16), (5, 24, 8))},
         ValueError,
-        r"up\.b: expected shape \(E, out, r\) = \(5, 48, 8\), got \(5, 24, 8\)",
+        r"up_factors\.b: expected shape \(E, out, r\) = \(5, 48, 8\), got \(5, 24, 8\)",
     ),
     "an unknown activation": ({"activation": "swish"}, ValueError, r"activation: expected"),
     "an unknown backend": ({"backend": "cuda"}, ValueError, r"backend: expected one of"),
     "another shape of x": ({"x": torch.ones(37, 8)}, ValueError, r"down_proj: expected shape"),
     "no choice": ({"topk_experts": None}, ValueError, r"topk_experts: expected \(T, K\) expert ids, or dispatch="),
     "no Dispatch": ({"topk_experts": None, "dispatch": 3}, TypeError, r"dispatch: expected a Dispatch, got int"),
+    "fused": ({"combine": "fused"}, ValueError, r"combine: expected 'gather' with down_factors, got 'fused'"),
     "hopper on a CPU": ({"backend": "hopper"}, ValueError, r'got "hopper", which needs'),
 }
 
@@ -430,7 +519,7 @@ def test_bad_input_is_refused_by_name(adapted, monkeypatch, what):
         raise AssertionError("something was launched")
 
     monkeypatch.setattr(node, "dispatch_backend", refuse)
-    monkeypatch.setattr(lora, "backend_on", refuse)
+    monkeypatch.setattr(node, "backend_on", refuse)
     replaced, error, message = BAD[what]
     with pytest.raises(error, match=message):
         layer.forward(**replaced)
@@ -438,14 +527,14 @@ def test_bad_input_is_refused_by_name(adapted, monkeypatch, what):
 
 def test_float64_wants_float64_factors(adapted):
     layer = adapted(factor_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"up\.a: expected dtype torch\.float64 .*, got torch\.float32"):
+    with pytest.raises(ValueError, match=r"up_factors\.a: expected dtype torch\.float64 .*, got torch\.float32"):
         layer.forward()
 
 
 def test_transforms_are_refused(adapted):
     layer = adapted()
-    with pytest.raises(RuntimeError, match="moe_mlp_lora: expected a call outside"):
-        torch.func.grad(lambda a: layer.forward(up=LowRank(a, layer.up.b)).sum())(layer.up.a)
+    with pytest.raises(RuntimeError, match="moe_mlp: expected a call outside"):
+        torch.func.grad(lambda a: layer.forward(up_factors=LowRank(a, layer.up.b)).sum())(layer.up.a)
 
 
 # ---- the Hopper backend --------------------------------------------------------------------------------------------
@@ -515,12 +604,19 @@ def test_hopper_experts_without_tokens_get_zeros(gpu_adapted, poisoned):
 
 @pytest.mark.gpu
 def test_hopper_a_varying_number_of_experts_a_token(gpu_adapted, poisoned):
-    layer = gpu_adapted(3500, 72, 40, 7, 3, varying=True, rank=16)
-    case, (pair_tokens, token_offsets) = layer.case, layer.case.varying.values()
-    pair_indices, offsets, token_index_map = torch.ops.blazeproto.dispatch(case.topk_experts, 7, 0, "torch")
-    lists = {"token_offsets": token_offsets, "pair_tokens": pair_tokens}
-    made = Dispatch(pair_indices, offsets[0], token_index_map, None, 7, None, 3500, **lists)
-    check_on_hopper(layer, dispatch=made, topk_experts=None)
+    check_on_hopper(gpu_adapted(3500, 72, 40, 7, 3, varying=True, rank=16, trained=WEIGHTS, bias=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("workspace_bytes", [None, 2_000_000])
+@pytest.mark.parametrize("trained", [(), WEIGHTS, ("down_proj",)])
+def test_hopper_policies_chunks_and_capacity(gpu_adapted, poisoned, save, capacity, workspace_bytes, trained):
+    layer = gpu_adapted(3500, 72, 40, 7, 3, rank=16, bias=True, sentinels=True, capacity=capacity, trained=trained)
+    got = check_on_hopper(layer, save=save, workspace_bytes=workspace_bytes)
+    again = layer.run(backend="hopper", save="minimal", workspace_bytes=workspace_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.gpu
@@ -580,10 +676,10 @@ def gpu_step():
     x, d_out = normal(num_tokens, d, trained=True), normal(num_tokens, d)
     ids = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices
     scores = torch.rand(num_tokens, top_k, device="cuda", requires_grad=True)
-    options = {"num_experts": num_experts, "up": up, "down": down, "backend": "hopper"}
+    options = {"num_experts": num_experts, "up_factors": up, "down_factors": down, "backend": "hopper"}
 
     def step():
-        out = moe_mlp_lora(x, up_proj, down_proj, scores, ids, **options)
+        out = moe_mlp(x, up_proj, down_proj, scores, ids, **options)
         return torch.autograd.grad(out, (x, scores, *up, *down), d_out)
 
     return step, down_proj

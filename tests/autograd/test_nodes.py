@@ -59,13 +59,13 @@ def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):
         return kept
 
     alive_then = []
-    real = torch_backend.up_backward
+    real = torch_backend.up_backward_act
 
-    def up_backward(*args, **kwargs):
+    def up_backward_act(*args, **kwargs):
         alive_then.extend(reference() is not None for reference in references)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch_backend, "up_backward", up_backward)
+    monkeypatch.setattr(torch_backend, "up_backward_act", up_backward_act)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         out = case.forward(save=save)
     out.backward(case.d_out, retain_graph=keep)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from blazeproto.autograd import SavePolicy, checkpoint_contexts
-from blazeproto.autograd.policy import Options
+from blazeproto.autograd.options import Options
 from blazeproto.layer import MoE
 from blazeproto.router.router import Router
 
@@ -17,7 +17,7 @@ ops = torch.ops.blazeproto
 
 
 def options(save="minimal", activation="swiglu"):
-    return Options(activation, save, "gather", "torch").encode()
+    return Options(activation, backend="torch").encode(save)
 
 
 def tail_of(case, save="minimal", chunk_tokens=0):
@@ -34,37 +34,73 @@ def test_opcheck_dispatch(make_case):
             torch.library.opcheck(ops.dispatch.default, (case.topk_experts, 5, chunk_tokens, "torch", *capacity))
 
 
+def parameters_of(case, factors):
+    """As the operators take them; factors: whether there are some."""
+    up, down = (
+        tuple(torch.randn(5, *shape, dtype=case.x.dtype).requires_grad_() if factors else None for shape in shapes)
+        for shapes in (((8, 16), (48, 8)), ((8, 24), (16, 8)))
+    )
+    return (case.x, case.gate_up_proj, case.up_bias, *up, case.down_proj, case.down_bias, *down, case.scores)
+
+
+def detached(tensors):
+    return tuple(None if t is None else t.detach() for t in tensors)
+
+
+def kept(made, save, factors):
+    h, act, *reduced = made
+    nothing = (None, None, None, None)
+    return (
+        nothing
+        if save == "recompute"
+        else (h, act if save == "paper" else None, *(reduced if factors else nothing[2:]))
+    )
+
+
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("varying", [False, True])
-def test_opcheck_experts(make_case, save, varying):
+@pytest.mark.parametrize("factors", [False, True])
+def test_opcheck_whole_batch(make_case, save, varying, factors):
     case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
-    tail = tail_of(case, save)
-    up, down = (case.x, case.gate_up_proj, case.up_bias), (case.down_proj, case.down_bias)
-    torch.library.opcheck(ops.moe_experts.default, (*up, *down, case.scores, *tail))
+    tail, parameters = tail_of(case, save), parameters_of(case, factors)
+    torch.library.opcheck(ops.moe_experts.default, (*parameters, None, *tail))
 
-    up, down, scores = tuple(t.detach() for t in up), tuple(t.detach() for t in down), case.scores.detach()
-    _, h, act = ops.moe_experts(*up, *down, scores, *tail)
-    kept = {"minimal": (h, None), "paper": (h, act), "recompute": (None, None)}[save]
-    again = up if save == "recompute" else (None, None, None)
-    for needs in ([True, True, True, True], [True, False, True, False]):
-        arguments = (needs, case.d_out, *kept, scores, *down, *again, *tail)
-        torch.library.opcheck(ops.moe_down_backward.default, arguments)
-    dh = torch.randn(tail[0].shape[0], case.gate_up_proj.shape[1], dtype=act.dtype)
-    for needs in ([True, True, True], [False, True, False]):
-        torch.library.opcheck(ops.moe_up_backward.default, (needs, dh, *up, *tail))
+    parameters = detached(parameters)
+    saved = kept(ops.moe_experts(*parameters, None, *tail)[1:], save, factors)
+    again = save == "recompute"
+    from_x = parameters[:5] if again else (None,) * 5
+    no, there = [False] * 5, factors
+    for dh, of_down in ((True, [True, True, there, there, True]), (True, [False, True, there, False, False])):
+        needs = [dh, again and factors, *no, *of_down]
+        arguments = (needs, case.d_out, None, *from_x, *parameters[5:], *saved, *tail)
+        torch.library.opcheck(ops.moe_backward.default, arguments)
+    dh = torch.randn(tail[0].shape[0], case.gate_up_proj.shape[1], dtype=case.x.dtype)
+    xa = torch.randn(tail[0].shape[0], 8, dtype=case.x.dtype) if factors else None
+    for of_up in ([True, True, True, there, there], [False, True, False, there, False]):
+        needs = [False, False, *of_up, *no]
+        arguments = (needs, None, dh, *parameters, None, None, xa, None, *tail)
+        torch.library.opcheck(ops.moe_backward.default, arguments)
 
 
 @pytest.mark.parametrize("save", POLICIES)
-def test_opcheck_chunks(make_case, save):
+@pytest.mark.parametrize("factors", [False, True])
+def test_opcheck_chunks(make_case, save, factors):
     case = make_case(bias=True)
-    tail = tail_of(case, save, chunk_tokens=16)
-    parameters = (case.x, case.gate_up_proj, case.up_bias, case.down_proj, case.down_bias, case.scores)
-    torch.library.opcheck(ops.moe_experts.default, (*parameters, *tail))
-    parameters = tuple(p.detach() for p in parameters)
-    _, h, act = ops.moe_experts(*parameters, *tail)
-    kept = {"minimal": (h, None), "paper": (h, act), "recompute": (None, None)}[save]
-    for needs in ([True] * 6, [True, False, False, True, False, False]):
-        torch.library.opcheck(ops.moe_backward.default, (needs, case.d_out, *parameters, *kept, *tail))
+    tail, parameters = tail_of(case, save, chunk_tokens=16), parameters_of(case, factors)
+    torch.library.opcheck(ops.moe_experts.default, (*parameters, None, *tail))
+    parameters = detached(parameters)
+    saved = kept(ops.moe_experts(*parameters, None, *tail)[1:], save, factors)
+    some = [True, False, False, False, factors, True, False, factors, False, False]
+    for needs in ([t is not None for t in parameters], some):
+        arguments = ([False, False, *needs], case.d_out, None, *parameters, *saved, *tail)
+        torch.library.opcheck(ops.moe_backward.default, arguments)
+
+
+def test_opcheck_gate_and_up_apart(make_case):
+    case = make_case(bias=True)
+    gate, up = (half.contiguous().requires_grad_() for half in case.gate_up_proj.detach().chunk(2, dim=1))
+    x, _, *rest = parameters_of(case, False)
+    torch.library.opcheck(ops.moe_experts.default, (x, gate, *rest, up, *tail_of(case)))
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -128,7 +164,7 @@ def test_who_listens_hears_the_operators(make_case):
     """Though they are called past the dispatcher where nobody does."""
     case = make_case()
     expected = {f"blazeproto::{name}" for name in ("dispatch", "moe_experts")}
-    expected_backward = {"blazeproto::moe_up_backward", "blazeproto::moe_down_backward"}
+    expected_backward = {"blazeproto::moe_backward"}
     alone = case.run()
     with Names() as names:
         heard = case.run()

@@ -3,25 +3,20 @@ deep a launch lies. Nothing is compiled or launched here."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import blazeproto
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
-from blazeproto.autograd import hopper_backend, moe_mlp, node, torch_backend
+from blazeproto.autograd import LowRank, grouped_experts, hopper_backend, moe_mlp, node, torch_backend
 from blazeproto.gemm import launch, registry, weight
 from blazeproto.gemm.combine import in_slices
 from blazeproto.gemm.compile import Kernel
 from blazeproto.layer import MoE
 from blazeproto.runtime import driver
+from tests.autograd.frames import MOST_FRAMES, frames_here, kernel_of, names_of
 
 T, D, N, E, K = 40, 64, 32, 6, 3
-PACKAGE = Path(blazeproto.__file__).parent
-MOST_FRAMES = 7
 HANDLES: list[Kernel] = []  # a kernel's handle is its place here; what one test has planned, the next one finds
 
 
@@ -31,25 +26,21 @@ class Launches:
     CUDADriverError = RuntimeError
 
     def __init__(self) -> None:
-        self.prepared: list[Kernel] = []
+        self.prepared: list[Kernel] | None = []  # None: whatever is launched
         self.loaded: list[Kernel] = []
         self.launched: set[int] = set()
-        self.frames: list[list[str]] = []
+        self.frames: dict[tuple[str, str], list[list[str]]] = {}  # by room and kernel
 
     def handle(self, kernel: Kernel, device: int) -> int:
-        assert kernel in self.prepared, f"{kernel!r} was not prepared"
+        assert self.prepared is None or kernel in self.prepared, f"{kernel!r} was not prepared"
         self.loaded.append(kernel)
         HANDLES.append(kernel)
         return len(HANDLES) - 1
 
     def launchKernel(self, function: int, *_: object) -> None:
         self.launched.add(id(HANDLES[function]))
-        frame, mine = sys._getframe(1), []
-        while frame is not None:
-            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-                mine.append(frame.f_code.co_name)
-            frame = frame.f_back
-        self.frames.append(mine[::-1])
+        frames = frames_here()
+        self.frames.setdefault(kernel_of(frames), []).append(names_of(frames))
 
 
 @pytest.fixture
@@ -136,15 +127,48 @@ def test_loads_where_it_is_told_to(launches):
     assert gemm.prepare(D, N, E, K, device=1) == launches.loaded
 
 
-def test_a_launch_is_at_most_seven_frames_deep(launches):
-    """Of this package, from MoE.forward to the driver's launch: the experts' forward, eager."""
-    layer = MoE(D, N, E, K, dtype=torch.bfloat16, bias=True)
-    gemm.prepare(D, N, E, K, up_bias=True, down_bias=True)
-    layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))
-    assert launches.frames
-    for frames in launches.frames:
-        assert frames[0] == "forward" and frames[-1] == "launch"
-        assert len(frames) <= MOST_FRAMES, frames
+LAYERS = {
+    "plain": {},
+    "biases": {"bias": True},
+    "fused": {"combine": "fused"},
+    "recompute": {"save": "recompute", "bias": True},
+    "chunks": {"workspace_bytes": 10_000, "bias": True},
+    "ungated": {"activation": "relu", "save": "paper"},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_launch_is_at_most_seven_frames_deep(launches, name):
+    """Of this package, from MoE.forward and from the node's backward to the driver's launch, eager; test_frames.py, on a GPU."""
+    launches.prepared = None
+    layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
+    layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
+    kernels = {kernel for _, kernel in launches.frames}
+    assert {"up.launch", "down_backward.launch", "weight.launch", "combine.launch", "reduce_scores_grad"} <= kernels
+    starts = set()
+    for stacks in launches.frames.values():
+        for frames in stacks:
+            assert frames[-1] == "driver.launch" and len(frames) <= MOST_FRAMES, frames
+            starts.add(frames[0])
+    assert starts == {"layer.forward", "node._backward"}
+
+
+def test_launches_with_factors_and_of_rows_that_have_arrived_are_as_deep(launches):
+    """One frame less than in a layer: `moe_mlp` is the first."""
+    launches.prepared = None
+
+    def trained(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    x, up, down = trained(T, D), trained(E, 2 * N, D), trained(E, D, N)
+    factors = {"up_factors": LowRank(trained(E, 8, D), trained(E, 2 * N, 8))}
+    factors["down_factors"] = LowRank(trained(E, 8, N), trained(E, D, 8))
+    scores, experts = torch.randn(T, E).topk(K)
+    for options in ({}, {"workspace_bytes": 20_000, "save": "recompute"}):
+        moe_mlp(x, up, down, scores, experts, num_experts=E, **factors, **options).sum().backward()
+    grouped_experts(x, up, down, torch.full((E,), T // E), **factors).sum().backward()
+    for frames in (frames for stacks in launches.frames.values() for frames in stacks):
+        assert len(frames) < MOST_FRAMES + (frames[0] == "node._backward"), frames
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def check_strictly() -> Iterator[str]:
     yield from (f"20 chunks: {line}" for line in differences(got, reference.build_dispatch(ids, 9)))
 
     # What a GPU gets, but few threads for the scan: the simulator starts a Python thread for each.
-    set_sizes(**tiled.Sizes(scan_threads=32, few_chunks=0)._asdict())
+    set_sizes(**tiled.BlockSizes(scan_threads=32, few_chunks=0)._asdict())
     for kind, num_experts, top_k in DEFAULT_CASES:
         large = tiled.plan(2**20, top_k, num_experts)
         num_tokens = large.chunk_tokens + large.tile_tokens + 77  # a whole chunk, then less

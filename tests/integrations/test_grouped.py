@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from blazeproto import autograd
 from blazeproto.autograd import SavePolicy
-from blazeproto.integrations.grouped import grouped_experts
 from blazeproto.lab.accuracy import Pool
 
 D, N = 16, 24
@@ -28,6 +28,11 @@ def inputs(counts: list[int], padding: int = 0, d: int = D, n: int = N) -> tuple
     nothing = torch.full((padding, d), torch.nan)
     tensors[0] = torch.cat((tensors[0], nothing))
     return tensors, torch.tensor(counts), torch.cat((torch.randn(rows, d), nothing))
+
+
+def grouped_experts(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, counts: Tensor, **options: Any) -> Tensor:
+    """Gate and up apart, as torchtitan has them."""
+    return autograd.grouped_experts(x, (w1, w3), w2, counts, **options)
 
 
 def by_loop(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
@@ -157,24 +162,65 @@ def test_operations_are_counted() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no tensor": ({"x": [[1.0]]}, TypeError, r"x: expected a torch\.Tensor that is local, got list"),
+    "no tensor": ({"x": [[1.0]]}, TypeError, r"x: expected a torch\.Tensor, got list"),
     "dtype of x": ({"x": torch.ones(3, D, dtype=torch.int64)}, TypeError, r"x: expected dtype torch\.bfloat16 or"),
     "shape of x": ({"x": torch.ones(3)}, ValueError, r"x: expected shape \(R, d\), got \(3,\)"),
-    "shape of w1": ({"w1": torch.ones(4, N, D + 1)}, ValueError, rf"w1: expected shape \(E, n, d\) = .* {D}\), got"),
-    "no experts": ({"w1": torch.ones(0, N, D)}, ValueError, r"w1: expected shape \(E, n, d\) = \(E >= 1"),
-    "shape of w3": ({"w3": torch.ones(4, N + 1, D)}, ValueError, rf"w3: expected shape .* = \(4, {N}, {D}\), got"),
-    "shape of w2": ({"w2": torch.ones(4, N, D)}, ValueError, rf"w2: expected shape .* = \(4, {D}, {N}\), got"),
-    "dtype of w2": ({"w2": torch.ones(4, D, N).half()}, ValueError, r"w2: expected dtype torch\.float32 as x has"),
+    "shape of w1": (
+        {"w1": torch.ones(4, N, D + 1)},
+        ValueError,
+        rf"gate_up_proj\[0\]: expected shape \(E, n, d\) = \(4, {N}, {D}\), got",
+    ),
+    "no experts": (
+        {
+            "w1": torch.ones(0, N, D),
+            "w3": torch.ones(0, N, D),
+            "w2": torch.ones(0, D, N),
+            "counts": torch.ones(0).long(),
+        },
+        ValueError,
+        r"down_proj: expected shape \(E, d, n\), E >= 1, got no experts",
+    ),
+    "shape of w3": (
+        {"w3": torch.ones(4, N + 1, D)},
+        ValueError,
+        rf"gate_up_proj\[1\]: expected shape .* = \(4, {N}, {D}\), got",
+    ),
+    "shape of w2": ({"w2": torch.ones(4, N, D)}, ValueError, rf"down_proj: expected shape .* = \(4, {D}, n\), got"),
+    "dtype of w2": (
+        {"w2": torch.ones(4, D, N).half()},
+        ValueError,
+        r"down_proj: expected dtype torch\.float32 as x has",
+    ),
     "dtype of w3": (
         {"x": torch.ones(3, D).bfloat16(), "w3": torch.ones(4, N, D).bfloat16()},
         ValueError,
-        r"w3: expected dtype torch\.float32 as w1 has, got torch\.bfloat16",
+        r"gate_up_proj\[1\]: expected dtype torch\.float32 as gate_up_proj\[0\] has, got torch\.bfloat16",
     ),
-    "shape of counts": ({"counts": torch.ones(5).long()}, ValueError, r"counts: expected shape \(E,\) = \(4,\), got"),
+    "shape of counts": (
+        {"counts": torch.ones(5).long()},
+        ValueError,
+        r"counts: expected shape \(E,\) = \(4,\), got \(5,\)",
+    ),
+    "dimensions of counts": (
+        {"counts": torch.ones(4, 1).long()},
+        ValueError,
+        r"counts: expected shape \(E,\) = \(4,\), got",
+    ),
     "dtype of counts": ({"counts": torch.ones(4)}, TypeError, r"counts: expected dtype torch\.int32 or torch\.int64"),
-    "device": ({"w2": torch.ones(4, D, N, device="meta")}, ValueError, "w2: expected on cpu as x is, got meta"),
+    "device": ({"w2": torch.ones(4, D, N, device="meta")}, ValueError, "down_proj: expected on cpu as x is, got meta"),
     "save": ({"save": "all"}, ValueError, "save: expected one of 'minimal', 'paper', 'recompute', got 'all'"),
     "backend": ({"backend": "hopper"}, ValueError, 'backend: .* got "hopper", which needs a CUDA GPU'),
+    "a capacity": ({"row_capacity": 3}, ValueError, "row_capacity: expected None for rows that have arrived, got 3"),
+    "a workspace": (
+        {"workspace_bytes": 3},
+        ValueError,
+        "workspace_bytes: expected None for rows that have arrived, got 3",
+    ),
+    "an unknown keyword": (
+        {"activaton": "relu"},
+        TypeError,
+        "activaton: unknown keyword of .*; did you mean 'activation'",
+    ),
 }
 
 

@@ -38,15 +38,16 @@ def registered() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The ranks of up's and down's factors in each call of `moe_mlp_lora`, 0 where there are none."""
+    """The ranks of up's and down's factors in each call of `moe_mlp`, 0 where there are none."""
     made: list[tuple[int, int]] = []
-    moe_mlp_lora = experts.moe_mlp_lora
+    moe_mlp = experts.moe_mlp
 
-    def counted(*args: Any, up: Any, down: Any, **options: Any) -> Tensor:
-        made.append(tuple(0 if of is None else of.a.shape[1] for of in (up, down)))  # type: ignore[arg-type]
-        return moe_mlp_lora(*args, up=up, down=down, **options)
+    def counted(*args: Any, **options: Any) -> Tensor:
+        factors = (options["up_factors"], options["down_factors"])
+        made.append(tuple(0 if of is None else of.a.shape[1] for of in factors))  # type: ignore[arg-type]
+        return moe_mlp(*args, **options)
 
-    monkeypatch.setattr(experts, "moe_mlp_lora", counted)
+    monkeypatch.setattr(experts, "moe_mlp", counted)
     return made
 
 
@@ -243,7 +244,7 @@ def test_merge_and_unmerge(family: str, calls: list[tuple[int, int]]) -> None:
     plain.set_experts_implementation("blazeproto")
     with torch.no_grad():
         close(plain(input_ids=tokens()).logits, expected)
-    assert not calls and not any(isinstance(module, ParamWrapper) for module in plain.modules())
+    assert set(calls) == {(0, 0)} and not any(isinstance(module, ParamWrapper) for module in plain.modules())
 
 
 def test_deleting_an_adapter(calls: list[tuple[int, int]]) -> None:
@@ -320,15 +321,19 @@ def test_what_stays_with_peft(calls: list[tuple[int, int]]) -> None:
     assert not calls
 
 
-def test_weights_that_are_trained_stay_with_peft(calls: list[tuple[int, int]]) -> None:
+def test_weights_that_are_trained_beside_their_adapters(calls: list[tuple[int, int]]) -> None:
     model = adapted()
     for name, parameter in model.named_parameters():
         if name.endswith(".gate_up_proj"):
             parameter.requires_grad_()
     use(model, "blazeproto")
-    assert set(ours.explain(model).values()) == {"peft: weights or biases that are trained themselves"}
-    _, gradients = train(model, "blazeproto")
-    assert any(name.endswith(".gate_up_proj") for name in gradients) and not calls
+    assert set(ours.explain(model).values()) == {"factors"}
+    logits, gradients = train(model, "eager")
+    our_logits, our_gradients = train(model, "blazeproto")
+    assert any(name.endswith(".gate_up_proj") for name in our_gradients) and calls
+    close(our_logits, logits)
+    for name, gradient in gradients.items():
+        close(our_gradients[name], gradient)
 
 
 def test_adapters_of_a_bias_stay_with_peft(calls: list[tuple[int, int]]) -> None:
@@ -340,7 +345,7 @@ def test_adapters_of_a_bias_stay_with_peft(calls: list[tuple[int, int]]) -> None
     close(our_logits, logits)
     for name, gradient in gradients.items():
         close(our_gradients[name], gradient)
-    assert not calls
+    assert set(calls) == {(0, 4)}, "the adapter of the weight inside it runs as factors"
 
 
 def test_explain_without_experts_or_with_another_implementation() -> None:

@@ -40,12 +40,14 @@ def script() -> ModuleType:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Put back what the script sets for the whole process."""
+    """Put back what the script sets for the whole process. Ctrl-C is heard, which a shell's background job ignores."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 

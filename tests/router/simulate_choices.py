@@ -1,4 +1,4 @@
-"""The kernels of choices and hash routing in Numba's simulator: small shapes, compared with the twins. Prints what differs.
+"""The kernels of choices and hash routing in Numba's simulator: small shapes, compared with the fallback. Prints what differs.
 
     NUMBA_ENABLE_CUDASIM=1 python simulate_choices.py few|select|scores
 
@@ -19,10 +19,10 @@ from strict import strict
 
 from blazeproto.router import (
     choose_pairs,
+    fallback,
     hash_route,
     hashing,
     pairs,
-    reference,
     score_pairs,
     score_pairs_backward,
 )
@@ -64,7 +64,7 @@ def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: s
     scores, experts = make_scores(kind, num_tokens, num_experts, top_k)
     draws = np.random.default_rng(0).random(num_experts, dtype=np.float32)
     max_pairs = num_tokens * num_experts + 3
-    expected = reference.choose_pairs(scores, experts, by, size, max_pairs, draws=draws)
+    expected = fallback.choose_pairs(scores, experts, by, size, max_pairs, draws=draws)
     out = [np.full(right.shape, -7, np.int32) for right in expected]
     choose_pairs(scores, experts, by, size, max_pairs, draws=draws, out=out)
     for name, got, right in zip(("pair_experts", "pair_tokens", "token_offsets", "load"), out, expected, strict=True):
@@ -120,16 +120,16 @@ def check_scores(
             for renormalize in (False, True):
                 options = {"score": score, "renormalize": renormalize, "scale": 1.5}
                 got = score_pairs(logits, listed, offsets, **options)
-                right = reference.score_pairs(logits, listed, offsets, **options)
+                right = fallback.score_pairs(logits, listed, offsets, **options)
                 if not np.allclose(got, right, rtol=1e-5, atol=1e-12, equal_nan=True):
                     yield f"T={num_tokens} E={num_experts} {options}: scores\n{got}\nexpected\n{right}"
                 got = score_pairs_backward(logits, listed, offsets, d_scores, **options)
-                right = reference.score_pairs_backward(logits, listed, offsets, d_scores, **options)
+                right = fallback.score_pairs_backward(logits, listed, offsets, d_scores, **options)
                 if not np.allclose(got, right, rtol=1e-4, atol=1e-6):
                     yield f"T={num_tokens} E={num_experts} {options}: d_logits\n{got}\nexpected\n{right}"
     ids = np.array([0, 5, -1, 2**40 + 3, 50256], np.int64)
     for num_experts, top_k in hashed:
-        got, right = (f(ids, num_experts, top_k, seed=3) for f in (hash_route, reference.hash_route))
+        got, right = (f(ids, num_experts, top_k, seed=3) for f in (hash_route, fallback.hash_route))
         if not np.array_equal(got, right):
             yield f"hash E={num_experts} K={top_k}\n{got}\nexpected\n{right}"
 

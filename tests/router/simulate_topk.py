@@ -1,4 +1,4 @@
-"""The top-k kernels in Numba's simulator: small shapes, compared with the twin. Prints what differs.
+"""The top-k kernels in Numba's simulator: small shapes, compared with the fallback. Prints what differs.
 
     NUMBA_ENABLE_CUDASIM=1 python simulate_topk.py few|all
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from blazeproto.router import reference, topk, topk_route, topk_route_backward
+from blazeproto.router import fallback, topk, topk_route, topk_route_backward
 
 # (T, E, K, options): one lane to eight a token, lists of 1 to 16, one group of eight experts a lane to four, some of them cut
 # short; K = E; rows read in 16 bytes (E a multiple of 8) and one by one. A third of them bf16.
@@ -74,7 +74,7 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     logits = from_bfloat16(given) if half else logits
 
     scores, experts = topk_route(given, top_k, bias=bias, **options)
-    right_scores, right = reference.topk_route(logits, top_k, bias=bias, **options)
+    right_scores, right = fallback.topk_route(logits, top_k, bias=bias, **options)
     if not np.array_equal(experts, right):
         yield f"experts\n{experts}\nexpected\n{right}"
     elif not np.allclose(scores, right_scores, rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -85,7 +85,7 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     for chosen in (right, anyhow):  # by the kernel; as a balancing bias may choose, the best anywhere or not at all
         d_logits = topk_route_backward(given, chosen, d_scores, **options)
         d_logits = from_bfloat16(d_logits) if half else d_logits
-        right_d = reference.topk_route_backward(logits, chosen, d_scores, **options)
+        right_d = fallback.topk_route_backward(logits, chosen, d_scores, **options)
         if not np.allclose(d_logits, right_d, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-6):
             yield f"d_logits\n{d_logits}\nexpected\n{right_d}"
 

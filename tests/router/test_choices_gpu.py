@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_choice_kernels import EVERY, by_torch
+from test_choice_kernels import EVERY, pairs_of
 
-from blazeproto.router import ops, pair_ops, scoring
+from blazeproto.router import ops
 from blazeproto.router.choices import Capacity, ExpertChoice, Hash, TokenRounding
-from blazeproto.router.kinds import DRAWING_RULES, RULES, SCORES
+from blazeproto.router.kinds import DRAWING_RULES, MASK_32, RULES
 from blazeproto.router.router import ROUTERS, make_router
+from blazeproto.router.scores import SCORES
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,13 @@ def logits_of(kind: str, num_tokens: int, num_experts: int) -> torch.Tensor:
     return logits
 
 
+def top_k_of(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The token choice, as `Router` makes it for a number of experts that varies."""
+    return ops.route_top_k(logits, None, top_k, "topk_softmax", False, 1.0)[1]
+
+
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    for module in (ops, pair_ops):
-        patch.setattr(module, "has_dispatch_kernels", lambda *_: False)
+    patch.setattr(ops, "has_dispatch_kernels", lambda *_: False)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -52,11 +57,11 @@ def test_the_same_pairs_as_torch(choice: Any, shape: tuple[int, int, int], monke
     for kind in KINDS:
         logits = logits_of(kind, num_tokens, num_experts)
         score = "sigmoid" if kind in ("ties", "saturated") else "softmax_topk"
-        scores = scoring.dense_scores(logits, score)
+        scores = SCORES[score].value(logits)
 
         def outcome() -> tuple[torch.Tensor, ...]:
-            experts = ops.choose_top_k(logits, top_k)  # noqa: B023
-            return (experts, *by_torch(choice, scores, experts))  # noqa: B023
+            experts = top_k_of(logits, top_k)  # noqa: B023
+            return (experts, *pairs_of(choice, scores, experts))  # noqa: B023
 
         made = outcome()
         again = outcome()
@@ -71,26 +76,15 @@ def test_the_same_pairs_as_torch(choice: Any, shape: tuple[int, int, int], monke
 
 def test_many_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(8192, 64, device="cuda").softmax(1)
-    experts = ops.choose_top_k(scores, 4)
+    experts = top_k_of(scores, 4)
     for rule in DRAWING_RULES:
         choice = TokenRounding(rule=rule)
-        made = [by_torch(choice, scores, experts, seed)[3] for seed in range(50)]
+        made = [pairs_of(choice, scores, experts, seed)[3] for seed in range(50)]
         with monkeypatch.context() as patch:
             without_kernels(patch)
-            right = [by_torch(choice, scores, experts, seed)[3] for seed in range(50)]
+            right = [pairs_of(choice, scores, experts, seed)[3] for seed in range(50)]
         assert all(map(torch.equal, made, right))
         assert len({tuple(load.tolist()) for load in made}) > 40
-
-
-def test_top_k_of_any_keys_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = (3 * torch.randn(5000, 96, device="cuda")).round()
-    keys[::3, 5], keys[1::3, 7], keys[2::3, 9] = math.nan, math.inf, -math.inf
-    keys[:100, ::2] = math.nan
-    keys[100:200] = -math.inf
-    keys[200:300] *= -0.0
-    made = ops.choose_top_k(keys, 8)
-    without_kernels(monkeypatch)
-    assert torch.equal(made, ops.choose_top_k(keys, 8))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -102,18 +96,13 @@ def test_scores_and_their_gradient_as_torch(
     num_tokens, num_experts, top_k = shape
     logits = (2 * torch.randn(num_tokens, num_experts, device="cuda")).requires_grad_()
     choice = ExpertChoice()  # from no expert to many a token
-    experts = ops.choose_top_k(logits.detach(), top_k)
-    listed = pair_ops.pairs_of(choice, scoring.dense_scores(logits.detach(), score), experts)[:3]
-    unused = 7 if num_tokens else 0
-    listed = (
-        torch.cat([listed[0], listed[0].new_full((unused,), -1)]),
-        torch.cat([listed[1], listed[1].new_zeros(unused)]),
-        listed[2],
-    )
+    experts = top_k_of(logits.detach(), top_k)
+    pair_experts, _, token_offsets, _ = pairs_of(choice, SCORES[score].value(logits.detach()), experts)
+    listed = torch.cat([pair_experts, pair_experts.new_full((7 if num_tokens else 0,), -1)]), token_offsets
     d_scores = torch.randn(len(listed[0]), device="cuda")
 
     def outcome() -> tuple[torch.Tensor, torch.Tensor]:
-        scores = pair_ops.score_pairs(logits, *listed, score, renormalize, 1.5)
+        scores = ops.score_pairs(logits, *listed, score, renormalize, 1.5)
         return scores.detach(), torch.autograd.grad(scores, logits, d_scores)[0]
 
     made, again = outcome(), outcome()
@@ -128,11 +117,11 @@ def test_a_nan_token_is_alone() -> None:
     logits = torch.randn(1000, 40, device="cuda")
     logits[33] = math.nan
     for score in SCORES:
-        dense = scoring.dense_scores(logits, score)
-        experts = ops.choose_top_k(logits, 4)
-        pair_experts, pair_tokens, offsets, _ = pair_ops.pairs_of(Capacity(100), dense, experts)
+        dense = SCORES[score].value(logits)
+        experts = top_k_of(logits, 4)
+        pair_experts, pair_tokens, offsets, _ = pairs_of(Capacity(100), dense, experts)
         leaf = logits.clone().requires_grad_()
-        scores = pair_ops.score_pairs(leaf, pair_experts, pair_tokens, offsets, score, True, 1.0)
+        scores = ops.score_pairs(leaf, pair_experts, offsets, score, True, 1.0)
         mine = pair_tokens == 33
         assert mine.sum() == 4 and scores[mine].isnan().all() and scores[~mine].isfinite().all()
         d_logits = torch.autograd.grad(scores, leaf, torch.ones_like(scores))[0]
@@ -144,7 +133,7 @@ def test_hash_as_torch(dtype: torch.dtype) -> None:
     for num_tokens, num_experts, top_k in [(32768, 128, 8), (16384, 512, 8), (100, 1, 1), (999, 1000, 32), (0, 8, 2)]:
         ids = torch.randint(-(2**31), 2**31, (num_tokens,), device="cuda").to(dtype)
         for seed in (0, 5, 2**40):
-            made = pair_ops.hashed(Hash(seed), ids, num_experts, top_k)
+            made = ops.hash_experts(ids, num_experts, top_k, seed & MASK_32)
             assert torch.equal(made, Hash(seed)(ids, num_experts, top_k))
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from blazeproto.router import Routing, choices
-from blazeproto.router.choices import TokenRounding
-from blazeproto.router.ops import choose_top_k
+from blazeproto.router import Routing
+from blazeproto.router.choice import rank_tokens
+from blazeproto.router.choices import TokenRounding, chosen_first_keys, rounded_counts
+from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.router import ROUTERS, make_router
 
 
@@ -60,7 +61,7 @@ def test_float64_ranks_what_fp32_would_tie() -> None:
     close = 0.5 + torch.arange(8, dtype=torch.float64)[:, None] * 1e-12
     assert choose_top_k(close.t(), 3).tolist() == [[7, 6, 5]]
     chosen = torch.tensor([[True], [False]] * 4)
-    assert choices.rank_tokens(choices.chosen_first_keys(close, chosen)).tolist() == [[6, 4, 2, 0, 7, 5, 3, 1]]
+    assert rank_tokens(chosen_first_keys(close, chosen)).tolist() == [[6, 4, 2, 0, 7, 5, 3, 1]]
     mask = TokenRounding(tile=3, rule="down")(close, torch.zeros(8, 1, dtype=torch.int32))
     assert mask.flatten().tolist() == [False, False, *[True] * 6]
 
@@ -69,24 +70,25 @@ def test_keys_of_every_float64_score_keep_the_order() -> None:
     scores = torch.tensor([1.0, 0.75, 5e-324, 0.0, torch.nan], dtype=torch.float64)[:, None]
     for dtype, word in ((torch.float64, torch.int64), (torch.float32, torch.int32)):
         given = scores.to(dtype)
-        keys = choices.chosen_first_keys(given.repeat(2, 1), torch.tensor([True] * 5 + [False] * 5)[:, None])
+        keys = chosen_first_keys(given.repeat(2, 1), torch.tensor([True] * 5 + [False] * 5)[:, None])
         assert keys.dtype == word and (keys >= 0).all()
         assert keys[:5].min() > keys[5:].max()
-        assert choices.rank_tokens(keys)[0, :2].tolist() == [0, 4]  # 1, and NaN beside it
+        assert rank_tokens(keys)[0, :2].tolist() == [0, 4]  # 1, and NaN beside it
 
 
 @pytest.mark.parametrize("rule", ["sr_f", "nr_s"])
 def test_draws_are_fp32_whatever_the_default(rule: str, default_dtype: None) -> None:
     """In bf16, .999 is 1 and a draw one of 256 numbers."""
     counts, row = torch.full((4000,), 999), torch.ones(4000, 1000)  # up with probability .999 by either rule
-    expected = choices.rounded_counts(
-        counts, 1000, rule, num_tokens=1000, sorted_scores=row, generator=torch.Generator().manual_seed(0)
-    )
+
+    def rounded() -> torch.Tensor:
+        draws = TokenRounding(rule=rule).draws(4000, counts.device, torch.Generator().manual_seed(0))
+        return rounded_counts(counts, 1000, rule, num_tokens=1000, sorted_scores=row, draws=draws)
+
+    expected = rounded()
     assert expected.tolist().count(0) in range(1, 12)
     torch.set_default_dtype(torch.bfloat16)
-    got = choices.rounded_counts(
-        counts, 1000, rule, num_tokens=1000, sorted_scores=row, generator=torch.Generator().manual_seed(0)
-    )
+    got = rounded()
     assert torch.equal(got, expected)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from blazeproto.router import Router, ops, reference, scoring
+from blazeproto.router import Router, fallback, ops
 
 SUMMING = [("softmax_topk", True), ("topk_softmax", False), ("sigmoid", True)]
 # Of five experts three are kept; the best of them lies 40, 90 and 150 nats below the best of all, or all lie far below 0.
@@ -69,17 +69,17 @@ def test_scores_and_gradients_are_exact_at_any_gap(score: str, renormalize: bool
 
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 2.0}
     leaf = logits.clone().requires_grad_()
-    scores = scoring.gathered_scores(leaf, experts, **options)
+    scores = fallback.chosen_scores(leaf, experts, **options)
     check(scores.detach(), torch.autograd.grad(scores, leaf, d_scores)[0])
     check(scores.detach(), ops.route_top_k_backward(logits, experts, d_scores, *options.values()))
     check(
         scores.detach(),
-        reference.topk_route_backward(logits.numpy(), experts.numpy(), d_scores.numpy(), **options),
+        fallback.topk_route_backward(logits.numpy(), experts.numpy(), d_scores.numpy(), **options),
     )
     mask = torch.zeros(len(FAR), 5, dtype=torch.bool)
     mask[:, KEPT] = True
-    pair_experts, pair_tokens, _ = ops.pairs_from_mask(mask, mask.numel())
-    pairs = scoring.pair_scores(leaf, pair_experts, pair_tokens, **options)
+    pair_experts, _, token_offsets, _ = fallback.pairs_of(mask, mask.numel())
+    pairs = fallback.pair_scores(leaf, pair_experts, token_offsets, **options)
     used = pairs[: 3 * len(FAR)]
     check(
         used.detach().view(-1, 3)[:, np.argsort(np.argsort(KEPT))], torch.autograd.grad(used, leaf, flat(d_scores))[0]
@@ -97,14 +97,15 @@ def test_a_bias_may_choose_what_scores_next_to_nothing(score: str) -> None:
 
 def test_the_twin_sums_to_one_where_every_sigmoid_underflows() -> None:
     logits = np.array(FAR, np.float32)[3:5] - 100
-    scores, experts = reference.topk_route(logits, 3, score="sigmoid", scale=2.5)
+    scores, experts = fallback.topk_route(logits, 3, score="sigmoid", scale=2.5)
     np.testing.assert_allclose(scores.sum(axis=1), 2.5, rtol=1e-6)
     assert (np.diff(scores, axis=1) < 0).all() and experts.tolist() == [[0, 1, 2], [4, 0, 1]]
 
 
 def test_the_balancing_loss_is_one_where_every_sigmoid_underflows() -> None:
     logits, experts = torch.full((6, 6), -300.0), torch.arange(6)[:, None]
-    assert scoring.load_balancing_loss(logits, experts, score="sigmoid").item() == pytest.approx(1)
+    load = fallback.expert_load(experts, 6)
+    assert fallback.load_balancing_loss(logits, load, 1, "sigmoid").item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("score", "renormalize"), SUMMING)
@@ -115,10 +116,10 @@ def test_a_token_without_a_pair_has_no_nan(score: str, renormalize: bool) -> Non
     with torch.no_grad():
         logits[0] = torch.nan
     experts = torch.tensor([2, 0, 3, -1], dtype=torch.int32)
-    for tokens, broken in (([1, 2, 2, 0], 0), ([0, 2, 2, 0], 1)):
-        pair_tokens = torch.tensor(tokens, dtype=torch.int32)
+    for offsets, broken in (([0, 0, 1, 3], 0), ([0, 1, 1, 3], 1)):
+        token_offsets = torch.tensor(offsets, dtype=torch.int32)
         with torch.autograd.detect_anomaly(check_nan=broken == 0):
-            made = scoring.pair_scores(logits, experts, pair_tokens, score=score, renormalize=renormalize, scale=1.0)
+            made = fallback.pair_scores(logits, experts, token_offsets, score=score, renormalize=renormalize, scale=1.0)
             slopes = torch.autograd.grad(made[broken:].square().sum(), logits)[0]
         assert made.isnan().tolist() == [broken == 1, False, False, False]
         assert slopes[1:].isfinite().all()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from simulator import simulate
+from stand_ins import play_kernels
 from test_topk import check_kernel
 
-from blazeproto.router import Router, linear, logits, losses, ops, reference, scoring
-from blazeproto.router.kinds import SCORES
+from blazeproto.router import Router, fallback, linear, logits, losses, ops
+from blazeproto.router.scores import SCORES
 
 
 @pytest.mark.slow
@@ -27,28 +27,14 @@ def test_kernels_compile(num_experts, tmp_path, monkeypatch):
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     pytest.importorskip("cuda.core", reason="needs cuda.core")
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    sigmoid = num_experts in (37, 128)
+    score = "sigmoid" if num_experts in (37, 128) else "softmax_topk"
     for kernel in (
-        *losses.forward_kernels(num_experts, sigmoid, True, True),
-        losses.backward_kernel(num_experts, sigmoid, True, True),
+        *losses.forward_kernels(num_experts, score, True, True),
+        losses.backward_kernel(num_experts, score, True, True),
         logits.finish_kernel(num_experts, 2),
         logits.split_kernel(num_experts, 3),
     ):
         check_kernel(kernel)
-
-
-def as_torch(twin):
-    """A twin for the kernel that it is of: on tensors, with ``out`` and bf16 numbers as a GPU has them."""
-
-    def call(*arguments, out=None, workspace=None, **options):
-        made = twin(*(t.detach().numpy() if isinstance(t, torch.Tensor) else t for t in arguments), **options)
-        if out is None:
-            return torch.from_numpy(made).view(torch.bfloat16) if made.dtype == np.uint16 else torch.from_numpy(made)
-        for t, array in zip(out, made, strict=True):
-            t.copy_(torch.from_numpy(array))
-        return out
-
-    return call
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -65,15 +51,15 @@ def draw(num_tokens=40, num_experts=7, top_k=3):
 def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, monkeypatch):
     """Those of the operators, which also call what stands for the kernels; the coefficients are theirs."""
     if by_kernels:
-        monkeypatch.setattr(ops, "_loss_kernels_take", lambda logits: True)
-        for name in ("routing_losses", "routing_losses_backward"):
-            monkeypatch.setattr(losses, name, as_torch(getattr(reference, name)))
+        play_kernels(monkeypatch)
+        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)  # float64 too
     values, experts = draw()
     balance_loss, z_loss, load = ops.routing_losses(values, experts, score, balance, z)
+    counts = fallback.expert_load(experts, 7)
     plain = (
-        scoring.expert_load(experts, 7),
-        balance * scoring.load_balancing_loss(values, experts, score=score),
-        z * scoring.z_loss(values),
+        counts,
+        balance * fallback.load_balancing_loss(values, counts, experts.shape[1], score),
+        z * fallback.z_loss(values),
     )
     for made, expected in zip((load, balance_loss, z_loss), plain, strict=True):
         torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-15)
@@ -94,7 +80,7 @@ def test_operators_are_sound():
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    """The road that a Hopper GPU takes, with the kernels' twins and products in fp32."""
+    """The code path of a Hopper GPU, with the fallback for the kernels and products in fp32."""
 
     def product(a, b, dtype=torch.float32):
         assert a.dtype == b.dtype == torch.bfloat16
@@ -102,8 +88,7 @@ def tensor_cores(monkeypatch):
 
     monkeypatch.setattr(linear, "_on_tensor_cores", lambda x, weight: x.dtype == torch.bfloat16)
     monkeypatch.setattr(linear, "_product", product)
-    monkeypatch.setattr(linear.kernels, "finish_logits", as_torch(reference.finish_logits))
-    monkeypatch.setattr(linear.kernels, "split_gradient", as_torch(reference.split_gradient))
+    play_kernels(monkeypatch)
     monkeypatch.setattr(linear, "LONGEST_SUM", 24)
     monkeypatch.setattr(linear, "PARTS_AT_ONCE", 2)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_ins import play_kernels
 
-from blazeproto.router import ops, reference, scoring, topk
-from blazeproto.router.kinds import SCORES
+from blazeproto.router import fallback, ops
 from blazeproto.router.linear import router_logits
+from blazeproto.router.router import updated_bias
+from blazeproto.router.scores import SCORES
 
 FEW = settings(max_examples=40, deadline=None)
+
+
+def balancing(logits: torch.Tensor, experts: torch.Tensor, score: str = "softmax_topk") -> torch.Tensor:
+    load = fallback.expert_load(experts, logits.shape[1])
+    return fallback.load_balancing_loss(logits, load, experts.shape[1], score)
 
 
 @st.composite
@@ -31,7 +37,7 @@ def tied_logits(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 @given(tied_logits())
 def test_top_k_is_the_stable_sort(case: tuple[torch.Tensor, int]) -> None:
     logits, top_k = case
-    experts = ops.choose_top_k(logits, top_k)
+    experts = fallback.choose_top_k(logits, top_k)
     expected = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_k]
     assert experts.dtype == torch.int32
     assert torch.equal(experts.long(), expected)
@@ -45,8 +51,8 @@ def test_logits_that_are_not_finite(value: float, score: str) -> None:
     clean = router_logits(x, weight)
     x[2, 3] = value
     logits = router_logits(x, weight)
-    experts = ops.choose_top_k(scoring.selection_keys(logits, score, None), 6)
-    scores = scoring.gathered_scores(logits, experts, score=score, renormalize=False, scale=1.0)
+    experts = fallback.choose_top_k(fallback.selection_keys(logits, score, None), 6)
+    scores = fallback.chosen_scores(logits, experts, score=score, renormalize=False, scale=1.0)
     assert torch.equal(experts.sort(dim=1).values, torch.arange(6, dtype=torch.int32).expand(5, 6))
     assert scores[2].isnan().all()
     others = [0, 1, 3, 4]
@@ -84,11 +90,11 @@ def test_logits_save_the_features_as_they_came() -> None:
 
 def test_scores_by_their_formulas() -> None:
     logits = torch.randn(7, 5, dtype=torch.float64)
-    experts = ops.choose_top_k(logits, 3)
+    experts = fallback.choose_top_k(logits, 3)
     index = experts.long()
 
     def scores(score: str, renormalize: bool, scale: float = 1.0) -> torch.Tensor:
-        return scoring.gathered_scores(logits, experts, score=score, renormalize=renormalize, scale=scale)
+        return fallback.chosen_scores(logits, experts, score=score, renormalize=renormalize, scale=scale)
 
     p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
     torch.testing.assert_close(scores("softmax_topk", False), p.gather(1, index))
@@ -104,18 +110,18 @@ def test_bias_chooses_and_does_not_score() -> None:
     logits = torch.randn(20, 6, dtype=torch.float64)
     bias = torch.zeros(6, dtype=torch.float64)
     bias[4] = 2.0  # more than any sigmoid
-    experts = ops.choose_top_k(scoring.selection_keys(logits, "sigmoid", bias), 2)
+    experts = fallback.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
     assert (experts[:, 0] == 4).all()
-    scores = scoring.gathered_scores(logits, experts, score="sigmoid", renormalize=False, scale=1.0)
+    scores = fallback.chosen_scores(logits, experts, score="sigmoid", renormalize=False, scale=1.0)
     torch.testing.assert_close(scores[:, 0], torch.sigmoid(logits[:, 4]))
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_saturated_sigmoids_and_renormalisation_stay_finite(score: str) -> None:
     logits = torch.tensor([[-200.0, -300.0, -250.0], [200.0, 300.0, 250.0]])
-    experts = ops.choose_top_k(logits, 2)
+    experts = fallback.choose_top_k(logits, 2)
     assert experts.tolist() == [[0, 2], [1, 2]]
-    assert scoring.gathered_scores(logits, experts, score=score, renormalize=True, scale=1.0).isfinite().all()
+    assert fallback.chosen_scores(logits, experts, score=score, renormalize=True, scale=1.0).isfinite().all()
 
 
 @FEW
@@ -124,31 +130,30 @@ def test_pair_scores_equal_gathered_scores_on_the_same_pairs(case: tuple[torch.T
     logits, top_k = case
     num_tokens = logits.shape[0]
     # Ascending ids, the order that pairs have inside a token.
-    experts = ops.choose_top_k(logits, top_k).sort(dim=1).values
+    experts = fallback.choose_top_k(logits, top_k).sort(dim=1).values
     mask = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, experts.long(), True)
-    pair_experts, pair_tokens, _ = ops.pairs_from_mask(mask, num_tokens * top_k)
+    pair_experts, _, token_offsets, _ = fallback.pairs_of(mask, num_tokens * top_k)
     assert torch.equal(pair_experts.view(num_tokens, top_k), experts)
     for score in SCORES:
         for renormalize in (False, True):
             options = {"score": score, "renormalize": renormalize, "scale": 1.5}
-            expected = scoring.gathered_scores(logits, experts, **options)
-            got = scoring.pair_scores(logits, pair_experts, pair_tokens, **options)
+            expected = fallback.chosen_scores(logits, experts, **options)
+            got = fallback.pair_scores(logits, pair_experts, token_offsets, **options)
             torch.testing.assert_close(got.view_as(expected), expected)
 
 
 @FEW
 @given(st.integers(0, 12), st.integers(1, 9), st.integers(0, 20), st.integers(0, 2**31))
-def test_pairs_from_mask(num_tokens: int, num_experts: int, spare: int, seed: int) -> None:
+def test_pairs_of_a_mask(num_tokens: int, num_experts: int, spare: int, seed: int) -> None:
     mask = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) < 0.3
     pairs = mask.nonzero().tolist()  # by token, then by expert
-    experts, tokens, offsets = ops.pairs_from_mask(mask, len(pairs) + spare)
+    experts, tokens, offsets, load = fallback.pairs_of(mask, len(pairs) + spare)
     assert list(zip(tokens.tolist(), experts.tolist(), strict=True)) == [*map(tuple, pairs), *[(0, -1)] * spare]
     assert offsets.tolist() == [sum(t < token for t, _ in pairs) for token in range(num_tokens + 1)]
+    assert load.tolist() == mask.sum(dim=0).tolist()
 
 
 def test_operators_pass_opcheck() -> None:
-    torch.library.opcheck(ops.choose_top_k.overload, (torch.randn(4, 6), 2))
-    torch.library.opcheck(ops.pairs_from_mask.overload, (torch.rand(4, 6) < 0.5, 30))
     for score in SCORES:
         logits = torch.randn(4, 6, requires_grad=True)
         torch.library.opcheck(ops.route_top_k.overload, (logits, None, 2, score, True, 1.5))
@@ -157,7 +162,7 @@ def test_operators_pass_opcheck() -> None:
 
 def test_expert_load_counts_ids_in_range_alone() -> None:
     experts = torch.tensor([[0, 3], [3, -1], [7, 4]], dtype=torch.int32)
-    assert scoring.expert_load(experts, 4).tolist() == [1, 0, 0, 2]
+    assert fallback.expert_load(experts, 4).tolist() == [1, 0, 0, 2]
 
 
 def test_load_balancing_loss_is_switch_equation_4() -> None:
@@ -165,30 +170,30 @@ def test_load_balancing_loss_is_switch_equation_4() -> None:
     experts = logits.argmax(dim=1, keepdim=True)
     p = torch.softmax(logits, dim=1)
     f = torch.stack([(experts == e).double().mean() for e in range(8)])
-    torch.testing.assert_close(scoring.load_balancing_loss(logits, experts), 8 * (f * p.mean(dim=0)).sum())
+    torch.testing.assert_close(balancing(logits, experts), 8 * (f * p.mean(dim=0)).sum())
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_an_even_load_has_loss_one(score: str) -> None:
     experts = torch.arange(24).view(12, 2) % 8
-    loss = scoring.load_balancing_loss(torch.zeros(12, 8), experts, score=score)
+    loss = balancing(torch.zeros(12, 8), experts, score)
     torch.testing.assert_close(loss, torch.tensor(1.0))
 
 
 def test_z_loss_is_st_moe_equation_5() -> None:
     logits = torch.randn(9, 4, dtype=torch.float64)
     expected = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / 9
-    assert scoring.z_loss(logits).item() == pytest.approx(expected)
+    assert fallback.z_loss(logits).item() == pytest.approx(expected)
 
 
 def test_losses_of_no_tokens_are_zero() -> None:
     logits = torch.zeros(0, 4)
-    assert scoring.load_balancing_loss(logits, torch.zeros(0, 2, dtype=torch.int32)).item() == 0
-    assert scoring.z_loss(logits).item() == 0
+    assert balancing(logits, torch.zeros(0, 2, dtype=torch.int32)).item() == 0
+    assert fallback.z_loss(logits).item() == 0
 
 
 def test_bias_moves_against_the_load() -> None:
-    bias = scoring.updated_bias(torch.zeros(4), torch.tensor([10, 2, 6, 6]), 0.5)
+    bias = updated_bias(torch.zeros(4), torch.tensor([10, 2, 6, 6]), 0.5)
     assert bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
 
 
@@ -198,12 +203,12 @@ def test_bias_balances_a_skewed_router() -> None:
     bias = torch.zeros(8)
 
     def load() -> torch.Tensor:
-        experts = ops.choose_top_k(scoring.selection_keys(logits, "sigmoid", bias), 2)
-        return scoring.expert_load(experts, 8)
+        experts = fallback.choose_top_k(fallback.selection_keys(logits, "sigmoid", bias), 2)
+        return fallback.expert_load(experts, 8)
 
     before = load()
     for _ in range(200):
-        bias = scoring.updated_bias(bias, load(), 0.01)
+        bias = updated_bias(bias, load(), 0.01)
     assert before.max() > 2 * 128
     assert load().max() < 1.15 * 128
 
@@ -219,9 +224,9 @@ def test_route_top_k_is_choosing_then_gathering(score: str, renormalize: bool) -
         return ops.route_top_k(logits, bias, 3, score, renormalize, 1.5)
 
     scores, experts = both(logits)
-    expected = ops.choose_top_k(scoring.selection_keys(logits, score, bias), 3)
+    expected = fallback.choose_top_k(fallback.selection_keys(logits, score, bias), 3)
     assert torch.equal(experts, expected) and not experts.requires_grad
-    gathered = scoring.gathered_scores(logits, expected, score=score, renormalize=renormalize, scale=1.5)
+    gathered = fallback.chosen_scores(logits, expected, score=score, renormalize=renormalize, scale=1.5)
     torch.testing.assert_close(scores, gathered)
     torch.autograd.gradcheck(lambda v: both(v)[0], logits)
     weight = torch.randn_like(scores)
@@ -233,24 +238,24 @@ def test_route_top_k_is_choosing_then_gathering(score: str, renormalize: bool) -
 def test_gradients(score: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    experts = ops.choose_top_k(logits.detach(), 3)
+    experts = fallback.choose_top_k(logits.detach(), 3)
     mask = torch.rand(5, 6) < 0.5
-    pair_experts, pair_tokens, _ = ops.pairs_from_mask(mask, 30)
+    pair_experts, _, token_offsets, _ = fallback.pairs_of(mask, 30)
     for renormalize in (False, True):
         options = {"score": score, "renormalize": renormalize, "scale": 1.5}
-        torch.autograd.gradcheck(lambda v: scoring.gathered_scores(v, experts, **options), logits)  # noqa: B023
+        torch.autograd.gradcheck(lambda v: fallback.chosen_scores(v, experts, **options), logits)  # noqa: B023
         torch.autograd.gradcheck(
-            lambda v: scoring.pair_scores(v, pair_experts, pair_tokens, **options),  # noqa: B023
+            lambda v: fallback.pair_scores(v, pair_experts, token_offsets, **options),  # noqa: B023
             logits,
         )
-    torch.autograd.gradcheck(lambda v: scoring.load_balancing_loss(v, experts, score=score), logits)
-    torch.autograd.gradcheck(scoring.z_loss, logits)
+    torch.autograd.gradcheck(lambda v: balancing(v, experts, score), logits)
+    torch.autograd.gradcheck(fallback.z_loss, logits)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("score", SCORES)
-def test_the_kernel_is_called_as_its_twin_expects(score: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are kernels the operators call them, and take what they give: here their NumPy twins stand for them."""
+def test_the_kernels_are_called_as_the_fallback_is(score: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are kernels the operators launch them, and take what they give: here the fallback stands for them."""
     if biased and score != "sigmoid":
         return
     torch.manual_seed(0)
@@ -265,22 +270,9 @@ def test_the_kernel_is_called_as_its_twin_expects(score: str, biased: bool, monk
         return scores, experts, torch.autograd.grad((scores * weight).nansum(), logits)[0].nan_to_num(0.0)
 
     expected = outcome()
-    calls = []
-
-    def topk_route(logits: torch.Tensor, top_k: int, *, bias: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        calls.append("forward")
-        made = reference.topk_route(logits.numpy(), top_k, bias=None if bias is None else bias.numpy(), **options)
-        return tuple(map(torch.from_numpy, made))
-
-    def topk_route_backward(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        calls.append("backward")
-        return torch.from_numpy(reference.topk_route_backward(*(tensor.numpy() for tensor in tensors), **options))
-
-    monkeypatch.setattr(topk, "topk_route", topk_route)
-    monkeypatch.setattr(topk, "topk_route_backward", topk_route_backward)
-    monkeypatch.setattr(ops, "has_dispatch_kernels", lambda *_: True)
+    called = play_kernels(monkeypatch)
     torch.testing.assert_close(outcome(), expected, equal_nan=True)
-    assert calls == ["forward", "backward"]
+    assert called == {"topk_route", "topk_route_backward"}
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 from simulator import simulate
 
-from blazeproto.router import reference, topk_route, topk_route_backward
+from blazeproto.router import fallback, topk_route, topk_route_backward
 from blazeproto.runtime import arrays
 from blazeproto.runtime.numba_kernel import Kernel
 
@@ -39,35 +39,35 @@ def by_torch(logits: torch.Tensor, experts: torch.Tensor, score: str, renormaliz
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_twin_as_torch(options):
     logits = torch.randn(20, 13, dtype=torch.float64, requires_grad=True)
-    scores, experts = reference.topk_route(logits.detach().numpy(), 4, **options)
+    scores, experts = fallback.topk_route(logits.detach().numpy(), 4, **options)
     assert (experts == logits.topk(4).indices.numpy()).all()
     right = by_torch(logits, torch.from_numpy(experts), **options)
     np.testing.assert_allclose(scores, right.detach().numpy(), rtol=1e-12)
     gradient = torch.randn_like(right)
     right.backward(gradient)
-    got = reference.topk_route_backward(logits.detach().numpy(), experts, gradient.numpy(), **options)
+    got = fallback.topk_route_backward(logits.detach().numpy(), experts, gradient.numpy(), **options)
     np.testing.assert_allclose(got, logits.grad.numpy(), rtol=1e-10, atol=1e-14)
 
 
 def test_the_bias_chooses_and_doesnt_score():
     logits, bias = np.zeros((1, 3)), np.array([0.0, 0.5, 0.25])
-    scores, experts = reference.topk_route(logits, 2, score="sigmoid", bias=bias)
+    scores, experts = fallback.topk_route(logits, 2, score="sigmoid", bias=bias)
     assert experts.tolist() == [[1, 2]] and scores.tolist() == [[0.5, 0.5]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_broken_token_is_alone(bad):
     logits = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    clean, _ = reference.topk_route(logits, 2)
+    clean, _ = fallback.topk_route(logits, 2)
     logits[1, 5] = bad
-    scores, experts = reference.topk_route(logits, 2)
+    scores, experts = fallback.topk_route(logits, 2)
     assert np.isnan(scores[1]).all() and experts[1].tolist() == [0, 1]
     assert (scores[[0, 2]] == clean[[0, 2]]).all()
-    assert (reference.topk_route_backward(logits, experts, np.ones((3, 2), np.float32))[1] == 0).all()
+    assert (fallback.topk_route_backward(logits, experts, np.ones((3, 2), np.float32))[1] == 0).all()
 
 
 def test_ties_go_to_the_lower_id():
-    assert reference.topk_route(np.array([[1.0, 2.0, 2.0, -0.0, 0.0, 1.0]]), 5)[1].tolist() == [[1, 2, 0, 5, 3]]
+    assert fallback.topk_route(np.array([[1.0, 2.0, 2.0, -0.0, 0.0, 1.0]]), 5)[1].tolist() == [[1, 2, 0, 5, 3]]
 
 
 FULL = pytest.mark.full
@@ -91,7 +91,7 @@ def fresh_cache(tmp_path, monkeypatch):
 def test_forward_compiles(fresh_cache, num_experts, top_k, score, biased, half, aligned):
     from blazeproto.router import topk
 
-    forward = topk.forward_kernel(num_experts, top_k, score, biased, score == "sigmoid", 1.0, half, aligned)
+    forward = topk.forward_kernel(num_experts, top_k, score, score == "sigmoid", 1.0, biased, half, aligned)
     assert ("ld.global.v4" in check_kernel(forward)) == aligned
 
 
@@ -120,12 +120,12 @@ def test_sorting_networks(monkeypatch):
         best.sort_group.py_func(keys)
         assert keys == sorted(bits, reverse=True)
     for size, used in [(1, 1), (2, 2), (4, 4), (8, 6), (8, 8), (16, 11), (16, 16)]:
-        swallow = best.swallow_of(size, used).py_func
+        merge = best.merge_of(size, used).py_func
         for count in {min(size, best.GROUP), size}:  # of a sorted group, of another list
             for ones, others in itertools.product(range(used + 1), range(count + 1)):
                 kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
                 everything = sorted(kept + keys, reverse=True)
-                lost = swallow(kept, keys, count)
+                lost = merge(kept, keys, count)
                 assert kept == everything[:used] + [0] * (size - used)
                 assert lost == everything[size]
 

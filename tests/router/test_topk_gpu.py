@@ -8,7 +8,7 @@ import torch
 from routings import to_numpy
 from test_topk import OPTIONS, by_torch
 
-from blazeproto.router import reference, topk_route, topk_route_backward
+from blazeproto.router import fallback, topk_route, topk_route_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def test_as_the_twin(options, dtype):
         logits = logits.to(dtype)
         scores, experts = topk_route(logits, top_k, **options)
         host = logits.float().cpu().numpy()
-        right_scores, right = reference.topk_route(host, top_k, **options)
+        right_scores, right = fallback.topk_route(host, top_k, **options)
         np.testing.assert_array_equal(to_numpy(experts), right)
         np.testing.assert_allclose(to_numpy(scores), right_scores, rtol=3e-6, atol=1e-8)
 
@@ -63,7 +63,7 @@ def test_as_the_twin(options, dtype):
             d_logits = topk_route_backward(logits, chosen.contiguous(), d_scores, **options)
             assert d_logits.dtype == dtype
             given = to_numpy(chosen), to_numpy(d_scores)
-            exact = reference.topk_route_backward(host.astype(np.float64), *given, **options)
+            exact = fallback.topk_route_backward(host.astype(np.float64), *given, **options)
             rtol, atol = (1e-2, 1e-4) if dtype == torch.bfloat16 else (1e-4, 2e-6)
             np.testing.assert_allclose(to_numpy(d_logits.float()), exact, rtol=rtol, atol=atol)
 
@@ -116,4 +116,4 @@ def test_captured_in_a_graph():
         topk_route(logits, 4, out=out)
     logits.copy_(other)
     graph.replay()
-    assert (to_numpy(out[1]) == reference.topk_route(to_numpy(other), 4)[1]).all()
+    assert (to_numpy(out[1]) == fallback.topk_route(to_numpy(other), 4)[1]).all()

@@ -116,4 +116,5 @@ def twin(room: str, name: str, arguments: dict, **options) -> list:
 
 def twins_of(room: str) -> dict:
     """By the names of the public functions."""
-    return gemm.TWINS if room == "gemm" else vars(importlib.import_module(f"blazeproto.{room}.reference"))
+    module = "fallback" if room == "router" else "reference"
+    return gemm.TWINS if room == "gemm" else vars(importlib.import_module(f"blazeproto.{room}.{module}"))

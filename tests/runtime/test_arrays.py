@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -75,32 +78,48 @@ def test_expect_names_argument_expectation_and_what_came() -> None:
         arrays.expect("x", CudaTensor(torch.zeros(9)[1:]), "float32")
 
 
-@pytest.mark.parametrize("max_version", [None, (1, 0)], ids=["old capsule", "versioned capsule"])
-def test_bfloat16_crosses_dlpack(max_version: tuple[int, int] | None) -> None:
-    """From a library without the type; NumPy plays CuPy here."""
+def test_bfloat16_without_the_type() -> None:
+    """Its bits are handed on, and read again as what they mean."""
     values = np.array([[1.0, -2.5], [3.0, 2.0**-120]], np.float32)
     array = arrays.BFloat16Array((values.view(np.uint32) >> 16).astype(np.uint16))
-
-    class Exporter:
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return array.__dlpack_device__()
-
-        def __dlpack__(self, **_: object) -> object:
-            return array.__dlpack__(max_version=max_version)
-
-    tensor = torch.from_dlpack(Exporter())
-    assert tensor.dtype == torch.bfloat16 and tensor.float().tolist() == values.tolist()
+    tensor = torch.from_dlpack(array.bits).view(torch.bfloat16)
+    assert tensor.float().tolist() == values.tolist()
     assert array.shape == (2, 2) and array.float().tolist() == values.tolist()
 
 
-@pytest.mark.parametrize(("dtype", "seen_as"), [("bfloat16", "uint16"), ("float16", "float16"), ("int32", "int32")])
-def test_an_array_crosses_dlpack_as_cupy_imports_it(dtype: str, seen_as: str) -> None:
-    """Without a copy, bfloat16 as its bits; NumPy plays CuPy here, which may lack the type too."""
-    tensor = torch.arange(6).view(2, 3).to(getattr(torch, dtype))
-    imported = np.from_dlpack(arrays._AsBits(tensor))
-    assert imported.dtype == seen_as and imported.ctypes.data == tensor.data_ptr() and imported.shape == (2, 3)
-    if dtype == "bfloat16":
-        assert (imported == tensor.view(torch.int16).numpy()).all()
+class OnGpu:
+    """What exports an array of a GPU by DLPack alone, as JAX does."""
+
+    dtype = "bfloat16"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **_: object) -> object:
+        raise AssertionError("CuPy asks")
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("CuPy does not support bfloat16 yet"), None])
+def test_an_array_crosses_by_its_own_dlpack(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CuPy imports it; what CuPy has not got is refused. With a stand-in for CuPy."""
+
+    def from_dlpack(array: object) -> object:
+        assert type(array) is OnGpu
+        if error is not None:
+            raise error
+        return CudaTensor(torch.zeros(2, 3, dtype=torch.bfloat16))
+
+    cupy = types.ModuleType("cupy")
+    cupy.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    if error is None:
+        assert arrays.view(OnGpu()).dtype == "bfloat16"
+    else:
+        expected = (
+            r"x: expected a dtype that CuPy imports .*\(bfloat16: CuPy 14.1 or later, with ml_dtypes\), got bfloat16"
+        )
+        with pytest.raises(TypeError, match=expected):
+            arrays.view(OnGpu(), "x")
 
 
 @pytest.mark.gpu
@@ -126,7 +145,7 @@ def test_other_libraries(dtype: str) -> None:
 def test_empty_and_streams() -> None:
     pytest.importorskip("cupy")
     made = arrays.empty((5, 8), "bfloat16")
-    assert torch.from_dlpack(made).dtype == torch.bfloat16
+    assert torch.from_dlpack(made.bits).view(torch.bfloat16).shape == (5, 8)
     assert arrays.view(made).dtype == "bfloat16" and arrays.view(made).nbytes == 80
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -12,7 +12,7 @@ import blazeproto
 
 PACKAGE = Path(blazeproto.__file__).parent
 ROUTER = (
-    *("kinds", "topk", "topk_kernels", "best", "reference"),
+    *("kinds", "scores", "topk", "topk_kernels", "best"),
     *("pairs", "select_kernels", "pair_kernels", "hashing", "hash_kernels"),
 )
 MODULES = [

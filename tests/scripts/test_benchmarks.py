@@ -20,8 +20,8 @@ def test_the_shapes_of_both_papers() -> None:
     assert [len(shapes) for shapes in common.TABLES.values()] == [12, 6, 5]
     assert len(set(common.SHAPES)) == 23
     assert set(common.QUICK_SHAPES) <= set(common.SHAPES)
-    assert layer.parse_shapes("1-2,23") == [*common.SHAPES[:2], common.SHAPES[22]]
-    assert layer.parse_shapes("moeblaze-1") == list(common.SHAPES[12:18])
+    assert common.parse_shapes("1-2,23") == [*common.SHAPES[:2], common.SHAPES[22]]
+    assert common.parse_shapes("moeblaze-1") == list(common.SHAPES[12:18])
 
 
 @pytest.mark.parametrize("queued", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
@@ -14,6 +15,7 @@ from blazeproto.activations import ACTIVATIONS
 from blazeproto.autograd import moe_mlp, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import give_tickets
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import common, peers, rounding
@@ -21,10 +23,17 @@ from scripts.bench.peers import ours
 from scripts.checks import fuzz, sanitize_target
 
 
+@pytest.fixture(autouse=True)
+def _tiles_back() -> Iterator[None]:
+    """The fuzzer gives the products tickets or takes them away, run by run."""
+    yield
+    give_tickets(False)
+
+
 def test_a_seed_says_all_about_a_run() -> None:
     drawn = [fuzz.draw_products(seed) for seed in range(200)]
     assert drawn == [fuzz.draw_products(seed) for seed in range(200)]
-    assert {options["activation"] for _, options in drawn} == {*ACTIVATIONS, *fuzz.OTHERS}
+    assert {options["activation"] for _, options in drawn} == {*ACTIVATIONS, *fuzz.CLAMPED}
     assert {options["varying"] for _, options in drawn} == {True, False}
     for shape, options in drawn:
         assert shape.K >= 1 and 1 <= shape.E <= 512
@@ -64,9 +73,18 @@ def test_the_sanitizers_target_has_every_activation() -> None:
     parts = (sanitize_target.layers(), sanitize_target.dispatches(), sanitize_target.choices())
     names = [name for name, _ in chain(*parts)]
     assert len(set(names)) == len(names)
-    assert sum("row_capacity" in name for name in names) == 6 and sum(name.endswith(" limited") for name in names) == 15
+    assert sum("row_capacity" in name for name in names) == 6 and sum("capacity, " in name for name in names) == 15
     for activation in ACTIVATIONS:
-        assert f"{sanitize_target.SHAPES[0]} {activation} bias" in names
+        assert f"layer: {sanitize_target.SHAPES[0]}, {activation}, fixed, bias" in names
+
+
+def test_what_the_sanitizers_watch_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = partial(sanitize_target.run_layer, blazeproto, "cpu", sanitize_target.Layer(sanitize_target.SHAPES[0]))
+    sanitize_target.finite(run)
+    with pytest.raises(AssertionError, match="out: expected finite values"):
+        sanitize_target.finite(lambda: run() | {"out": torch.tensor(torch.nan)})
+    with pytest.raises(AssertionError, match="no such"):
+        sanitize_target.finite(lambda: {"low": "ValueError: no such"})
 
 
 def test_the_layer_s_kernels_are_launched_as_moe_mlp_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,18 +49,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, function in (("grouped_mm", grouped_mm_experts_forward), ("blazeproto", experts_forward)):
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, watched(name, function))
 
-    def event_ms(call: Callable[[], object]) -> float:
+    def elapsed_ms(call: Callable[[], object], calls: int = 1) -> float:
         call()
         return {"grouped_mm": 3.0, "blazeproto": 2.0}[order[-1]]
 
     def times_of(calls: dict[str, Rotation], rounds: int) -> dict[str, KernelTime]:
-        return {name: KernelTime(event_ms(call), 9.0) for name, call in calls.items()}
+        return {name: KernelTime(elapsed_ms(call), 9.0) for name, call in calls.items()}
 
     def allocated(call: Callable[[], object]) -> int:
         call()
         return {"grouped_mm": 40, "blazeproto": 30}[order[-1]] << 20
 
-    monkeypatch.setattr(integrations, "event_ms", event_ms)
+    monkeypatch.setattr(integrations, "elapsed_ms", elapsed_ms)
     monkeypatch.setattr(integrations, "times_of", times_of)
     monkeypatch.setattr(integrations, "most_allocated", allocated)
     monkeypatch.setattr(integrations, "peak_bytes", allocated)

@@ -128,7 +128,7 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
     assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0
     assert row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0
     assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"]
-    module.print_table([row])
+    module.print_verdicts(common.provenance() | {"rows": [row]})
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -175,17 +175,17 @@ def test_what_a_router_may_save() -> None:
 def test_the_mean_is_of_the_large_shapes_alone(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [measured(shape, 1.08) for shape in common.SHAPES[:18]] + [measured(common.SHAPES[20], 5.0)]
     assert module.mean_of_large(rows) == (pytest.approx(1.08), 18)
-    module.print_table(rows)
+    module.print_verdicts(common.provenance() | {"rows": rows})
     printed = capsys.readouterr().out
     assert printed.count("holds  ") == 4 and "FAILS" not in printed
-    module.print_table(rows[:17])  # one of the 18 is missing
-    assert "FAILS  geometric mean of x fb over 17 of the 18" in capsys.readouterr().out
+    module.print_verdicts(common.provenance() | {"rows": rows[:17]})  # one of the 18 is missing
+    assert "FAILS  geometric mean of that over 17 of the 18" in capsys.readouterr().out
     assert math.isnan(module.mean_of_large([])[0])
 
 
 def test_one_shape_measured_again_keeps_the_others() -> None:
     rows = [measured(shape, 1.1) for shape in (module.EXTRA_SHAPES[0], common.SHAPES[2])]
-    again = module.with_row(rows, measured(module.EXTRA_SHAPES[0], 1.2))
+    again = common.with_row(rows, measured(module.EXTRA_SHAPES[0], 1.2))
     assert [row["cfg"]["T"] for row in again] == [40960, 16384]  # in the order of the shapes
     assert [module.ratio(row) for row in again] == [1.1, 1.2]
     names = ["ours", "router", "sonic"]
@@ -213,7 +213,7 @@ def test_a_run_of_a_part_goes_on_with_the_file(
 
     monkeypatch.setattr(module, "measure", measure)
     rows = [measured(common.SHAPES[0], 1.1), measured(common.SHAPES[5], 1.3)]
-    out.write_text(json.dumps(module.provenance() | {"rows": rows}))
+    out.write_text(json.dumps(common.provenance() | {"rows": rows}))
     module.main()
     assert ran == list(common.SHAPES[1:2] if resume else common.SHAPES[:2])
     ratios = [module.ratio(row) for row in json.loads(out.read_text())["rows"]]
@@ -321,7 +321,7 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(router.failures(row | {"accuracy": {"plain": found | worse, "autocast": found}})) == 1, worse
     rounded = found | {"dW": 2e-3, "dW_of_rounding": 1.0}
     assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
-    router.print_table([row])
+    router.print_verdicts(common.provenance() | {"rows": [row]})
     assert "holds  {'T': 32768" in capsys.readouterr().out
 
 

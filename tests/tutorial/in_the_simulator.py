@@ -12,9 +12,11 @@ from pathlib import Path
 from numba import cuda
 from wrong_numba import WRONG
 
-from blazeproto.lab.exercises import check_exercise
+TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
+SOLUTIONS = TUTORIAL / "solutions"
+sys.path.insert(0, str(TUTORIAL))
 
-SOLUTIONS = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "solutions"
+from exercises import check_exercise  # noqa: E402
 
 
 def main(repeats: int) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import exercises
 import pytest
 import wrong_cuda
 import wrong_numpy
+from exercises import EXERCISES, check_exercise
 from simulator import simulate
-
-from blazeproto.lab import exercises
-from blazeproto.lab.exercises import EXERCISES, check_exercise
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "solutions"
 FOLDER = Path(__file__).parent

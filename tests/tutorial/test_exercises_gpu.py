@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from exercises import EXERCISES, check_exercise
 from wrong_cuda import WRONG
-
-from blazeproto.lab.exercises import EXERCISES, check_exercise
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,8 @@ pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 
-from blazeproto.lab.exercises import EXERCISES, has_hopper  # noqa: E402  once it is known that this file runs
+from exercises import EXERCISES, has_hopper  # noqa: E402  once it is known that this file runs
+
 from scripts.checks import notebooks  # noqa: E402
 
 NOTEBOOKS = notebooks.notebooks()

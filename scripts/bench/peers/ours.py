@@ -63,10 +63,10 @@ def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...
     out = torch.empty_like(x)
     backend.down_forward(act, down_proj, no_bias, scores, rows, out, "gather", overwrite_act=True)
     del act
-    needs, dtype = (True, True, True, False), x.dtype  # of (h, scores, down_proj, down_bias)
-    saved = (h, None, scores, down_proj, no_bias)
-    of_down = backend.down_backward(needs, d_out, *saved, rows, "swiglu", dtype, overwrite_h=True)
-    dh, d_scores, d_down, _ = of_down
-    assert dh is not None
-    dx, d_up, _ = backend.up_backward((True, True, False), dh, x, up_proj, rows, dtype)
+    state = (h, None, scores, down_proj, no_bias, rows, "swiglu")
+    dh, d_scores, a_scaled = backend.down_backward_act((True, True, True), d_out, *state, overwrite_h=True)
+    assert dh is not None and a_scaled is not None
+    d_down = backend.weight_gradient(d_out, a_scaled, down_proj, rows, gather=True, transposed=False)
+    dx = backend.up_backward_act(dh, x, up_proj, rows)
+    d_up = backend.weight_gradient(x, dh, up_proj, rows, gather=True, transposed=True)
     return out, dx, d_up, d_down, d_scores

@@ -1,6 +1,6 @@
-"""The exercises of docs/tutorial, and who judges them.
+"""The exercises of the tutorial, and what judges solutions of them. For notebooks and IPython started in this folder.
 
->>> from blazeproto.lab.exercises import EXERCISES, check_exercise
+>>> from exercises import EXERCISES, check_exercise
 >>> print(EXERCISES["stable_rank"])
 >>> check_exercise("stable_rank", my_kernel)
 stable_rank: wrong. experts=[3, 1, 0, 1, ...], 100 of them, E=4: ranks[0] is 1, expected 0 (100 of 100 differ)
@@ -9,6 +9,8 @@ A solution in NumPy is a function; one for Numba a kernel, with ``cuda.jit`` or 
 region of a source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. CUDA is compiled by a
 `Workbench` on any machine, and judged by its ``check()`` where there is a Hopper GPU.
 """
+
+from __future__ import annotations
 
 import random
 import sys
@@ -23,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto import gemm
 from blazeproto.activations import activate
 from blazeproto.dispatch import reference as dispatch_twin
-from blazeproto.gemm import TWINS
 from blazeproto.gemm.compile import CUDA_SOURCES
 from blazeproto.gemm.nvrtc import CompileError
 from blazeproto.runtime import checks
@@ -198,8 +200,8 @@ def _judge_score_gradient(solution: Callable[..., Any]) -> str:
         dispatch = dispatch_twin.build_dispatch(ids, num_experts)
         d_out, h = rng.normal(size=(len(ids), d)), rng.normal(size=(ids.size, 2 * n))
         down_proj, scores = rng.normal(size=(num_experts, d, n)), rng.random(ids.size, np.float32) + 0.05
-        expected = TWINS["down_backward_act"](d_out, down_proj, h, scores, dispatch)[2]
-        d_act = TWINS["grouped_mm"](d_out, down_proj, dispatch, gather=True, transposed=True)
+        expected = gemm.down_backward_act(d_out, down_proj, h, scores, dispatch)[2]
+        d_act = gemm.grouped_mm(d_out, down_proj, dispatch, gather=True, transposed=True)
         got = solution(d_act, activate(h, "swiglu"), dispatch.expert_pair_indices.copy())
         return _mismatch("dS", got, expected, 1e-4)
 

@@ -1,0 +1,193 @@
+"""The options of the expert MLP, declared and checked here and nowhere else: `moe_mlp`, `MoE` and `grouped_experts` take a field
+of `Options` each as a keyword, by the signature and the docstring that `takes_options` makes of the fields.
+
+A new option is a field, and the place where it acts: before the operators, by ``options.NAME``; inside them and in a backend, by
+the `Options` that `Options.decode` makes of the operator's string.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from ast import literal_eval
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from textwrap import indent
+from typing import Any, TypeVar
+
+import torch
+
+from blazeproto.activations import activation_named
+from blazeproto.autograd.policy import SavePolicy
+from blazeproto.runtime.checks import integer, nearest
+
+Check = Callable[[str, Any], object]
+Documented = TypeVar("Documented", bound=Callable[..., Any])
+
+
+def _one_of(allowed: tuple[str, ...], name: str, value: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _size(least: int, name: str, value: Any) -> None:
+    if value is not None and not torch.compiler.is_compiling():  # to which it may be a symbol
+        integer(name, value, least=least)
+
+
+def _about(check: Check, doc: str, *, in_operators: bool = True) -> dict[str, Any]:
+    """in_operators: whether operators are told; a size that a compiler may take for a symbol acts before them."""
+    return {"check": check, "doc": inspect.cleandoc(doc), "in_operators": in_operators}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call of the expert MLP asks for; the same for every call of a layer.
+
+    keywords: those below.
+
+    Raises TypeError or ValueError for a value that does not fit; the option is named, with what was expected and what came.
+    """
+
+    activation: str = field(
+        default="swiglu",
+        metadata=_about(
+            lambda _, value: activation_named(value),
+            'a name of `blazeproto.activations`: gated ("swiglu", ...) or without a gate ("relu", ...).',
+        ),
+    )
+    save: SavePolicy | str = field(
+        default=SavePolicy.MINIMAL,
+        metadata=_about(
+            partial(_one_of, tuple(policy.value for policy in SavePolicy)),
+            """what is kept for backward, see `SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
+        overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
+        don't look at what ``grad_fn`` holds.""",
+        ),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=_about(
+            partial(_one_of, ("auto", "hopper", "torch")),
+            '"hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.',
+        ),
+    )
+    combine: str = field(
+        default="gather",
+        metadata=_about(
+            partial(_one_of, ("gather", "fused")),
+            """"gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
+        order that varies from run to run. The torch backend treats both as "gather".""",
+        ),
+    )
+    row_capacity: int | None = field(
+        default=None,
+        metadata=_about(
+            partial(_size, 0),
+            """R, the most rows that are computed, so that H has min(R, T K) of them; default: a row for every pair. Where
+        more pairs have an expert, the rows from R on, the last in expert order, are left out as if they were not here.
+        Chunks leave out the same pairs, but each has places for all of its own: there R bounds no memory.""",
+            in_operators=False,
+        ),
+    )
+    workspace_bytes: int | None = field(
+        default=None,
+        metadata=_about(
+            partial(_size, 1),
+            """bound on the bytes of transient buffers, as the Hopper backend has them; the torch backend, which gathers
+        rows and keeps dH beside H, needs more. The layer then runs in chunks of tokens, with a
+        dispatch each and float32 accumulators for the weight gradients. Needs a fixed K. On the Hopper backend a
+        weight gradient may take a fifth of itself and of a chunk's dH or A' beside the bound.""",
+            in_operators=False,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS:
+            check(name, getattr(self, name))
+
+    def encode(self, save: str) -> str:
+        """As operators take it, who know tensors, numbers and strings. save: the policy that this call has."""
+        return "/".join([f"{save if name == 'save' else getattr(self, name)}" for name in _IN_OPERATORS])
+
+    @staticmethod
+    @cache
+    def decode(encoded: str) -> Options:
+        """What `encode` was called on, but for the sizes that act before the operators."""
+        named = zip(_IN_OPERATORS, encoded.split("/"), strict=True)
+        values: dict[str, Any] = {name: t if "str" in _TYPES[name] else literal_eval(t) for name, t in named}
+        return Options(**values)
+
+    @property
+    def saves_h(self) -> bool:
+        """Whether H, and what low-rank factors reduce X and act to, are saved."""
+        return self.save != SavePolicy.RECOMPUTE
+
+    @property
+    def saves_act(self) -> bool:
+        """Whether act is."""
+        return self.save == SavePolicy.PAPER
+
+    def policy(self, *, trains_down: bool) -> str:
+        """The save policy of a call. trains_down: whether a down weight or factor is trained, for which alone act is saved."""
+        return "minimal" if self.saves_act and not trains_down else f"{self.save}"
+
+
+_CHECKS = tuple((option.name, option.metadata["check"]) for option in fields(Options))
+_IN_OPERATORS = tuple(option.name for option in fields(Options) if option.metadata["in_operators"])
+_TYPES = {option.name: str(option.type) for option in fields(Options)}
+OPTION_NAMES, DEFAULTS = tuple(_TYPES), Options()
+
+
+def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> Options:
+    """``options`` with the ``keywords`` that `takes_options` gave a function of this name.
+
+    TypeError for a keyword that is no option, with the nearest; what `Options` raises.
+    """
+    options = DEFAULTS if options is None else options
+    for name in keywords:
+        if name not in OPTION_NAMES:
+            raise TypeError(f"{name}: unknown keyword of {function}{nearest(name, _KEYWORDS_OF[function])}")
+    return replace(options, **keywords) if keywords else options
+
+
+_KEYWORDS_OF: dict[str, list[str]] = {}
+
+
+def takes_options(*left_out: str, rest: str | None = None) -> Callable[[Documented], Documented]:
+    """Decorates a function whose ``**keywords`` are options: its signature and its docstring name each of them.
+
+    In the docstring they replace the line "keywords: ...". left_out: those that it refuses.  rest: what remains of its
+    ``**keywords``, by name.
+    """
+
+    def decorate(function: Documented) -> Documented:
+        signature = inspect.signature(function)
+        *own, keywords = signature.parameters.values()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own += [
+            inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
+            for option in fields(Options)
+            if option.name not in left_out
+        ]
+        own += [keywords.replace(name=rest)] if rest else []
+        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        function.__doc__ = documented(function.__doc__, *left_out)
+        _KEYWORDS_OF[function.__name__] = [parameter.name for parameter in own]
+        return function
+
+    return decorate
+
+
+def documented(doc: str | None, *left_out: str) -> str:
+    """A docstring whose line "keywords: ..." is replaced by an entry for each of them."""
+    entries = [
+        f"{o.name}: {indent(o.metadata['doc'], ' ' * 4).strip()}" for o in fields(Options) if o.name not in left_out
+    ]
+    return re.sub(
+        r"^( *)keywords: .*$", lambda found: indent("\n".join(entries), found[1]), doc or "", flags=re.MULTILINE
+    )
+
+
+Options.__doc__ = documented(Options.__doc__)

@@ -1,0 +1,83 @@
+"""A choice whose number of experts varies from token to token: its interface, and the steps that the formulas share."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class VaryingChoice:
+    """Options of such a choice: the base of frozen dataclasses.
+
+    An object is called with scores (T, E) in [0, 1] or NaN and the token choice (T, K), and returns the mask (T, E) of the pairs
+    that run. It crosses to operators as plain values (`crossing`): a name, numbers, and the two sizes that may depend on T.
+    """
+
+    WAYS: ClassVar[tuple[str, ...]]
+    """What ``by`` may be: names that no other choice has."""
+    KERNELS: ClassVar[str] = ""
+    """The module whose ``launch_choice`` chooses the same on a Hopper GPU; empty where none does."""
+    RENORMALIZES: ClassVar[bool] = False  # a token's scores, unless asked otherwise
+    LOAD_IS_CHOSEN: ClassVar[bool] = False  # and not made by scores, so that there is nothing to balance
+    eval_top_k: bool
+    """Whether plain token choice takes its place when not training."""
+
+    @property
+    def by(self) -> str:
+        return self.WAYS[0]
+
+    @property
+    def options(self) -> tuple[float, ...]:
+        return ()
+
+    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        return 0
+
+    def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        """P, the most pairs that there can be: from host integers, so that every shape is known before a kernel runs."""
+        return num_tokens * num_experts
+
+    def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
+        """(E,) fp32 in [0, 1), where the choice needs random numbers."""
+        return None
+
+    @staticmethod
+    def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
+        """The formula, in torch, on any device: static shapes, and no wait for the device."""
+        raise NotImplementedError
+
+    def crossing(
+        self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, str, tuple[float, ...], int, int]:
+        """What the operator takes, in order: `mask`'s arguments and ``max_pairs``. generator: of `draws`; default: torch's."""
+        (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
+        sizes = num_tokens, num_experts, top_k
+        draws = self.draws(num_experts, scores.device, generator)
+        return scores.detach(), experts, draws, self.by, self.options, self.size(*sizes), self.max_pairs(*sizes)
+
+    def __call__(self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.mask(*self.crossing(scores, experts, generator)[:-1])  # type: ignore[arg-type]
+
+
+# --- Steps: rank the tokens of each expert, keep the first so many -----------------------------------------------------------
+
+
+def rank_tokens(keys: Tensor) -> Tensor:
+    """Each expert's tokens from the largest key to the smallest, ties to the lower token.
+
+    keys (T, E), any ordered dtype; returns (E, T) int64: element (e, i) is expert e's i-th token.
+    """
+    return torch.sort(keys.t().contiguous(), dim=1, descending=True, stable=True).indices
+
+
+def keep_first(order: Tensor, counts: Tensor) -> Tensor:
+    """The mask (T, E) of the first counts[e] tokens of each row of ``order`` (E, T); counts (E,) integers."""
+    num_tokens = order.shape[1]
+    kept = torch.arange(num_tokens, device=order.device) < counts[:, None]  # (E, T) by place
+    return torch.zeros_like(kept).scatter(1, order, kept).t()  # by token
+
+
+def choice_mask(experts: Tensor, num_experts: int) -> Tensor:
+    """Token choice (T, K) as a mask (T, E)."""
+    mask = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool, device=experts.device)
+    return mask.scatter(1, experts.long(), True)

@@ -1,0 +1,323 @@
+"""What the router's kernels compute, in torch: it runs where they do not, and tests compare them with it.
+
+Public functions have their names and signatures here; ``out``, ``workspace`` and ``stream`` are ignored. They take tensors
+or NumPy arrays, of any floating-point dtype, and compute in it.
+
+    logits (T, E) ── topk_route ──> scores, experts (T, K)           scores (T, E), experts (T, K) ── choose_pairs ──> pairs (P,)
+                  ── routing_losses ──> load (E,), two losses        logits (T, E), pairs (P,) ── score_pairs ──> scores (P,)
+
+Gradients are of the same formulas, by torch.func. A token with a NaN or infinite logit has experts 0 ... K-1, NaN scores and
+no gradient, and no other token notices. Everything has static shapes and never waits for the device.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blazeproto.autograd.private import vjp
+from blazeproto.router.choices import Hash, varying_choice
+from blazeproto.router.scores import SCORES, sums_to_one
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _of_numpy_too(function: Function) -> Function:
+    """For NumPy arrays results are NumPy's: bf16 numbers as their bits, in uint16."""
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if isinstance(arguments[0] if arguments else next(iter(options.values())), Tensor):
+            return function(*arguments, **options)
+        made = function(*map(_to_torch, arguments), **{name: _to_torch(value) for name, value in options.items()})
+        return tuple(map(_to_numpy, made)) if isinstance(made, tuple) else _to_numpy(made)
+
+    return run  # type: ignore[return-value]
+
+
+def _to_torch(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _to_numpy(made: Tensor) -> np.ndarray:
+    return (made.view(torch.uint16) if made.dtype == torch.bfloat16 else made).numpy()
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """(T, 1): whether all of a token's logits are numbers."""
+    return torch.isfinite(logits).all(dim=1, keepdim=True)
+
+
+# --- Scores ------------------------------------------------------------------------------------------------------------------
+
+
+def chosen_scores(logits: Tensor, experts: Tensor, score: str, renormalize: bool | None, scale: float) -> Tensor:
+    """The scores (T, K) of the experts (T, K) that were chosen; differentiable in the logits (T, E).
+
+    score: a name in `SCORES`. A balancing bias chooses experts and never enters a score.
+    ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
+    """
+    index = experts.long()
+    if sums_to_one(score, renormalize):
+        return SCORES[score].logarithm(logits.gather(1, index)).softmax(dim=1) * scale
+    return SCORES[score].value(logits).gather(1, index) * scale
+
+
+def pair_scores(
+    logits: Tensor, experts: Tensor, token_offsets: Tensor, score: str, renormalize: bool | None, scale: float
+) -> Tensor:
+    """The scores (P,) of a flat list of distinct pairs, as `chosen_scores`; zero for the unused ones (expert -1).
+
+    With ``renormalize``, and with ``topk_softmax``, a token's scores sum to one over the experts that it has in the list.
+    """
+    num_tokens, num_experts = logits.shape
+    place = torch.arange(len(experts), dtype=torch.int32, device=experts.device)
+    token = torch.searchsorted(token_offsets[1:].contiguous(), place, right=True)
+    # One more entry of the flat (T, E) scores takes the unused pairs.
+    entry = torch.where(experts >= 0, token * num_experts + experts, num_tokens * num_experts)
+    if sums_to_one(score, renormalize):
+        # Sums over a token's row keep one order; adding up pairs would not.
+        mask = torch.zeros(logits.numel() + 1, dtype=torch.bool, device=logits.device).scatter(0, entry, True)
+        # What is left out gets the lowest number and not -inf: a token without any pair would have NaN gradients.
+        kept = torch.where(mask[:-1].view_as(logits), logits, torch.finfo(logits.dtype).min)
+        scores = SCORES[score].logarithm(kept).softmax(dim=1)
+    else:
+        scores = SCORES[score].value(logits)
+    return F.pad(scores.flatten(), (0, 1)).gather(0, entry) * scale
+
+
+def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
+    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient."""
+    logits = logits.detach()
+    return logits if bias is None else SCORES[score].value(logits) + bias
+
+
+def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
+    """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
+
+    keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
+    """
+    lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
+    left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)  # a copy
+    chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
+    # K times the first maximum: torch.topk leaves the order of ties open, and a stable sort of all E costs more.
+    for slot in range(top_k):
+        expert = chosen[:, slot : slot + 1]
+        torch.argmax(left, dim=1, keepdim=True, out=expert)
+        left.scatter_(1, expert, -torch.inf)
+    return chosen.to(torch.int32)
+
+
+@_of_numpy_too
+def topk_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax_topk",
+    bias: Tensor | None = None,
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """scores (T, K) of the logits' dtype and experts (T, K) int32 of logits (T, E)."""
+    finite = _finite(logits)
+    logits = logits.where(finite, 0)
+    keys = selection_keys(logits, score, bias).where(finite, 0)  # ties throughout: experts 0 ... K-1
+    experts = choose_top_k(keys, top_k)
+    return chosen_scores(logits, experts, score, renormalize, scale).masked_fill(~finite, torch.nan), experts
+
+
+@_of_numpy_too
+def topk_route_backward(
+    logits: Tensor,
+    experts: Tensor,
+    d_scores: Tensor,
+    *,
+    score: str = "softmax_topk",
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> Tensor:
+    """d_logits (T, E) from d_scores (T, K)."""
+    finite = _finite(logits)
+    options = experts, score, renormalize, scale
+    d_logits = vjp(lambda values: chosen_scores(values, *options), logits.where(finite, 0), d_scores)
+    return d_logits.masked_fill(~finite, 0)
+
+
+@_of_numpy_too
+def score_pairs(
+    logits: Tensor,
+    pair_experts: Tensor,
+    token_offsets: Tensor,
+    *,
+    score: str = "softmax_topk",
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> Tensor:
+    """scores (P,) of a list of pairs."""
+    return pair_scores(logits, pair_experts, token_offsets, score, renormalize, scale)
+
+
+@_of_numpy_too
+def score_pairs_backward(
+    logits: Tensor,
+    pair_experts: Tensor,
+    token_offsets: Tensor,
+    d_scores: Tensor,
+    *,
+    score: str = "softmax_topk",
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    out: Any = None,
+    stream: Any = None,
+) -> Tensor:
+    """d_logits (T, E) from d_scores (P,)."""
+    options = pair_experts, token_offsets, score, renormalize, scale
+    d_logits = vjp(lambda values: pair_scores(values, *options), logits, d_scores)
+    return d_logits.masked_fill(d_logits.isnan(), 0)
+
+
+# --- Choices -----------------------------------------------------------------------------------------------------------------
+
+
+@_of_numpy_too
+def choose_pairs(
+    scores: Tensor,
+    experts: Tensor,
+    by: str,
+    size: int,
+    max_pairs: int,
+    *,
+    draws: Tensor | None = None,
+    out: Any = None,
+    stream: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), int32."""
+    return pairs_of(varying_choice(by).mask(scores, experts, draws, by, [], size), max_pairs)
+
+
+def pairs_of(mask: Tensor, max_pairs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The True entries of a (T, E) mask as a flat list of pairs, by token, ascending expert id inside one.
+
+    Returns pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), the tokens of each expert, int32. P is
+    ``max_pairs``, a host number, so no shape depends on the mask. Pairs that the mask does not fill come last, with expert -1
+    and token 0; what lies beyond P is left out.
+    """
+    num_tokens, num_experts = mask.shape
+    seen = mask.flatten().cumsum(0, dtype=torch.int32)  # (T*E,) how many pairs up to and with this entry
+    wanted = torch.arange(1, max_pairs + 1, dtype=torch.int32, device=mask.device)
+    entry = torch.searchsorted(seen, wanted)  # (P,) the first entry that has seen p + 1 pairs
+    used = entry < num_tokens * num_experts
+    pair_experts = torch.where(used, entry % num_experts, -1).to(torch.int32)
+    pair_tokens = torch.where(used, entry // num_experts, 0).to(torch.int32)
+    token_offsets = F.pad(mask.sum(dim=1).cumsum(0).clamp(max=max_pairs), (1, 0)).to(torch.int32)
+    return pair_experts, pair_tokens, token_offsets, mask.sum(dim=0, dtype=torch.int32)
+
+
+@_of_numpy_too
+def hash_route(
+    token_ids: Tensor, num_experts: int, top_k: int, *, seed: int = 0, out: Any = None, stream: Any = None
+) -> Tensor:
+    """experts (T, K) int32 of token_ids (T,)."""
+    return Hash(seed)(token_ids, num_experts, top_k)
+
+
+# --- The load and the losses -------------------------------------------------------------------------------------------------
+
+
+def expert_load(experts: Tensor, num_experts: int) -> Tensor:
+    """How many pairs each expert has: experts of any shape, ids outside [0, E) not counted; returns (E,) int32."""
+    ids = experts.flatten().long()
+    # One more bin takes the sentinels. (torch.bincount would ask the device for the largest id.)
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    load = torch.zeros(num_experts + 1, dtype=torch.int32, device=experts.device)
+    return load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))[:num_experts]
+
+
+def load_balancing_loss(logits: Tensor, load: Tensor, top_k: int, score: str = "softmax_topk") -> Tensor:
+    """E * sum_e f_e P_e: Switch Transformer eq. 4 without its coefficient; 1 when the load (E,) is even.
+
+    f_e is the fraction of the T*K choices that fell on expert e (eq. 5, for any K), P_e the mean router probability (eq. 6).
+    Elementwise scores are first divided by their sum (DeepSeek-V3 §2.1.2). The gradient flows through P alone. Returns a
+    scalar; zero for T = 0.
+    """
+    num_tokens, num_experts = logits.shape
+    probabilities = SCORES[score].logarithm(logits).softmax(dim=1)
+    fraction = load.to(logits.dtype) / max(num_tokens * top_k, 1)
+    return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of logsumexp(logits)²: ST-MoE eq. 5 without its coefficient. Scalar; zero for T = 0."""
+    return torch.logsumexp(logits, dim=1).square().sum() / max(logits.shape[0], 1)
+
+
+@_of_numpy_too
+def routing_losses(
+    logits: Tensor,
+    experts: Tensor,
+    *,
+    score: str = "softmax_topk",
+    balance: bool = True,
+    z: bool = True,
+    out: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """load (E,) int32 and the two losses, of the logits' dtype; 0 where one is not asked for."""
+    load = expert_load(experts, logits.shape[1])
+    infinite_to_nan = logits.masked_fill(~_finite(logits), torch.nan)
+    return load, *_losses(infinite_to_nan, load, experts.shape[1], score, balance, z)
+
+
+def _losses(logits: Tensor, load: Tensor, top_k: int, score: str, balance: bool, z: bool) -> tuple[Tensor, Tensor]:
+    balance_loss = load_balancing_loss(logits, load, top_k, score) if balance else logits.new_zeros(())
+    return balance_loss, z_loss(logits) if z else logits.new_zeros(())
+
+
+@_of_numpy_too
+def routing_losses_backward(
+    logits: Tensor,
+    load: Tensor,
+    d_balance_loss: Tensor,
+    d_z_loss: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax_topk",
+    balance: bool = True,
+    z: bool = True,
+    out: Any = None,
+    stream: Any = None,
+) -> Tensor:
+    """d_logits (T, E) from the gradients () of the two losses."""
+    finite, options = _finite(logits), (load, top_k, score, balance, z)
+    d_logits = vjp(lambda values: _losses(values, *options), logits.where(finite, 0), (d_balance_loss, d_z_loss))
+    return d_logits.masked_fill(~finite, 0)
+
+
+# --- The linear map ----------------------------------------------------------------------------------------------------------
+
+
+@_of_numpy_too
+def finish_logits(products: Tensor, parts: int = 1, *, out: Any = None, stream: Any = None) -> Tensor:
+    """logits (T, E), always new, of products (T, parts E); a token with a NaN or infinite one gets NaN throughout."""
+    logits = products.unflatten(1, (parts, -1)).sum(dim=1)
+    return logits.masked_fill(~_finite(logits), torch.nan)
+
+
+@_of_numpy_too
+def split_gradient(d_logits: Tensor, logits: Tensor, parts: int = 2, *, out: Any = None, stream: Any = None) -> Tensor:
+    """(T, parts E) bf16: what is nearest to the gradient, the rest, and the first again."""
+    values = d_logits.float().masked_fill(logits[:, :1].isnan(), 0)
+    high = values.bfloat16()
+    low = (values - high.float()).bfloat16()
+    return torch.cat((high, low, high)[:parts], dim=1)

@@ -1,0 +1,106 @@
+"""What the router's public functions share: their arrays, stated once, and kernels that run over rows.
+
+A function states its arrays by dtype and shape, ``"float32 T E"``; of that its check and its outputs are made. Its body is
+empty: `public` calls the launch. Operators call the same kernels on tensors, without a check.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from blazeproto.runtime import arrays, memory
+from blazeproto.runtime.libraries import any_library
+from blazeproto.runtime.numba_kernel import Kernel
+
+F = TypeVar("F", bound=Callable[..., Any])
+Place = tuple[int, int]
+"""A CUDA ordinal and a raw cudaStream_t."""
+
+
+class RowKernel(Kernel):
+    """A kernel whose blocks have so many rows each, and go on with further ones where there are more than ``most_blocks`` have.
+
+    rows: default: one for each of the groups of ``lanes`` threads that a block has.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], parameters: str, *, most_blocks: int, rows: int = 0, **rest: Any
+    ) -> None:
+        super().__init__(make, parameters, **rest)
+        self.rows, self.most_blocks = rows or self.threads // rest["lanes"], most_blocks
+
+    def over(self, num_rows: int, place: Place, operands: tuple[Any, ...], *numbers: int) -> None:
+        """Launch on checked arrays, views or tensors; numbers: what the kernel takes behind them, default: ``num_rows``."""
+        blocks = min(-(-num_rows // self.rows), self.most_blocks)
+        if blocks:
+            self.launch(*place, blocks, 0, *map(memory.argument, operands), *(numbers or (num_rows,)))
+
+
+def public(
+    takes: Mapping[str, str],
+    makes: Mapping[str, str],
+    check: Callable[[dict[str, Any], dict[str, Any]], None],
+    launch: Callable[..., None],
+    writes: tuple[str, ...] = (),
+) -> Callable[[F], F]:
+    """Decorates the signature and docstring of a public function of arrays of any library; its twin is in `fallback`.
+
+    takes, makes: inputs and outputs. A dtype, two of them as ``float32|bfloat16``, or ``logits`` for that of the logits; then
+    a word for each dimension, which the first array that has it decides. An input that may be None is not looked at then.
+    check: ``check(sizes, call)``: refuses what else does not fit; sizes by words, to which it may add, call by parameters.
+    launch: ``launch(place, call, *inputs, *outputs)``, call with the sizes; behind these a ``workspace`` that the call may have.
+    writes: inputs that are written to.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        def examine(**call: Any) -> tuple[list[Any], dict[str, Any]]:
+            """Views of the inputs, and the sizes."""
+            views: list[Any] = []
+            sizes: dict[str, Any] = {}
+            for name, stated in takes.items():
+                dtypes, *words = stated.split()
+                if call[name] is None and signature.parameters[name].default is None:
+                    views.append(None)
+                    continue
+                kinds, shape = tuple(dtypes.split("|")), tuple(map(sizes.get, words))
+                device, alignment = views[0].device if views else None, min(arrays.ITEM_BYTES[kind] for kind in kinds)
+                views.append(arrays.expect(name, call[name], kinds, shape, device=device, alignment=alignment))
+                sizes.update(zip(words, views[-1].shape, strict=True))
+                sizes["T+1"] = sizes.get("T", 0) + 1
+            check(sizes, call)
+            return views, {**call, **sizes}
+
+        @wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            call = bound.arguments
+            views, sizes = examine(**call)
+            first, several = views[0], len(makes) > 1
+            given = (sizes["out"] or [None] * len(makes)) if several else [sizes["out"]]
+
+            def output(name: str, array: Any, stated: str) -> tuple[Any, Any]:
+                dtype, *words = stated.split()
+                dtype, alignment = (first.dtype, arrays.ITEM_BYTES[first.dtype]) if dtype == "logits" else (dtype, 4)
+                return arrays.output(name, array, dtype, tuple(sizes[word] for word in words), first, alignment)
+
+            with memory.on_stream(first, sizes["stream"]) as stream:
+                made = [
+                    output(f"out[{i}] ({name})" if several else "out", given[i], stated)
+                    for i, (name, stated) in enumerate(makes.items())
+                ]
+                results = tuple(array for array, _ in made)
+                if "workspace" in call:
+                    made.append(output("workspace", call["workspace"], "float32 workspace"))
+                launch((first.device, stream), sizes, *views, *(view for _, view in made))
+            return results if several else results[0]
+
+        examine.__signature__ = signature  # type: ignore[attr-defined]
+        dtypes = {name: stated.split()[0].replace("logits", "bfloat16") for name, stated in makes.items()}
+        in_host_memory = any_library("blazeproto.router.fallback", dtypes, writes=writes, check=examine, simulated=True)
+        return in_host_memory(run)  # type: ignore[return-value]
+
+    return decorate

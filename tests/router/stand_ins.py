@@ -1,0 +1,71 @@
+"""The fallback in the place of the kernels: for tests of what operators do around a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from blazeproto.router import fallback, linear, losses, ops, pairs
+from blazeproto.router.kinds import GOLDEN
+from blazeproto.router.public import RowKernel
+
+Compute = Callable[..., Any]
+BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the outputs, which are the last operands
+    "topk_route": lambda c, _, logits, bias, *made: fallback.topk_route(
+        logits, c["top_k"], bias=bias if c["biased"] else None, **scoring(c)
+    ),
+    "topk_route_backward": lambda c, _, *given: fallback.topk_route_backward(*given[:3], **scoring(c)),
+    "score_pairs": lambda c, _, *given: fallback.score_pairs(*given[:3], **scoring(c)),
+    "score_pairs_backward": lambda c, _, *given: fallback.score_pairs_backward(*given[:4], **scoring(c)),
+    "routing_losses_backward": lambda c, numbers, *given: fallback.routing_losses_backward(
+        *given[:4], numbers[1], score=c["score"], balance=c["balance"], z=c["z"]
+    ),
+    "hash_route": lambda c, numbers, ids, _: fallback.hash_route(
+        ids, c["num_experts"], c["top_k"], seed=numbers[0] * pow(GOLDEN, -1, 2**32) - 1
+    ),
+    "finish_logits": lambda c, _, products, logits: fallback.finish_logits(products, c["parts"]),
+    "split_gradient": lambda c, _, *given: fallback.split_gradient(*given[:2], c["parts"]),
+}
+
+
+def scoring(constants: dict[str, Any]) -> dict[str, Any]:
+    together = constants.get("renormalize", constants.get("together"))
+    return {"score": constants["score"], "renormalize": together, "scale": constants["scale"]}
+
+
+def fill(outputs: Sequence[torch.Tensor], made: Any) -> None:
+    for output, result in zip(outputs, made if isinstance(made, tuple) else (made,), strict=True):
+        assert output.shape == result.shape and output.dtype == result.dtype
+        output.copy_(result)
+
+
+def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
+    """Launches fill their outputs by the fallback, on any device. Returns the names of those launched, which grow as they are."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    launched: set[str] = set()
+
+    def over(kernel: RowKernel, num_rows: int, place: Any, operands: tuple[torch.Tensor, ...], *numbers: int) -> None:
+        launched.add(kernel.name)
+        made = BY_ROWS[kernel.name](kernel.constants, numbers, *(t.detach() for t in operands))
+        fill(operands[-2:] if isinstance(made, tuple) else operands[-1:], made)
+
+    def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], score: str, balance: bool, z: bool) -> None:
+        launched.add("routing_losses")
+        logits, experts, *outputs, _ = operands
+        fill(outputs, fallback.routing_losses(logits.detach(), experts, score=score, balance=balance, z=z))
+
+    def launch_choice(place: Any, operands: tuple[Any, ...], by: str, options: Sequence[float], size: int) -> None:
+        launched.add("choose_pairs")
+        scores, experts, draws, *outputs = operands
+        fill(outputs, fallback.choose_pairs(scores, experts, by, size, len(outputs[0]), draws=draws))
+
+    patch.setattr(RowKernel, "over", over)
+    patch.setattr(losses, "launch", launch_losses)
+    patch.setattr(pairs, "launch_choice", launch_choice)
+    for module in (ops, linear):
+        patch.setattr(module, "current_stream", lambda t: 0)
+    patch.setattr(ops, "has_dispatch_kernels", lambda *_: True)
+    return launched
