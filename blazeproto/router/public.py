@@ -34,7 +34,10 @@ class RowKernel(Kernel):
         """Launch on checked arrays, views or tensors; numbers: what the kernel takes behind them, default: ``num_rows``."""
         blocks = min(-(-num_rows // self.rows), self.most_blocks)
         if blocks:
-            self.launch(*place, blocks, 0, *map(memory.argument, operands), *(numbers or (num_rows,)))
+            given = [memory.argument(operand) for operand in operands]
+            if arrays.simulated():  # where a pointer's type is the array's
+                given = [array.view(word[:-1]) for array, word in zip(given, self.parameters, strict=False)]
+            self.launch(*place, blocks, 0, *given, *(numbers or (num_rows,)))
 
 
 def public(

@@ -34,7 +34,7 @@ from router_cases import (
 )
 from torch import Tensor
 
-from blazeproto.router.choices import expert_capacity
+from blazeproto.router.choices import Capacity
 from blazeproto.router.router import Router, Routing, make_router
 
 
@@ -255,7 +255,7 @@ def try_capacities(data: Any) -> None:
     top_k = data.draw(st.integers(1, num_experts), "K")
     factor = data.draw(st.integers(1, 400), "hundredths") / 100
     want = min(num_tokens, -(-round(factor * 100) * num_tokens * top_k // (100 * num_experts)))
-    assert expert_capacity(num_tokens, num_experts, top_k, factor) == want
+    assert Capacity(factor).size(num_tokens, num_experts, top_k) == want
 
 
 @SHARDS

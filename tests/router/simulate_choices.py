@@ -111,6 +111,7 @@ def check_scores(
         mask = rng.random(logits.shape) < 0.6
         if num_tokens:
             logits[1], mask[2] = np.nan, False  # a broken token, and one without a pair
+            logits[3, 0], mask[3, 0] = (np.nan, np.inf)[num_experts % 2], True  # one that has a broken logit
             logits[0] -= 200  # every sigmoid underflows
         used = int(mask.sum())
         listed = np.concatenate([np.nonzero(mask)[1], [-1] * 5]).astype(np.int32)

@@ -52,6 +52,9 @@ def check_losses() -> Iterator[str]:
                 yield f"{case} {name}: {a}, expected {b}"
         if num_tokens > 2:
             values[1, 0], values[2] = np.inf, np.nan
+            broken = [f(values, experts, **options) for f in (routing_losses, fallback.routing_losses)]
+            if not all(np.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*broken, strict=True)):
+                yield f"{case}, not finite: {broken}"
         slopes = (right[0], np.array(0.7, np.float32), np.array(-1.3, np.float32), top_k)
         d_logits = routing_losses_backward(values, *slopes, **options)
         right_d = fallback.routing_losses_backward(values, *slopes, **options)

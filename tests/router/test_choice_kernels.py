@@ -87,6 +87,42 @@ def test_the_operators_gradient_is_autograds(score: str, renormalize: bool) -> N
     torch.testing.assert_close(torch.autograd.grad(scores, logits, d_scores)[0], d_logits)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_token_with_one_logit_that_is_no_number(score: str, value: float) -> None:
+    """It has experts 0 ... K-1 and NaN scores, and passes no gradient; no other token notices. As the kernels have it."""
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    clean = fallback.topk_route(logits, 2, score=score)
+    logits[1, 3] = value
+    scores, experts = fallback.topk_route(logits, 2, score=score)
+    assert scores[1].isnan().all() and experts[1].tolist() == [0, 1]
+    others = [0, 2, 3, 4]
+    assert torch.equal(scores[others], clean[0][others]) and torch.equal(experts[others], clean[1][others])
+    leaf = logits.clone().requires_grad_()
+    routed, _ = ops.route_top_k(leaf, None, 2, score, True, 1.0)
+    balance, z, _ = ops.routing_losses(leaf, experts, score, 1.0, 1.0)
+    assert balance.isnan() and z.isnan()
+    for total in (routed.sum(), balance + z):
+        (d_logits,) = torch.autograd.grad(total, leaf)
+        assert (d_logits[1] == 0).all() and d_logits.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("score", SCORES)
+def test_pairs_of_a_token_with_a_logit_that_is_no_number(score: str, value: float) -> None:
+    logits = torch.randn(5, 4)
+    logits[1, 2] = value
+    pair_experts, _, token_offsets, _ = fallback.pairs_of(torch.ones(5, 4, dtype=torch.bool), 20)
+    for renormalize in (False, True):
+        leaf = logits.clone().requires_grad_()
+        made = ops.score_pairs(leaf, pair_experts, token_offsets, score, renormalize, 1.0)
+        if score != "sigmoid":
+            assert made[4:8].isnan().all()
+        assert made.detach()[[*range(4), *range(8, 20)]].isfinite().all()
+        (d_logits,) = torch.autograd.grad(made.sum(), leaf)
+        assert d_logits.isfinite().all() and (score == "sigmoid" or (d_logits[1] == 0).all())
+
+
 def test_operators_are_well_formed() -> None:
     scores = scores_of("normal", 12, 4)
     experts = choose_top_k(scores, 2)

@@ -1,0 +1,47 @@
+"""What holds of every kind of scores: kernels and fallback agree, the kernels compile, gradients are those of the scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from simulator import simulate
+from test_topk import check_kernel, fresh_cache  # noqa: F401  a fixture
+
+from blazeproto.router import fallback, losses, ops, pairs, topk
+from blazeproto.router.scores import SCORES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_simulated(score: str) -> None:
+    simulate(Path(__file__).with_name("simulate_score.py"), score)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_kernels_compile(score: str, fresh_cache: None) -> None:  # noqa: F811
+    check_kernel(topk.forward_kernel(64, 4, score, True, 1.0, SCORES[score].elementwise, False, True))
+    check_kernel(topk.backward_kernel(64, 4, score, True, 1.0, False))
+    for kernel in (*losses.forward_kernels(64, score, True, True), losses.backward_kernel(64, score, True, True)):
+        check_kernel(kernel)
+    for backward in (False, True):
+        check_kernel(pairs.score_kernel(64, score, True, 1.0, backward=backward))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients_of_operators(score: str, renormalize: bool) -> None:
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    options = (score, renormalize, 1.5)
+    experts = fallback.choose_top_k(logits.detach(), 3)
+    pair_experts, _, token_offsets, _ = fallback.pairs_of(torch.rand(5, 6) < 0.5, 30)
+    torch.autograd.gradcheck(lambda v: ops.route_top_k(v, None, 3, *options)[0], logits)
+    torch.autograd.gradcheck(lambda v: ops.score_pairs(v, pair_experts, token_offsets, *options), logits)
+    torch.autograd.gradcheck(lambda v: ops.routing_losses(v, experts, score, 0.5, 0.1)[:2], logits)
+
+
+def test_an_unknown_score_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"score: expected one of .*, got 'sigmod'; did you mean 'sigmoid'\?"):
+        topk.topk_route(torch.zeros(2, 4), 2, score="sigmod")
