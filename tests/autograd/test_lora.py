@@ -434,7 +434,7 @@ def test_compiles_without_a_break(adapted, which):
 
 
 def test_operations_are_counted(adapted):
-    """Of a row: two for a frozen weight, three of a factor's for each of its products: rows, their gradient, its own."""
+    """For a row: two for a frozen weight, three of a factor's for each of its products: rows, their gradient, its own."""
     layer = adapted(64, 32, 48, 6, 2, rank=8, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
         layer.forward().backward(layer.case.d_out)
