@@ -79,7 +79,7 @@ def grouped_experts(
         places = places.masked_fill(places >= ends[-1], -1)
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         parameters = operator_tensors(x, up, *weights, scores)
-        hidden = unobserved((*parameters, counts)) and not on_another_gpu(x)
-        run = node.experts.entry(parameters, unobserved=hidden)
+        direct = unobserved((*parameters, counts)) and not on_another_gpu(x)
+        run = node.experts.entry(parameters, unobserved=direct)
         tail = (places, F.pad(ends, (1, 0)), places, 1, None, None, WHOLE, encoded(options, parameters))
         return run(*parameters, *tail)[0]

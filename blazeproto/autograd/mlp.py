@@ -114,7 +114,7 @@ def moe_mlp(
     with without_autocast(device_type):
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
-        hidden = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
+        direct = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
         chunk_tokens, top_k = WHOLE, 0 if dispatch is None else dispatch.top_k or 0
         if dispatch is None:
             assert topk_experts is not None
@@ -123,7 +123,7 @@ def moe_mlp(
                 widths = (d_model, down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
                 ranks = (rank_of(up_factors), rank_of(down_factors))
                 chunk_tokens = chunk_tokens_for(options.workspace_bytes, num_tokens, top_k, *widths, *ranks)
-            build = node.dispatch.entry((), unobserved=hidden)
+            build = node.dispatch.entry((), unobserved=direct)
             index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
         else:
             pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
@@ -131,7 +131,7 @@ def moe_mlp(
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, encoded(options, parameters))
-        return node.experts.entry(parameters, unobserved=hidden)(*parameters, *tail)[0]
+        return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 
 def operator_tensors(
