@@ -32,6 +32,11 @@ def padded(factors: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
     return a.contiguous(), b.contiguous()
 
 
+def tensors_of(*factors: LowRank | None) -> list[Tensor]:
+    """a and b of each pair that is one, whatever else came."""
+    return [t for pair in factors if isinstance(pair, LowRank) for t in pair]
+
+
 def rank_of(factors: LowRank | None) -> int:
     """0 where there are none."""
     return 0 if factors is None else factors.a.shape[1]

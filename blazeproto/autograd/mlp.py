@@ -36,10 +36,10 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.low_rank import LowRank, padded, rank_of
+from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
-from blazeproto.autograd.private import unobserved
+from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import integer
 
@@ -105,7 +105,9 @@ def moe_mlp(
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
-    check_experts("moe_mlp", x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, up_bias, down_bias, scores, *factors))
+    check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     device_type, wide = x.device.type, x.dtype == torch.float64

@@ -451,6 +451,7 @@ def pair(*shapes, dtype=torch.float32):
 
 BAD = {
     "a tuple": ({"up_factors": (1, 2)}, TypeError, r"up_factors: expected a LowRank or None, got tuple"),
+    "a number": ({"up_factors": 3}, TypeError, r"up_factors: expected a LowRank or None, got int"),
     "no tensor": (
         {"down_factors": LowRank([1.0], [1.0])},
         TypeError,
