@@ -1,28 +1,13 @@
-"""The options are declared once: every function that takes them shows each, refuses the others, and changes what is asked for."""
+"""One frozen object carries the options: to operators, to a layer, and with keywords that change a part of it."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 
 import pytest
 
-from blazeproto.autograd import Options, SavePolicy, grouped_experts, moe_mlp
+from blazeproto.autograd import Options, SavePolicy
 from blazeproto.layer import MoE
-
-FIELDS = {field.name: field for field in fields(Options)}
-
-
-@pytest.mark.parametrize("function", [moe_mlp, MoE, grouped_experts])
-def test_each_is_in_the_signature_and_the_docstring(function):
-    shown = {*FIELDS} - ({"row_capacity", "workspace_bytes"} if function is grouped_experts else set())
-    parameters = inspect.signature(function).parameters
-    assert {*FIELDS} & parameters.keys() == shown
-    for name in shown:
-        assert parameters[name].default == FIELDS[name].default
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert f"{name}: " in function.__doc__, name
-    assert "keywords: " not in function.__doc__ and "keywords" not in parameters
 
 
 def test_they_cannot_be_changed():
