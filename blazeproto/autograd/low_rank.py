@@ -7,6 +7,9 @@ from torch import Tensor
 
 from blazeproto.autograd.policy import padded_rank
 
+LowRows = tuple[Tensor, Tensor]
+"""What factors add to a product: rows (R, r) in expert order, and the factor (E, m, r) or (E, r, m) that they meet."""
+
 
 class LowRank(NamedTuple):
     """What is added to a weight (E, out, in) of E experts: b a, of rank r. Hu et al., LoRA, arXiv 2106.09685, section 4.1.

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto import activations
-from blazeproto.autograd.backends import LowRows
+from blazeproto.autograd.low_rank import LowRows
 from blazeproto.dispatch.structures import Dispatch
 
 READS_ACT = True
