@@ -13,13 +13,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from blazeproto.autograd.low_rank import LowRows
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import optional
 
 HOPPER_CAPABILITY = (9, 0)
-LowRows = tuple[Tensor, Tensor]
-"""What low-rank factors add to a product: rows (R, r) in expert order, and the factor (E, m, r) or (E, r, m) that they meet."""
 
 
 class Backend(Protocol):
@@ -133,17 +132,19 @@ def backend_on(name: str, device: torch.device, dtype: torch.dtype, num_experts:
     missing = "" if name == "torch" else missing_for_hopper(device, dtype, num_experts, *widths)
     if missing and name == "hopper":
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
-    return _module("hopper_backend" if missing is None else "torch_backend")
+    return _backend(hopper=missing is None)
 
 
 def dispatch_backend(name: str, device: torch.device) -> Backend:
     """The backend that builds the dispatch of tensors on ``device``, whatever the products' dtype and widths."""
-    return _module("hopper_backend" if has_dispatch_kernels(name, device) else "torch_backend")
+    return _backend(hopper=has_dispatch_kernels(name, device))
 
 
 @cache
-def _module(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(f"blazeproto.autograd.{name}"))
+def _backend(*, hopper: bool) -> Backend:
+    if hopper:
+        return cast(Backend, importlib.import_module("blazeproto.autograd.hopper_backend"))
+    return cast(Backend, importlib.import_module("blazeproto.autograd.torch_backend"))
 
 
 def has_dispatch_kernels(backend: str, device: torch.device) -> bool:

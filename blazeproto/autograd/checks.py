@@ -10,7 +10,6 @@ from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.private import refuse_transforms
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
 
@@ -19,7 +18,6 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_experts(
-    function: str,
     x: Tensor,
     up: tuple[Tensor, ...],
     down_proj: Tensor,
@@ -34,10 +32,8 @@ def check_experts(
 ) -> None:
     """Raise ValueError or TypeError naming the first of these that does not fit. See ``moe_mlp`` for what fits.
 
-    function: whose arguments they are.  up: gate_up_proj, or gate and up.  rows: what x has, in a shape.
+    up: gate_up_proj, or gate and up.  rows: what x has, in a shape.
     """
-    factors = (*(up_factors or ()), *(down_factors or ()))
-    refuse_transforms(function, (x, *up, down_proj, up_bias, down_bias, *factors))
     _check_tensor("x", x, FLOAT_DTYPES)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape ({rows}, d), got {tuple(x.shape)}")
@@ -47,8 +43,11 @@ def check_experts(
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
         )
-    d_expert = down_proj.shape[2]
-    halves = activation_named(options.activation).halves
+    d_expert, activation = down_proj.shape[2], activation_named(options.activation)
+    halves = activation.halves
+    if len(up) > 1 and (len(up) > 2 or not activation.gated or activation.alternating):
+        expected = "one weight, or a pair with a gated activation whose halves lie apart"
+        raise ValueError(f"gate_up_proj: expected {expected}, got {len(up)} with {options.activation!r}")
     up_shape = (num_experts, d_expert * halves // len(up), d_model)
     words = "(E, 2n, d), ungated (E, n, d)" if len(up) == 1 else "(E, n, d)"
     weights: list[tuple[str, Any, tuple[int, ...], str]] = [

@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 
 def _of_all_rows(num_rows: int, *weights: Shape | None) -> int:
-    """Of every row with its expert's matrix; a gradient of the matrix takes as much. weights: (E, rows, columns)."""
+    """Every row with its expert's matrix; a gradient of the matrix takes as much. weights: (E, rows, columns)."""
     return sum(2 * num_rows * prod(weight[1:]) for weight in weights if weight is not None)
 
 

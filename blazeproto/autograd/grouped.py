@@ -15,11 +15,11 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_counts, check_experts
 from blazeproto.autograd.chunks import WHOLE
-from blazeproto.autograd.low_rank import LowRank
+from blazeproto.autograd.low_rank import LowRank, tensors_of
 from blazeproto.autograd.mlp import encoded, operator_tensors
 from blazeproto.autograd.operators import on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
-from blazeproto.autograd.private import unobserved
+from blazeproto.autograd.private import refuse_transforms, unobserved
 
 
 @takes_options("row_capacity", "workspace_bytes")
@@ -69,9 +69,11 @@ def grouped_experts(
             raise ValueError(f"{name}: expected None for rows that have arrived, got {getattr(options, name)}")
     up = gate_up_proj if isinstance(gate_up_proj, tuple) else (gate_up_proj,)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("grouped_experts", (x, *up, down_proj, up_bias, down_bias, *factors))
     device, num_experts = getattr(x, "device", None), len(down_proj) if getattr(down_proj, "ndim", 0) else 0
     with without_autocast("cpu" if device is None else device.type):
-        check_experts("grouped_experts", x, up, *weights, num_experts=num_experts, options=options, rows="R")
+        check_experts(x, up, *weights, num_experts=num_experts, options=options, rows="R")
         check_counts(x, counts, num_experts)
         # A dispatcher with a fixed capacity drops rows that don't fit, and still counts them.
         ends = counts.cumsum(0, dtype=torch.int32).clamp_max(x.shape[0])
@@ -79,7 +81,7 @@ def grouped_experts(
         places = places.masked_fill(places >= ends[-1], -1)
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))
         parameters = operator_tensors(x, up, *weights, scores)
-        hidden = unobserved((*parameters, counts)) and not on_another_gpu(x)
-        run = node.experts.entry(parameters, unobserved=hidden)
+        direct = unobserved((*parameters, counts)) and not on_another_gpu(x)
+        run = node.experts.entry(parameters, unobserved=direct)
         tail = (places, F.pad(ends, (1, 0)), places, 1, None, None, WHOLE, encoded(options, parameters))
         return run(*parameters, *tail)[0]

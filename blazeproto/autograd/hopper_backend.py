@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd.backends import LowRows
+from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from blazeproto.autograd.policy import padded_rank
 
+LowRows = tuple[Tensor, Tensor]
+"""What factors add to a product: rows (R, r) in expert order, and the factor (E, m, r) or (E, r, m) that they meet."""
+
 
 class LowRank(NamedTuple):
     """What is added to a weight (E, out, in) of E experts: b a, of rank r. Hu et al., LoRA, arXiv 2106.09685, section 4.1.
@@ -30,6 +33,11 @@ def padded(factors: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
     if missing := padded_rank(a.shape[1]) - a.shape[1]:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return a.contiguous(), b.contiguous()
+
+
+def tensors_of(*factors: LowRank | None) -> list[Tensor]:
+    """a and b of each pair that is one, whatever else came."""
+    return [t for pair in factors if isinstance(pair, LowRank) for t in pair]
 
 
 def rank_of(factors: LowRank | None) -> int:

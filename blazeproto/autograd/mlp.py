@@ -36,10 +36,10 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.low_rank import LowRank, padded, rank_of
+from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
-from blazeproto.autograd.private import unobserved
+from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import integer
 
@@ -105,7 +105,9 @@ def moe_mlp(
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
-    check_experts("moe_mlp", x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, up_bias, down_bias, scores, *factors))
+    check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     device_type, wide = x.device.type, x.dtype == torch.float64
@@ -114,7 +116,7 @@ def moe_mlp(
     with without_autocast(device_type):
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
-        hidden = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
+        direct = unobserved((*parameters, topk_experts, pair_tokens, token_offsets)) and not on_another_gpu(x)
         chunk_tokens, top_k = WHOLE, 0 if dispatch is None else dispatch.top_k or 0
         if dispatch is None:
             assert topk_experts is not None
@@ -123,7 +125,7 @@ def moe_mlp(
                 widths = (d_model, down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
                 ranks = (rank_of(up_factors), rank_of(down_factors))
                 chunk_tokens = chunk_tokens_for(options.workspace_bytes, num_tokens, top_k, *widths, *ranks)
-            build = node.dispatch.entry((), unobserved=hidden)
+            build = node.dispatch.entry((), unobserved=direct)
             index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
         else:
             pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
@@ -131,7 +133,7 @@ def moe_mlp(
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, encoded(options, parameters))
-        return node.experts.entry(parameters, unobserved=hidden)(*parameters, *tail)[0]
+        return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 
 def operator_tensors(

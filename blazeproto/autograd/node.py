@@ -173,10 +173,10 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if d_out is None:
         return (None,) * 19
     tensors, (top_k, chunk_tokens, encoded) = ctx.saved_tensors, ctx.rest
-    hidden = not torch.is_grad_enabled() and unobserved((d_out, *tensors))  # enabled: create_graph=True
-    # dH may lie over H where only this node can have seen H, and nobody will ask for it again.
-    overwrite_h = hidden and getattr(ctx, "alone", False) and not graph_is_kept()
-    run = partial(backward.kernel, overwrite_h=overwrite_h) if hidden else backward.gradients
+    direct = not torch.is_grad_enabled() and unobserved((d_out, *tensors))  # enabled: create_graph=True
+    # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
+    overwrite_h = direct and getattr(ctx, "alone", False) and not graph_is_kept()
+    run = partial(backward.kernel, overwrite_h=overwrite_h) if direct else backward.gradients
     p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[16:])
     tail = (*tensors[11:14], top_k, *tensors[14:16], chunk_tokens, encoded)
     del tensors

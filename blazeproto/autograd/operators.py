@@ -40,7 +40,7 @@ class Operator:
         return self.differentiated if self.differentiated and wants_gradients else self.kernel
 
     def gradients(self, needs: Sequence[bool], *arguments: Any) -> Gradients:
-        """Of an operator ``(bool[] needs, ...) -> Tensor[]``, which leaves out what isn't needed: None in its place."""
+        """What an operator ``(bool[] needs, ...) -> Tensor[]`` returns; it leaves out what isn't needed: None in its place."""
         made = iter(self.overload(needs, *arguments))
         return [next(made) if need else None for need in needs]
 

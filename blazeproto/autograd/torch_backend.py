@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blazeproto.autograd.backends import LowRows
+from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight

@@ -11,8 +11,8 @@ its active adapters' factors inwards instead, and the experts module computes `m
 
     ParamWrapper(down_proj) ── B A of down ──> ParamWrapper(gate_up_proj) ── and of gate_up ──> experts
 
-Adapters are peft's in every other respect: their names and shapes, saving, loading, merging. What has another road stays with
-peft (`explain` tells); what neither computes right is refused by name (`REFUSED`).
+Adapters are peft's in every other respect: their names and shapes, saving, loading, merging. What takes another code path
+stays with peft (`explain` tells); what neither computes right is refused by name (`REFUSED`).
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ REFUSED: dict[str, Callable[[Any, str], bool]] = {
 a second adapter's bias it leaves out without a word."""
 
 
-# --- Which road ----------------------------------------------------------------------------------------------------------
+# --- Which code path -----------------------------------------------------------------------------------------------------
 
 
 def _why_peft(wrapper: Any) -> str | None:
@@ -57,7 +57,7 @@ def _why_peft(wrapper: Any) -> str | None:
 
 
 def explain(model: nn.Module) -> dict[str, str]:
-    """Which road each wrapped module of a model takes, by its name: "factors", or "peft: ..." with the reason.
+    """Which code path each wrapped module of a model takes, by its name: "factors", or "peft: ..." with the reason.
 
     peft, ``tuners/lora/layer.py``, has the wrapper.
 
@@ -65,7 +65,7 @@ def explain(model: nn.Module) -> dict[str, str]:
         model: a model with peft's adapters, or a wrapped module of it.
 
     Returns:
-        The roads, in the order of ``model.named_modules()``; {} where no parameter is targeted.
+        The code paths, in the order of ``model.named_modules()``; {} where no parameter is targeted.
 
     Raises:
         ImportError: peft is missing, or not of a version from 0.20 to 0.21.
@@ -81,8 +81,8 @@ def explain(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, ParamWrapper) and not name.endswith("base_layer")
     }
-    roads = {name: _why_peft(wrapper) for name, wrapper in outermost.items()}
-    return {name: "factors" if why is None else f"peft: {why}" for name, why in roads.items()}
+    reasons = {name: _why_peft(wrapper) for name, wrapper in outermost.items()}
+    return {name: "factors" if why is None else f"peft: {why}" for name, why in reasons.items()}
 
 
 # --- Factors -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ MOST_FRAMES = 7
 
 
 def frames_here() -> list[FrameType]:
-    """Of this package, outermost first."""
+    """Those of this package, outermost first."""
     frame, mine = sys._getframe(1), []
     while frame is not None:
         if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):

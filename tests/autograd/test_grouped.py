@@ -79,6 +79,16 @@ def test_gate_and_up_apart_are_the_joined_weight(bias):
         assert all(torch.equal(a, b) for a, b in zip(got, rest, strict=True))
 
 
+@pytest.mark.parametrize("activation", ["relu", "alternating(clamped_swiglu)"])
+def test_a_pair_needs_a_gate_and_halves_that_lie_apart(activation):
+    given = arguments(inputs("swiglu", bias=False, factors=False, transposed=False, device="cpu", dtype=torch.float64))
+    halves = tuple(given.pop("gate_up_proj").detach().chunk(2, dim=1))
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair with a gated .*, got 2 with"):
+        grouped_experts(**given, gate_up_proj=halves, counts=torch.tensor(COUNTS), activation=activation)
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair with a gated .*, got 3 with"):
+        grouped_experts(**given, gate_up_proj=(*halves, halves[0]), counts=torch.tensor(COUNTS))
+
+
 def test_options_in_one_object():
     given = arguments(inputs("relu", bias=False, factors=False, transposed=False, device="cpu", dtype=torch.float64))
     counts, options = torch.tensor(COUNTS), Options(activation="relu", save="recompute")

@@ -153,7 +153,7 @@ def test_y_and_dx_rows_in_slices_of_columns(make_case, monkeypatch, watch, works
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("widths", [(16, 16), (24, 16), (16, 24), (264, 264)])
 def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, watch, save, workspace_bytes, widths):
-    """And where nobody keeps act."""
+    """And where act is not saved."""
     case, over = make_case(40, *widths), []
 
     def look(a, *args, out, transposed=False, **kwargs):
@@ -184,7 +184,9 @@ def test_a_chunks_act_is_gone_before_the_next_ones(make_case, watch, save):
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 @pytest.mark.parametrize("watched", [None, "kept graph", "hooks", "profiler", "names missing"])
-def test_h_is_written_over_only_where_nobody_can_tell(make_case, monkeypatch, watch, save, workspace_bytes, watched):
+def test_h_is_written_over_only_where_it_cannot_be_noticed(
+    make_case, monkeypatch, watch, save, workspace_bytes, watched
+):
     case, over = make_case(40), []
     watch(down_backward, "launch", lambda d_out, w, h, *args, dh, **kwargs: over.append(dh.data_ptr() == h.data_ptr()))
     if watched == "names missing":  # those of torch's private ones that would tell

@@ -434,7 +434,7 @@ def test_compiles_without_a_break(adapted, which):
 
 
 def test_operations_are_counted(adapted):
-    """Of a row: two for a frozen weight, three of a factor's for each of its products: rows, their gradient, its own."""
+    """For a row: two for a frozen weight, three of a factor's for each of its products: rows, their gradient, its own."""
     layer = adapted(64, 32, 48, 6, 2, rank=8, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
         layer.forward().backward(layer.case.d_out)
@@ -451,6 +451,7 @@ def pair(*shapes, dtype=torch.float32):
 
 BAD = {
     "a tuple": ({"up_factors": (1, 2)}, TypeError, r"up_factors: expected a LowRank or None, got tuple"),
+    "a number": ({"up_factors": 3}, TypeError, r"up_factors: expected a LowRank or None, got int"),
     "no tensor": (
         {"down_factors": LowRank([1.0], [1.0])},
         TypeError,

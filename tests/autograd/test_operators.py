@@ -160,8 +160,8 @@ class Names(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_who_listens_hears_the_operators(make_case):
-    """Though they are called past the dispatcher where nobody does."""
+def test_modes_and_profilers_are_told_of_the_operators(make_case):
+    """Though they are called past the dispatcher where they are unobserved."""
     case = make_case()
     expected = {f"blazeproto::{name}" for name in ("dispatch", "moe_experts")}
     expected_backward = {"blazeproto::moe_backward"}

@@ -139,7 +139,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_launch_is_at_most_seven_frames_deep(launches, name):
-    """Of this package, from MoE.forward and from the node's backward to the driver's launch, eager; test_frames.py, on a GPU."""
+    """Frames of this package, from MoE.forward and from the node's backward to the driver; on a GPU: test_frames.py."""
     launches.prepared = None
     layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
     layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()

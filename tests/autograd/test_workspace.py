@@ -37,7 +37,7 @@ def test_chunks_are_deterministic_and_no_less_accurate(make_case, dtype):
 @pytest.mark.parametrize("multiplies", [False, True])
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_gradients_of_float32_weights_are_unrounded_sums(make_case, monkeypatch, workspace_bytes, multiplies):
-    """Of products of bf16 numbers, whether a CPU has those or not. Summed over chunks too."""
+    """Sums of products of bf16 numbers, whether a CPU has those or not. Summed over chunks too."""
     if not multiplies:
         monkeypatch.setattr(torch_formulas, "_multiplies", lambda device, dtype: dtype == torch.float32)
     case = make_case(256, 32, 48, 6, 3, dtype=torch.bfloat16)
