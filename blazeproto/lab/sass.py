@@ -27,7 +27,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.tables import TEXT_WIDTH
 
 if TYPE_CHECKING:
-    from rich.console import InlinedCode as RichGroup
+    from rich.console import Group
     from rich.text import Text
 
 _Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
@@ -130,9 +130,9 @@ class MachineCode:
     def __repr__(self) -> str:
         return f"MachineCode({self._title()})"
 
-    def __rich__(self) -> RichGroup:
+    def __rich__(self) -> Group:
         from rich.columns import Columns
-        from rich.console import InlinedCode as RichGroup
+        from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -142,7 +142,7 @@ class MachineCode:
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for group in self.groups:
             table.add_row(Text("\n").join(self._source(group)), Text("\n").join(self._listing(group)))
-        return RichGroup(Text(self._title(), style="bold"), legend, table)
+        return Group(Text(self._title(), style="bold"), legend, table)
 
     def _source(self, group: InlinedCode) -> Iterator[Text]:
         from rich.text import Text
