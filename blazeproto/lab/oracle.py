@@ -116,7 +116,8 @@ def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None
 
 
 def _moved(made: Dispatch, device: torch.device) -> Dispatch:
-    return replace(made, **{name: value.to(device) for name, value in vars(made).items() if isinstance(value, Tensor)})
+    lists: dict[str, Any] = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, Tensor)}
+    return replace(made, **lists)
 
 
 # --- The formulas --------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Formulas:
         return _add_in_one_order(zeros, self.case.row_expert, values.to(self.dtype))
 
     def combine(self, values: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Of rows as plain torch would have stored them, which the fused product does not."""
+        """Takes rows as plain torch would have stored them, which the fused product does not."""
         values = self.stored(values).to(self.dtype)
         weighted = values if scores is None else self.of_rows(scores) * values
         zeros = values.new_zeros(len(self.case.x), values.shape[1])

@@ -104,7 +104,7 @@ class InlinedCode:
 
 @dataclass(frozen=True, repr=False)
 class MachineCode:
-    """Of a kernel, in the order of the code. Rich and Jupyter show it in colours. total: instructions there are, shown or not."""
+    """The machine code of a kernel. Rich and Jupyter show it in colours.  total: instructions there are, shown or not."""
 
     entry: str
     groups: tuple[InlinedCode, ...]
@@ -112,7 +112,7 @@ class MachineCode:
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Of all groups."""
+        """The instructions of all groups."""
         return [instruction for group in self.groups for instruction in group.instructions]
 
     @property

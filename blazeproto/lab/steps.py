@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
 class Step:
     """One kernel, or a few that belong together. phase: "forward" or "backward".
 
-    operations: a multiplication and an addition being two; None where nobody counts them.
+    operations: a multiplication and an addition being two; None where they are not counted.
     keeps: what stays for backward after this step.  ms: measured alone; None where it wasn't.
     """
 
@@ -108,7 +108,7 @@ class LayerCall:
     def shown(self, name: str) -> str:
         """How a table calls an array."""
         up = "gate_up_proj" if self.sizes.halves == 2 else "up_proj"
-        return SHOWN.get(name) or {"up_proj": up, "d_up": f"d {up}", "d_down": "d down_proj"}.get(name, name)
+        return PAPERS_NAMES.get(name) or {"up_proj": up, "d_up": f"d {up}", "d_down": "d down_proj"}.get(name, name)
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
@@ -118,7 +118,7 @@ def steps_of(layer: LayerCall) -> list[Step]:
 
 # --- The products ----------------------------------------------------------------------------------------------------------
 
-SHOWN = {  # arrays, where the papers have other names
+PAPERS_NAMES = {  # arrays, where the papers have other names
     "h": "H",
     "dh": "dH",
     "y": "Y",
@@ -149,7 +149,9 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         and any(True for _ in call.entry.in_layer(s.sizes, up, up))
     ]
     times = Counter(call.product for call in calls)
-    names = (f"{c.product} of {SHOWN[next(iter(c.inputs))]}" if times[c.product] > 1 else c.product for c in calls)
+    names = (
+        f"{c.product} of {PAPERS_NAMES[next(iter(c.inputs))]}" if times[c.product] > 1 else c.product for c in calls
+    )
     return dict(zip(names, calls, strict=True))
 
 
@@ -161,7 +163,7 @@ def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traff
 
     def array(name: str, operand: Array, made: bool = False) -> Traffic:
         if operand.index == "pair":
-            return Traffic(SHOWN[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
+            return Traffic(PAPERS_NAMES[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
         of_weights = operand.index == "expert" and (made or name.endswith("_bias"))
         itemsize = s.weight_itemsize if of_weights else 4 if operand.dtype == "float32" else s.itemsize
         return Traffic(s.shown(name), tuple(letters[x] for x in operand.shape_in(call.options).split()), itemsize)
