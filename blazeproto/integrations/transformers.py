@@ -81,7 +81,7 @@ def _limited_of_act_fn(experts: nn.Module) -> str | None:
 
 
 def _softcapped(experts: nn.Module) -> str | None:
-    """Of Inkling's, whose act_fn is a module of its own file that takes gate and up."""
+    """Inkling's gate, whose act_fn is a module of its own file that takes gate and up."""
     if _class_name(type(experts.act_fn)) != "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU":
         return None
     caps = {"gate_cap": "act_fn.gate_softcap.softcap", "up_cap": "act_fn.up_softcap.softcap"}

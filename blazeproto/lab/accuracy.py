@@ -46,9 +46,9 @@ class Pool:
             return
         if out.dtype == torch.float32:
             self.fp32.add(name)
-        self._pour(name, _errors(out, yardstick, exact), out.numel())
+        self._take(name, _errors(out, yardstick, exact), out.numel())
 
-    def _pour(self, name: str, total: Tensor, elements: int) -> None:
+    def _take(self, name: str, total: Tensor, elements: int) -> None:
         before = self.totals.get(name)
         if before is not None:
             total = torch.cat([before[:2] + total[:2], torch.maximum(before[2:], total[2:])])
@@ -59,7 +59,7 @@ class Pool:
         """Take in what another pool holds."""
         self.fp32 |= other.fp32
         for name, total in other.totals.items():
-            self._pour(name, total, other.elements[name])
+            self._take(name, total, other.elements[name])
 
     def add_all(self, out: Mapping[str, Tensor], yardstick: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
         """By name; row outputs of ``out`` may have more rows than are in use."""

@@ -37,7 +37,7 @@ class Reference(NamedTuple):
 
 
 def reference(product: str, case: Case, given: Mapping[str, Tensor]) -> dict[str, Reference]:
-    """Of each output of a product, which takes its inputs from the case and from ``given``; rows in use only."""
+    """What each output of a product should be, and how near; rows in use only. Inputs are the case's and those ``given``."""
     call, m = CALLS[product], Bounds(case)
     used = {name: case.in_use(name, value) for name, value in given.items()}
     formula = call.entry.spec.formula
@@ -137,7 +137,7 @@ class Bounds:
         return Near(cast(Tensor, activate(exact, activation)), _activation_error(exact, error, activation))
 
     def activate_backward(self, h: Tensor | Near, d_act: Near, activation: str) -> Near:
-        """Of an exact h."""
+        """From an exact h."""
         exact, _ = _near(h)
         made, slopes = (
             cast(Tensor, activate_backward(exact, d, activation)) for d in (d_act.exact, torch.ones_like(d_act.exact))
@@ -175,12 +175,12 @@ def _steepness(activation: str) -> float:
 
 
 def _value_error(h: Tensor, activation: str) -> Tensor:
-    """Of act, by how the kernels compute it from an exact h (rows, G n)."""
+    """The error of act, by how the kernels compute it from an exact h (rows, G n)."""
     return FUNCTION * gate_and_up(h, activation)[0].abs() * _factor(h, activation)
 
 
 def _slope_errors(h: Tensor, activation: str) -> Tensor:
-    """Of the derivatives of act by h, likewise: (rows, G n)."""
+    """The errors of act's derivatives by h, likewise: (rows, G n)."""
     gate = gate_and_up(h, activation)[0].abs()
     by_gate = FUNCTION * (1 + 4 * _steepness(activation) * gate) * _factor(h, activation)
     return _for_halves(by_gate, FUNCTION * gate, activation)
@@ -192,7 +192,7 @@ def _for_halves(of_gate: Tensor, of_up: Tensor, activation: str) -> Tensor:
 
 
 def _activation_error(h: Tensor, error: Tensor, activation: str) -> Tensor:
-    """Of act, where h is wrong by at most ``error``. An activation is monotonic between two points so near, or curved."""
+    """The error of act, where h is wrong by ``error`` at most: between points so near an activation is monotonic, or curved."""
     act, (gate, up) = activate(h, activation), gate_and_up(error, activation)
     worst = torch.zeros_like(act)
     for of_gate, of_up in every((-1.0, 1.0), repeat=2):

@@ -59,7 +59,7 @@ class CountersRefused(PermissionError):
 
 @dataclass(frozen=True, repr=False)
 class Counters:
-    """Of one launch. Shares are between 0 and 1; NaN for what this GPU or this ncu does not count.
+    """What ncu counts of one launch. Shares are between 0 and 1; NaN for what this GPU or this ncu does not count.
 
     tensor_pipe: of the cycles, those in which the tensor cores multiply.  l2_hit_rate: of L2's sectors.  l2_bytes: through L2.
     dram_read, dram_written: bytes.  dram_busy: of DRAM's peak.  stalls: the five reasons that warps waited for most, in cycles a

@@ -61,7 +61,7 @@ class EditedSources:
         return cls(path)
 
     def snapshot(self) -> Path:
-        """A folder with the files as they are now, which nobody changes: the same one for the same contents."""
+        """A folder with the files as they are now, which nothing changes: the same one for the same contents."""
         files = _files_in(self.folder)
         digest = hashlib.sha256()
         for name, data in files.items():

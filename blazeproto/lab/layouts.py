@@ -47,7 +47,7 @@ class StageLayout(Picture):
 
     @property
     def rows(self) -> int:
-        """Of a panel."""
+        """The rows of a panel."""
         return self.k if self.mn_major else self.length
 
     @property

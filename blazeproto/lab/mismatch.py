@@ -40,7 +40,7 @@ class Places:
 
 
 def places_of(output: Output, case: Case) -> Places:
-    """Of an output of a product (`lab.calls`), with the rows in use only."""
+    """The places of an output of a product (`lab.calls`), with the rows in use only."""
     device, (height, width) = case.x.device, output.tile
     columns = 1 if output.index == "pair" else output.shape[-1]
     of_half = max(1, columns // output.halves)
@@ -76,7 +76,7 @@ class Found(NamedTuple):
 
 
 class Comparison:
-    """Of the outputs of runs with what they should be.
+    """The outputs of runs beside what they should be.
 
     fixed_order: whether every run must give the same bits.
     """

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.activations import activate, activate_backward, activation_named
-from blazeproto.dispatch import Dispatch
+from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import Sizes, TileConfig
 from blazeproto.lab.calls import ROW_OUTPUTS, Case, calls_of
 
@@ -99,48 +100,24 @@ def route(sizes: Sizes, routing: str, sentinels: float, generator: torch.Generat
     return torch.where(elsewhere, torch.where(below, -1, sizes.E), experts)
 
 
-def _lists(pair_experts: Tensor, num_experts: int, row_capacity: int | None) -> dict[str, Any]:
-    """The index lists of a dispatch of flat ids (P,), by a stable sort, and the number of experts."""
-    here = (pair_experts >= 0) & (pair_experts < num_experts)
-    order = torch.where(here, pair_experts, num_experts).sort(stable=True).indices
-    count = torch.bincount(pair_experts[here], minlength=num_experts)
-    offsets = torch.cat([count.new_zeros(1), count.cumsum(0)])
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    capacity = len(order) if row_capacity is None else min(row_capacity, len(order))
-    in_use = torch.arange(capacity, device=order.device) < offsets[-1]
-    return {
-        "expert_pair_indices": torch.where(in_use, order[:capacity], -1).int(),
-        "expert_token_offsets": offsets.clamp(max=capacity).int(),
-        "token_index_map": torch.where(here & (row < capacity), row, -1).int(),
-        "token_expert_indices": pair_experts.int(),
-        "overflow": None if row_capacity is None else (offsets[-1:] - capacity).clamp(min=0).int(),
-        "num_experts": num_experts,
-    }
-
-
 def dispatch_fixed(experts: Tensor, num_experts: int, row_capacity: int | None = None) -> Dispatch:
-    """Of (T, K) ids, without the kernels."""
-    num_tokens, top_k = experts.shape
-    return Dispatch(**_lists(experts.flatten(), num_experts, row_capacity), top_k=top_k, num_tokens=num_tokens)
+    """The dispatch of (T, K) ids, without the kernels."""
+    return _moved(build_dispatch(experts.int().cpu(), num_experts, row_capacity=row_capacity), experts.device)
 
 
 def dispatch_varying(experts: Tensor, num_experts: int, row_capacity: int | None = None) -> Dispatch:
     """Each token keeps the ids inside [0, E); the capacity stays T·K pairs, those left over carry expert -1."""
     here = (experts >= 0) & (experts < num_experts)
-    pair_experts = experts.new_full((experts.numel(),), -1)
-    pair_tokens = torch.zeros_like(pair_experts)
-    used = int(here.sum())
-    pair_experts[:used] = experts[here]
-    pair_tokens[:used] = here.nonzero()[:, 0]
-    counts = here.sum(dim=1)
-    token_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Dispatch(
-        **_lists(pair_experts, num_experts, row_capacity),
-        top_k=None,
-        num_tokens=len(experts),
-        token_offsets=token_offsets.int(),
-        pair_tokens=pair_tokens.int(),
-    )
+    spare = experts.numel() - int(here.sum())
+    pair_experts, pair_tokens = F.pad(experts[here], (0, spare), value=-1), F.pad(here.nonzero()[:, 0], (0, spare))
+    token_offsets = F.pad(here.sum(dim=1).cumsum(0), (1, 0))
+    lists = (pair_experts.int().cpu(), pair_tokens.int().cpu(), token_offsets.int().cpu())
+    return _moved(build_dispatch_varying(*lists, num_experts, row_capacity=row_capacity), experts.device)
+
+
+def _moved(made: Dispatch, device: torch.device) -> Dispatch:
+    lists: dict[str, Any] = {name: value.to(device) for name, value in vars(made).items() if isinstance(value, Tensor)}
+    return replace(made, **lists)
 
 
 # --- The formulas --------------------------------------------------------------------------------------------------------
@@ -211,7 +188,7 @@ class Formulas:
         return _add_in_one_order(zeros, self.case.row_expert, values.to(self.dtype))
 
     def combine(self, values: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Of rows as plain torch would have stored them, which the fused product does not."""
+        """Takes rows as plain torch would have stored them, which the fused product does not."""
         values = self.stored(values).to(self.dtype)
         weighted = values if scores is None else self.of_rows(scores) * values
         zeros = values.new_zeros(len(self.case.x), values.shape[1])

@@ -30,7 +30,7 @@ class Resources:
 
 
 def resources(kernel: Kernel, *, sass: bool = True) -> Resources:
-    """Of a kernel, which is compiled if need be. CompileError if the compiler refuses it.
+    """The resources of a kernel, which is compiled if need be. CompileError if the compiler refuses it.
 
     sass: whether to disassemble it, half a second, and count its wgmma.
     """
@@ -41,7 +41,7 @@ def resources(kernel: Kernel, *, sass: bool = True) -> Resources:
 
 
 def threads_of(kernel: Kernel) -> int:
-    """Of a CTA: what the kernel says it is launched with, or the bound that its source declares (``__launch_bounds__``)."""
+    """The threads of a CTA: what the kernel says, or the bound that its source declares (``__launch_bounds__``)."""
     if kernel.threads:
         return kernel.threads
     declared = re.search(rf"\.entry {re.escape(kernel.entry)}\(.*?\.maxntid (\d+), (\d+), (\d+)", kernel.ptx, re.DOTALL)

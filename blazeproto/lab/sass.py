@@ -27,7 +27,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.tables import TEXT_WIDTH
 
 if TYPE_CHECKING:
-    from rich.console import Group as RichGroup
+    from rich.console import Group
     from rich.text import Text
 
 _Frames = tuple[tuple[str, int], ...]  # a line by path and number, then those that it was inlined at
@@ -89,7 +89,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Group:
+class InlinedCode:
     """Instructions that follow each other and came from one line.
 
     line: where they are written; None where the compiler names none.  calls: the lines that this one was inlined at, the nearest
@@ -104,15 +104,15 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class MachineCode:
-    """Of a kernel, in the order of the code. Rich and Jupyter show it in colours. total: instructions there are, shown or not."""
+    """The machine code of a kernel. Rich and Jupyter show it in colours.  total: instructions there are, shown or not."""
 
     entry: str
-    groups: tuple[Group, ...]
+    groups: tuple[InlinedCode, ...]
     total: int
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Of all groups."""
+        """The instructions of all groups."""
         return [instruction for group in self.groups for instruction in group.instructions]
 
     @property
@@ -130,9 +130,9 @@ class MachineCode:
     def __repr__(self) -> str:
         return f"MachineCode({self._title()})"
 
-    def __rich__(self) -> RichGroup:
+    def __rich__(self) -> Group:
         from rich.columns import Columns
-        from rich.console import Group as RichGroup
+        from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -142,9 +142,9 @@ class MachineCode:
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for group in self.groups:
             table.add_row(Text("\n").join(self._source(group)), Text("\n").join(self._listing(group)))
-        return RichGroup(Text(self._title(), style="bold"), legend, table)
+        return Group(Text(self._title(), style="bold"), legend, table)
 
-    def _source(self, group: Group) -> Iterator[Text]:
+    def _source(self, group: InlinedCode) -> Iterator[Text]:
         from rich.text import Text
 
         if group.line is None:
@@ -154,7 +154,7 @@ class MachineCode:
         if group.calls:
             yield Text(_calls(group), style="dim")
 
-    def _listing(self, group: Group) -> Iterator[Text]:
+    def _listing(self, group: InlinedCode) -> Iterator[Text]:
         from rich.text import Text
 
         for instruction in group.instructions:
@@ -190,18 +190,18 @@ def _colour(kind: str) -> str:
     return _KINDS[kind][0]
 
 
-def _calls(group: Group) -> str:
+def _calls(group: InlinedCode) -> str:
     return "  in " + " < ".join(map(str, group.calls))
 
 
-def _html_source(group: Group) -> str:
+def _html_source(group: InlinedCode) -> str:
     if group.line is None:
         return '<span style="opacity:0.6">no source line</span>'
     calls = f'\n<span style="opacity:0.6">{escape(_calls(group))}</span>' if group.calls else ""
     return f"<b>{escape(str(group.line))}</b>  {escape(group.line.text)}{calls}"
 
 
-def _html_listing(group: Group) -> str:
+def _html_listing(group: InlinedCode) -> str:
     lines = []
     for instruction in group.instructions:
         if instruction.label:
@@ -236,7 +236,7 @@ def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
     return code if lines is None else replace(code, groups=_matching(groups, lines, pattern))
 
 
-def _matching(groups: tuple[Group, ...], wanted: str, pattern: re.Pattern[str]) -> tuple[Group, ...]:
+def _matching(groups: tuple[InlinedCode, ...], wanted: str, pattern: re.Pattern[str]) -> tuple[InlinedCode, ...]:
     """Those of a file or a line of that name, or else of the lines that the expression is found in."""
     written = [(group, group.line) for group in groups if group.line]
     found = tuple(group for group, line in written if wanted in (line.file, str(line)))
@@ -252,7 +252,7 @@ def _matching(groups: tuple[Group, ...], wanted: str, pattern: re.Pattern[str]) 
 # --- What nvdisasm prints --------------------------------------------------------------------------------------------------
 
 
-def _parse(disassembly: str, kernel: Kernel) -> Iterator[Group]:
+def _parse(disassembly: str, kernel: Kernel) -> Iterator[InlinedCode]:
     """Groups of what nvdisasm prints with ``--print-line-info-inline``.
 
     Before an instruction of another line stand that line and, one to a row, those that it was inlined at.
@@ -267,7 +267,7 @@ def _parse(disassembly: str, kernel: Kernel) -> Iterator[Group]:
 
     for (function, frames), found in groupby(_instructions(disassembly), key=lambda row: row[:2]):
         lines = [source_line(*frame) for frame in frames]
-        yield Group(function, lines[0] if lines else None, tuple(lines[1:]), tuple(row[2] for row in found))
+        yield InlinedCode(function, lines[0] if lines else None, tuple(lines[1:]), tuple(row[2] for row in found))
 
 
 def _instructions(disassembly: str) -> Iterator[tuple[str, _Frames, Instruction]]:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from blazeproto import cost
 from blazeproto.gemm import PRODUCTS, Sizes
-from blazeproto.gemm.arguments import Array as Operand
+from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.product import Variant
 from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
 
 
-class Array(NamedTuple):
-    """name, shape, bytes of an element."""
+class Traffic(NamedTuple):
+    """An array that a step reads, writes or keeps: name, shape, bytes of an element."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,16 +40,16 @@ class Array(NamedTuple):
 class Step:
     """One kernel, or a few that belong together. phase: "forward" or "backward".
 
-    operations: a multiplication and an addition being two; None where nobody counts them.
+    operations: a multiplication and an addition being two; None where they are not counted.
     keeps: what stays for backward after this step.  ms: measured alone; None where it wasn't.
     """
 
     phase: str
     name: str
-    reads: tuple[Array, ...]
-    writes: tuple[Array, ...]
+    reads: tuple[Traffic, ...]
+    writes: tuple[Traffic, ...]
     operations: float | None = 0.0
-    keeps: tuple[Array, ...] = ()
+    keeps: tuple[Traffic, ...] = ()
     ms: float | None = None
 
     @property
@@ -108,7 +108,7 @@ class LayerCall:
     def shown(self, name: str) -> str:
         """How a table calls an array."""
         up = "gate_up_proj" if self.sizes.halves == 2 else "up_proj"
-        return SHOWN.get(name) or {"up_proj": up, "d_up": f"d {up}", "d_down": "d down_proj"}.get(name, name)
+        return PAPERS_NAMES.get(name) or {"up_proj": up, "d_up": f"d {up}", "d_down": "d down_proj"}.get(name, name)
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
@@ -118,7 +118,7 @@ def steps_of(layer: LayerCall) -> list[Step]:
 
 # --- The products ----------------------------------------------------------------------------------------------------------
 
-SHOWN = {  # arrays, where the papers have other names
+PAPERS_NAMES = {  # arrays, where the papers have other names
     "h": "H",
     "dh": "dH",
     "y": "Y",
@@ -149,22 +149,24 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         and any(True for _ in call.entry.in_layer(s.sizes, up, up))
     ]
     times = Counter(call.product for call in calls)
-    names = (f"{c.product} of {SHOWN[next(iter(c.inputs))]}" if times[c.product] > 1 else c.product for c in calls)
+    names = (
+        f"{c.product} of {PAPERS_NAMES[next(iter(c.inputs))]}" if times[c.product] > 1 else c.product for c in calls
+    )
     return dict(zip(names, calls, strict=True))
 
 
-def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Array, ...] = ()) -> Step:
+def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traffic, ...] = ()) -> Step:
     """Scores are those of the pairs that are computed, their gradients of all. What is added to is read too, if it was made."""
     letters = s.sizes.letters | {"R": s.rows, "P": s.rows}
     if "d_out" in call.inputs and "h" in call.inputs["d_out"].shape:  # as wide as it is
         letters["h"] = s.sizes.d
 
-    def array(name: str, operand: Operand, made: bool = False) -> Array:
+    def array(name: str, operand: Array, made: bool = False) -> Traffic:
         if operand.index == "pair":
-            return Array(SHOWN[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
+            return Traffic(PAPERS_NAMES[name], s.by_pair if made else (s.rows,), s.logit_itemsize)
         of_weights = operand.index == "expert" and (made or name.endswith("_bias"))
         itemsize = s.weight_itemsize if of_weights else 4 if operand.dtype == "float32" else s.itemsize
-        return Array(s.shown(name), tuple(letters[x] for x in operand.shape_in(call.options).split()), itemsize)
+        return Traffic(s.shown(name), tuple(letters[x] for x in operand.shape_in(call.options).split()), itemsize)
 
     reads = [array(*named) for named in call.inputs.items() if s.bias or not named[0].endswith("_bias")]
     writes = [array(*named, made=True) for named in call.made.items()]
@@ -181,27 +183,31 @@ class _Arrays:
 
     def __init__(self, s: LayerCall) -> None:
         (T, d, n, E, _, halves), f, i = s.sizes, s.logit_itemsize, cost.ID_BYTES
-        self.x, self.d_x, self.out, self.d_out = (Array(name, (T, d), s.itemsize) for name in ("x", "dX", "out", "dO"))
+        self.x, self.d_x, self.out, self.d_out = (
+            Traffic(name, (T, d), s.itemsize) for name in ("x", "dX", "out", "dO")
+        )
         self.out_f32 = self.out._replace(itemsize=4)
-        self.logits, self.d_logits = (Array(name, (T, E), f) for name in ("logits", "dlogits"))
+        self.logits, self.d_logits = (Traffic(name, (T, E), f) for name in ("logits", "dlogits"))
         self.router, self.d_router = (
-            Array(name, (E, d), s.router_itemsize) for name in ("router.weight", "d router.weight")
+            Traffic(name, (E, d), s.router_itemsize) for name in ("router.weight", "d router.weight")
         )
-        self.experts, self.load = Array("experts", s.by_pair, i), Array("load", (E,), i)
-        self.scores, self.d_scores = (Array(name, s.by_pair, f) for name in ("S", "dS"))
+        self.experts, self.load = Traffic("experts", s.by_pair, i), Traffic("load", (E,), i)
+        self.scores, self.d_scores = (Traffic(name, s.by_pair, f) for name in ("S", "dS"))
         self.lists = (
-            Array("expert_pair_indices", (s.places,), i),
-            Array("expert_token_offsets", (s.num_chunks, E + 1), i),
-            Array("token_index_map", (s.pairs,), i),
+            Traffic("expert_pair_indices", (s.places,), i),
+            Traffic("expert_token_offsets", (s.num_chunks, E + 1), i),
+            Traffic("token_index_map", (s.pairs,), i),
         )
-        self.of_pairs = () if s.sizes.K else (Array("pair_tokens", (s.pairs,), i), Array("token_offsets", (T + 1,), i))
+        self.of_pairs = (
+            () if s.sizes.K else (Traffic("pair_tokens", (s.pairs,), i), Traffic("token_offsets", (T + 1,), i))
+        )
         up, down = s.shown("up_proj"), "down_proj"
-        self.weights = (Array(up, (E, halves * n, d), s.itemsize), Array(down, (E, d, n), s.itemsize))
+        self.weights = (Traffic(up, (E, halves * n, d), s.itemsize), Traffic(down, (E, d, n), s.itemsize))
         self.masters = tuple(weight._replace(itemsize=s.weight_itemsize) for weight in self.weights)
         kept = {"recompute": (), "minimal": ("H",), "paper": ("H", "act")}[s.save]
-        self.kept = tuple(Array(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize) for name in kept)
+        self.kept = tuple(Traffic(name, (s.places, s.sizes.h if name == "H" else n), s.itemsize) for name in kept)
         shared = ((up, (halves * s.shared, d)), ("down", (d, s.shared)))
-        self.shared = tuple(Array(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
+        self.shared = tuple(Traffic(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
 
 
 def _cast_weights(s: LayerCall, a: _Arrays, phase: str) -> Iterator[Step]:

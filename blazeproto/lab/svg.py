@@ -13,7 +13,7 @@ def _short(value: float) -> str:
 
 
 class Svg:
-    """Of so many pixels, on white. Later marks lie over earlier ones."""
+    """A drawing of so many pixels, on white. Later marks lie over earlier ones."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height = width, height
@@ -25,7 +25,7 @@ class Svg:
         ]
 
     def rectangles(self, boxes: Iterable[tuple[float, float, float, float]], colour: str, title: str = "") -> None:
-        """Of one colour, as one path: (x, y, width, height) of each."""
+        """Rectangles of one colour, as one path: (x, y, width, height) of each."""
         path = "".join(f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z" for x, y, w, h in boxes)
         inside = f"<title>{escape(title)}</title>" if title else ""
         if path:

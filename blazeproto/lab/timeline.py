@@ -230,5 +230,5 @@ class _Memory:
         runtime.deviceSynchronize()
 
     def read(self) -> Records:
-        """Of each warp; the first place of its memory holds none."""
+        """The marks of each warp; the first place of its memory holds none."""
         return [[(clock, what) for clock, what in warp] for warp in self._records.get()[:, 1:].tolist()]

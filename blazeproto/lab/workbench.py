@@ -319,7 +319,7 @@ class Workbench:
 
 
 def _sums(case: Case, given: dict[str, Tensor]) -> dict[str, int]:
-    """Of the bits of every input."""
+    """The sum of the bits of every input."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
     arrays |= {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
     sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}

@@ -207,7 +207,7 @@ NO_DEVICE = 99  # whose plans no launch of another test takes
 
 
 def launch_all(case: Case) -> None:
-    """Every product, of memory that a CPU has and nobody reads."""
+    """Every product, of memory that a CPU has and that is not read."""
     at = addresses(case.dispatch, NO_DEVICE, 0)
     rows, (experts, d, n) = at.num_rows, case.down_proj.shape
     h, act, y = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (2 * n, n, d))

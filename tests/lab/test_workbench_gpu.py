@@ -146,7 +146,7 @@ def test_every_product_is_right_and_timed(product: str, tmp_path: Path) -> None:
 
 
 def test_what_is_written_beside_an_output_is_told(tmp_path: Path) -> None:
-    """Within the guards that the workbench lays around an output, so nobody else's memory is hit."""
+    """Within the guards that the workbench lays around an output, so no other memory is hit."""
     bench = Workbench("combine", **SHAPE)
     folder = bench.edit(tmp_path / "sources")
     old = "    if (token >= num_tokens) return;\n"
