@@ -69,6 +69,8 @@ def recipes() -> dict[str, Recipe]:
                 assert place, f"{name}: {first!r} names no file"
                 edits.append(Edit(place["path"], place["how"], place["line"], rest))
         if edits:
+            if name.endswith(" with a kernel"):  # it goes on from the other recipe
+                edits = [*found[name.removesuffix(" with a kernel")].edits, *edits]
             found[name] = Recipe(limits[name[0].lower() + name[1:]], edits, runs)
     return found
 

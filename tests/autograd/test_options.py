@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-import torch
 
 from blazeproto import MoE, moe_mlp
-from blazeproto.autograd import Options, grouped_experts
+from blazeproto.autograd import Options, SavePolicy, grouped_experts
 
 TAKERS = {"moe_mlp": moe_mlp, "MoE": MoE, "grouped_experts": grouped_experts}
 LEFT_OUT = {"grouped_experts": {"row_capacity", "workspace_bytes"}}
@@ -42,9 +41,38 @@ def test_a_wrong_value_is_refused_by_name(option, wrong: object) -> None:
         replace(Options(), **{option.name: wrong})
 
 
-@pytest.mark.parametrize("taker", ["moe_mlp", "MoE"])
-def test_an_unknown_option_is_refused_with_the_nearest(taker: str) -> None:
-    sizes = (16, 8, 4, 2) if taker == "MoE" else (torch.ones(2, 16), torch.ones(4, 16, 16), torch.ones(4, 16, 8), None)
-    keywords = {} if taker == "MoE" else {"num_experts": 4}
-    with pytest.raises(TypeError, match=r"combin: unknown keyword.*'combine'"):
-        TAKERS[taker](*sizes, combin="gather", **keywords)
+def test_they_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        Options().save = "paper"
+
+
+def test_operators_are_told_all_but_the_sizes():
+    options = Options("relu", "paper", "torch", "fused", 3, 4)
+    assert Options.decode(options.encode("recompute")) == Options("relu", "recompute", "torch", "fused")
+    assert Options(save=SavePolicy.PAPER).encode(SavePolicy.PAPER) == Options().encode("paper")
+
+
+def test_a_layer_has_each_as_an_attribute_that_is_checked():
+    layer = MoE(16, 24, 4, 2, save="paper", workspace_bytes=9)
+    assert layer.save is SavePolicy.PAPER and layer.workspace_bytes == 9 and layer.activation == "swiglu"
+    layer.row_capacity = 7
+    assert layer.options == Options(save="paper", workspace_bytes=9, row_capacity=7)
+    with pytest.raises(ValueError, match="combine: expected one of 'gather', 'fused', got 'atomics'"):
+        layer.combine = "atomics"
+    assert layer.combine == "gather"
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest(make_case):
+    case = make_case()
+    with pytest.raises(TypeError, match="workspace: unknown keyword of moe_mlp; did you mean 'workspace_bytes'"):
+        case.forward(workspace=3)
+    with pytest.raises(TypeError, match="down_factor: unknown keyword of moe_mlp; did you mean 'down_factors'"):
+        case.forward(down_factor=None)
+
+
+def test_one_object_of_which_keywords_change_a_part(make_case):
+    case = make_case(activation="relu")
+    del case.options["activation"]
+    expected = case.forward(activation="relu")
+    assert (case.forward(options=Options("relu")) == expected).all()
+    assert (case.forward(options=Options("relu2", save="paper"), activation="relu") == expected).all()
