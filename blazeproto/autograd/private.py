@@ -6,8 +6,8 @@ transform of torch.func that it is not supported; derivatives
 inside an operator's kernel; and results that torch.export can save.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,9 @@ try:
     )
     from torch._C._autograd import (
         _get_current_graph_task_keep_graph,
+        _pop_saved_tensors_default_hooks,
         _profiler_enabled,
+        _push_saved_tensors_default_hooks,
         _top_saved_tensors_default_hooks,
     )
 
@@ -106,10 +108,13 @@ def vjp(function: Callable[[Tensor], Any], at: Tensor, gradients: Any) -> Tensor
         return made
 
 
-def _transforms_let_in() -> AbstractContextManager[Any]:
+@contextmanager
+def _transforms_let_in() -> Iterator[None]:
+    """And the user's hooks of saved tensors, which torch.func refuses, are put aside."""
     if not AVAILABLE:
-        return nullcontext()
-    excluded = _dispatch_tls_local_exclude_set()
+        yield
+        return
+    excluded, hooks = _dispatch_tls_local_exclude_set(), []
     for name in (
         "FuncTorchDynamicLayerFrontMode",
         "FuncTorchDynamicLayerBackMode",
@@ -117,4 +122,12 @@ def _transforms_let_in() -> AbstractContextManager[Any]:
         "ADInplaceOrView",
     ):
         excluded = excluded.remove(getattr(DispatchKey, name))
-    return _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded)
+    while (pair := _top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(pair)
+        _pop_saved_tensors_default_hooks()
+    try:
+        with _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), excluded):
+            yield
+    finally:
+        for pair in reversed(hooks):
+            _push_saved_tensors_default_hooks(*pair)
