@@ -169,7 +169,7 @@ def complaints_about_function(
 
 
 def complaints_about_class(cls: type) -> list[str]:
-    """Of the class, its constructor, its fields and its own methods."""
+    """Docstrings of the class, its constructor, its fields and its own methods."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     if not doc or doc.startswith(f"{cls.__name__}("):  # what dataclasses and NamedTuples make themselves
         return ["no docstring"]

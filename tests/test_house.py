@@ -184,6 +184,18 @@ def test_no_two_classes_share_a_name() -> None:
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
+@pytest.mark.parametrize("folder", ["blazeproto", "scripts", "tests"])
+def test_no_docstring_begins_with_of(folder: str) -> None:
+    found = [
+        f"{path}: {doc.splitlines()[0]}"
+        for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if (doc := ast.get_docstring(node)) and doc.startswith("Of ")
+    ]
+    assert not found
+
+
 def test_one_kernel_body() -> None:
     """The mainloop is called in one place."""
     calls = [path.name for path in (PACKAGE / "gemm/cuda").iterdir() if "multiply<" in path.read_text()]

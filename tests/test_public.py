@@ -111,7 +111,7 @@ def lengths(shape: str, words: dict[str, int]) -> tuple[int, ...] | None:
 
 @pytest.mark.parametrize(("room", "name"), calls.NAMES)
 def test_shapes_are_those_that_it_says(room: str, name: str) -> None:
-    """Of every array that goes in, and of every result that the docstring names."""
+    """Shapes of every array that goes in, and of every result that the docstring names."""
     function, words = getattr(calls.ROOMS[room], name), WORDS.get(name, {})
     doc = inspect.cleandoc(function.__doc__)
     arguments = calls.arguments_of(room, name)
@@ -176,7 +176,7 @@ def test_a_wrong_docstring_is_found(old: str, new: str, complaint: str) -> None:
 
 @pytest.mark.parametrize("name", ["blazeproto.gemm.up_forward", "blazeproto.moe_mlp", "blazeproto.router.topk_route"])
 def test_each_parameter_counts(name: str) -> None:
-    """Of real functions: one that is renamed in the docstring, or loses its shape, is found."""
+    """With real functions: one that is renamed in the docstring, or loses its shape, is found."""
     function = FUNCTIONS[name]
     doc = inspect.cleandoc(function.__doc__)
     for key, parameter in inspect.signature(function).parameters.items():

@@ -190,7 +190,7 @@ class ExpertChoice(WithCapacity):
 
     @staticmethod
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
-        """Of the token choice only K counts, in ``size``."""
+        """size: the tokens of each expert, in which the token choice counts by its K alone."""
         keys = torch.where(scores.isnan(), torch.inf, scores)
         return keep_first(rank_tokens(keys), torch.full((scores.shape[1],), size, device=scores.device))
 

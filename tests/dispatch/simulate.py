@@ -50,7 +50,7 @@ MANY_CHUNKS = {
 
 
 def set_sizes(**changes: int) -> None:
-    """Of method="tiled"."""
+    """The sizes of method="tiled"."""
     tiled.SIZES = tiled.SIZES._replace(**changes)
 
 

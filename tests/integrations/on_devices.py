@@ -115,7 +115,7 @@ def token_ids(device: str, seed: int = 1, size: tuple[int, int] | None = None) -
 # --- Comparing -----------------------------------------------------------------------------------------------------------
 
 
-def pour(pool: Pool, ours: Results, eager: Results, exact: Results) -> None:
+def add_to_pool(pool: Pool, ours: Results, eager: Results, exact: Results) -> None:
     """Small outputs share one name: alone they have too few elements to judge by."""
     assert ours.keys() == eager.keys() == exact.keys()
     for name, wanted in exact.items():
@@ -203,7 +203,7 @@ def run_layer(model: Any, x: Tensor, d_out: Tensor, call: Callable[..., Any] | N
 
 
 def compare_layers(pool: Pool, model: Any, device: str, seeds: Iterable[int], backend: str | None = None) -> None:
-    """Of a bf16 model's first decoder layer: ours, compiled by a backend or not, beside eager and float64."""
+    """The errors of a bf16 model's first decoder layer: ours, compiled by a backend or not, beside eager and float64."""
     exact, given = exact_copy(model), copy.deepcopy(model)
     layer = given.model.layers[0]
     call = compiled(layer, backend) if backend else layer
@@ -216,7 +216,7 @@ def compare_layers(pool: Pool, model: Any, device: str, seeds: Iterable[int], ba
         given.set_experts_implementation("eager")
         eager = run_layer(given, x, d_out)
         given.set_experts_implementation("blazeproto")
-        pour(pool, run_layer(given, x, d_out, call), eager, run_layer(exact, x, d_out))
+        add_to_pool(pool, run_layer(given, x, d_out, call), eager, run_layer(exact, x, d_out))
 
 
 def compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:

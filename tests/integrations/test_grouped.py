@@ -43,7 +43,7 @@ def by_loop(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, counts: Tensor) -> Te
 
 
 def results(function: Callable[..., Tensor], tensors: list[Tensor], *args: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Of function(*tensors, counts): the output and the gradients, by name."""
+    """Results of function(*tensors, counts): the output and the gradients, by name."""
     counts, d_out = args
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
     out = function(*tensors, counts, **options)

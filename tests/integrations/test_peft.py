@@ -306,7 +306,7 @@ def test_compiles_without_a_graph_break(family: str) -> None:
         close(got, wanted)
 
 
-# --- Other roads, and what is refused ------------------------------------------------------------------------------------
+# --- Other ways to compute, and what is refused ---------------------
 
 
 def test_what_stays_with_peft(calls: list[tuple[int, int]]) -> None:

@@ -25,7 +25,7 @@ DOZEN = families.of_this_version(families.DOZEN)
 OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
 NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
-ROADS = {  # of the classes that are not "in place"
+ELSEWHERE = {  # of the classes that are not "in place"
     "MuseSparkExperts": "grouped_mm: a norm after each expert",
 }
 
@@ -67,12 +67,12 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 def agrees_with_eager(family: str, calls: list[str]) -> None:
     model = tiny(family)
-    roads = ours.explain(model).values()
-    assert roads, "no experts in it"
+    ways = ours.explain(model).values()
+    assert ways, "no experts in it"
     loss, gradients = train(model, "eager")
     assert not calls
     our_loss, our_gradients = train(model, "blazeproto")
-    assert len(calls) == sum(not road.startswith("grouped_mm") for road in roads)
+    assert len(calls) == sum(not way.startswith("grouped_mm") for way in ways)
     assert gradients.keys() == our_gradients.keys()
     assert all(gradients[f"{name}.down_proj"].any() for name in experts_of(model))
     close(our_loss, loss)
@@ -95,7 +95,7 @@ def test_another_model_trains_as_eager(family: str, calls: list[str]) -> None:
 
 
 def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Of one call with output gradients of ones and twos: the output, dX, dS, and the weights' gradients."""
+    """Results of one call with output gradients of ones and twos: the output, dX, dS, and the weights' gradients."""
     x, index, scores = inputs
     x, scores = (tensor.detach().clone().requires_grad_() for tensor in (x, scores))
     experts.config._experts_implementation = implementation
@@ -110,7 +110,7 @@ def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tenso
 def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
     experts = families.experts_alone(folder, name)
     kind = name.partition(".")[2]
-    assert ours.explain(experts) == {"": ROADS.get(kind, "in place")}
+    assert ours.explain(experts) == {"": ELSEWHERE.get(kind, "in place")}
     inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
     wanted = outputs_and_gradients(experts, "eager", inputs)
     for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
@@ -119,7 +119,7 @@ def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
 
 @pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.23's classes")
 def test_roads_are_those_of_classes_that_there_are() -> None:
-    assert {name.partition(".")[2] for _, name in CLASSES} >= ROADS.keys()
+    assert {name.partition(".")[2] for _, name in CLASSES} >= ELSEWHERE.keys()
 
 
 @pytest.mark.skipif(not families.is_newest(), reason="an earlier version lacks some of these families")

@@ -20,7 +20,16 @@ transformers = pytest.importorskip("transformers", reason="needs transformers 5.
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.lab.accuracy import WORST_FACTOR, Pool  # noqa: E402
 from tests.integrations import on_devices  # noqa: E402
-from tests.integrations.on_devices import BACKEND, DEVICES, SLACK, TrainingStep, build, pour, run_layer, token_ids  # noqa: E402
+from tests.integrations.on_devices import (
+    BACKEND,
+    DEVICES,
+    SLACK,
+    TrainingStep,
+    add_to_pool,
+    build,
+    run_layer,
+    token_ids,
+)
 
 SEEDS = range(3)
 FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -58,7 +67,7 @@ def test_experts_are_as_near_to_float64_as_eager(family: str, away: float, devic
         inputs.x.masked_fill_(elsewhere.all(dim=1, keepdim=True), torch.nan)
         got = on_devices.run_experts(experts, "blazeproto", inputs)
         assert not got["scores"][elsewhere].any() and not got["x"][elsewhere.all(dim=1)].any()
-        pour(pool, got, eager, wanted)
+        add_to_pool(pool, got, eager, wanted)
     assert not pool.failures(slack=SLACK[device])
 
 

@@ -40,7 +40,7 @@ def load() -> ModuleType:
 
 
 def block_config(*, d: int = D, n: int = N, num_experts: int = EXPERTS, top_k: int = 2, **options: Any) -> Any:
-    """Of torchtitan's MoE block, by its own builders. options: of its router, and shared: with a shared expert."""
+    """The layer of torchtitan's MoE block, by its own builders. options: of its router, and shared: with a shared expert."""
     load()
     from torchtitan.models.common import config_utils as build
 

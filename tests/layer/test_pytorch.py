@@ -1,4 +1,4 @@
-"""The layer on PyTorch's other roads: meta tensors, export, operation counts, torch.func, reentrant checkpoints."""
+"""The layer in PyTorch's other uses: meta tensors, export, operation counts, torch.func, reentrant checkpoints."""
 
 from __future__ import annotations
 

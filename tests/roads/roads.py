@@ -63,7 +63,7 @@ PLACES = pytest.mark.parametrize(
 
 
 def backward(out: Tensor, aux_loss: Tensor, d_out: Tensor, **options: Any) -> None:
-    """Of the output's gradient and the auxiliary loss, in one pass."""
+    """The sum of the output's gradient and the auxiliary loss, in one pass."""
     torch.autograd.backward([out, aux_loss], [d_out, torch.ones_like(aux_loss)], **options)
 
 

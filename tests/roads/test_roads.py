@@ -165,7 +165,7 @@ def test_modes_of_autograd(place: Place, mode: str) -> None:
 
 @PLACES
 def test_hooks(place: Place) -> None:
-    """Of modules, tensors, nodes and parameters: all are called, none changes a bit."""
+    """Hooks of modules, tensors, nodes and parameters: all are called, none changes a bit."""
     expected, layer, (x, d_out) = plain(place), place.build(), place.batch()
     called: list[str] = []
     layer.register_forward_pre_hook(lambda *_: called.append("forward pre"))
