@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers 5.
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.lab.accuracy import WORST_FACTOR, Pool  # noqa: E402
 from tests.integrations import on_devices  # noqa: E402
-from tests.integrations.on_devices import (
+from tests.integrations.on_devices import (  # noqa: E402
     BACKEND,
     DEVICES,
     SLACK,
