@@ -10,7 +10,7 @@ COUNTERS = EAGER + CAPTURED
 _BYTES = 4  # of a counter
 
 
-class Counters:
+class TicketCounters:
     """Those of one device (a CUDA ordinal): memory is zeroed once, and every launch leaves its counter at zero.
 
     Launches take them in turn, and no queue is as long as there are counters. A launch that is captured into a CUDA graph
@@ -39,5 +39,5 @@ class Counters:
 
 
 @cache
-def counters(device: int) -> Counters:
-    return Counters(device)
+def counters(device: int) -> TicketCounters:
+    return TicketCounters(device)

@@ -16,6 +16,7 @@ What neither can take is refused by name, with the reason, before the module com
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -64,16 +65,10 @@ def _with(activation: str, **attributes: str) -> Callable[[nn.Module], str | Non
     """What tells the name of a gate with parameters, each of which is an attribute of the module."""
 
     def name(experts: nn.Module) -> str:
-        values = [f"{parameter}={float(_attribute(experts, path))!r}" for parameter, path in attributes.items()]
+        values = [f"{parameter}={float(attrgetter(path)(experts))!r}" for parameter, path in attributes.items()]
         return _in_table(f"{activation}({','.join(values)})")
 
     return name
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _limited_of_act_fn(experts: nn.Module) -> str | None:

@@ -81,7 +81,7 @@ def make_plan() -> launch.Plan:
 def test_only_addresses_change_between_launches(fake: FakeDriver) -> None:
     fake.struct_bytes = PARAMS.size
     plan = make_plan()
-    ctypes.memset(driver.arguments.address, 0xFF, driver.Arguments.BYTES)  # what launches before have left
+    ctypes.memset(driver.arguments.address, 0xFF, driver.ArgumentBuffer.BYTES)  # what launches before have left
     for address, word in ((0x1000, 11), (0x2000, 12)):
         driver.launch(*plan.fill((address, 3 * address), (word, 13)), 77)
         where, data = fake.launches[-1]
