@@ -46,7 +46,7 @@ class DeviceArray(NamedTuple):
     dtype: str  # "bfloat16", "float32", "int32"…
     strides: tuple[int, ...]
     device: int
-    owner: object
+    owner: Any
 
     def data_ptr(self) -> int:
         """As a torch tensor has it."""
