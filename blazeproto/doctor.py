@@ -75,8 +75,8 @@ def examine() -> list[Check]:
         "torch": _pip(f"torch{WANTED['torch']}"),
         "cupy": _pip(requirement("cupy", major)),
         "numba-cuda": _pip(requirement("numba-cuda", major)),
+        "nvrtc": _pip(requirement("cupy", major), requirement("numba-cuda", major)),
     }
-    mends["nvrtc"] = _pip(requirement("cupy", major), requirement("numba-cuda", major))
     wanted = [
         name for name in PROBES if not ((name == "hopper" and not hopper) or (name == "torch_gpu" and gpu is None))
     ]

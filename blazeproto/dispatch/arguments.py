@@ -1,4 +1,4 @@
-"""What `build_dispatch` and `build_dispatch_varying` refuse: the same here and in their twins, before anything is computed.
+"""What `build_dispatch` and `build_dispatch_varying` share with their twins: checks, before anything is computed, and their course.
 
 The twins look at NumPy arrays, the functions at device arrays: that difference is ``look``, `arrays.numpy_view` or `arrays.view`.
 Whatever needs the values of an array is checked with ``validate=True`` alone.
@@ -17,7 +17,6 @@ METHODS: tuple[str, ...] = get_args(Method)
 MAX_PAIRS = 2**31 - 2**16  # rows are int32, and the kernels count a step or two past the last one
 Out = Mapping[str, Any] | tuple[Any, ...] | None
 Look = Callable[[Any, str], DeviceArray]
-Values = Callable[[DeviceArray], Any]
 
 
 class Request(NamedTuple):
@@ -30,10 +29,9 @@ class Request(NamedTuple):
     given: dict[str, Any]  # those of them that the caller has memory for: all or none
 
 
-Make = Callable[[Request, int, int, Mapping[str, Any]], dict[str, Any]]
-
-
-def fixed(look: Look, values: Values, make: Make, call: Mapping[str, Any]) -> Dispatch:
+def fixed(
+    look: Look, values: Callable[[DeviceArray], Any], make: Callable[..., dict[str, Any]], call: Mapping[str, Any]
+) -> Dispatch:
     """`build_dispatch`, by NumPy or by the kernels.
 
     look: an array's view.  values: the array of a view, as checks of its values take it.
@@ -47,7 +45,9 @@ def fixed(look: Look, values: Values, make: Make, call: Mapping[str, Any]) -> Di
     return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
 
 
-def varying(look: Look, values: Values, make: Make, call: Mapping[str, Any]) -> Dispatch:
+def varying(
+    look: Look, values: Callable[[DeviceArray], Any], make: Callable[..., dict[str, Any]], call: Mapping[str, Any]
+) -> Dispatch:
     """`build_dispatch_varying`, as `fixed`."""
     request = _checked(look, "pair_experts", 1, call)
     tokens, offsets = _varying_pairs(look, request.ids, call["pair_tokens"], call["token_offsets"])

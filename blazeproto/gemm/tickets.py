@@ -3,7 +3,7 @@
 import itertools
 from functools import cache
 
-from blazeproto.runtime.optional import need
+from blazeproto.runtime import optional
 
 EAGER, CAPTURED = 1 << 16, 1 << 18  # counters for either kind of launch
 COUNTERS = EAGER + CAPTURED
@@ -18,11 +18,10 @@ class TicketCounters:
     """
 
     def __init__(self, device: int) -> None:
-        need("cupy")
-        from cupy.cuda import Device, runtime
-
+        cuda = optional.cupy().cuda
+        runtime = cuda.runtime
         self._is_capturing = runtime.streamIsCapturing
-        with Device(device):
+        with cuda.Device(device):
             self.address = runtime.malloc(_BYTES * COUNTERS)
             runtime.memset(self.address, 0, _BYTES * COUNTERS)
             runtime.deviceSynchronize()

@@ -240,7 +240,6 @@ class WeightPlan(NamedTuple):
     sum_kernel: Kernel
     sum_grid: tuple[int, int]
     sum_numbers: tuple[int, ...]
-    partials_offset: int  # in the workspace, bytes
 
 
 @lru_cache(maxsize=SHAPES)
@@ -269,9 +268,7 @@ def _plan(
     )
     sum_numbers = (units, config.cluster, d, width, int(variant.transposed), int(variant.f32), int(accumulate))
     sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
-    return WeightPlan(
-        gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers, _partials_offset(units)
-    )
+    return WeightPlan(gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers)
 
 
 def launch(
@@ -295,7 +292,7 @@ def launch(
     plan = _plan(at.where, dw.shape, accumulate, units, variant, config, product.build_of(name))
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
-    partials = unfinished + plan.partials_offset
+    partials = unfinished + _partials_offset(units)
     by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
     maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
