@@ -7,7 +7,6 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import Product, build_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import CHUNK
@@ -17,7 +16,7 @@ THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
-def sum_formula(m: Namespace, values: Any, *, gather: bool = False, scores: Any = None) -> Any:
+def sum_formula(m: Any, values: Any, *, gather: bool = False, scores: Any = None) -> Any:
     """out[e] = Σ values_r over an expert's rows, or of S_p values_r."""
     rows = m.gather(values) if gather else values
     return m.expert_sum(rows if scores is None else m.of_rows(scores) * rows)

@@ -17,7 +17,6 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel, variants
 from blazeproto.gemm.specification import Specification, by_tile
@@ -53,12 +52,12 @@ WEIGHT_PARAMS = Params(
 )
 
 
-def down_formula(m: Namespace, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
+def down_formula(m: Any, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
     """dW_down[e] = Σ dO_t^T A'_r over an expert's rows, 0 where it has none."""
     return m.outer(m.gather(d_out) if gather else d_out, a_scaled)
 
 
-def up_formula(m: Namespace, dh: Any, x: Any, *, gather: bool = True) -> Any:
+def up_formula(m: Any, dh: Any, x: Any, *, gather: bool = True) -> Any:
     """dW_up[e] = Σ dH_r^T x_t over an expert's rows, 0 where it has none."""
     return m.outer(dh, m.gather(x) if gather else x)
 
