@@ -86,7 +86,6 @@ def examine() -> list[Check]:
     tool = runs["nvdisasm"]
     missing = Check("nvdisasm", "", MISSING, "for machine code: pip install nvidia-cuda-nvdisasm", needed=False)
     what = "imports" if gpu else "imports; needed on a GPU alone"
-    agree = "a dispatch and combine agree with their twins"
     return [
         _python(),
         *_machine(gpu),
@@ -98,7 +97,11 @@ def examine() -> list[Check]:
         _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper),
         _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]),
         missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False),
-        *([_ran("kernels", "", runs["hopper"], agree, mends["nvrtc"])] if hopper else []),
+        *(
+            [_ran("kernels", "", runs["hopper"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
+            if hopper
+            else []
+        ),
     ]
 
 

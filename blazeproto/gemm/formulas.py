@@ -1,7 +1,7 @@
 """The operations that the products' formulas are written in, and NumPy's: with them a formula is the twin of a product.
 
-A formula calls its namespace ``m``, of this class or like it, and uses its methods and ``*``; it writes to no array. So one serves
-NumPy here, and torch where torch is imported.
+A formula calls its namespace ``m``, of this class or like it, and uses its methods and ``*``; it writes to no array. So one
+serves NumPy here, and torch where torch is imported.
 
 Shapes: T tokens, E experts, P pairs; R rows in expert order, in a namespace those in use or all: what a row of no pair holds is
 never read.
