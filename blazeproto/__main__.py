@@ -39,28 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = Parser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    doctor = commands.add_parser(
-        "doctor", parents=[as_json], help="what works here; exit code 1 where something is missing"
-    )
-    doctor.set_defaults(run=run_doctor)
+    commands.add_parser("doctor", parents=[as_json], help="what works here; exit code 1 where something is missing")
 
     bench = commands.add_parser("bench", parents=[as_json], help="time a layer beside its floor")
     sizes = f"tokens, widths of model and expert, experts, experts a token; default {GPU_SIZES}, on a CPU {CPU_SIZES}"
     bench.add_argument("sizes", nargs="?", type=sizes_of, metavar="T,d,n,E,K", help=sizes)
-    bench.set_defaults(run=run_bench)
 
     kernels = commands.add_parser("kernels", parents=[as_json], help="compile all kernels, or read them from the cache")
     kernels.add_argument(
         "--products", type=lambda word: word.split(","), metavar="A,B", help="these alone, e.g. up_forward"
     )
-    kernels.set_defaults(run=run_kernels)
 
     given = parser.parse_args(arguments)
     try:
-        code: int = given.run(given)
+        return {"doctor": run_doctor, "bench": run_bench, "kernels": run_kernels}[given.command](given)
     except ValueError as error:  # what the package says of the arguments
         parser.error(str(error))
-    return code
 
 
 def sizes_of(word: str) -> Sizes:
@@ -103,8 +97,7 @@ def run_doctor(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps([asdict(check) | {"ok": check.ok} for check in checks], indent=2))
         return code
-    marks = {True: "", False: "✗ "}
-    rows = [[check.name, check.version, marks[check.ok] + check.verdict, check.detail] for check in checks]
+    rows = [[check.name, check.version, f"{'' if check.ok else '✗ '}{check.verdict}", check.detail] for check in checks]
     columns = ["", "version", "verdict", "detail"]
     mends = {f"mend {check.name}": check.mend for check in checks if check.mend and not check.ok}
     note = "This machine has all that it can run." if code == 0 else "Something is missing; see the commands above."

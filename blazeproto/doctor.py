@@ -75,30 +75,34 @@ def examine() -> list[Check]:
         "torch": _pip(f"torch{WANTED['torch']}"),
         "cupy": _pip(requirement("cupy", major)),
         "numba-cuda": _pip(requirement("numba-cuda", major)),
+        "nvrtc": _pip(requirement("cupy", major), requirement("numba-cuda", major)),
     }
-    mends["nvrtc"] = _pip(requirement("cupy", major), requirement("numba-cuda", major))
     wanted = [
         name for name in PROBES if not ((name == "hopper" and not hopper) or (name == "torch_gpu" and gpu is None))
     ]
     with ThreadPoolExecutor() as pool:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
 
-    checks = [_python(), *_machine(gpu), _cuda(gpu, runs["nvrtc"], mends["nvrtc"])]
-    checks.append(_nvrtc(runs["nvrtc"], mends["nvrtc"]))
-    checks.append(_package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]))
-    checks.append(_package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]))
-    if gpu is not None:
-        checks.append(_ran("torch on the GPU", "", runs["torch_gpu"], "multiplies there", mends["torch"]))
-    what = "imports" if gpu else "imports; needed on a GPU alone"
-    checks.append(_package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper))
-    checks.append(_package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]))
     tool = runs["nvdisasm"]
     missing = Check("nvdisasm", "", MISSING, "for machine code: pip install nvidia-cuda-nvdisasm", needed=False)
-    checks.append(missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False))
-    if hopper:
-        found = runs["hopper"]
-        checks.append(_ran("kernels", "", found, "a dispatch and combine agree with their twins", mends["nvrtc"]))
-    return checks
+    what = "imports" if gpu else "imports; needed on a GPU alone"
+    return [
+        _python(),
+        *_machine(gpu),
+        _cuda(gpu, runs["nvrtc"], mends["nvrtc"]),
+        _nvrtc(runs["nvrtc"], mends["nvrtc"]),
+        _package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]),
+        _package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]),
+        *([_ran("torch on the GPU", "", runs["torch_gpu"], "multiplies there", mends["torch"])] if gpu else []),
+        _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper),
+        _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]),
+        missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False),
+        *(
+            [_ran("kernels", "", runs["hopper"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
+            if hopper
+            else []
+        ),
+    ]
 
 
 def _pip(*packages: str) -> str:

@@ -1,4 +1,4 @@
-"""What `build_dispatch` and `build_dispatch_varying` refuse: the same here and in their twins, before anything is computed.
+"""What `build_dispatch` and `build_dispatch_varying` share with their twins: the checks before anything is computed, the result.
 
 The twins look at NumPy arrays, the functions at device arrays: that difference is ``look``, `arrays.numpy_view` or `arrays.view`.
 Whatever needs the values of an array is checked with ``validate=True`` alone.
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
+from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime import arrays, checks
 from blazeproto.runtime.arrays import DeviceArray
 
@@ -28,20 +29,45 @@ class Request(NamedTuple):
     given: dict[str, Any]  # those of them that the caller has memory for: all or none
 
 
-def checked(
-    look: Look,
-    name: str,
-    experts: Any,
-    dimensions: int,
-    num_experts: int,
-    row_capacity: int | None,
-    method: str,
-    out: Out,
-    stream: int | None,
-) -> Request:
-    """The arguments that the two functions share. name: of ``experts``, the ids.  dimensions: of the ids."""
-    checks.one_of("method", method, METHODS)
-    num_experts = checks.integer("num_experts", num_experts, least=1)
+def fixed(
+    look: Look, values: Callable[[DeviceArray], Any], make: Callable[..., dict[str, Any]], call: Mapping[str, Any]
+) -> Dispatch:
+    """`build_dispatch`, by NumPy or by the kernels.
+
+    look: an array's view.  values: the array of a view, as checks of its values take it.
+    make: ``make(request, num_tokens, top_k, call)`` gives the lists, by name.  call: the public function's parameters by name.
+    """
+    request = _checked(look, "topk_experts", 2, call)
+    num_tokens, top_k = request.ids.shape
+    if call["validate"]:
+        check_distinct(values(request.ids), request.num_experts)
+    lists = make(request, num_tokens, top_k, call)
+    return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
+
+
+def varying(
+    look: Look, values: Callable[[DeviceArray], Any], make: Callable[..., dict[str, Any]], call: Mapping[str, Any]
+) -> Dispatch:
+    """`build_dispatch_varying`, as `fixed`."""
+    request = _checked(look, "pair_experts", 1, call)
+    tokens, offsets = _varying_pairs(look, request.ids, call["pair_tokens"], call["token_offsets"])
+    if call["validate"]:
+        check_pairs(values(request.ids), values(tokens), values(offsets), request.num_experts)
+    return Dispatch(
+        **make(request, request.ids.size, 1, call),
+        num_experts=request.num_experts,
+        top_k=None,
+        num_tokens=offsets.size - 1,
+        token_offsets=call["token_offsets"],
+        pair_tokens=call["pair_tokens"],
+    )
+
+
+def _checked(look: Look, name: str, dimensions: int, call: Mapping[str, Any]) -> Request:
+    """The arguments that the two functions share. name: of the ids.  dimensions: of the ids."""
+    experts, row_capacity, stream = call[name], call["row_capacity"], call["stream"]
+    checks.one_of("method", call["method"], METHODS)
+    num_experts = checks.integer("num_experts", call["num_experts"], least=1)
     if num_experts > MAX_PAIRS:
         raise ValueError(f"num_experts: expected at most {MAX_PAIRS}, for offsets are int32, got {num_experts}")
     if stream is not None:
@@ -57,7 +83,7 @@ def checked(
     if row_capacity is not None:
         row_capacity = min(checks.integer("row_capacity", row_capacity, least=0), ids.size)
         sizes |= {"expert_pair_indices": row_capacity, "overflow": 1}
-    return Request(ids, num_experts, row_capacity, sizes, _given(out, sizes, ids.dtype))
+    return Request(ids, num_experts, row_capacity, sizes, _given(call["out"], sizes, ids.dtype))
 
 
 def _given(out: Out, sizes: Mapping[str, int], ids: str) -> dict[str, Any]:
@@ -75,7 +101,7 @@ def _given(out: Out, sizes: Mapping[str, int], ids: str) -> dict[str, Any]:
     return given
 
 
-def varying_pairs(
+def _varying_pairs(
     look: Look, ids: DeviceArray, pair_tokens: Any, token_offsets: Any
 ) -> tuple[DeviceArray, DeviceArray]:
     """Views of the two arrays that only a varying number of experts per token needs."""

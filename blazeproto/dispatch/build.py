@@ -15,22 +15,12 @@ run takes kernel arguments (`memory.argument`). ``lists`` are expert_pair_indice
 for int64 ids a fourth: token_expert_indices, their int32 copy.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from blazeproto.dispatch.arguments import (
-    MAX_PAIRS,
-    METHODS,
-    Method,
-    Out,
-    Request,
-    check_apart,
-    check_distinct,
-    check_pairs,
-    checked,
-    varying_pairs,
-)
+from blazeproto.dispatch.arguments import MAX_PAIRS, METHODS, Method, Out, Request, check_apart, fixed, varying
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
@@ -80,13 +70,7 @@ def build_dispatch(
 
     Raises ValueError or TypeError naming the argument, what was expected and what came.
     """
-    options = (num_experts, row_capacity, method, out, stream)
-    request = checked(arrays.view, "topk_experts", topk_experts, 2, *options)
-    num_tokens, top_k = request.ids.shape
-    if validate:
-        check_distinct(memory.as_cupy(request.ids), num_experts)
-    lists = _build(request, num_tokens, top_k, method, workspace, stream)
-    return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
+    return fixed(arrays.view, memory.as_cupy, _build, locals())
 
 
 @any_library("blazeproto.dispatch.reference", {}, simulated=True)
@@ -113,22 +97,7 @@ def build_dispatch_varying(
     workspace: (any,) dtype and shape, of workspace_bytes(P, 1, num_experts) bytes.
     TypeError or ValueError names the argument, what was expected and what came.
     """
-    options = (num_experts, row_capacity, method, out, stream)
-    request = checked(arrays.view, "pair_experts", pair_experts, 1, *options)
-    num_pairs = request.ids.size
-    tokens, offsets = varying_pairs(arrays.view, request.ids, pair_tokens, token_offsets)
-    if validate:
-        experts = memory.as_cupy(request.ids)
-        check_pairs(experts, memory.as_cupy(tokens), memory.as_cupy(offsets), num_experts)
-    lists = _build(request, num_pairs, 1, method, workspace, stream)
-    return Dispatch(
-        **lists,
-        num_experts=request.num_experts,
-        top_k=None,
-        num_tokens=offsets.size - 1,
-        token_offsets=token_offsets,
-        pair_tokens=pair_tokens,
-    )
+    return varying(arrays.view, memory.as_cupy, _build, locals())
 
 
 def workspace_bytes(
@@ -196,17 +165,23 @@ def build_dispatch_unchecked(
     the length of out[0], at most T·K.
     """
     num_tokens, top_k = ids.shape
-    tiled, device = _module("tiled"), ids.get_device()
-    lists, capacity = [array.data_ptr() for array in out], None if overflow is None else len(out[0])
-    shape = (num_tokens, top_k, num_experts)
-    workspace = out[0].new_empty(_workspace_bytes(tiled, *shape, capacity is not None) // 4)
+    shape, capacity = (num_tokens, top_k, num_experts), None if overflow is None else len(out[0])
+    lists = [array.data_ptr() for array in (*out, overflow) if array is not None]
+    workspace = out[0].new_empty(_workspace_bytes(_module("tiled"), *shape, overflow is not None) // 4)
+    _run("tiled", ids.data_ptr(), lists, workspace.data_ptr(), (*shape, ids.get_device(), stream), capacity)
+
+
+def _run(
+    method: str, ids: Any, lists: list[Any], workspace: Any, where: tuple[int, int, int, int, int], capacity: int | None
+) -> None:
+    """Launch what fills the lists.  where: T, K, E, device and stream.  capacity: of a dispatch with one, whose overflow is the
+    last of the lists."""
     if capacity is None:
-        tiled.run(ids.data_ptr(), lists, workspace.data_ptr(), *shape, device, stream)
+        _module(method).run(ids, lists, workspace, *where)
     else:
         from blazeproto.dispatch import limit
 
-        lists.append(overflow.data_ptr())
-        limit.run(tiled, ids.data_ptr(), lists, workspace.data_ptr(), *shape, device, stream, capacity)
+        limit.run(_module(method), ids, lists, workspace, *where, capacity)
 
 
 @cache
@@ -215,30 +190,23 @@ def _module(method: str) -> Any:
     return import_module(f"blazeproto.dispatch.{method}")
 
 
-def _build(
-    request: Request, num_tokens: int, top_k: int, method: Method, workspace: Any, stream: int | None
-) -> dict[str, Any]:
+def _build(request: Request, num_tokens: int, top_k: int, call: Mapping[str, Any]) -> dict[str, Any]:
     """The lists of a Dispatch, by name, for flat or (T, K) ids."""
-    ids, sizes, limited = request.ids, request.sizes, request.row_capacity is not None
-    needed = _workspace_bytes(_module(method), num_tokens, top_k, request.num_experts, limited)
-    with memory.on_stream(ids, stream) as stream:
+    ids, method, workspace = request.ids, call["method"], call["workspace"]
+    shape = (num_tokens, top_k, request.num_experts)
+    needed = _workspace_bytes(_module(method), *shape, request.row_capacity is not None)
+    with memory.on_stream(ids, call["stream"]) as stream:
         made = {
-            name: arrays.output(name, request.given.get(name), "int32", (size,), ids, 4) for name, size in sizes.items()
+            name: arrays.output(name, request.given.get(name), "int32", (size,), ids, 4)
+            for name, size in request.sizes.items()
         }
         given_room = arrays.empty((-(-needed // 4),), "int32", ids) if workspace is None else workspace
         room = arrays.expect("workspace", given_room, tuple(arrays.ITEM_BYTES), device=ids.device, alignment=4)
         if room.nbytes < needed:
             raise ValueError(f"workspace: expected at least {needed} bytes, got {room.nbytes}")
-        seen = {"the ids": ids, "workspace": room, **{name: view for name, (_, view) in made.items()}}
-        check_apart(seen)
+        check_apart({"the ids": ids, "workspace": room, **{name: view for name, (_, view) in made.items()}})
         arguments = (memory.argument(ids), [memory.argument(view) for _, view in made.values()], memory.argument(room))
-        where = (num_tokens, top_k, request.num_experts, ids.device, stream)
-        if request.row_capacity is None:
-            _module(method).run(*arguments, *where)
-        else:
-            from blazeproto.dispatch import limit
-
-            limit.run(_module(method), *arguments, *where, request.row_capacity)
+        _run(method, *arguments, (*shape, ids.device, stream), request.row_capacity)
     # The router's choice as one list, in the caller's kind of array where that has a reshape.
     choice: Any = ids.owner if hasattr(ids.owner, "reshape") else memory.as_cupy(ids)
     return {"token_expert_indices": choice.reshape(-1), **{name: array for name, (array, _) in made.items()}}

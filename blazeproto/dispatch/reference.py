@@ -4,20 +4,12 @@ A twin refuses what its function refuses, in the same words, but for what only a
 given. ``method``, ``workspace`` and ``stream`` change nothing: the result is unique.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from blazeproto.dispatch.arguments import (
-    Method,
-    Out,
-    Request,
-    check_apart,
-    check_distinct,
-    check_pairs,
-    checked,
-    varying_pairs,
-)
+from blazeproto.dispatch.arguments import Method, Out, Request, check_apart, fixed, varying
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.arrays import numpy_output, numpy_view
 
@@ -37,12 +29,7 @@ def build_dispatch(
 
     ValueError with ``validate`` when a row names an expert twice.
     """
-    request = checked(numpy_view, "topk_experts", topk_experts, 2, num_experts, row_capacity, method, out, stream)
-    num_tokens, top_k = topk_experts.shape
-    if validate:
-        check_distinct(topk_experts, num_experts)
-    lists = _lists(topk_experts.reshape(-1), request)
-    return Dispatch(**lists, num_experts=request.num_experts, top_k=top_k, num_tokens=num_tokens)
+    return fixed(numpy_view, attrgetter("owner"), _lists, locals())
 
 
 def build_dispatch_varying(
@@ -62,25 +49,14 @@ def build_dispatch_varying(
 
     ValueError with ``validate`` where the offsets do not ascend, or a pair with an expert lies outside its token's.
     """
-    request = checked(numpy_view, "pair_experts", pair_experts, 1, num_experts, row_capacity, method, out, stream)
-    varying_pairs(numpy_view, request.ids, pair_tokens, token_offsets)
-    if validate:
-        check_pairs(pair_experts, pair_tokens, token_offsets, num_experts)
-    return Dispatch(
-        **_lists(pair_experts, request),
-        num_experts=request.num_experts,
-        top_k=None,
-        num_tokens=len(token_offsets) - 1,
-        token_offsets=token_offsets,
-        pair_tokens=pair_tokens,
-    )
+    return varying(numpy_view, attrgetter("owner"), _lists, locals())
 
 
-def _lists(experts: np.ndarray, request: Request) -> dict[str, Any]:
-    """The lists of flat ids (P,), by name, in the caller's arrays where there are any."""
+def _lists(request: Request, *_: Any) -> dict[str, Any]:
+    """The lists, by name, in the caller's arrays where there are any."""
     out = {name: numpy_output(name, array, "int32", (request.sizes[name],)) for name, array in request.given.items()}
     check_apart({"the ids": request.ids, **out})
-    num_experts = request.num_experts
+    experts, num_experts = request.ids.owner.reshape(-1), request.num_experts
     valid = (experts >= 0) & (experts < num_experts)
     keys = np.where(valid, experts, num_experts).astype(np.uint16 if num_experts < 2**16 else np.int64)
     lengths = np.bincount(keys, minlength=num_experts + 1)[:num_experts]

@@ -10,7 +10,6 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments, Array
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import SHAPES, Product, Variant, build_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, CHUNK, TILES
@@ -23,11 +22,6 @@ THREADS = 128  # of a block, or a token's lanes if they are more
 LOADS_IN_FLIGHT = 32
 SLICE_BYTES = 256 * 2**20  # rows to be combined are cut into slices of that much or more,
 LEAST_SLICE = 768  # and of so many columns or more in the mean: for each the product before reads its rows again
-
-
-def formula(m: Namespace, y: Any, *, scores: Any = None) -> Any:
-    """out_t = Σ over a token's pairs of S_p y_r, or of y_r; pairs without a row are left out."""
-    return m.combine(y, scores)
 
 
 def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -44,7 +38,8 @@ def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...
 SPEC = Specification(
     inputs=(Array("y", "R d"), Array("scores", "P", "float32", optional=True, counted=True)),
     outputs=(Array("out", "T d"),),
-    formula=formula,
+    # out_t = Σ over a token's pairs of S_p y_r, or of y_r; pairs without a row are left out
+    formula=lambda m, y, scores=None: m.combine(y, scores),
     settle=_settle,
     by_pair=("token_index_map",),
 )

@@ -37,12 +37,6 @@ def start_with(cubin: bytes, registers: int, threads: int) -> bytes:
     return bytes(out)
 
 
-def start_of(cubin: bytes) -> tuple[int, int]:
-    """(registers, threads) that a launch of the only kernel goes by."""
-    found = {attribute: struct.unpack_from(f"<{size // 4}I", cubin, at) for attribute, size, at in _attributes(cubin)}
-    return found[REGCOUNT][1], found[MAX_THREADS][0]
-
-
 def _attributes(cubin: bytes) -> Iterator[tuple[int, int, int]]:
     """(attribute, size and offset of its payload) of every record with a payload in the .nv.info sections."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)  # ELF64's header: where sections are listed,

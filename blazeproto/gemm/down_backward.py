@@ -199,21 +199,22 @@ def launch(
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
-def _kernels() -> list[Kernel]:
-    of_tests = (
-        *variants(activation=ACTIVATIONS),
-        *variants(activation=TRANSPOSED, transposed=[True]),
-        *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
-        *variants(rank=(32, 48, 64)),
-    )
-    return [*(kernel(None, variant) for variant in of_tests), *map(kernel, CANDIDATES["down_backward_act"])]
-
-
 DOWN_BACKWARD_ACT = Product(
     "down_backward_act",
     down_backward_act,
     SPEC,
-    kernels=_kernels,
+    kernels=lambda: [
+        *(
+            kernel(None, variant)
+            for variant in (
+                *variants(activation=ACTIVATIONS),
+                *variants(activation=TRANSPOSED, transposed=[True]),
+                *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+                *variants(rank=(32, 48, 64)),
+            )
+        ),
+        *map(kernel, CANDIDATES["down_backward_act"]),
+    ],
     parts=lambda sizes, config, variant, build: [
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),

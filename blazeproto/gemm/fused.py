@@ -6,18 +6,11 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import linear, product
 from blazeproto.gemm.arguments import Array
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import BOTH, Product, Variant, variants
 from blazeproto.gemm.rows import words
 from blazeproto.gemm.specification import Specification, by_tile
 from blazeproto.gemm.tiles import CANDIDATES, TILES, TileConfig
 from blazeproto.runtime import driver
-
-
-def formula(m: Namespace, act: Any, down_proj: Any, scores: Any, *, transposed: bool = False, bias: Any = None) -> Any:
-    """out_t = Σ over a token's pairs of S_p (act_r W_down^T + b)."""
-    return m.combine(m.product(act, down_proj, transposed=transposed, bias=bias), scores)
-
 
 SPEC = Specification(
     inputs=(
@@ -27,7 +20,10 @@ SPEC = Specification(
         Array("bias", "E d", optional=True),
     ),
     outputs=(Array("out_f32", "T d", "float32", added=True, tile=by_tile),),
-    formula=formula,
+    # out_t = Σ over a token's pairs of S_p (act_r W_down^T + b)
+    formula=lambda m, act, down_proj, scores, transposed=False, bias=None: m.combine(
+        m.product(act, down_proj, transposed=transposed, bias=bias), scores
+    ),
 )
 
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import BF16, Element
-from blazeproto.runtime import driver
+from blazeproto.runtime import driver, optional
 from blazeproto.runtime.driver import arguments
-from blazeproto.runtime.optional import need
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
@@ -27,9 +26,7 @@ _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 @cache
 def num_sms(device: int) -> int:
     """Multiprocessors of a device."""
-    need("cupy")
-    from cupy.cuda import runtime
-
+    runtime = optional.cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
 
 

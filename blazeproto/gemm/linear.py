@@ -107,8 +107,7 @@ def grouped_mm(
     config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
     given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
     """
-    options = {"gather": gather, "transposed": transposed}
-    return _checked_launch(GROUPED_MM, locals(), **options)
+    return _checked_launch(GROUPED_MM, locals(), gather=gather, transposed=transposed)
 
 
 @_DOWN.public
@@ -250,21 +249,19 @@ def _in_layer(sizes: Sizes, variant: Variant) -> list[tuple[Sizes, TileConfig, V
     return [(sizes, config, variant) for config in dict.fromkeys(tiles_for(name, width) for width in widths)]
 
 
-def _kernels() -> list[Kernel]:
-    calls = (
-        *every(CANDIDATES["down_forward"], variants(gather=BOTH, bias=BOTH)),
-        *every(CANDIDATES["up_backward_act"], variants(transposed=[True], bias=[True])),
-        *every([None], variants(transposed=BOTH, rank=(16, 32, 48, 64))),
-        *every([FACTOR_ROWS], variants(gather=BOTH, transposed=BOTH)),
-    )
-    return [kernel(*call) for call in calls]
-
-
 DOWN_FORWARD = Product(
     "down_forward",
     down_forward,
     _DOWN,
-    kernels=_kernels,
+    kernels=lambda: [
+        kernel(*call)
+        for call in (
+            *every(CANDIDATES["down_forward"], variants(gather=BOTH, bias=BOTH)),
+            *every(CANDIDATES["up_backward_act"], variants(transposed=[True], bias=[True])),
+            *every([None], variants(transposed=BOTH, rank=(16, 32, 48, 64))),
+            *every([FACTOR_ROWS], variants(gather=BOTH, transposed=BOTH)),
+        )
+    ],
     in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
     tiles=lambda sizes: tiles_for("down_forward", sizes.d),
     kernel=kernel,

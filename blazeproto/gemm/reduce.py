@@ -7,7 +7,6 @@ from typing import Any
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.product import Product, build_of
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import CHUNK
@@ -17,12 +16,7 @@ THREADS = 256  # of a block
 LEAST_ROWS, MOST_SPLITS = 64, 512  # of rows that `expert_row_sum` deals out
 
 
-def bias_formula(m: Namespace, d_out: Any, down_bias: Any) -> Any:
-    """dS_p gains ⟨dO_t, b_e⟩."""
-    return m.by_pair(m.dot_expert(m.gather(d_out), down_bias))
-
-
-def sum_formula(m: Namespace, values: Any, *, gather: bool = False, scores: Any = None) -> Any:
+def sum_formula(m: Any, values: Any, *, gather: bool = False, scores: Any = None) -> Any:
     """out[e] = Σ values_r over an expert's rows, or of S_p values_r."""
     rows = m.gather(values) if gather else values
     return m.expert_sum(rows if scores is None else m.of_rows(scores) * rows)
@@ -31,7 +25,8 @@ def sum_formula(m: Namespace, values: Any, *, gather: bool = False, scores: Any 
 SCORE_GRAD = Specification(
     inputs=(Array("d_out", "T d"), Array("down_bias", "E d")),
     outputs=(Array("d_scores", "P", "float32", added=True),),
-    formula=bias_formula,
+    # dS_p gains ⟨dO_t, b_e⟩
+    formula=lambda m, d_out, down_bias: m.by_pair(m.dot_expert(m.gather(d_out), down_bias)),
     by_pair=("token_index_map", "d_scores"),
 )
 _ROW_SUM = Specification(

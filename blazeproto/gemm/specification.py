@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from blazeproto.activations import activation_named
 from blazeproto.gemm.arguments import LOW, Arguments, Array, TwinArguments, low_arrays
-from blazeproto.gemm.formulas import NumPy
+from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.tiles import BM, TileConfig
 from blazeproto.runtime.libraries import any_library
 from blazeproto.runtime.rounding import to_bfloat16
@@ -98,7 +98,7 @@ class Specification:
             call = bound.arguments
             given = self.check(call, TwinArguments)
             given.lists()
-            m = NumPy(call["dispatch"], to_bfloat16 if round_to else lambda values: values)
+            m = Namespace(call["dispatch"], to_bfloat16 if round_to else lambda values: values)
             in_use = len(m.pairs)
             taken = dict(call)
             for array in self.inputs:
@@ -114,7 +114,7 @@ class Specification:
         twin.__signature__ = signature.replace(parameters=[*signature.parameters.values(), round_to])  # type: ignore[attr-defined]
         return twin  # type: ignore[return-value]
 
-    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: NumPy) -> None:
+    def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: Namespace) -> None:
         """A value of the formula in its output, rounded unless that stands for an fp32 one."""
         out = out[: len(m.pairs)] if array.index == "row" else out.reshape(-1) if array.index == "pair" else out
         if out.shape != value.shape:  # some columns of a wider output

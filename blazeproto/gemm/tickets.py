@@ -3,14 +3,14 @@
 import itertools
 from functools import cache
 
-from blazeproto.runtime.optional import need
+from blazeproto.runtime import optional
 
 EAGER, CAPTURED = 1 << 16, 1 << 18  # counters for either kind of launch
 COUNTERS = EAGER + CAPTURED
 _BYTES = 4  # of a counter
 
 
-class Counters:
+class TicketCounters:
     """Those of one device (a CUDA ordinal): memory is zeroed once, and every launch leaves its counter at zero.
 
     Launches take them in turn, and no queue is as long as there are counters. A launch that is captured into a CUDA graph
@@ -18,11 +18,10 @@ class Counters:
     """
 
     def __init__(self, device: int) -> None:
-        need("cupy")
-        from cupy.cuda import Device, runtime
-
+        cuda = optional.cupy().cuda
+        runtime = cuda.runtime
         self._is_capturing = runtime.streamIsCapturing
-        with Device(device):
+        with cuda.Device(device):
             self.address = runtime.malloc(_BYTES * COUNTERS)
             runtime.memset(self.address, 0, _BYTES * COUNTERS)
             runtime.deviceSynchronize()
@@ -39,5 +38,5 @@ class Counters:
 
 
 @cache
-def counters(device: int) -> Counters:
-    return Counters(device)
+def counters(device: int) -> TicketCounters:
+    return TicketCounters(device)

@@ -157,21 +157,22 @@ def launch(
     driver.launch(*filled, at.stream)
 
 
-def _kernels() -> list[Kernel]:
-    of_tests = (
-        *variants(activation=ACTIVATIONS, bias=BOTH),
-        *variants(activation=TRANSPOSED, transposed=[True], bias=BOTH),
-        *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
-        *variants(rank=(32, 48, 64)),
-    )
-    return [*(kernel(None, variant) for variant in of_tests), *map(kernel, CANDIDATES["up_forward"])]
-
-
 UP_FORWARD = Product(
     "up_forward",
     up_forward,
     SPEC,
-    kernels=_kernels,
+    kernels=lambda: [
+        *(
+            kernel(None, variant)
+            for variant in (
+                *variants(activation=ACTIVATIONS, bias=BOTH),
+                *variants(activation=TRANSPOSED, transposed=[True], bias=BOTH),
+                *variants(activation=TRANSPOSED, transposed=BOTH, rank=[16]),
+                *variants(rank=(32, 48, 64)),
+            )
+        ),
+        *map(kernel, CANDIDATES["up_forward"]),
+    ],
     in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
     tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d),
     kernel=kernel,

@@ -17,7 +17,6 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Params, Plan, dense_box, num_sms, persistent_grid
 from blazeproto.gemm.product import BOTH, PACKAGE, SHAPES, Build, Product, Variant, tiled_kernel, variants
 from blazeproto.gemm.specification import Specification, by_tile
@@ -53,12 +52,12 @@ WEIGHT_PARAMS = Params(
 )
 
 
-def down_formula(m: Namespace, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
+def down_formula(m: Any, d_out: Any, a_scaled: Any, *, gather: bool = True) -> Any:
     """dW_down[e] = Σ dO_t^T A'_r over an expert's rows, 0 where it has none."""
     return m.outer(m.gather(d_out) if gather else d_out, a_scaled)
 
 
-def up_formula(m: Namespace, dh: Any, x: Any, *, gather: bool = True) -> Any:
+def up_formula(m: Any, dh: Any, x: Any, *, gather: bool = True) -> Any:
     """dW_up[e] = Σ dH_r^T x_t over an expert's rows, 0 where it has none."""
     return m.outer(dh, m.gather(x) if gather else x)
 
@@ -240,7 +239,6 @@ class WeightPlan(NamedTuple):
     sum_kernel: Kernel
     sum_grid: tuple[int, int]
     sum_numbers: tuple[int, ...]
-    partials_offset: int  # in the workspace, bytes
 
 
 @lru_cache(maxsize=SHAPES)
@@ -269,9 +267,7 @@ def _plan(
     )
     sum_numbers = (units, config.cluster, d, width, int(variant.transposed), int(variant.f32), int(accumulate))
     sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
-    return WeightPlan(
-        gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers, _partials_offset(units)
-    )
+    return WeightPlan(gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers)
 
 
 def launch(
@@ -295,7 +291,7 @@ def launch(
     plan = _plan(at.where, dw.shape, accumulate, units, variant, config, product.build_of(name))
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
-    partials = unfinished + plan.partials_offset
+    partials = unfinished + _partials_offset(units)
     by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
     maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)

@@ -76,12 +76,11 @@ def explain(model: nn.Module) -> dict[str, str]:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    outermost = {
-        name: module
+    reasons = {
+        name: _why_peft(module)
         for name, module in model.named_modules()
         if isinstance(module, ParamWrapper) and not name.endswith("base_layer")
     }
-    reasons = {name: _why_peft(wrapper) for name, wrapper in outermost.items()}
     return {name: "factors" if why is None else f"peft: {why}" for name, why in reasons.items()}
 
 

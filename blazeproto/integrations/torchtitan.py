@@ -27,8 +27,6 @@ import spmd_types as spmd  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 
-WEIGHTS = ("w1_EFD", "w3_EFD", "w2_EDF")
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # of weights that need no cast of ours
 REFUSED = {
     "Float8": "float8 products",
     "MXFP8": "MXFP8 products",
@@ -53,7 +51,7 @@ def _local(name: str, weight: Tensor) -> Tensor:
     if wrapped or weight.dtype not in FLOAT_DTYPES:
         got = "a tensor of torchao" if wrapped else weight.dtype
         raise ValueError(f"{name}: expected a weight that is not quantised, got {got}")
-    return weight if weight.dtype in KERNEL_DTYPES else weight.bfloat16()
+    return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.bfloat16()
 
 
 class Experts(GroupedExperts):
@@ -91,7 +89,7 @@ class Experts(GroupedExperts):
         """
         if spmd.is_type_checking():
             raise ValueError("debug.spmd_typechecking: expected False with blazeproto's experts, got True")
-        w1, w3, w2 = (_local(name, getattr(self, name)) for name in WEIGHTS)
+        w1, w3, w2 = (_local(name, getattr(self, name)) for name in ("w1_EFD", "w3_EFD", "w2_EDF"))
         rows = x_RD.bfloat16()
         return grouped_experts(rows, (w1, w3), w2, num_tokens_per_expert_E, save=self.save).type_as(x_RD)
 

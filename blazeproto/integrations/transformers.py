@@ -16,7 +16,8 @@ What neither can take is refused by name, with the reason, before the module com
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,16 +65,10 @@ def _with(activation: str, **attributes: str) -> Callable[[nn.Module], str | Non
     """What tells the name of a gate with parameters, each of which is an attribute of the module."""
 
     def name(experts: nn.Module) -> str:
-        values = [f"{parameter}={float(_attribute(experts, path))!r}" for parameter, path in attributes.items()]
+        values = [f"{parameter}={float(attrgetter(path)(experts))!r}" for parameter, path in attributes.items()]
         return _in_table(f"{activation}({','.join(values)})")
 
     return name
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _limited_of_act_fn(experts: nn.Module) -> str | None:
@@ -82,7 +77,7 @@ def _limited_of_act_fn(experts: nn.Module) -> str | None:
 
 def _softcapped(experts: nn.Module) -> str | None:
     """Inkling's gate, whose act_fn is a module of its own file that takes gate and up."""
-    if _class_name(type(experts.act_fn)) != "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU":
+    if _name_of(type(experts.act_fn)) != "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU":
         return None
     caps = {"gate_cap": "act_fn.gate_softcap.softcap", "up_cap": "act_fn.up_softcap.softcap"}
     return _with("softcapped_swiglu", **caps)(experts)
@@ -115,21 +110,15 @@ GATES = {DEFAULT_GATE: _glu_of_act_fn} | {
 
 
 def _gate_name(experts: Any) -> str:
-    return _name_of(experts._apply_gate) if "_apply_gate" in experts.__dict__ else _gate_of(type(experts))
+    own = "_apply_gate" in experts.__dict__
+    return _name_of(experts._apply_gate) if own else _name_of(type(experts), "_apply_gate")
 
 
 @torch.compiler.assume_constant_result  # a compiler reads no __qualname__
-def _gate_of(kind: Any) -> str:
-    return _name_of(kind._apply_gate)
-
-
-@torch.compiler.assume_constant_result
-def _class_name(kind: Any) -> str:
-    return _name_of(kind)
-
-
-def _name_of(function: Any) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+def _name_of(thing: Any, attribute: str = "") -> str:
+    """The full name of a class or a function, or of that attribute of a class."""
+    named = getattr(thing, attribute) if attribute else thing
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _activation(experts: nn.Module) -> str | None:
@@ -141,19 +130,11 @@ def _activation(experts: nn.Module) -> str | None:
     return name if name is None or experts.is_concatenated else _in_table(name, True)
 
 
-class Weights(NamedTuple):
-    """A module's parameters, as they lie: up (E, 2n, d) or (E, n, d) and down (E, d, n), each maybe transposed."""
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def _weights(experts: Any) -> Weights:
+def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Up (E, 2n, d) or (E, n, d), down (E, d, n), each maybe transposed as it lies, and their biases."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     biases = (getattr(experts, f"{name}_bias"), experts.down_proj_bias) if experts.has_bias else (None, None)
-    return Weights(getattr(experts, name), experts.down_proj, *biases)
+    return getattr(experts, name), experts.down_proj, *biases
 
 
 # --- What is refused -----------------------------------------------------------------------------------------------------
@@ -161,19 +142,14 @@ def _weights(experts: Any) -> Weights:
 
 def _quantised(experts: nn.Module) -> bool:
     tensors = [tensor for tensor in _weights(experts) if tensor is not None]
-    return any(t.dtype not in FLOAT_DTYPES or _is_quantiser_s(type(t)) for t in tensors)
-
-
-@torch.compiler.assume_constant_result
-def _is_quantiser_s(kind: type) -> bool:
-    return kind.__module__.startswith(QUANTISERS)
+    return any(t.dtype not in FLOAT_DTYPES or _name_of(type(t)).startswith(QUANTISERS) for t in tensors)
 
 
 def _offloaded(experts: nn.Module) -> bool:
     """accelerate's hook brings the weights for one call and takes them away after it, or they are nowhere yet."""
     hook = getattr(experts, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(one, "offload", False) for one in hooks) or _weights(experts).down.device.type == "meta"
+    return any(getattr(one, "offload", False) for one in hooks) or _weights(experts)[1].device.type == "meta"
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
@@ -186,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
 def _refuse(experts: nn.Module) -> None:
     for what, (found, expected) in REFUSED.items():
         if found(experts):
-            weight = _weights(experts).down
+            weight = _weights(experts)[1]
             raise ValueError(
                 f'experts_implementation="{NAME}": {type(experts).__name__} has {what} experts; expected {expected}; '
                 f"got {weight.dtype} on {weight.device}"

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from blazeproto.runtime.optional import need
+from blazeproto.runtime import optional
 
 ITEM_BYTES = {
     "bfloat16": 2,
@@ -46,7 +46,7 @@ class DeviceArray(NamedTuple):
     dtype: str  # "bfloat16", "float32", "int32"…
     strides: tuple[int, ...]
     device: int
-    owner: object
+    owner: Any
 
     def data_ptr(self) -> int:
         """As a torch tensor has it."""
@@ -108,19 +108,13 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         kind_of_device = int(array.__dlpack_device__()[0])
         if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
             raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
-        need("cupy")
-        import cupy
-
         try:
-            return view(cupy.from_dlpack(array), name)
+            return view(optional.cupy().from_dlpack(array), name)
         except (NotImplementedError, TypeError) as error:
             got = str(getattr(array, "dtype", "another"))
             raise TypeError(f"{name}: expected a dtype that CuPy imports by DLPack{_BFLOAT16}, got {got}") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
-        need("cupy")
-        import cupy
-
-        return view(cupy.asarray(array), name)  # waits for the stream that the interface names
+        return view(optional.cupy().asarray(array), name)  # waits for the stream that the interface names
     raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
 
 
@@ -158,18 +152,12 @@ def current_stream(array: Any = None) -> int:
         array = array.owner
     if hasattr(array, "data_ptr") and "torch" in sys.modules:
         return sys.modules["torch"].cuda.current_stream(array.get_device()).cuda_stream
-    need("cupy")
-    import cupy
-
-    return cupy.cuda.get_current_stream().ptr
+    return optional.cupy().cuda.get_current_stream().ptr
 
 
 def current_device() -> int:
     """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same."""
-    need("cupy")
-    import cupy
-
-    return int(cupy.cuda.runtime.getDevice())
+    return int(optional.cupy().cuda.runtime.getDevice())
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -> Any:
@@ -185,9 +173,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
         import numpy
 
         return numpy.empty(shape, bits)
-    need("cupy")
-    import cupy
-
+    cupy = optional.cupy()
     owner: Any = None if like is None else like.owner
     if like is not None and dtype == like.dtype == "bfloat16" and type(owner).__module__.partition(".")[0] == "cupy":
         return cupy.empty(shape, owner.dtype)

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from struct import Struct
 from typing import Any
 
-from blazeproto.runtime.optional import need
+from blazeproto.runtime import optional
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -37,10 +37,7 @@ arguments = ArgumentBuffer()
 
 @cache
 def _driver() -> Any:
-    need("cupy")
-    import cupy
-
-    return cupy.cuda.driver
+    return optional.cupy().cuda.driver
 
 
 def make_context() -> None:
@@ -56,11 +53,10 @@ def load(code: bytes, entry: str, device: int, shared_bytes: int | None = None) 
 
     shared_bytes: of dynamic shared memory that launches may ask for; None: all that a block may have beside its static memory.
     """
-    need("cupy")
-    from cupy.cuda import Device, Module, driver, runtime
-
-    with Device(device):
-        module = Module()
+    cuda = optional.cupy().cuda
+    driver, runtime = cuda.driver, cuda.runtime
+    with cuda.Device(device):
+        module = cuda.Module()
         module.load(code)
         function = module.get_function(entry)
         if shared_bytes is None:

@@ -18,12 +18,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from blazeproto.runtime import arrays, memory
+from blazeproto.runtime import arrays, memory, optional
 
 F = TypeVar("F", bound=Callable[..., Any])
-HOST = 1  # DLPack's kDLCPU
 WRITTEN = ("out", "workspace")  # by every function that has such a parameter
 
 
@@ -88,7 +87,7 @@ def in_host_memory(array: Any) -> bool:
 
 
 def _is_host(array: Any) -> bool:
-    return int(array.__dlpack_device__()[0]) == HOST
+    return int(array.__dlpack_device__()[0]) == 1  # DLPack's kDLCPU
 
 
 def _mapped(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
@@ -109,20 +108,13 @@ def _mapped(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
 # --- In host memory: by the twin ---------------------------------------------------------------------------------------------
 
 
-class _Taken(NamedTuple):
-    """An array of the caller's, as the twin takes it."""
-
-    given: Any
-    values: Any  # NumPy
-    shared: bool  # whether the two have the same memory
-
-
 class _HostCall:
     """The arrays of one call of a twin."""
 
     def __init__(self, library: str, first: str, array: Any) -> None:
         self.library, self.first = library, first
-        self.taken: dict[int, _Taken] = {}
+        # The caller's array, NumPy's for the twin, and whether the two have the same memory.
+        self.taken: dict[int, tuple[Any, Any, bool]] = {}
         self.float_dtypes: set[str] = set()
         self.bfloat16 = array.dtype if _dtype_name(array) == "bfloat16" else None
 
@@ -131,8 +123,8 @@ class _HostCall:
         if not in_host_memory(array):
             raise ValueError(f"{name}: expected an array in host memory, as {self.first} is, got one on a GPU")
         if id(array) not in self.taken:
-            self.taken[id(array)] = _Taken(array, *_to_numpy(array))
-        values = self.taken[id(array)].values
+            self.taken[id(array)] = (array, *_to_numpy(array))
+        values = self.taken[id(array)][1]
         if values.dtype.kind == "f":
             self.float_dtypes.add(values.dtype.name)
         return values
@@ -174,7 +166,7 @@ def _by_twin(
     call = _HostCall(library, first, arguments[first])
     taken = {name: _mapped(value, name, call.take) for name, value in arguments.items()}
     if check is not None:
-        check(**{name: _for_check(taken[name], name) for name in inspect.signature(check).parameters})
+        check(**{name: _mapped(taken[name], name, _for_check) for name in inspect.signature(check).parameters})
     if "round_to" in inspect.signature(twin).parameters and call.float_dtypes == {"float32"}:
         taken["round_to"] = "bf16"
     result = twin(**taken)
@@ -199,14 +191,10 @@ def _in_out(values: Any, out: Any, name: str) -> Any:
     return out
 
 
-def _for_check(value: Any, name: str) -> Any:
+def _for_check(name: str, array: Any) -> arrays.DeviceArray:
     """What a check of device arrays may look at; float64 stands for the float32 that kernels take."""
-
-    def look(name: str, array: Any) -> arrays.DeviceArray:
-        seen = arrays.numpy_view(array, name)
-        return seen._replace(dtype="float32") if seen.dtype == "float64" else seen
-
-    return _mapped(value, name, look)
+    seen = arrays.numpy_view(array, name)
+    return seen._replace(dtype="float32") if seen.dtype == "float64" else seen
 
 
 def _dtype_name(array: Any) -> str:
@@ -277,6 +265,4 @@ def _to_jax(array: Any) -> Any:
 
 
 def _wait(stream: int) -> None:
-    import cupy
-
-    cupy.cuda.runtime.streamSynchronize(stream)
+    optional.cupy().cuda.runtime.streamSynchronize(stream)

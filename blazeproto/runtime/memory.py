@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+from blazeproto.runtime import optional
 from blazeproto.runtime.arrays import ITEM_BYTES, DeviceArray, current_stream, simulated
-from blazeproto.runtime.optional import need
 
 # --- Arguments -------------------------------------------------------------------------------------------------------
 
@@ -30,9 +30,7 @@ def clear(memory: Any, size: int, stream: int) -> None:
     if simulated():
         memory[...] = 0
     elif size:
-        import cupy
-
-        cupy.cuda.runtime.memsetAsync(memory, 0, size, stream)
+        optional.cupy().cuda.runtime.memsetAsync(memory, 0, size, stream)
 
 
 # --- CuPy ------------------------------------------------------------------------------------------------------------
@@ -42,9 +40,7 @@ def as_cupy(array: DeviceArray) -> Any:
     """The same memory as a CuPy array; in the simulator the NumPy array."""
     if simulated():
         return array.owner
-    need("cupy")
-    import cupy
-
+    cupy = optional.cupy()
     memory = cupy.cuda.UnownedMemory(array.ptr, max(array.nbytes, 1), array.owner, array.device)
     return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
@@ -56,11 +52,8 @@ def on_stream(array: DeviceArray, stream: int | None) -> AbstractContextManager[
     """
     if simulated():
         return nullcontext(0)
-    need("cupy")
-    import cupy
-
-    stream = current_stream(array) if stream is None else stream
-    there = cupy.cuda.runtime.getDevice() == array.device and cupy.cuda.get_current_stream().ptr == stream
+    cuda, stream = optional.cupy().cuda, current_stream(array) if stream is None else stream
+    there = cuda.runtime.getDevice() == array.device and cuda.get_current_stream().ptr == stream
     return nullcontext(stream) if there else _entered(array.device, stream)
 
 

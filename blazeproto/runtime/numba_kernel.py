@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.runtime import cache as compile_cache
-from blazeproto.runtime import driver
+from blazeproto.runtime import driver, optional
 from blazeproto.runtime.arrays import simulated
-from blazeproto.runtime.optional import need
 
 CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
@@ -78,7 +77,7 @@ class Kernel:
         kept = (compile_cache.read(name) or b"").split(b"\n", 2)
         if len(kept) == 3 and hashlib.sha256(kept[2]).hexdigest().encode() == kept[0]:  # else absent or damaged
             return kept[1].decode(), kept[2]
-        need("cuda-core")
+        optional.need("cuda-core")
         try:
             from cuda.core import Linker, LinkerOptions, ObjectCode
         except ImportError:  # before 1.0
@@ -102,10 +101,7 @@ class Kernel:
     def load(self, device: int) -> Any:
         """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time."""
         if device not in self._functions:
-            need("cupy")
-            from cupy.cuda import Device
-
-            capability = Device(device).compute_capability
+            capability = optional.cupy().cuda.Device(device).compute_capability
             entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
             # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
             self._functions.setdefault(device, driver.load(code, entry, device))
@@ -155,11 +151,6 @@ def _imported_files(file: Path) -> set[Path]:
         for alias in node.names:
             path = root.joinpath(*f"{module or ''}.{alias.name}".strip(".").split("."))
             # A module, a package, or a name in one of the two.
-            places = (
-                path.with_suffix(".py"),
-                path / "__init__.py",
-                path.parent.with_suffix(".py"),
-                path.parent / "__init__.py",
-            )
+            places = [place for one in (path, path.parent) for place in (one.with_suffix(".py"), one / "__init__.py")]
             found.update([place for place in places if place.is_relative_to(PACKAGE) and place.is_file()][:1])
     return found

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 INTEGRATIONS = {"transformers": ">=5.17,<5.24", "peft": ">=0.20,<0.22", "torchtitan": ">=0.3,<0.4"}
 WANTED = {
@@ -22,7 +23,6 @@ WANTED = {
 }
 """Versions, as in the extras of pyproject.toml; an integration's extra has its package's name."""
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")  # one package under three names
-_DISTRIBUTIONS = {"cupy": CUPY}
 _MODULES = {"numba-cuda": "numba_cuda", "cuda-bindings": "cuda.bindings", "cuda-core": "cuda.core"}
 
 
@@ -49,7 +49,7 @@ def missing(name: str) -> str | None:
 
     One that can be imported but that pip knows nothing of has no version, and is taken as it is.
     """
-    versions = list(installed(_DISTRIBUTIONS.get(name, (name,))).values())
+    versions = list(installed(CUPY if name == "cupy" else (name,)).values())
     if not versions and _is_importable(_MODULES.get(name, name)):
         return None
     from packaging.specifiers import SpecifierSet
@@ -65,6 +65,14 @@ def need(name: str) -> None:
     """Call it before a package of `WANTED` is imported. ImportError where it is missing or of another version."""
     if lacks := missing(name):
         raise ImportError(f"expected {lacks}", name=_MODULES.get(name, name))
+
+
+def cupy() -> Any:
+    """CuPy, imported. ImportError as `need`."""
+    need("cupy")
+    import cupy
+
+    return cupy
 
 
 def _is_importable(module: str) -> bool:

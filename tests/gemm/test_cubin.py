@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 
 import pytest
 
@@ -23,6 +24,14 @@ def plain() -> bytes:
     return DOWN.compile().cubin
 
 
+def start_of(code: bytes) -> tuple[int, int]:
+    """(registers, threads) that a launch of the only kernel goes by."""
+    found = {
+        attribute: struct.unpack_from(f"<{size // 4}I", code, at) for attribute, size, at in cubin._attributes(code)
+    }
+    return found[cubin.REGCOUNT][1], found[cubin.MAX_THREADS][0]
+
+
 def test_only_blocks_of_512_threads_are_told_otherwise() -> None:
     assert {kernel.threads for kernel in WITH_EPILOGUE_WARPGROUP} == {512}
     assert (UP.threads, UP.start_registers) == (512, 128)
@@ -31,15 +40,15 @@ def test_only_blocks_of_512_threads_are_told_otherwise() -> None:
 
 @pytest.mark.parametrize("kernel", [UP, DOWN], ids=lambda kernel: kernel.entry)
 def test_a_block_fits_a_multiprocessor(kernel: Kernel) -> None:
-    registers, threads = cubin.start_of(kernel.compile().cubin)
+    registers, threads = start_of(kernel.compile().cubin)
     assert (registers, threads) == (kernel.registers, kernel.threads)
     assert registers * threads <= REGISTERS
 
 
 def test_start_with_writes_two_numbers(plain: bytes) -> None:
     changed = cubin.start_with(plain, 128, 512)
-    assert cubin.start_of(plain) == (168, 384)
-    assert cubin.start_of(changed) == (128, 512)
+    assert start_of(plain) == (168, 384)
+    assert start_of(changed) == (128, 512)
     assert cubin.start_with(changed, 168, 384) == plain
     assert sum(a != b for a, b in zip(plain, changed, strict=True)) <= 4
 
