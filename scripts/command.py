@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -30,6 +32,13 @@ def refuse(line: str) -> NoReturn:
     """End with exit code 2 and one line that says why."""
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def run_module(*words: str) -> int:
+    """The exit code of `python -m` and these words, in the repository; the command is printed first."""
+    command = [sys.executable, "-m", *words]
+    print("$", " ".join(command), flush=True)
+    return subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode
 
 
 def has_hopper() -> bool:

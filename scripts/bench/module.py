@@ -160,7 +160,7 @@ def measure(shape: LayerShape, names: list[str], rounds: int) -> Row:
     differences = agreement(programs["ours"][0], programs["sonic"][0]) if "sonic" in programs else {}
     peaks = {name: peak_of(programs[name][0]) for name in ("ours", "sonic") if name in programs}
     router = programs["router"][0]
-    saved = saved_bytes(router.forward, list(router.module.parameters()))
+    saved = saved_bytes(router.forward, router.module.parameters())
     calls: dict[str, Callable[[modules.ModuleProgram], Callable[[], object]]] = {
         "fwd": lambda program: program.forward,
         "fwdbwd": lambda program: program.forward_backward,
