@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +27,18 @@ def positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"expected an int of at least 1, got {word!r}")
     return int(word)
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An option's type: some of the known words, with commas between."""
+
+    def read(text: str) -> list[str]:
+        words = text.split(",")
+        if unknown := sorted(set(words) - set(known)):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        return words
+
+    return read
 
 
 def refuse(line: str) -> NoReturn:

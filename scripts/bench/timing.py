@@ -50,13 +50,14 @@ def tensors_in(result: object) -> list[torch.Tensor]:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """||a - b|| / ||b|| in fp32, a slice at a time; NaN where either is."""
+    """||a - b|| / ||b|| in fp32, or in float64 if one is, a slice at a time; NaN where either is."""
     difference = norm = 0.0
     a, b = torch.atleast_1d(a, b)
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     step = max(1, (1 << 27) // max(1, b[0].numel()))
     for x, y in zip(a.split(step), b.split(step), strict=True):
-        difference += float((x.float() - y.float()).square().sum())
-        norm += float(y.float().square().sum())
+        difference += float((x.to(wide) - y.to(wide)).square().sum())
+        norm += float(y.to(wide).square().sum())
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 

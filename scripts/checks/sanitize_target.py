@@ -26,7 +26,7 @@ from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backw
 from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, run_product
 from scripts.checks.compare_layers import Layer, run_layer
 from scripts.checks.compare_routing import METHODS, SCORES, run_dispatch
-from scripts.command import argument_parser, need_hopper
+from scripts.command import argument_parser, need_hopper, some_of
 
 SHAPES = (Shape(37, 72, 40, 5, 3), Shape(300, 136, 264, 4, 2))
 Y_OVER_ACT = Shape(300, 136, 136, 4, 2)
@@ -135,16 +135,13 @@ def routers() -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
     parts = {"layers": layers, "dispatches": dispatches, "choices": choices, "routers": routers}
-    parser.add_argument("--parts", default=",".join(parts), help="some of " + ", ".join(parts))
+    parser.add_argument("--parts", type=some_of(parts), default=[*parts], help="some of " + ", ".join(parts))
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name, such as tickets")
     options = parser.parse_args()
-    names = options.parts.split(",")
-    if unknown := set(names) - parts.keys():
-        parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
     need_hopper()
     torch.manual_seed(0)
     failed = []
-    for part in names:
+    for part in options.parts:
         for name, run in parts[part]():
             if options.only not in name:
                 continue

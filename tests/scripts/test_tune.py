@@ -14,10 +14,10 @@ import torch
 
 from blazeproto import gemm
 from scripts.bench import products
-from scripts.bench.common import SHAPES
+from scripts.bench.common import SHAPES, cfg_of
 from scripts.bench.timing import GpuTimes
 
-TUNED = [name for name in products.VERSIONS if name != "combine"]
+TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].tiles]
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -48,15 +48,15 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
     configs = gemm.candidates(name)
     launched: list[gemm.TileConfig | None] = []
 
-    def layer(arrays: Any, config: gemm.TileConfig | None) -> products.Call:
+    def versions(name: str, arrays: Any, config: gemm.TileConfig | None) -> dict[str, products.Call]:
         if config == configs[1]:
             raise RuntimeError("too much shared memory")
-        return lambda: launched.append(config)
+        return {"layer": lambda: launched.append(config)}
 
     def gpu_ms(calls: Mapping[str, products.Call], must_agree: Sequence[str], rounds: int) -> GpuTimes:
         return GpuTimes({label: 9.0 - place for place, label in enumerate(calls)}, {}, {})
 
-    monkeypatch.setitem(products.VERSIONS, name, dataclasses.replace(products.VERSIONS[name], layer=layer))
+    monkeypatch.setattr(products, "versions", versions)
     monkeypatch.setattr(products, "Arrays", lambda shape: SimpleNamespace(shape=shape))
     monkeypatch.setattr(products, "gpu_ms", gpu_ms)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -67,7 +67,7 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
 
     assert launched == [config for config in configs if config != configs[1]]
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["product"] == name and row["cfg"] == SHAPES[0].dict()
+    assert row["product"] == name and row["cfg"] == cfg_of(SHAPES[0])
     assert list(row["ms"]) == [products.describe(config) for config in reversed(launched) if config is not None]
     assert row["failed"] == {products.describe(configs[1]): "RuntimeError: too much shared memory"}
     assert f"{name} " in capsys.readouterr().out

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from blazeproto.dispatch import Dispatch, build_dispatch
-from scripts.bench.common import LayerShape
+from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program
 
 
-def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
+def build(shape: Sizes, inputs: LayerInputs, **options: Any) -> Program:
     """`options` go to moe_mlp (save, combine, workspace_bytes)."""
     from blazeproto.autograd import moe_mlp
     from blazeproto.autograd.chunks import WHOLE
