@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from blazeproto import gemm
 from blazeproto.gemm import Sizes
 from scripts.bench import lora
 from scripts.bench.common import (
@@ -48,6 +49,7 @@ from scripts.bench.common import (
     write_json,
 )
 from scripts.bench.timing import relative_difference
+from scripts.checks.compare_cases import products_of
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
@@ -132,7 +134,7 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
 
     workers = [Worker(root, options.device) for _ in range(options.jobs)]
     try:
-        names, *_ = [worker.ask("names") for worker in workers]
+        names, *_ = [worker.ask("names", products_of(gemm)) for worker in workers]
         for name in wanted(names, options):
             left.put(name)
             made[name] = {"error": "not run: all processes have ended"}

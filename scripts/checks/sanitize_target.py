@@ -23,7 +23,7 @@ import blazeproto
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm.tiles import give_tickets
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
-from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, run_product
+from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
 from scripts.checks.compare_layers import Layer, run_layer
 from scripts.checks.compare_routing import METHODS, SCORES, run_dispatch
 from scripts.command import argument_parser, need_hopper, some_of
@@ -75,11 +75,12 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         layer = Layer(shape, options={"combine": combine})
         run = partial(finite, partial(run_layer, blazeproto, "cuda", layer))
         yield f"{layer.name}, tickets", partial(with_tickets, run)
+    products = products_of(blazeproto.gemm)
     for names, shape, routing in ((("down_forward", "combine", "up_backward_act"), WIDE, "fixed"),
                                   (("down_backward_weight", "up_backward_weight"), ONE_EXPERT, "one")):  # fmt: skip
         for name in names:
             title = f"product {name}: {shape}"
-            given = (blazeproto, "cuda", title, name, shape, routing, "swiglu", True)
+            given = (blazeproto, "cuda", title, products[name], shape, routing, "swiglu", True)
             yield title, partial(finite, partial(run_product, *given))
 
 
