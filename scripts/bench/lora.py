@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from blazeproto.autograd import LowRank, moe_mlp
 from blazeproto.gemm import Sizes
 from scripts.bench import peers
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, format_table, in_turn, settled, write_json
-from scripts.bench.markdown import number
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, settled, write_json
 from scripts.bench.module import ROUNDS, agreement, part_times, verdict
+from scripts.bench.result_tables import lora_table
 from scripts.bench.timing import peak_bytes
 from scripts.command import need_hopper, positive
 
@@ -54,7 +54,7 @@ def full(shape: Sizes, inputs: peers.LayerInputs, backend: str) -> peers.Program
     def forward() -> Tensor:
         return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, num_experts=shape.E, backend=backend)
 
-    return peers.Program("full", forward, (inputs.x, inputs.scores, *weights), inputs.grad_output, weights)
+    return peers.Program(forward, (inputs.x, inputs.scores, *weights), inputs.grad_output, weights)
 
 
 def ours(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, backend: str) -> peers.Program:
@@ -65,7 +65,7 @@ def ours(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, ba
     def forward() -> Tensor:
         return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, **options)
 
-    return peers.Program("lora", forward, (inputs.x, inputs.scores, *up, *down), inputs.grad_output, weights)
+    return peers.Program(forward, (inputs.x, inputs.scores, *up, *down), inputs.grad_output, weights)
 
 
 def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, implementation: str) -> peers.Program:
@@ -98,7 +98,6 @@ def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank,
         return made
 
     return peers.Program(
-        implementation,
         forward,
         (inputs.x, scores, *leaves),
         inputs.grad_output,
@@ -148,15 +147,10 @@ def measure(shape: Sizes, rank: int, rounds: int) -> Row:
 # -------------------------------------------------------------------------------------------------- bounds and table
 
 
-def print_table(row: Row) -> None:
-    lines = []
-    for name in ("lora", "wrapped", "full", "peft"):
-        if f"{name}_fwdbwd_ms" in row:
-            times = [number(row[f"{name}_{part}_ms"], 3) for part in ("fwd", "fwdbwd")]
-            share = number(row["lora_fwdbwd_ms"] / row[f"{name}_fwdbwd_ms"], 2)
-            lines.append([name, *times, share, number(row[f"{name}_peak_fwdbwd_MiB"], 0)])
-    print(format_table(["", "f", "fb", "lora / it", "peak"], lines))
-    print("kernel time, ms; f, fb: forward, forward + backward; peak: MiB over fb")
+def print_table(record: Row) -> None:
+    """That of the documentation, and what holds of the bounds."""
+    print(lora_table(record))
+    (row,) = record["rows"]
     ours, theirs = row["lora_fwdbwd_ms"], row.get("peft_fwdbwd_ms")
     of_full = ours / row["full_fwdbwd_ms"]
     print(verdict(f"of full fine-tuning: {of_full:.3f}, at most {MOST_OF_FULL}", of_full <= MOST_OF_FULL))
@@ -185,7 +179,7 @@ def main() -> None:
     for shape in in_turn([QUICK_SHAPE if options.quick else SHAPE]):
         record["rows"].append(measure(shape, options.rank, options.rounds))
     write_json(options.out, record)
-    print_table(*record["rows"])
+    print_table(record)
     print("wrote", options.out)
 
 

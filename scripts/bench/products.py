@@ -28,7 +28,6 @@ from scripts.bench.common import (
     bench_parser,
     cfg_of,
     finished,
-    format_table,
     geometric_mean,
     in_turn,
     part_file,
@@ -37,7 +36,7 @@ from scripts.bench.common import (
     settled,
     write_json,
 )  # fmt: skip
-from scripts.bench.markdown import number
+from scripts.bench.result_tables import products_table
 from scripts.bench.timing import gpu_ms
 from scripts.command import need_hopper, some_of
 
@@ -160,39 +159,16 @@ def describe(config: gemm.TileConfig) -> str:
     return " ".join([f"n{config.tile_n} s{config.stages} c{config.cluster}", *words])
 
 
-def print_products(rows: list[dict[str, Any]]) -> None:
-    fields = ("floor_ms", "torch_ms", "plain_ms", "gathered_ms", "layer_ms")
-    ratios = ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor")
-    lines = [
-        [row["product"], *(str(row["cfg"][key]) for key in "TdnEK"), *(number(row.get(f), 4) for f in fields),
-         *(number(row.get(r), 3) for r in ratios), row["gpu_method"]]
-        for row in rows
-    ]  # fmt: skip
-    header = [
-        "product",
-        *"TdnEK",
-        "floor",
-        "torch",
-        "plain",
-        "gathered",
-        "layer",
-        "plain/torch",
-        "gathered/plain",
-        "x floor",
-        "by",
-    ]
-    print(format_table(header, lines))
-    print("ms; plain/torch and gathered/plain: speeds (1 is equal); x floor: the layer's version over its floor")
-    for field in ratios:
-        values = [row[field] for row in rows if field in row]
-        if values:
-            print(
-                f"{field}: geometric mean {geometric_mean(values):.3f}, least {min(values):.3f}, most {max(values):.3f}"
-            )
+def print_products(record: dict[str, Any]) -> None:
+    print(products_table(record))
+    for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor"):
+        if values := [row[field] for row in record["rows"] if field in row]:
+            mean, least, most = geometric_mean(values), min(values), max(values)
+            print(f"{field}: geometric mean {mean:.3f}, least {least:.3f}, most {most:.3f}")
 
 
-def print_tuning(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+def print_tuning(record: dict[str, Any]) -> None:
+    for row in record["rows"]:
         shape = Sizes(**row["cfg"])
         times = ", ".join(f"{label} {ms:.4f}" for label, ms in row["ms"].items())
         print(f"{row['product']:21s} {shape!s:30s} floor {row['floor_ms']:.4f} | {times} {row.get('failed', '')}")
@@ -222,7 +198,7 @@ def main() -> None:
         write_json(out, record)
     if options.out is None and record["rows"]:
         out = finished(name, whole=chosen == every and len(record["rows"]) == len(every))
-    tell(record["rows"])
+    tell(record)
     print(f"wrote {out}" if record["rows"] else "wrote nothing")
 
 

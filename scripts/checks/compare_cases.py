@@ -14,6 +14,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -194,12 +195,8 @@ def product_cases(package: ModuleType, device: str, products: Mapping[str, Produ
     for (name, product), (shape, routing, activation, crossed) in itertools.product(products.items(), wanted):
         if activation == "swiglu" or product.activations:
             title = f"product {name}: {shape}, {routing}, {activation}"
-            run = bind(run_product, package, device, title, product, shape, routing, activation, crossed)
+            run = partial(run_product, package, device, title, product, shape, routing, activation, crossed)
             yield Case(title, run, product.varies and device == "cuda")
-
-
-def bind(run: Callable[..., Outputs], *given: Any) -> Callable[[], Outputs]:
-    return lambda: run(*given)
 
 
 def run_product(

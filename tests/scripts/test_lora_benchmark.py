@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blazeproto.gemm import Sizes
-from scripts.bench import lora, module
+from scripts.bench import common, lora, module
 from scripts.bench.common import cfg_of
 
 
@@ -52,7 +52,7 @@ def row(**times: float) -> dict[str, Any]:
     ],
 )
 def test_verdicts(times: dict[str, float], verdicts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lora.print_table(row(**times))
+    lora.print_table(common.provenance() | {"rows": [row(**times)]})
     last = capsys.readouterr().out.splitlines()[-2:]
     assert all(line.startswith(start) for line, start in zip(last, verdicts, strict=True))
 

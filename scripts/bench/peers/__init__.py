@@ -11,7 +11,7 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,7 +48,6 @@ class LayerInputs:
 class Program:
     """A layer's forward, and what its backward differentiates."""
 
-    name: str
     forward: Callable[[], torch.Tensor]
     leaves: tuple[torch.Tensor, ...]  # the input first
     grad_output: torch.Tensor
@@ -62,6 +61,12 @@ class Program:
         """(output, gradients of the leaves)."""
         out = self.forward()
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)
+
+
+def layer_program(inputs: LayerInputs, forward: Callable[[], torch.Tensor], **others: Any) -> Program:
+    """A program that differentiates x, both weights and the scores as they are."""
+    weights = (inputs.gate_up_proj, inputs.down_proj)
+    return Program(forward, (inputs.x, *weights, inputs.scores), inputs.grad_output, weights, **others)
 
 
 def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: str = "cuda") -> LayerInputs:

@@ -157,7 +157,6 @@ def build(shape: Sizes, inputs: LayerInputs) -> Program:
         return out
 
     return Program(
-        name="bmm_ub",
         forward=forward,
         leaves=(gathered, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
         grad_output=inputs.grad_output,

@@ -39,7 +39,6 @@ def build(shape: Sizes, inputs: LayerInputs) -> Program:
         return out.view(shape.T, shape.d)
 
     return Program(
-        name="mb_sparse",
         forward=forward,
         leaves=(inputs.x, *weights, inputs.scores),
         grad_output=inputs.grad_output,

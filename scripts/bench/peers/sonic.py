@@ -57,7 +57,6 @@ def build(shape: Sizes, inputs: LayerInputs) -> Program:
         return out
 
     return Program(
-        name="sonic",
         forward=forward,
         leaves=(inputs.x, gate_up, down, inputs.scores),
         grad_output=inputs.grad_output,
