@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -26,10 +29,29 @@ def positive(word: str) -> int:
     return int(word)
 
 
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An option's type: some of the known words, with commas between."""
+
+    def read(text: str) -> list[str]:
+        words = text.split(",")
+        if unknown := sorted(set(words) - set(known)):
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        return words
+
+    return read
+
+
 def refuse(line: str) -> NoReturn:
     """End with exit code 2 and one line that says why."""
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def run_module(*words: str) -> int:
+    """The exit code of `python -m` and these words, in the repository; the command is printed first."""
+    command = [sys.executable, "-m", *words]
+    print("$", " ".join(command), flush=True)
+    return subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode
 
 
 def has_hopper() -> bool:

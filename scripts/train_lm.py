@@ -45,9 +45,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
+from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser
 from scripts.lm import run_folder
-from scripts.lm.model import GPT, Batches, SavedBytes, load_data
+from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
 from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
@@ -78,7 +79,7 @@ class Display:
 
     def __init__(self, steps: int) -> None:
         self.console = Console(highlight=False)
-        self.steps, self.val_loss, self.saved_bytes = steps, math.nan, 0
+        self.steps, self.val_loss = steps, math.nan
         columns = "step", MofNCompleteColumn(), BarColumn(bar_width=None), "{task.description}", TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("", total=steps)
@@ -87,12 +88,12 @@ class Display:
         printable = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         self.console.print(printable, markup=False, soft_wrap=True)
 
-    def update(self, line: dict[str, Any]) -> None:
+    def update(self, line: dict[str, Any], saved_bytes: int) -> None:
         done = line["step"] + 1
         self.val_loss = line.get("val_loss", self.val_loss)
         numbers = (
             f"loss {line['loss']:.3f}  val {self.val_loss:.3f}  {line['tokens_per_s'] / 1000:.1f}k tokens/s  "
-            f"balance {line['balance']:.2f}  saved {self.saved_bytes / 2**20:.0f} MiB"
+            f"balance {line['balance']:.2f}  saved {saved_bytes / 2**20:.0f} MiB"
         )
         if not self.console.is_terminal:
             self.say(f"step {done:5d}/{self.steps}  {numbers}")
@@ -143,12 +144,15 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def save(self) -> None:
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
-            "random": run_folder.random_state(self.device),
+            "random": random,
             "seconds": self.seconds,
             "saved_bytes": self.saved_bytes,
             "config": dataclasses.asdict(self.config),
@@ -173,7 +177,9 @@ class Trainer:
             raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
         self.step, self.seconds, self.saved_bytes = state["step"], state["seconds"], state["saved_bytes"]
         self.best = state["best"]
-        run_folder.set_random_state(state["random"], self.device)
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
         self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
 
     def train_step(self) -> Tensor:
@@ -185,7 +191,7 @@ class Trainer:
             if self.saved_bytes:
                 out = self.model(ids, targets)
             else:  # once a run
-                with (saved := SavedBytes(self.model)).hooks:
+                with (saved := SavedBytes(self.model.parameters())).hooks:
                     out = self.model(ids, targets)
                 self.saved_bytes = saved.total
         assert out.loss is not None
@@ -217,8 +223,7 @@ class Trainer:
         waiting: list[Tensor] = []  # numbers still on the device: reading them waits for it, so they are read together
         since = time.perf_counter()
         began = since - self.seconds
-        display.saved_bytes = self.saved_bytes
-        run_folder.write_metrics(self.folder / METRICS, self.metrics)
+        run_folder.write_lines(self.folder / METRICS, self.metrics)
         with Interrupt() as interrupt, display.progress, (self.folder / METRICS).open("a") as log:
             while self.step < config.steps:
                 waiting.append(self.train_step())
@@ -241,8 +246,7 @@ class Trainer:
                 log.writelines(json.dumps(line) + "\n" for line in lines)
                 log.flush()
                 self.metrics += lines
-                display.saved_bytes = self.saved_bytes
-                display.update(lines[-1])
+                display.update(lines[-1], self.saved_bytes)
                 if not math.isfinite(loss := lines[-1]["loss"] + lines[-1].get("val_loss", 0.0)):
                     raise FloatingPointError(
                         f"loss: expected a finite number, got {loss} at step {self.step}; try a lower --lr"
@@ -271,7 +275,7 @@ class Trainer:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "sample": sample[1:].decode(errors="replace"),
         }
-        run_folder.write_json(self.folder / SUMMARY, summary)
+        run_folder.write_lines(self.folder / SUMMARY, [summary], indent=2)
         return summary
 
 
@@ -316,7 +320,7 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
     with run_folder.new_run(args.out, args.name, preset) as folder:
-        run_folder.write_json(folder / CONFIG, dataclasses.asdict(config))
+        run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(config)], indent=2)
         yield Trainer(config, folder, device)
 
 

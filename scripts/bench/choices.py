@@ -11,16 +11,16 @@ the gradients of the scores' sum of squares and the auxiliary losses in x and in
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable
 
 import torch
 
 from blazeproto.router import ROUTERS, Router, make_router
 from blazeproto.router.kinds import DRAWING_RULES
-from scripts.bench.common import format_table, number
+from scripts.bench.common import format_table, in_turn
+from scripts.bench.markdown import number
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import argument_parser, need_hopper, positive, some_of
 
 SHAPES = ((32768, 2048, 128, 8), (16384, 4096, 512, 8))  # T, d, E, K
 BASE = "top_k"
@@ -67,28 +67,24 @@ def measure(shape: tuple[int, int, int, int], names: list[str], rounds: int) -> 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argument_parser("scripts.bench.choices", __doc__)
-    parser.add_argument("--names", default=",".join(ROUTERS), help="some of " + ", ".join(ROUTERS))
+    parser.add_argument("--names", type=some_of(ROUTERS), default=[*ROUTERS], help="some of " + ", ".join(ROUTERS))
     parser.add_argument("--rounds", type=positive, default=20)
     options = parser.parse_args(words)
-    options.names = list(dict.fromkeys([BASE, *options.names.split(",")]))
-    if unknown := set(options.names) - ROUTERS.keys():
-        parser.error(f"--names: expected some of {', '.join(ROUTERS)}, got {', '.join(sorted(unknown))}")
+    options.names = list(dict.fromkeys([BASE, *options.names]))
     return options
 
 
 def main() -> None:
     options = arguments()
     need_hopper()
-    for shape in SHAPES:
+    for shape in in_turn(SHAPES):
         times = measure(shape, options.names, options.rounds)
         rows = []
         for name, ms in times.items():
             over = {part: ms[part] - times[BASE][part] for part in ms}
-            rows.append([name, *(number(value) for part in ms for value in (ms[part], over[part]))])
+            rows.append([name, *(number(value, 3) for part in ms for value in (ms[part], over[part]))])
         print("T, d, E, K =", shape)
         print(format_table(["router", "forward ms", "over", "fwd + bwd ms", "over"], rows), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import math
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,37 +30,15 @@ RESULTS = REPOSITORY / "results" / "h200"
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """One MoE layer: T tokens, d model width, n expert width, E experts, K experts per token."""
-
-    T: int
-    d: int
-    n: int
-    E: int
-    K: int
-
-    @property
-    def rows(self) -> int:
-        return self.T * self.K
-
-    @property
-    def name(self) -> str:
-        return f"T{self.T}_d{self.d}_n{self.n}_E{self.E}_K{self.K}"
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of its products, with a gate."""
-        return Sizes(self.T, self.d, self.n, self.E, self.K)
-
-    def dict(self) -> dict[str, int]:
-        return asdict(self)
+def cfg_of(shape: Sizes) -> dict[str, int]:
+    """A layer's sizes as a row of results has them, by their letters."""
+    return {letter: getattr(shape, letter) for letter in "TdnEK"}
 
 
 # Tables 9a of the SonicMoE paper, 1 and 2 of the MoEBlaze paper (n = 4d in Table 1; n = d = 256 in Table 2).
-TABLES: dict[str, tuple[LayerShape, ...]] = {
+TABLES: dict[str, tuple[Sizes, ...]] = {
     "sonicmoe-9a": tuple(
-        LayerShape(T, d, n, E, K)
+        Sizes(T, d, n, E, K)
         for T, d, n, E, K in (
             (40960, 768, 256, 128, 8),
             (40960, 768, 512, 64, 4),
@@ -78,7 +55,7 @@ TABLES: dict[str, tuple[LayerShape, ...]] = {
         )
     ),
     "moeblaze-1": tuple(
-        LayerShape(T, d, 4 * d, E, K)
+        Sizes(T, d, 4 * d, E, K)
         for T, d, E, K in (
             (65536, 512, 4, 1),
             (65536, 1024, 8, 2),
@@ -88,28 +65,28 @@ TABLES: dict[str, tuple[LayerShape, ...]] = {
             (8192, 2048, 8, 4),
         )
     ),
-    "moeblaze-2": tuple(LayerShape(T, 256, 256, 128, 4) for T in (8192, 32768, 131072, 524288, 2097152)),
+    "moeblaze-2": tuple(Sizes(T, 256, 256, 128, 4) for T in (8192, 32768, 131072, 524288, 2097152)),
 }
-SHAPES: tuple[LayerShape, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
-QUICK_SHAPES: tuple[LayerShape, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
+SHAPES: tuple[Sizes, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
+QUICK_SHAPES: tuple[Sizes, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
 # Those that whole layers are compared on beside them: many experts, odd widths, few rows an expert.
 EXTRA_SHAPES = (
-    LayerShape(16384, 4096, 512, 512, 8),
-    LayerShape(16384, 2880, 2880, 128, 4),
-    LayerShape(8192, 4096, 1536, 256, 6),
-    LayerShape(16384, 5120, 1536, 160, 6),
+    Sizes(16384, 4096, 512, 512, 8),
+    Sizes(16384, 2880, 2880, 128, 4),
+    Sizes(8192, 4096, 1536, 256, 6),
+    Sizes(16384, 5120, 1536, 160, 6),
 )
 MODULE_SHAPES = (*SHAPES, *EXTRA_SHAPES)
 
 
-def table_of(shape: LayerShape) -> str:
+def table_of(shape: Sizes) -> str:
     """The table a shape comes from, or "" for one of the user's own."""
     return next((table for table, shapes in TABLES.items() if shape in shapes), "")
 
 
-def parse_shapes(text: str, shapes: Sequence[LayerShape] = SHAPES) -> list[LayerShape]:
+def parse_shapes(text: str, shapes: Sequence[Sizes] = SHAPES) -> list[Sizes]:
     """ "1-3,23": numbers from 1 in the order of ``shapes``; or a table's name."""
-    chosen: list[LayerShape] = []
+    chosen: list[Sizes] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if part in TABLES:
@@ -123,11 +100,18 @@ def parse_shapes(text: str, shapes: Sequence[LayerShape] = SHAPES) -> list[Layer
 
 
 def bench_parser(
-    name: str, doc: str | None, *, quick: str = "", configs: Sequence[LayerShape] = (), resume: bool = False
+    name: str,
+    doc: str | None,
+    *,
+    quick: str = "",
+    configs: Sequence[Sizes] = (),
+    resume: bool = False,
+    time_budget: bool = False,
 ) -> argparse.ArgumentParser:
     """The options that benchmarks share: --rounds and --out, and what is asked for.
 
-    quick: what --quick does.  configs: the shapes that --configs numbers.  resume: --resume and --time-budget.
+    quick: what --quick does.  configs: the shapes that --configs numbers.  resume: --resume, and --time-budget, which
+    ``time_budget`` asks for alone.
     """
     parser = argument_parser(f"scripts.bench.{name}", doc)
     parser.add_argument("--rounds", type=positive)
@@ -139,15 +123,24 @@ def bench_parser(
         parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
     if resume:
         parser.add_argument("--resume", action="store_true", help="leave out what the file has of the same sources")
+    if time_budget or resume:
         what = "skip what would start later"
         parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
     return parser
 
 
+def settled(options: argparse.Namespace, name: str, rounds: int, quick_rounds: int = 7) -> argparse.Namespace:
+    """The options, with how many rounds there are, and --quick's own results file."""
+    options.rounds = options.rounds or (quick_rounds if options.quick else rounds)
+    if options.quick:
+        options.out = options.out or RESULTS / f"{name}-quick.json"
+    return options
+
+
 # ---------------------------------------------------------------------------------------------------------- routings
 
 
-def route(shape: LayerShape, kind: str, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
+def route(shape: Sizes, kind: str, device: torch.device | str, generator: torch.Generator) -> torch.Tensor:
     """Expert ids (T, K) int32, distinct in a row.
 
     "uniform": every K of the E experts equally likely. "zipf": popularity of the r-th expert ~ r^-1.2, drawn without
@@ -236,12 +229,12 @@ def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, 
     """The rows with one more, in the place of its shape's last; in the order of MODULE_SHAPES."""
     order = {shape: index for index, shape in enumerate(MODULE_SHAPES)}
     rows = [other for other in rows if other["cfg"] != row["cfg"]] + [row]
-    return sorted(rows, key=lambda row: order.get(LayerShape(**row["cfg"]), len(order)))
+    return sorted(rows, key=lambda row: order.get(Sizes(**row["cfg"]), len(order)))
 
 
-def rows_of(shape: LayerShape, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(shape: Sizes, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A shape's rows that were measured with these sources."""
-    return [row for row in rows if row["cfg"] == shape.dict() and "other_sources" not in row]
+    return [row for row in rows if row["cfg"] == cfg_of(shape) and "other_sources" not in row]
 
 
 def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
@@ -249,7 +242,7 @@ def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
     begin, skipped = time.monotonic(), []
     for each in wanted:
         if time.monotonic() - begin > seconds:
-            skipped.append(str(getattr(each, "name", each)))
+            skipped.append(str(each))
             continue
         yield each
         gc.collect()
@@ -286,7 +279,3 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.{digits}f}"

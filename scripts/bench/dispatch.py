@@ -24,9 +24,10 @@ import torch
 
 from blazeproto import cost
 from blazeproto.dispatch import build_dispatch, workspace_bytes
+from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench import timing
-from scripts.bench.common import RESULTS, begun, write_json
+from scripts.bench.common import RESULTS, begun, route, write_json
 from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
 from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
@@ -80,12 +81,8 @@ def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), ro
 
 
 def random_experts(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
-    step = max(1, 2**28 // num_experts)
-    parts = [
-        torch.rand(min(step, num_tokens - first), num_experts, device="cuda").topk(top_k).indices.int()
-        for first in range(0, num_tokens, step)
-    ]
-    return torch.cat(parts)
+    generator = torch.Generator("cuda").manual_seed(int(torch.randint(2**31, ())))  # other ids in each call
+    return route(Sizes(num_tokens, 0, 0, num_experts, top_k), "uniform", "cuda", generator)
 
 
 def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
@@ -98,15 +95,12 @@ def by_torch_sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     return pairs.int(), offsets.int(), index_map.int()
 
 
-def outputs(num_pairs: int, num_experts: int) -> dict[str, torch.Tensor]:
-    sizes = {"expert_pair_indices": num_pairs, "expert_token_offsets": num_experts + 1, "token_index_map": num_pairs}
-    return {name: torch.empty(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
-
-
 def prepared(experts: torch.Tensor, num_experts: int, method: str) -> Call:
     """A call with its own outputs and workspace."""
     num_tokens, top_k = experts.shape
-    out = outputs(experts.numel(), num_experts)
+    sizes = {"expert_pair_indices": experts.numel(), "token_index_map": experts.numel()}
+    sizes["expert_token_offsets"] = num_experts + 1
+    out = {name: torch.empty(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
     bytes_needed = workspace_bytes(num_tokens, top_k, num_experts, method)  # type: ignore[arg-type]
     workspace = torch.empty(max(bytes_needed, 4), dtype=torch.uint8, device="cuda")
     options: dict[str, Any] = {"method": method, "out": out, "workspace": workspace}

@@ -31,7 +31,7 @@ from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, now
 from scripts.bench.module import times_of, verdict
 from scripts.bench.result_tables import integrations_table
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
-from scripts.command import need_hopper, refuse
+from scripts.command import need_hopper, refuse, some_of
 
 Row = dict[str, Any]
 
@@ -244,14 +244,9 @@ def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("integrations", __doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    options = parser.parse_args(words)
-    options.parts = options.parts.split(",")
-    if unknown := set(options.parts) - PARTS.keys():
-        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    options.rounds = options.rounds or ROUNDS
-    options.out = options.out or RESULTS / "integrations.json"
-    return options
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help=f"of {', '.join(PARTS)}")
+    parser.set_defaults(rounds=ROUNDS, out=RESULTS / "integrations.json")
+    return parser.parse_args(words)
 
 
 def main() -> None:

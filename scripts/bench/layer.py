@@ -15,29 +15,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from blazeproto import cost
+from blazeproto.gemm import Sizes
 from scripts.bench import peers
 from scripts.bench.common import (
     MIB,
     QUICK_SHAPES,
     RESULTS,
     SHAPES,
-    LayerShape,
     begun,
     bench_parser,
+    cfg_of,
     in_turn,
-    number,
     rows_of,
+    settled,
     table_of,
     with_row,
     write_json,
 )  # fmt: skip
 from scripts.bench.extras import EXTRAS
+from scripts.bench.markdown import number
 from scripts.bench.result_tables import eager_table, layer_table, memory_table
 from scripts.bench.timing import (
     Rotation,
@@ -49,7 +51,7 @@ from scripts.bench.timing import (
     tensors_in,
 )
 from scripts.bench.timing import saved_bytes as measured_saved_bytes
-from scripts.command import need_hopper
+from scripts.command import need_hopper, some_of
 
 OURS, MAIN_PEER = "blazeproto", "sonic"
 ROTATE_BELOW = 160 * MIB  # smaller inputs get several sets, or they would sit in the 50 MB L2
@@ -70,34 +72,23 @@ FLOOR = (
 )
 
 
-def input_sets(shape: LayerShape) -> int:
+def input_sets(shape: Sizes) -> int:
     bytes_a_set = 2 * (2 * shape.T * shape.d + 3 * shape.E * shape.n * shape.d)
     return max(1, min(MAX_SETS, -(-ROTATE_BELOW // bytes_a_set)))
 
 
 def build_programs(
-    shape: LayerShape, names: list[str], routing: str = "uniform"
+    shape: Sizes, names: list[str], routing: str = "uniform"
 ) -> tuple[dict[str, list[peers.Program]], dict[str, str]]:
     """Programs by name, one for each set of inputs, each run once; and why a peer is absent."""
     inputs = [peers.make_inputs(shape, routing, seed) for seed in range(input_sets(shape))]
     programs: dict[str, list[peers.Program]] = {}
     absent: dict[str, str] = {}
     for name in names:
-        begin = time.perf_counter()
-        try:
-            programs[name] = [peers.build(name, shape, one) for one in inputs]
-            for program in programs[name]:
-                program.forward_backward()
-            torch.cuda.synchronize()
-        except Exception as error:
-            programs.pop(name, None)
-            absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(f"  {name} is absent: {absent[name]}", flush=True)
-            if name == OURS:
-                raise
-        first = time.perf_counter() - begin
-        if first > 5:
-            print(f"  {name}: {first:.0f} s to compile and tune", flush=True)
+        if made := peers.if_it_runs(name, partial(peers.build, name, shape, inputs), absent):
+            programs[name] = made
+    if OURS in absent:
+        raise RuntimeError(absent[OURS])
     return programs, absent
 
 
@@ -112,7 +103,7 @@ def check_agreement(programs: dict[str, list[peers.Program]]) -> dict[str, float
     return worst
 
 
-def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
+def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, Any]:
     """One row of the results: a shape, its floors, and every program's figures."""
     programs, absent = build_programs(shape, names)
     forward = {name: Rotation([p.forward for p in each]) for name, each in programs.items()}
@@ -137,9 +128,9 @@ def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
     gpu_forward = gpu_ms(forward, compared, rounds)
     gpu_both = gpu_ms(both, compared, rounds)
 
-    floor_forward, floor_backward = cost.layer_floor_ms(shape.sizes)
+    floor_forward, floor_backward = cost.layer_floor_ms(shape)
     row: dict[str, Any] = {
-        "cfg": shape.dict(),
+        "cfg": cfg_of(shape),
         "table": table_of(shape),
         "floor_fwd_ms": round(floor_forward, 4),
         "floor_bwd_ms": round(floor_backward, 4),
@@ -167,7 +158,7 @@ def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
     row["difference_from_ours"] = {name: round(value, 5) for name, value in agreement.items()}
     ours = row["peers"][OURS]
     ours["saved_bytes"] = saved[OURS]
-    ours["saved_bytes_by_design"] = cost.saved_bytes(shape.sizes)
+    ours["saved_bytes_by_design"] = cost.saved_bytes(shape)
     program = programs[OURS][0]
     without_dispatch = program.without_dispatch
     if without_dispatch is not None:
@@ -199,7 +190,7 @@ def summary(row: dict[str, Any]) -> str:
     ours, sonic = row["peers"][OURS], row["peers"].get(MAIN_PEER, {})
     forward, both = (number(ratio(row, MAIN_PEER, field), 2) for field in ("gpu_fwd_ms", "gpu_fwdbwd_ms"))
     return (
-        f"{LayerShape(**row['cfg']).name}: ours {ours['gpu_fwd_ms']:.3f}, {ours['gpu_fwdbwd_ms']:.3f} ms; "
+        f"{Sizes(**row['cfg'])}: ours {ours['gpu_fwd_ms']:.3f}, {ours['gpu_fwdbwd_ms']:.3f} ms; "
         f"{MAIN_PEER} x {forward}, {both} ({ours['gpu_method']}, {sonic.get('gpu_method', 'absent')}); "
         f"eager {ours['fwd_ms'] + ours['bwd_ms']:.3f}, in one thread {ours['fwdbwd_one_thread_ms']:.3f}; "
         f"differs {row['difference_from_ours']}{' ' + str(row['not_captured']) if 'not_captured' in row else ''}"
@@ -238,25 +229,18 @@ def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False
 def arguments() -> argparse.Namespace:
     quick = "four shapes, 7 rounds, no extras; the results file is left alone"
     parser = bench_parser("layer", __doc__, quick=quick, configs=SHAPES, resume=True)
-    parser.add_argument("--peers", default=",".join(peers.DEFAULT_PEERS), help="of " + ", ".join(peers.PEERS))
+    names = "of " + ", ".join(peers.PEERS)
+    parser.add_argument("--peers", type=some_of(peers.PEERS), default=[*peers.DEFAULT_PEERS], help=names)
     parser.add_argument("--only-ours", action="store_true")
     what = f"of {', '.join(EXTRAS)}; 'none' for none (default: all, if all shapes run)"
-    parser.add_argument("--extras", help=what)
-    options = parser.parse_args()
-    options.rounds = options.rounds or (7 if options.quick else 20)
-    options.peers = [OURS] if options.only_ours else options.peers.split(",")
-    if OURS not in options.peers:
-        options.peers.insert(0, OURS)
+    parser.add_argument("--extras", type=some_of([*EXTRAS, "none"]), help=what)
+    options = settled(parser.parse_args(), "layer", rounds=20)
+    options.peers = list(dict.fromkeys([OURS, *([] if options.only_ours else options.peers)]))
     full = options.configs is None and not options.quick
-    options.extras = (list(EXTRAS) if full else []) if options.extras is None else options.extras.split(",")
-    options.extras = [name for name in options.extras if name != "none"]
+    options.extras = [name for name in options.extras or (EXTRAS if full else ()) if name != "none"]
     options.configs = options.configs or list(QUICK_SHAPES if options.quick else SHAPES)
-    for name, chosen, known in (("peers", options.peers, peers.PEERS), ("extras", options.extras, EXTRAS)):
-        if unknown := set(chosen) - set(known):
-            parser.error(f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    if options.out is None:  # a row with fewer peers would take the place of a whole one
-        part = options.quick or not set(peers.DEFAULT_PEERS) <= set(options.peers)
-        options.out = RESULTS / ("layer-quick.json" if part else "layer.json")
+    whole = set(peers.DEFAULT_PEERS) <= set(options.peers)  # a row with fewer would take the place of one with all
+    options.out = options.out or RESULTS / ("layer.json" if whole else "layer-quick.json")
     return options
 
 
@@ -274,7 +258,7 @@ def main() -> None:
     left = [shape for shape in options.configs if not any(map(has, rows_of(shape, record["rows"])))]
     left += [name for name in options.extras if not (options.resume and name in record and name not in kept)]
     for each in in_turn(left, options.time_budget):
-        if isinstance(each, LayerShape):
+        if isinstance(each, Sizes):
             row = measure(each, options.peers, options.rounds)
             record["rows"] = with_row(record["rows"], row)
             print(summary(row), flush=True)

@@ -20,8 +20,7 @@ import importlib.util
 import json
 import math
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from blazeproto import cost
+from blazeproto.gemm import Sizes
 from scripts.bench import peers
 from scripts.bench.common import (
     EXTRA_SHAPES,
@@ -37,12 +37,13 @@ from scripts.bench.common import (
     RESULTS,
     SHAPES,
     TABLES,
-    LayerShape,
     begun,
     bench_parser,
+    cfg_of,
     geometric_mean,
     in_turn,
     rows_of,
+    settled,
     table_of,
     with_row,
     write_json,
@@ -51,7 +52,7 @@ from scripts.bench.layer import FLOOR, input_sets, resumed
 from scripts.bench.module_tables import module_table
 from scripts.bench.peers import modules
 from scripts.bench.router import router_floor_ms
-from scripts.bench.timing import KernelTime, Rotation, kernel_times, peak_bytes, saved_bytes
+from scripts.bench.timing import KernelTime, Rotation, kernel_times, peak_bytes, saved_bytes, tensors_in
 from scripts.command import need_hopper, refuse
 
 Row = dict[str, Any]
@@ -73,41 +74,26 @@ LARGEST_DIFFERENCE = 0.05  # of a row of the two modules' outputs, or gradients 
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
-def build_programs(
-    shape: LayerShape, names: list[str], sets: int, device: str = "cuda"
-) -> tuple[Programs, dict[str, str]]:
+def build_programs(shape: Sizes, names: list[str], sets: int, device: str = "cuda") -> tuple[Programs, dict[str, str]]:
     """Programs by name ("ours", its "router", "sonic"), one for each set of inputs, each run once; why SonicMoE is absent."""
-    programs: Programs = {name: [] for name in names}
+    inputs = [peers.make_inputs(shape, seed=seed, device=device) for seed in range(sets)]
+    given = [(one, modules.router_weight(shape, one, seed)) for seed, one in enumerate(inputs)]
+    programs: Programs = {"ours": run_once([modules.ours(shape, *each) for each in given])}
     absent: dict[str, str] = {}
-    for seed in range(sets):
-        inputs = peers.make_inputs(shape, seed=seed, device=device)
-        weight = modules.router_weight(shape, inputs, seed)
-        layer = modules.ours(shape, inputs, weight)
-        programs["ours"].append(layer)
-        if "router" in programs:
-            programs["router"].append(modules.router_of(layer, torch.randn_like(inputs.scores)))
-        if "sonic" in programs:
-            begin = time.perf_counter()
-            try:
-                programs["sonic"].append(modules.sonic(shape, inputs, weight))
-                programs["sonic"][-1].forward_backward()
-                _wait(device)
-            except Exception as error:  # noqa: BLE001  whatever it raises, ours is measured
-                del programs["sonic"]
-                absent["sonic"] = f"{type(error).__name__}: {str(error)[:200]}"
-                print(f"  SonicMoE is absent: {absent['sonic']}", flush=True)
-            if (seconds := time.perf_counter() - begin) > 5:
-                print(f"  SonicMoE: {seconds:.0f} s to compile and tune", flush=True)
-    for each in programs.values():
-        for program in each:
-            program.forward_backward()
-            program.clear()
+    if "router" in names:
+        layers = zip(programs["ours"], inputs, strict=True)
+        programs["router"] = run_once([modules.router_of(ours, torch.randn_like(one.scores)) for ours, one in layers])
+    if "sonic" in names:
+        sonic = peers.if_it_runs("sonic", lambda: run_once([modules.sonic(shape, *each) for each in given]), absent)
+        programs |= {"sonic": sonic} if sonic else {}
     return programs, absent
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def run_once(programs: list[modules.ModuleProgram]) -> list[modules.ModuleProgram]:
+    for program in programs:
+        program.forward_backward()
+        program.clear()
+    return programs
 
 
 def row_differences(a: Tensor, b: Tensor) -> Tensor:
@@ -117,19 +103,16 @@ def row_differences(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([(x.float() - y.float()).norm(dim=1) / y.float().norm(dim=1).clamp_min(1e-30) for x, y in pairs])
 
 
-def agreement(a: modules.ModuleProgram, b: modules.ModuleProgram) -> dict[str, float]:
-    """Median over the tokens by how much two modules' outputs and gradients of x differ, and the share of tokens that went to
+def agreement(a: Any, b: Any) -> dict[str, float]:
+    """Median over the tokens by how much two programs' outputs and gradients of x differ, and the share of tokens that went to
     other experts: SonicMoE's logits are rounded to bf16. RuntimeError where the median says that the layers are not the same.
     """
-    ours, theirs = ([t.clone() for t in program.forward_backward()] for program in (a, b))
+    ours, theirs = (tensors_in(program.forward_backward())[:2] for program in (a, b))
     out, x_grad = (row_differences(x, y) for x, y in zip(ours, theirs, strict=True))
-    found = {
-        "median_out": float(out.median()),
-        "median_x_grad": float(x_grad.median()),
-        "other_experts": float((out > 0.1).float().mean()),
-    }
-    if not (found["median_out"] < LARGEST_DIFFERENCE and found["median_x_grad"] < LARGEST_DIFFERENCE):
-        raise RuntimeError(f"the modules compute different layers: {found}")
+    found = {"median_out": float(out.median()), "median_x_grad": float(x_grad.median())}
+    if not max(found.values()) < LARGEST_DIFFERENCE:
+        raise RuntimeError(f"the programs compute different layers: {found}")
+    found["other_experts"] = float((out > 0.1).float().mean())
     return {name: round(value, 6) for name, value in found.items()}
 
 
@@ -142,7 +125,17 @@ def times_of(calls: dict[str, Rotation], rounds: int) -> dict[str, KernelTime]:
     return kernel_times(calls, rounds, burst=burst, queued=True)
 
 
-def router_saves(shape: LayerShape) -> int:
+def part_times(programs: Mapping[str, Sequence[Any]], rounds: int) -> Row:
+    """Kernel time of a forward, and of a forward + backward, of programs by name, each on its sets of inputs in turn."""
+    row: Row = {}
+    for part, step in (("fwd", "forward"), ("fwdbwd", "forward_backward")):
+        calls = {name: Rotation([getattr(program, step) for program in each]) for name, each in programs.items()}
+        for name, kernels in times_of(calls, rounds).items():
+            row |= {f"{name}_{part}_ms": round(kernels.busy, 4), f"{name}_{part}_sum_ms": round(kernels.total, 4)}
+    return row
+
+
+def router_saves(shape: Sizes) -> int:
     """Bytes that a router may keep for backward: x, (T, E) in fp32, scores and ids (T, K), and a few vectors of E."""
     return shape.T * (2 * shape.d + 4 * shape.E + 8 * shape.K) + 64 * shape.E + 4096
 
@@ -154,24 +147,17 @@ def peak_of(program: modules.ModuleProgram) -> int:
     return peak
 
 
-def measure(shape: LayerShape, names: list[str], rounds: int) -> Row:
+def measure(shape: Sizes, names: list[str], rounds: int) -> Row:
     """One row of the results."""
     programs, absent = build_programs(shape, names, input_sets(shape))
     differences = agreement(programs["ours"][0], programs["sonic"][0]) if "sonic" in programs else {}
     peaks = {name: peak_of(programs[name][0]) for name in ("ours", "sonic") if name in programs}
     router = programs["router"][0]
-    saved = saved_bytes(router.forward, list(router.module.parameters()))
-    calls: dict[str, Callable[[modules.ModuleProgram], Callable[[], object]]] = {
-        "fwd": lambda program: program.forward,
-        "fwdbwd": lambda program: program.forward_backward,
-    }
-    floors = cost.layer_floor_ms(shape.sizes), router_floor_ms(shape)
+    saved = saved_bytes(router.forward, router.module.parameters())
+    floors = cost.layer_floor_ms(shape), router_floor_ms(shape)
     forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
-    row: Row = {"cfg": shape.dict(), "table": table_of(shape)}
-    for part, call_of in calls.items():
-        rotations = {name: Rotation([call_of(program) for program in each]) for name, each in programs.items()}
-        for name, kernels in times_of(rotations, rounds).items():
-            row |= {f"{name}_{part}_ms": round(kernels.busy, 4), f"{name}_{part}_sum_ms": round(kernels.total, 4)}
+    row: Row = {"cfg": cfg_of(shape), "table": table_of(shape)}
+    row |= part_times(programs, rounds)
     row |= {"floor_fwd_ms": round(forward, 4), "floor_fwdbwd_ms": round(forward + backward, 4)}
     row |= {f"{name}_peak_fwdbwd_MiB": round(peak / MIB, 1) for name, peak in peaks.items()}
     row |= {"router_saved_bytes": saved, "router_may_save_bytes": router_saves(shape)}
@@ -188,7 +174,7 @@ def ratio(row: Row, part: str = "fwdbwd") -> float | None:
 
 
 def least_ratio(row: Row) -> float:
-    return CLOSE_SHAPES.get(LayerShape(**row["cfg"]), LEAST_RATIO)
+    return CLOSE_SHAPES.get(Sizes(**row["cfg"]), LEAST_RATIO)
 
 
 def bounds(row: Row) -> dict[str, bool | None]:
@@ -216,7 +202,7 @@ def print_verdicts(record: Row) -> None:
         ("peak", "peak not above SonicMoE's"),
         ("saved", "the router saves at most x, (T, E) fp32 and (T, K)"),
     ):
-        failing = [LayerShape(**row["cfg"]).name for row in rows if bounds(row)[name] is False]
+        failing = [str(Sizes(**row["cfg"])) for row in rows if bounds(row)[name] is False]
         holding = sum(bounds(row)[name] is True for row in rows)
         print(
             verdict(
@@ -242,12 +228,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("module", __doc__, quick=quick, configs=MODULE_SHAPES, resume=True)
     parser.add_argument("--only-ours", action="store_true", help="without SonicMoE -> module-quick.json")
     parser.add_argument("--caches", type=Path, help="folder for what SonicMoE compiles and tunes")
-    options = parser.parse_args(words)
-    part = options.quick or options.only_ours
-    options.rounds = options.rounds or (3 if options.quick else ROUNDS)
+    options = settled(parser.parse_args(words), "module", rounds=ROUNDS, quick_rounds=3)
     options.configs = options.configs or list(QUICK_SHAPES if options.quick else MODULE_SHAPES)
     options.names = ["ours", "router", *([] if options.only_ours else ["sonic"])]
-    options.out = options.out or RESULTS / f"module{'-quick' if part else ''}.json"
+    options.out = options.out or RESULTS / f"module{'-quick' if options.only_ours else ''}.json"
     return options
 
 
@@ -256,7 +240,7 @@ def use_caches(folder: Path) -> None:
     os.environ |= {f"{owner}_CACHE_DIR": str(folder.resolve() / owner.lower()) for owner in ("QUACK", "TRITON")}
 
 
-def wanted(shape: LayerShape, rows: list[Row], names: list[str]) -> bool:
+def wanted(shape: Sizes, rows: list[Row], names: list[str]) -> bool:
     """Whether a shape has no row of these sources with all programs of ``names``."""
     have = rows_of(shape, rows)
     return not any(all(f"{name}_fwdbwd_ms" in row or name in row.get("absent", {}) for name in names) for row in have)
@@ -280,7 +264,7 @@ def main() -> None:
         record["rows"] = with_row(record["rows"], row)
         write_json(options.out, record)
         times = [f"{name} {row[f'{name}_fwdbwd_ms']:.3f}" for name in options.names if f"{name}_fwdbwd_ms" in row]
-        print(f"{shape.name}: {', '.join(times)} ms; {row['difference']}", flush=True)
+        print(f"{shape}: {', '.join(times)} ms; {row['difference']}", flush=True)
     print_verdicts(record)
 
 

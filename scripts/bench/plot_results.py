@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.markdown import LABELS, OURS, Record, rows_measured_on
 from scripts.bench.module_tables import compared
 from scripts.bench.result_tables import MARKED, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-RESULTS = REPOSITORY / "results" / "h200"
 DOCS = REPOSITORY / "docs"
 
 Value = Callable[[Record, str], float | None]  # of a row, and a program's name
@@ -98,9 +99,8 @@ def plot_memory(record: Record, path: Path) -> None:
 
 def plot_panels(record: Record, names: Sequence[str], panels: Mapping[str, Value], ylabel: str, path: Path) -> None:
     """Bars over all shapes, a panel for each title and what it shows of a row and a program."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(panels), 1, figsize=(16, 8), constrained_layout=True)
+    figure = Figure(figsize=(16, 8), layout="constrained")
+    axes = figure.subplots(len(panels), 1)
     for axis, (title, value) in zip(axes, panels.items(), strict=True):
         bars(axis, record["rows"], names, value)
         axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
@@ -109,7 +109,6 @@ def plot_panels(record: Record, names: Sequence[str], panels: Mapping[str, Value
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
     figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def plot_dispatch(record: Record, path: Path) -> bool:
@@ -117,8 +116,6 @@ def plot_dispatch(record: Record, path: Path) -> bool:
     series = record.get("series")
     if not series:
         return False
-    import matplotlib.pyplot as plt
-
     methods = {
         "tiled_ms": "tiled",
         "dense_ms": "dense",
@@ -126,7 +123,8 @@ def plot_dispatch(record: Record, path: Path) -> bool:
         "torch_sort_ms": "torch.sort",
         "floor_ms": "floor",
     }
-    figure, axes = plt.subplots(1, len(series), figsize=(6 * len(series), 4), constrained_layout=True, squeeze=False)
+    figure = Figure(figsize=(6 * len(series), 4), layout="constrained")
+    axes = figure.subplots(1, len(series), squeeze=False)
     for axis, (variable, rows) in zip(axes[0], series.items(), strict=True):
         for field, label in methods.items():
             points = [(row[variable], row[field]) for row in rows if row.get(field) is not None]
@@ -138,8 +136,15 @@ def plot_dispatch(record: Record, path: Path) -> bool:
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
     return True
+
+
+PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
+    ("module", plot_modules, "speed.png"),
+    ("layer", plot_experts, "experts.png"),
+    ("layer", plot_memory, "memory.png"),
+    ("dispatch", plot_dispatch, "dispatch.png"),
+)
 
 
 def marked_pages(readme: Path, docs: Path) -> list[Path]:
@@ -163,16 +168,9 @@ def main() -> None:
     for page in stale:
         page.write_text(filled[page])
     options.docs.mkdir(parents=True, exist_ok=True)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    if (module := load("module", options.results)) is not None:
-        plot_modules(module, options.docs / "speed.png")
-    if (layer := load("layer", options.results)) is not None:
-        plot_experts(layer, options.docs / "experts.png")
-        plot_memory(layer, options.docs / "memory.png")
-    if (dispatch := load("dispatch", options.results)) is not None:
-        plot_dispatch(dispatch, options.docs / "dispatch.png")
+    for name, plot, picture in PICTURES:
+        if (record := load(name, options.results)) is not None:
+            plot(record, options.docs / picture)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ GPU time by graph replay, all columns of a product in turn (A B A B), medians. U
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,33 +21,34 @@ import torch.nn.functional as F
 
 from blazeproto import cost, gemm
 from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import Sizes
 from blazeproto.gemm.arguments import Array
 from scripts.bench.common import (
-    RESULTS,
     SHAPES,
-    LayerShape,
+    bench_parser,
+    cfg_of,
     finished,
-    format_table,
     geometric_mean,
-    number,
-    parse_shapes,
+    in_turn,
     part_file,
     provenance,
     route,
+    settled,
     write_json,
 )  # fmt: skip
+from scripts.bench.result_tables import products_table
 from scripts.bench.timing import gpu_ms
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import need_hopper, some_of
 
 Call = Callable[[], object]
-DEFAULT_SHAPES = "1,5,7,9,14,21"  # of the layer benchmark's 23
+DEFAULT_SHAPES = tuple(SHAPES[number - 1] for number in (1, 5, 7, 9, 14, 21))
 DEFAULT_PRODUCTS = tuple(name for name, product in gemm.PRODUCTS.items() if product.phases)
 
 
 class Arrays:
     """Inputs and outputs of all products for one shape, and the routing that joins them. Inputs of one shape are one tensor."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: Sizes) -> None:
         need_hopper()
         self.shape, self.device = shape, torch.device("cuda")
         self.generator = torch.Generator(self.device).manual_seed(0)
@@ -59,7 +58,7 @@ class Arrays:
 
     def lengths(self, letters: str) -> list[int]:
         """The lengths of an array of a product's specification."""
-        return [self.shape.sizes.letters[letter] for letter in letters.split()]
+        return [self.shape.letters[letter] for letter in letters.split()]
 
     def _input(self, letters: str, dtype: str) -> torch.Tensor:
         """At unit scale; weights at 1/√fan-in, scores above 0."""
@@ -86,7 +85,7 @@ def versions(name: str, a: Arrays, config: gemm.TileConfig | None) -> dict[str, 
     inputs = {array.name: a.input(array.shape, array.dtype) for array in counted}
     outputs = {array.name: a.output(array.shape, array.dtype) for array in spec.outputs}
     if spec.workspace is not None:
-        lengths = spec.workspace(a.shape.sizes.letters, config)
+        lengths = spec.workspace(a.shape.letters, config)
         outputs["workspace"] = torch.empty(lengths or (0,), dtype=torch.float32, device=a.device)
     calls: dict[str, Call] = {"layer": partial(product.run, **inputs, **outputs, **options)}
     matrices = [array for array in (*counted, *spec.outputs) if array.shape.count(" ") == 2]
@@ -118,8 +117,8 @@ def measure(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
     """One row: every version of a product on one shape, ms of GPU time."""
     shape = arrays.shape
     gpu = gpu_ms(versions(name, arrays, None), ("plain", "torch", "gathered"), rounds)
-    floor = cost.product_floor_ms(name, shape.sizes)
-    row: dict[str, Any] = {"product": name, "cfg": shape.dict(), "floor_ms": round(floor, 4)}
+    floor = cost.product_floor_ms(name, shape)
+    row: dict[str, Any] = {"product": name, "cfg": cfg_of(shape), "floor_ms": round(floor, 4)}
     row |= {f"{version}_ms": round(ms, 4) for version, ms in gpu.ms.items()}
     row["gpu_method"] = gpu.method["layer"]
     row["layer_to_floor"] = round(gpu.ms["layer"] / floor, 3)
@@ -145,8 +144,8 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
             calls.pop(label, None)
             failed[label] = f"{type(error).__name__}: {str(error)[:120]}"
     ms = gpu_ms(calls, list(calls), rounds).ms
-    floor = cost.product_floor_ms(name, arrays.shape.sizes)
-    row: dict[str, Any] = {"product": name, "cfg": arrays.shape.dict(), "floor_ms": round(floor, 4)}
+    floor = cost.product_floor_ms(name, arrays.shape)
+    row: dict[str, Any] = {"product": name, "cfg": cfg_of(arrays.shape), "floor_ms": round(floor, 4)}
     row["ms"] = {label: round(value, 4) for label, value in sorted(ms.items(), key=lambda item: item[1])}
     if failed:
         row["failed"] = failed
@@ -160,90 +159,47 @@ def describe(config: gemm.TileConfig) -> str:
     return " ".join([f"n{config.tile_n} s{config.stages} c{config.cluster}", *words])
 
 
-def print_products(rows: list[dict[str, Any]]) -> None:
-    fields = ("floor_ms", "torch_ms", "plain_ms", "gathered_ms", "layer_ms")
-    ratios = ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor")
-    lines = [
-        [row["product"], *(str(row["cfg"][key]) for key in "TdnEK"), *(number(row.get(f), 4) for f in fields),
-         *(number(row.get(r)) for r in ratios), row["gpu_method"]]
-        for row in rows
-    ]  # fmt: skip
-    header = [
-        "product",
-        *"TdnEK",
-        "floor",
-        "torch",
-        "plain",
-        "gathered",
-        "layer",
-        "plain/torch",
-        "gathered/plain",
-        "x floor",
-        "by",
-    ]
-    print(format_table(header, lines))
-    print("ms; plain/torch and gathered/plain: speeds (1 is equal); x floor: the layer's version over its floor")
-    for field in ratios:
-        values = [row[field] for row in rows if field in row]
-        if values:
-            print(
-                f"{field}: geometric mean {geometric_mean(values):.3f}, least {min(values):.3f}, most {max(values):.3f}"
-            )
+def print_products(record: dict[str, Any]) -> None:
+    print(products_table(record))
+    for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor"):
+        if values := [row[field] for row in record["rows"] if field in row]:
+            mean, least, most = geometric_mean(values), min(values), max(values)
+            print(f"{field}: geometric mean {mean:.3f}, least {least:.3f}, most {most:.3f}")
 
 
-def print_tuning(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        shape = LayerShape(**row["cfg"])
+def print_tuning(record: dict[str, Any]) -> None:
+    for row in record["rows"]:
+        shape = Sizes(**row["cfg"])
         times = ", ".join(f"{label} {ms:.4f}" for label, ms in row["ms"].items())
-        print(f"{row['product']:21s} {shape.name:30s} floor {row['floor_ms']:.4f} | {times} {row.get('failed', '')}")
+        print(f"{row['product']:21s} {shape!s:30s} floor {row['floor_ms']:.4f} | {times} {row.get('failed', '')}")
 
 
 def main() -> None:
-    parser = argument_parser("scripts.bench.products", __doc__)
-    parser.add_argument(
-        "--configs", type=parse_shapes, default=parse_shapes(DEFAULT_SHAPES), help="as for scripts.bench.layer"
-    )
-    parser.add_argument("--products", default=",".join(DEFAULT_PRODUCTS), help="of " + ", ".join(gemm.PRODUCTS))
+    quick = "two shapes, 7 rounds; the results file is left alone"
+    parser = bench_parser("products", __doc__, quick=quick, configs=SHAPES, time_budget=True)
+    names = "of " + ", ".join(gemm.PRODUCTS)
+    parser.add_argument("--products", type=some_of(gemm.PRODUCTS), default=[*DEFAULT_PRODUCTS], help=names)
     parser.add_argument("--tune", action="store_true", help="time all tile configurations instead")
-    parser.add_argument("--rounds", type=positive, default=20)
-    parser.add_argument("--quick", action="store_true", help="two shapes, 7 rounds; the results file is left alone")
-    parser.add_argument(
-        "--time-budget", type=float, default=float("inf"), metavar="SECONDS", help="skip what would start later"
-    )
-    parser.add_argument("--out", type=Path, default=None, help="results file (default: products.json, if all run)")
     options = parser.parse_args()
-    if unknown := set(options.products.split(",")) - gemm.PRODUCTS.keys():
-        parser.error(f"--products: expected some of {', '.join(gemm.PRODUCTS)}, got {', '.join(sorted(unknown))}")
-    if options.quick:
-        options.configs, options.rounds = [SHAPES[0], SHAPES[8]], 7
-        options.out = options.out or RESULTS / f"{'tune' if options.tune else 'products'}-quick.json"
-    name = "tune" if options.tune else "products"
+    name, row_of, tell = ("tune", tune, print_tuning) if options.tune else ("products", measure, print_products)
+    options = settled(options, name, rounds=20)
+    shapes = [SHAPES[0], SHAPES[8]] if options.quick else options.configs or list(DEFAULT_SHAPES)
+    chosen, every = (
+        [(shape, product) for shape in some for product in names if gemm.PRODUCTS[product].tiles or not options.tune]
+        for some, names in ((shapes, options.products), (DEFAULT_SHAPES, DEFAULT_PRODUCTS))
+    )
+    record, arrays = provenance() | {"rows": []}, None
     out = options.out or part_file(name)
-    record = provenance() | {"rows": []}
-    names, every = (
-        [name for name in chosen if gemm.PRODUCTS[name].tiles or not options.tune]
-        for chosen in (options.products.split(","), DEFAULT_PRODUCTS)
-    )
-    whole = names == every
-    whole &= options.configs == parse_shapes(DEFAULT_SHAPES)
-    begin, skipped = time.monotonic(), []
-    for shape in options.configs:
-        arrays = Arrays(shape)
-        for product in names:
-            if time.monotonic() - begin > options.time_budget:
-                skipped.append(f"{product} {shape.name}")
-                continue
-            record["rows"].append((tune if options.tune else measure)(product, arrays, options.rounds))
-            write_json(out, record)
-        del arrays
-        torch.cuda.empty_cache()
+    for shape, product in in_turn(chosen, options.time_budget):
+        if arrays is None or arrays.shape != shape:
+            arrays = None  # before others are made
+            arrays = Arrays(shape)
+        record["rows"].append(row_of(product, arrays, options.rounds))
+        write_json(out, record)
     if options.out is None and record["rows"]:
-        out = finished(name, whole=whole and not skipped)
-    (print_tuning if options.tune else print_products)(record["rows"])
+        out = finished(name, whole=chosen == every and len(record["rows"]) == len(every))
+    tell(record)
     print(f"wrote {out}" if record["rows"] else "wrote nothing")
-    print(
-        f"{time.monotonic() - begin:.0f} s; {'skipped for time: ' + ', '.join(skipped) if skipped else 'nothing skipped'}"
-    )
 
 
 if __name__ == "__main__":

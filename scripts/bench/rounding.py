@@ -34,23 +34,24 @@ from torch import nn
 from blazeproto import MoE, cost
 from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying
+from blazeproto.gemm import Sizes
 from blazeproto.router import Routing
 from scripts.bench import peers
 from scripts.bench.common import (
-    RESULTS,
-    LayerShape,
     begun,
     bench_parser,
+    cfg_of,
     finished,
     geometric_mean,
     in_turn,
     part_file,
+    settled,
     write_json,
 )
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
 from scripts.bench.routing_tables import rounding_layers_table, rounding_table
 from scripts.bench.timing import gpu_ms
-from scripts.command import need_hopper
+from scripts.command import need_hopper, some_of
 
 TILE = 128  # M_tile of the paper's measurement, and the rows of the products' tiles
 ROUTERS = {
@@ -61,12 +62,12 @@ ROUTERS = {
 }  # name in results -> MoE's
 
 
-def _doubling(T: int, d: int, n: int, K: int, first: int, last: int) -> tuple[LayerShape, ...]:
+def _doubling(T: int, d: int, n: int, K: int, first: int, last: int) -> tuple[Sizes, ...]:
     experts = [first << step for step in range((last // first).bit_length())]
-    return tuple(LayerShape(T, d, n, E, K) for E in experts)
+    return tuple(Sizes(T, d, n, E, K) for E in experts)
 
 
-SUBFIGURES: dict[str, tuple[LayerShape, ...]] = {
+SUBFIGURES: dict[str, tuple[Sizes, ...]] = {
     "top-left": _doubling(16384, 1536, 256, 8, 64, 512),
     "top-right": _doubling(16384, 1536, 1024, 2, 16, 128),
     "bottom-left": _doubling(16384, 4096, 512, 8, 64, 512),
@@ -77,7 +78,7 @@ SUBFIGURES: dict[str, tuple[LayerShape, ...]] = {
 # ------------------------------------------------------------------------------------------------ layers and routings
 
 
-def whole_layers(shape: LayerShape, inputs: peers.LayerInputs, tile: int = TILE) -> dict[str, MoE]:
+def whole_layers(shape: Sizes, inputs: peers.LayerInputs, tile: int = TILE) -> dict[str, MoE]:
     """A layer for each of ROUTERS, all with the same weights."""
     layers = {}
     for name, router in ROUTERS.items():
@@ -101,7 +102,7 @@ def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
     return int(((load + tile - 1) // tile * tile).sum())
 
 
-def layer(shape: LayerShape, inputs: peers.LayerInputs, routing: Routing) -> tuple[Callable[..., Any], ...]:
+def layer(shape: Sizes, inputs: peers.LayerInputs, routing: Routing) -> tuple[Callable[..., Any], ...]:
     """(forward, forward and backward) of one layer on a routing, its dispatch made beforehand."""
     scores = routing.scores.detach().requires_grad_()
     if routing.pair_tokens is None:
@@ -139,9 +140,9 @@ def with_router(layer: MoE, inputs: peers.LayerInputs) -> tuple[Callable[..., An
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
-def model_tflops(shape: LayerShape, rows: int, forward_ms: float, both_ms: float) -> dict[str, float]:
+def model_tflops(shape: Sizes, rows: int, forward_ms: float, both_ms: float) -> dict[str, float]:
     """Model TFLOP/s of forward, backward and both: operations on ``rows`` real rows, tiles' empty ones not counted."""
-    forward, backward = cost.layer_operations(shape.sizes._replace(T=rows, K=1))
+    forward, backward = cost.layer_operations(shape._replace(T=rows, K=1))
     parts = {
         "fwd": (forward, forward_ms),
         "bwd": (backward, both_ms - forward_ms),
@@ -151,7 +152,7 @@ def model_tflops(shape: LayerShape, rows: int, forward_ms: float, both_ms: float
 
 
 def figures(
-    shape: LayerShape, calls: dict[str, tuple[Callable[..., Any], ...]], loads: dict[str, torch.Tensor], rounds: int
+    shape: Sizes, calls: dict[str, tuple[Callable[..., Any], ...]], loads: dict[str, torch.Tensor], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Rows, GPU times and model TFLOP/s by name, of (forward, forward and backward) and the experts' loads."""
     forward = gpu_ms({name: call for name, (call, _) in calls.items()}, list(calls), rounds)
@@ -180,7 +181,7 @@ def gains(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
+def measure(subfigure: str, shape: Sizes, rounds: int) -> dict[str, Any]:
     """One row of the results: the experts alone on both routings of one configuration, and under "layers" whole layers."""
     inputs = peers.make_inputs(shape)
     whole = whole_layers(shape, inputs)
@@ -189,7 +190,7 @@ def measure(subfigure: str, shape: LayerShape, rounds: int) -> dict[str, Any]:
     experts = figures(shape, calls, {name: routing.load for name, routing in routed.items()}, rounds)
     loads = {name: one(inputs.x)[1].load for name, one in whole.items()}
     layers = figures(shape, {name: with_router(one, inputs) for name, one in whole.items()}, loads, rounds)
-    row: dict[str, Any] = {"subfigure": subfigure, "cfg": shape.dict()} | experts | gains(experts)
+    row: dict[str, Any] = {"subfigure": subfigure, "cfg": cfg_of(shape)} | experts | gains(experts)
     return row | {"layers": layers | gains(layers)}
 
 
@@ -208,14 +209,9 @@ def print_tables(record: dict[str, Any]) -> None:
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("rounding", __doc__, quick="least and most experts of each, 7 rounds")
-    parser.add_argument("--subfigures", default=",".join(SUBFIGURES), help="some of " + ", ".join(SUBFIGURES))
-    options = parser.parse_args(words)
-    options.subfigures = options.subfigures.split(",")
-    if unknown := set(options.subfigures) - SUBFIGURES.keys():
-        parser.error(f"--subfigures: expected some of {', '.join(SUBFIGURES)}, got {', '.join(sorted(unknown))}")
-    options.rounds = options.rounds or (7 if options.quick else 20)
-    if options.quick and options.out is None:
-        options.out = RESULTS / "rounding-quick.json"
+    what = "some of " + ", ".join(SUBFIGURES)
+    parser.add_argument("--subfigures", type=some_of(SUBFIGURES), default=[*SUBFIGURES], help=what)
+    options = settled(parser.parse_args(words), "rounding", rounds=20)
     shapes = {name: SUBFIGURES[name][:: 3 if options.quick else 1] for name in options.subfigures}
     options.configs = [(name, shape) for name, group in shapes.items() for shape in group]
     return options
@@ -230,7 +226,7 @@ def main() -> None:
         record["rows"].append(row)
         write_json(options.out or part_file("rounding"), record)
         both, whole = row["fwdbwd_gain"], row["layers"]["fwdbwd_gain"]
-        print(f"{shape.name}: forward + backward x {both} of the experts, x {whole} of whole layers", flush=True)
+        print(f"{shape}: forward + backward x {both} of the experts, x {whole} of whole layers", flush=True)
     print_tables(record)
     print("wrote", options.out or finished("rounding", whole=set(options.subfigures) == SUBFIGURES.keys()))
 

@@ -22,26 +22,27 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE, cost
+from blazeproto.gemm import Sizes
 from blazeproto.router import Router
 from scripts.bench.common import (
-    RESULTS,
-    LayerShape,
     begun,
     bench_parser,
+    cfg_of,
     finished,
     in_turn,
     part_file,
+    settled,
     write_json,
 )  # fmt: skip
 from scripts.bench.module_tables import router_table
-from scripts.bench.timing import gpu_ms
+from scripts.bench.timing import gpu_ms, relative_difference
 from scripts.command import need_hopper
 
 AUX_LOSS, Z_LOSS = 0.01, 0.001
 # Shape -> ms that forward, and forward + backward, may take with a bf16 weight; with an fp32 one twice that. n does not matter.
 BOUNDS_MS = {
-    LayerShape(32768, 2048, 8, 128, 8): (0.15, 0.50),
-    LayerShape(16384, 4096, 8, 512, 8): (0.25, 0.90),
+    Sizes(32768, 2048, 8, 128, 8): (0.15, 0.50),
+    Sizes(16384, 4096, 8, 512, 8): (0.25, 0.90),
 }
 ROUTER_SHAPES = tuple(BOUNDS_MS)
 WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,7 +53,7 @@ MOST_CLOSE = 0.005  # share of tokens whose K-th and next key do
 REPEATS = 5
 
 
-def router_floor_ms(shape: LayerShape) -> tuple[float, float]:
+def router_floor_ms(shape: Sizes) -> tuple[float, float]:
     """(forward, backward) ms that a bf16 router needs at the least: each of its three products passed over once, or its bytes.
 
     Forward reads x and the weight and writes fp32 logits, scores and ids. dX and dW each read the logits' gradient in fp32, from
@@ -77,7 +78,7 @@ class Results(NamedTuple):
     dW: Tensor
 
 
-def make_case(shape: LayerShape, dtype: torch.dtype, device: str = "cuda") -> tuple[Router, Tensor, Tensor]:
+def make_case(shape: Sizes, dtype: torch.dtype, device: str = "cuda") -> tuple[Router, Tensor, Tensor]:
     """(router in training mode, x (T, d) bf16 that requires a gradient, gradient of the scores (T, K) fp32)."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -119,10 +120,6 @@ def in_float64(x: Tensor, weight: Tensor, experts: Tensor, d_scores: Tensor) -> 
     return Results(*(tensor.detach() for tensor in made), *gradients)
 
 
-def error(made: Tensor, exact: Tensor) -> float:
-    return float((made.double() - exact).norm() / exact.norm())
-
-
 def choices(experts: Tensor, logits: Tensor) -> dict[str, int]:
     """How experts (T, K) compare with the K largest of float64 logits (T, E).
 
@@ -148,11 +145,12 @@ def accuracy(router: Router, x: Tensor, d_scores: Tensor, autocast: bool) -> dic
         same = same and all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
     exact = in_float64(x, router.weight, made.experts, d_scores)
     found: dict[str, Any] = {
-        name: error(getattr(made, name), getattr(exact, name)) for name in ("logits", "scores", "aux", "z", "dX", "dW")
+        name: relative_difference(getattr(made, name), getattr(exact, name))
+        for name in ("logits", "scores", "aux", "z", "dX", "dW")
     }
     for name, gradient, wide in (("dX", made.dX, exact.dX), ("dW", made.dW, exact.dW)):
         if gradient.dtype == torch.bfloat16:
-            found[f"{name}_of_rounding"] = found[name] / error(wide.bfloat16(), wide)
+            found[f"{name}_of_rounding"] = found[name] / relative_difference(wide.bfloat16(), wide)
     found |= choices(made.experts, exact.logits)
     return found | {"load_exact": bool(torch.equal(made.load.long(), exact.load)), "bit_identical": same}
 
@@ -160,7 +158,7 @@ def accuracy(router: Router, x: Tensor, d_scores: Tensor, autocast: bool) -> dic
 # ------------------------------------------------------------------------------------------------------- measurement
 
 
-def times(shape: LayerShape, rounds: int) -> dict[str, dict[str, Any]]:
+def times(shape: Sizes, rounds: int) -> dict[str, dict[str, Any]]:
     """By weight's dtype: forward, and forward + backward, by graph replay where it captures."""
     calls: dict[str, Callable[[], object]] = {}
     for name, dtype in WEIGHTS.items():
@@ -186,7 +184,7 @@ def times(shape: LayerShape, rounds: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def measure(shape: LayerShape, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: Sizes, rounds: int) -> list[dict[str, Any]]:
     """A row for each dtype of the weight."""
     rows = []
     timed = times(shape, rounds)
@@ -195,14 +193,14 @@ def measure(shape: LayerShape, rounds: int) -> list[dict[str, Any]]:
     for name, dtype in WEIGHTS.items():
         case = make_case(shape, dtype)
         found = {how: accuracy(*case, autocast=how == "autocast") for how in ("plain", "autocast")}
-        cfg = {key: value for key, value in shape.dict().items() if key != "n"}
+        cfg = {key: value for key, value in cfg_of(shape).items() if key != "n"}
         rows.append({"cfg": cfg, "weight": name, **timed[name], **floor, "accuracy": found})
     return rows
 
 
 def may_take(row: dict[str, Any]) -> tuple[float, float] | None:
     """ms for forward, and forward + backward; None for a shape without bounds."""
-    wanted = next((ms for shape, ms in BOUNDS_MS.items() if row["cfg"].items() <= shape.dict().items()), None)
+    wanted = next((ms for shape, ms in BOUNDS_MS.items() if row["cfg"].items() <= cfg_of(shape).items()), None)
     factor = 2 if row["weight"] == "fp32" else 1
     return None if wanted is None else (factor * wanted[0], factor * wanted[1])
 
@@ -243,11 +241,8 @@ def print_verdicts(record: dict[str, Any]) -> None:
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     quick = "the second shape, 7 rounds -> router-quick.json"
     parser = bench_parser("router", __doc__, quick=quick, configs=ROUTER_SHAPES)
-    options = parser.parse_args(words)
-    options.rounds = options.rounds or (7 if options.quick else 20)
+    options = settled(parser.parse_args(words), "router", rounds=20)
     options.configs = options.configs or list(ROUTER_SHAPES[1:] if options.quick else ROUTER_SHAPES)
-    if options.quick and options.out is None:
-        options.out = RESULTS / "router-quick.json"
     return options
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,13 +50,14 @@ def tensors_in(result: object) -> list[torch.Tensor]:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """||a - b|| / ||b|| in fp32, a slice at a time; NaN where either is."""
+    """||a - b|| / ||b|| in fp32, or in float64 if one is, a slice at a time; NaN where either is."""
     difference = norm = 0.0
     a, b = torch.atleast_1d(a, b)
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     step = max(1, (1 << 27) // max(1, b[0].numel()))
     for x, y in zip(a.split(step), b.split(step), strict=True):
-        difference += float((x.float() - y.float()).square().sum())
-        norm += float(y.float().square().sum())
+        difference += float((x.to(wide) - y.to(wide)).square().sum())
+        norm += float(y.to(wide).square().sum())
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 
@@ -208,22 +209,31 @@ def gpu_ms(calls: Mapping[str, Call], must_agree: Sequence[str], rounds: int = R
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def saved_bytes(call: Call, not_counted: Sequence[torch.Tensor]) -> int:
-    """Bytes of storage that a call's autograd graph keeps, each storage once, the given tensors' left out."""
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in not_counted}
-    storages: dict[int, int] = {}
+class SavedBytes:
+    """Counts what autograd keeps for backward, each storage once, that of some tensors left out: ``with counter.hooks:``."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
+        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in not_counted}
+        self.storages: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if tensor.is_cuda and storage.data_ptr() not in excluded:
-            storages[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in self.excluded:
+            self.storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    @property
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def saved_bytes(call: Call, not_counted: Iterable[torch.Tensor]) -> int:
+    """`SavedBytes` of a call."""
+    with (saved := SavedBytes(not_counted)).hooks:
         result = call()
-    total = sum(storages.values())
     del result
-    return total
+    return saved.total
 
 
 def peak_bytes(call: Call) -> int:

@@ -34,12 +34,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from blazeproto import gemm
+from blazeproto.gemm import Sizes
 from scripts.bench import lora
 from scripts.bench.common import (
     MIB,
     MODULE_SHAPES,
     REPOSITORY,
-    LayerShape,
+    cfg_of,
     format_table,
     geometric_mean,
     now,
@@ -47,6 +49,7 @@ from scripts.bench.common import (
     write_json,
 )
 from scripts.bench.timing import relative_difference
+from scripts.checks.compare_cases import products_of
 from scripts.command import argument_parser, need_hopper, positive, refuse
 
 Record = dict[str, Any]
@@ -131,7 +134,7 @@ def run_side(root: Path, options: argparse.Namespace, made: Record) -> None:
 
     workers = [Worker(root, options.device) for _ in range(options.jobs)]
     try:
-        names, *_ = [worker.ask("names") for worker in workers]
+        names, *_ = [worker.ask("names", products_of(gemm)) for worker in workers]
         for name in wanted(names, options):
             left.put(name)
             made[name] = {"error": "not run: all processes have ended"}
@@ -197,14 +200,14 @@ def compare_bits(options: argparse.Namespace) -> Record:
 # --- Time ----------------------------------------------------------------------------------------------------------------
 
 
-def warm(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> None:
+def warm(options: argparse.Namespace, kind: str, shapes: list[Sizes]) -> None:
     """Compile what the shapes need, on all cores: the cache is the processes' common one."""
     begin = time.monotonic()
 
-    def work(root: Path, part: list[LayerShape]) -> None:
+    def work(root: Path, part: list[Sizes]) -> None:
         worker = Worker(root, options.device)
         for shape in part:
-            worker.ask("warm", kind, tuple(shape.dict().values()))
+            worker.ask("warm", kind, shape[:5])
         worker.close()
 
     parts = [shapes[index :: options.jobs] for index in range(options.jobs)]
@@ -212,22 +215,22 @@ def warm(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> No
     print(f"compiled for {len(shapes)} layers in {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def compare_times(options: argparse.Namespace, kind: str, shapes: list[LayerShape]) -> list[Record]:
+def compare_times(options: argparse.Namespace, kind: str, shapes: list[Sizes]) -> list[Record]:
     """A row a shape: milliseconds and peaks of both sides."""
     warm(options, kind, shapes)
     begin, rows = time.monotonic(), []
     workers = {side: Worker(root, options.device) for side, root in roots(options).items()}
     for shape in shapes:
         if time.monotonic() - begin > options.time_budget:
-            print(f"{shape.name} and what follows: left out, the time is over")
+            print(f"{shape} and what follows: left out, the time is over")
             break
-        peaks = together(lambda side: workers[side].ask("load", kind, tuple(shape.dict().values())), SIDES)  # noqa: B023
+        peaks = together(lambda side: workers[side].ask("load", kind, shape[:5]), SIDES)  # noqa: B023
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         for index in range(options.rounds + 1):  # the first is thrown away
             for side in SIDES if index % 2 else reversed(SIDES):
                 times[side].append(workers[side].ask("time"))
         together(lambda side: workers[side].ask("unload"), SIDES)
-        row: Record = {"layer": kind, "cfg": shape.dict()}
+        row: Record = {"layer": kind, "cfg": cfg_of(shape)}
         row |= {f"{side}_ms": round(statistics.median(times[side][1:]), 5) for side in SIDES}
         row |= {f"{side}_peak_MiB": round(peak / MIB, 2) for side, peak in zip(SIDES, peaks, strict=True)}
         rows.append(row | {"ratio": round(row["new_ms"] / row["old_ms"], 5)})

@@ -1,16 +1,20 @@
 """What `scripts.checks.compare` runs on both checkouts: every product here; compare_routing.py and compare_layers.py: the rest.
 
-Nothing of blazeproto is imported here: each case calls the public functions of whichever package is given. Its inputs are drawn
-by a generator whose seed is the case's name. A product gets operands of its own, not what the one before it made, so that a
-difference shows where it arises. Outputs are handed in as zeros: rows that no pair has are part of what is compared.
+Nothing of blazeproto is imported here: each case calls the public functions of whichever package is given. What a product takes
+the new checkout's registry says, to both sides (`products_of`). A case's inputs are drawn by a generator whose seed is its name.
+A product gets operands of its own, not what the one before it made, so that a difference shows where it arises. Outputs are
+handed in as zeros: rows that no pair has are part of what is compared.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -121,156 +125,137 @@ def combinations(options: Mapping[str, Iterable[Any]]) -> Iterator[Options]:
 # --- Products ------------------------------------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """How a public function of gemm is called. Index letters: T d n E K as in `Shape`, R rows, P pairs, w columns of H."""
+class Call(NamedTuple):
+    """One call of a product, in plain data, which the process of any checkout reads. An array is its dimensions and its dtype."""
 
-    inputs: str
-    outputs: str
-    options: dict[str, tuple[Any, ...]] = {}  # what is varied beside the activation  # noqa: RUF012  never written
-    extra: dict[str, str] = {}  # the arrays that an option stands for  # noqa: RUF012
-    over: tuple[str, str] | None = None  # the output that may lie over an input
-    activations: bool = False
-    varies: bool = False
-    function: str = ""  # its name, where the entry has another
+    inputs: dict[str, tuple[str, str]]
+    low: tuple[tuple[str, str], ...]  # the arrays of ``low``
+    outputs: dict[str, tuple[str, str]]
+    added: bool  # to what the outputs hold
+    over: dict[str, str]  # output -> the input that it may lie over
+    columns: str  # "all", "first" or "last"
+    options: Options
+
+
+class Product(NamedTuple):
+    """A public function of gemm, and its calls by what is varied beside the activation."""
+
+    function: str
+    calls: dict[str, Call]
+    of_tokens: bool  # rows are gathered, in every call
+    activations: bool
+    varies: bool
 
 
 NO_OR_YES = (False, True)
-SUMS = {"sums": ("bfloat16", "float32", "accumulate"), "gather": (True, False)}
-HALF = {"columns": ("all", "first", "last")}
-PRODUCTS = {
-    "up_forward": Product(
-        "x=Td up_proj=Ewd",
-        "h=Rw act=Rn",
-        dict.fromkeys(("transposed", "bias", "low"), NO_OR_YES),
-        {"bias": "Ew", "low": "Rr Ewr"},
-        activations=True,
-    ),
-    "down_forward": Product(
-        "act=Rn down_proj=Edn", "y=Rd", {"bias": NO_OR_YES, **HALF}, {"bias": "Ed"}, over=("y", "act")
-    ),
-    "down_forward_fused": Product(
-        "act=Rn down_proj=Edn scores=P",
-        "out_f32=Td",
-        dict.fromkeys(("transposed", "bias"), NO_OR_YES),
-        {"bias": "Ed"},
-        varies=True,
-    ),
-    "combine": Product("y=Rd", "out=Td", {"scores": NO_OR_YES}, {"scores": "P"}),
-    "down_backward_act": Product(
-        "d_out=Td down_proj=Edn h=Rw scores=P",
-        "dh=Rw a_scaled=Rn d_scores=P",
-        dict.fromkeys(("transposed", "low"), NO_OR_YES),
-        {"low": "Rr Ern"},
-        over=("dh", "h"),
-        activations=True,
-    ),
-    "bias_score_grad": Product("d_out=Td down_bias=Ed", "d_scores=P"),
-    "down_backward_weight": Product("d_out=Td a_scaled=Rn", "dw=Edn", SUMS),
-    "up_backward_act": Product("dh=Rw up_proj=Ewd", "dx_rows=Rd", HALF),
-    "up_backward_weight": Product("dh=Rw x=Td", "dw=Ewd", SUMS),
-    "expert_row_sum": Product("values=Td", "out=Ed", {**SUMS, "scores": NO_OR_YES}, {"scores": "P"}),
-    "grouped_mm": Product(
-        "a=Rn weights=Edn",
-        "out=Rd",
-        dict.fromkeys(("transposed", "bias", "low"), NO_OR_YES) | HALF,
-        {"bias": "Ed", "low": "Rr Edr"},
-        over=("out", "a"),
-    ),
-    "grouped_mm of tokens": Product(
-        "a=Td weights=Ewd",
-        "out=Rw",
-        dict.fromkeys(("transposed", "bias", "low"), NO_OR_YES) | {"gather": (True,)},
-        {"bias": "Ew", "low": "Rr Ewr"},
-        function="grouped_mm",
-    ),
-}
-F32 = ("scores", "d_scores", "out_f32")
 
 
-def product_cases(package: ModuleType, device: str) -> Iterator[Case]:
+def products_of(gemm: ModuleType) -> dict[str, Product]:
+    """Every product by its name in a case, of a registry with specifications: the new checkout's."""
+    linear = importlib.import_module(f"{gemm.__name__}.linear")
+    specified = {name: (name, entry.spec, not entry.fixed_order) for name, entry in gemm.PRODUCTS.items()}
+    specified |= dict.fromkeys(("grouped_mm", "grouped_mm of tokens"), ("grouped_mm", linear.GROUPED_MM, False))
+    made = {}
+    for name, (function, spec, varies) in specified.items():
+        parameters, of_tokens = inspect.signature(getattr(gemm, function)).parameters, name == "grouped_mm of tokens"
+        optional = [array.name for array in spec.inputs if array.optional]
+        varied: dict[str, Any] = {key: NO_OR_YES for key in ("transposed", *optional, "low") if key in parameters}
+        if any(array.f32 for array in spec.outputs):
+            varied["sums"] = ("bfloat16", "float32", "accumulate")
+        if "columns" in parameters and name != "combine":
+            varied["columns"] = ("all", "first", "last")
+        if "gather" in parameters:
+            varied["gather"] = (of_tokens,) if function == "grouped_mm" else (True, False)
+        calls = {}
+        for chosen in combinations(varied):
+            label = " ".join(key if value is True else str(value) for key, value in chosen.items() if value)
+            arrays = {a.name: (a.shape_in(chosen), a.dtype) for a in spec.inputs if chosen.get(a.name, True)}
+            low = [arrays.pop(key) for key in [*arrays] if key not in parameters]
+            sums, options = chosen.get("sums"), {key: chosen[key] for key in ("transposed", "gather") if key in chosen}
+            calls[label] = Call(
+                arrays,
+                tuple(low if chosen.get("low") else ()),
+                {a.name: (a.shape, "float32" if a.f32 and sums != "bfloat16" else a.dtype) for a in spec.outputs},
+                sums == "accumulate" or any(a.added for a in spec.outputs),
+                {a.name: a.over for a in spec.outputs if a.over},
+                chosen.get("columns", "all"),
+                options | ({"accumulate": True} if sums == "accumulate" else {}),
+            )
+        made[name] = Product(function, calls, of_tokens, "activation" in parameters, varies)
+    return made
+
+
+def product_cases(package: ModuleType, device: str, products: Mapping[str, Product]) -> Iterator[Case]:
     """Every product: its options crossed on small shapes; with each activation, and on larger shapes, none and all of them."""
-    if missing := set(package.gemm.PRODUCTS) - set(PRODUCTS):
-        raise LookupError(f"PRODUCTS of compare_cases: expected every product, {sorted(missing)} are not there")
     activations = [name for name in package.activations.ACTIVATIONS if name != "swiglu"]
     wanted = [(shape, routing, "swiglu", True) for shape in (SMALL, LONGER, SQUARE) for routing in ROUTINGS]
     wanted += [(shape, "fixed", "swiglu", True) for shape in FEW]
     wanted += [(SMALL, "sentinels", activation, False) for activation in activations]
     wanted += [(shape, "fixed", "swiglu", False) for shape in LARGE] + [(ONE_EXPERT, "one", "swiglu", False)]
-    for (name, product), (shape, routing, activation, crossed) in itertools.product(PRODUCTS.items(), wanted):
+    for (name, product), (shape, routing, activation, crossed) in itertools.product(products.items(), wanted):
         if activation == "swiglu" or product.activations:
             title = f"product {name}: {shape}, {routing}, {activation}"
-            run = bind(run_product, package, device, title, name, shape, routing, activation, crossed)
+            run = partial(run_product, package, device, title, product, shape, routing, activation, crossed)
             yield Case(title, run, product.varies and device == "cuda")
 
 
-def bind(run: Callable[..., Outputs], *given: Any) -> Callable[[], Outputs]:
-    return lambda: run(*given)
-
-
 def run_product(
-    package: ModuleType, device: str, title: str, name: str, shape: Shape, routing: str, activation: str, crossed: bool
+    package: ModuleType,
+    device: str,
+    title: str,
+    product: Product,
+    shape: Shape,
+    routing: str,
+    activation: str,
+    crossed: bool,
 ) -> Outputs:
     """The outputs of one product, by its options."""
-    product, draw, made = PRODUCTS[name], Draw(title, device), Outputs()
+    draw, made = Draw(title, device), Outputs()
     dispatch = draw.dispatch(package, shape, routing)
-    sizes = shape._asdict() | {"w": shape.n * halves(package, activation), "r": RANK}
+    sizes = shape._asdict() | {"h": shape.n * halves(package, activation), "r": RANK}
     sizes |= {"R": len(dispatch.expert_pair_indices), "P": shape.T * shape.K}
+    sizes |= (
+        {"reduction": shape.d, "width": sizes["h"]} if product.of_tokens else {"reduction": shape.n, "width": shape.d}
+    )
+    function = getattr(package.gemm, product.function)
 
-    def array(letters: str, *, exact: bool = False, turned: bool = False) -> Tensor:
-        dims = [sizes[letter] for letter in letters]
-        if exact:  # fp32: scores, and what is added to
-            return draw.uniform(*dims) + 0.05
-        if len(dims) < 3:
-            return draw.normal(*dims)
-        return draw.normal(dims[0], *(reversed(dims[1:]) if turned else dims[1:]), scale=sizes[letters[-1]] ** -0.5)
+    def drawn(words: str, dtype: str) -> Tensor:
+        size = [sizes[word] for word in words.split()]
+        if dtype == "float32":
+            return draw.uniform(*size) + 0.05
+        return draw.normal(*size, scale=size[-1] ** -0.5 if len(size) == 3 else 1.0)
 
-    function = getattr(package.gemm, product.function or name)
-    of_inputs = dict(word.split("=") for word in product.inputs.split())
-    of_outputs = dict(word.split("=") for word in product.outputs.split())
-    every = list(combinations(product.options))
-    if not crossed:  # none of the options, and all of them
-        every = every[:1] + every[1:][-1:]
-    for chosen in every:
-        turned, sums = chosen.get("transposed", False), chosen.get("sums")
-        tokens = "R" if chosen.get("gather") is False else "T"
-        inputs = {
-            key: array(letters.replace("T", tokens), exact=key in F32, turned=turned)
-            for key, letters in of_inputs.items()
-        }
-        options: Options = {key: chosen[key] for key in ("transposed", "gather") if key in chosen}
-        for key, letters in product.extra.items():
-            if chosen[key]:
-                arrays = [array(part, exact=key in F32, turned=turned) for part in letters.split()]
-                options[key] = tuple(arrays) if len(arrays) > 1 else arrays[0]
-        if product.activations:
-            options["activation"] = activation
-        dims = {key: [sizes[letter] for letter in letters] for key, letters in of_outputs.items()}
-        if chosen.get("columns", "all") != "all":
-            (width,) = (size[-1] for size in dims.values())
-            cut = width // 16 * 8
-            options["columns"] = range(cut) if chosen["columns"] == "first" else range(cut, width)
-            dims = {key: [*size[:-1], len(options["columns"])] for key, size in dims.items()}
-        dtypes = {
-            key: torch.float32 if key in F32 or sums in ("float32", "accumulate") else torch.bfloat16 for key in dims
-        }
-        outputs = {key: torch.zeros(size, dtype=dtypes[key], device=device) for key, size in dims.items()}
-        if sums == "accumulate" or name == "bias_score_grad":
-            outputs = {key: array(letters, exact=True) for key, letters in of_outputs.items()}
-            options |= {"accumulate": True} if sums else {}
-        label = " ".join(key if value is True else str(value) for key, value in chosen.items() if value)
+    labels = [*product.calls]
+    for label in labels if crossed else labels[:1] + labels[1:][-1:]:  # else none of the options, and all of them
+        call = product.calls[label]
+        given = call.options | {name: drawn(*array) for name, array in call.inputs.items()}
+        given |= {"low": tuple(drawn(*array) for array in call.low)} if call.low else {}
+        given |= {"activation": activation} if product.activations else {}
+        outputs = {}
+        for name, (words, dtype) in call.outputs.items():
+            size = [sizes[word] for word in words.split()]
+            if call.columns != "all":
+                cut = size[-1] // 16 * 8
+                given["columns"] = range(cut) if call.columns == "first" else range(cut, size[-1])
+                size[-1] = len(given["columns"])
+            outputs[name] = torch.zeros(size, dtype=getattr(torch, dtype), device=device)
+            if call.added:
+                outputs[name] += draw.uniform(*size) + 0.05
 
-        def call(inputs: Any = inputs, options: Any = options, outputs: Any = outputs) -> dict[str, Tensor]:
-            function(*inputs.values(), dispatch, **options, **outputs)
+        def run(given: Any = given, outputs: Any = outputs) -> dict[str, Tensor]:
+            function(dispatch=dispatch, **given, **outputs)
             return dict(outputs)
 
-        attempt(made, label, call)
-        if product.over and crossed and "columns" not in options:
-            output, source = product.over
-            if outputs[output].shape == inputs[source].shape and shape.d <= 256:
-                outputs = outputs | {output: inputs[source]}
-                attempt(made, f"{label} over {source}", lambda: call(outputs=outputs))  # noqa: B023  called now
-    if name == "combine":  # into some columns of a wider array
-        y, out = array("Rd"), torch.zeros(shape.T, shape.d + 16, dtype=torch.bfloat16, device=device)
+        attempt(made, label, run)
+        for name, source in call.over.items() if crossed and call.columns == "all" and shape.d <= 256 else ():
+            if outputs[name].shape == given[source].shape:
+                over = outputs | {name: given[source]}
+                attempt(made, f"{label} over {source}", lambda: run(outputs=over))  # noqa: B023  called now
+    if product.function == "combine":  # into some columns of a wider array
+        y, out = (
+            draw.normal(sizes["R"], shape.d),
+            torch.zeros(shape.T, shape.d + 16, dtype=torch.bfloat16, device=device),
+        )
         package.gemm.combine(y, dispatch, columns=range(8, 8 + shape.d), out=out)
         made["some columns"] = out
     return made

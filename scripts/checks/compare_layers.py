@@ -6,6 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +28,6 @@ from scripts.checks.compare_cases import (
     Options,
     Outputs,
     Shape,
-    bind,
     halves,
 )
 
@@ -132,12 +132,12 @@ def layers(activations: tuple[str, ...]) -> Iterator[Layer]:
 def layer_cases(package: ModuleType, device: str) -> Iterator[Case]:
     for layer in layers(tuple(package.activations.ACTIVATIONS)):
         varies = layer.options.get("combine") == "fused" and device == "cuda"
-        yield Case(layer.name, bind(run_layer, package, device, layer), varies)
+        yield Case(layer.name, partial(run_layer, package, device, layer), varies)
     routers: list[tuple[str, Options]] = [(name, {}) for name in package.router.ROUTERS]
     routers += [("top_k", options) for options in MODULE_OPTIONS]
     for router, options in routers:
         name = f"module: {router}{''.join(f', {key}={value}' for key, value in options.items())}"
-        yield Case(name, bind(run_module, package, device, name, router, options))
+        yield Case(name, partial(run_module, package, device, name, router, options))
 
 
 def inputs_of(package: ModuleType, layer: Layer, draw: Draw) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,6 @@ from scripts.checks.compare_cases import (
     Outputs,
     Shape,
     attempt,
-    bind,
     combinations,
 )
 
@@ -36,7 +36,7 @@ def dispatch_cases(package: ModuleType, device: str) -> Iterator[Case]:
     shapes = (SMALL, Shape(20_000, 8, 8, 130, 8), *FEW)
     for shape, routing, method in itertools.product(shapes, ROUTINGS, METHODS):
         name = f"dispatch: {shape}, {routing}, {method}"
-        yield Case(name, bind(run_dispatch, package, device, name, shape, routing, method))
+        yield Case(name, partial(run_dispatch, package, device, name, shape, routing, method))
 
 
 def run_dispatch(package: ModuleType, device: str, name: str, shape: Shape, routing: str, method: str) -> Outputs:
@@ -59,7 +59,7 @@ def router_cases(package: ModuleType, device: str) -> Iterator[Case]:
     for run, (experts, top_k), finite in itertools.product(operators, ((7, 3), (128, 8), (520, 16)), (True, False)):
         if finite or run is not run_hash:
             name = f"router {run.__name__.removeprefix('run_')}: E{experts} K{top_k}{', NaN and inf' * (not finite)}"
-            yield Case(name, bind(run, package.router, Draw(name, device), experts, top_k, finite), finite=finite)
+            yield Case(name, partial(run, package.router, Draw(name, device), experts, top_k, finite), finite=finite)
 
 
 def logits_of(draw: Draw, experts: int, finite: bool, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from scripts.checks import compare_cases, compare_layers, compare_routing
-from scripts.checks.compare_cases import Case, Shape
+from scripts.checks import compare_layers, compare_routing
+from scripts.checks.compare_cases import Case, Product, Shape, product_cases
 from scripts.command import argument_parser
 
 FUSED_RUNS = 8
@@ -67,18 +67,14 @@ class Side:
 
     # --- Bits ------------------------------------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
-        """The names of all cases, which are made here."""
-        for kind in (
-            compare_cases.product_cases,
-            compare_layers.layer_cases,
-            compare_routing.dispatch_cases,
-            compare_routing.router_cases,
-        ):
-            for case in kind(self.package, self.device):
-                if case.name in self.cases:
-                    raise ValueError(f"cases: expected different names, {case.name!r} is there twice")
-                self.cases[case.name] = case
+    def names(self, products: dict[str, Product]) -> list[str]:
+        """The names of all cases, which are made here; of these products."""
+        kinds = (compare_layers.layer_cases, compare_routing.dispatch_cases, compare_routing.router_cases)
+        cases = [*product_cases(self.package, self.device, products)]
+        cases += [case for kind in kinds for case in kind(self.package, self.device)]
+        self.cases = {case.name: case for case in cases}
+        if len(self.cases) < len(cases):
+            raise ValueError("cases: expected different names, one is there twice")
         return list(self.cases)
 
     def run(self, name: str) -> dict[str, Any]:

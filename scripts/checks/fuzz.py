@@ -32,7 +32,7 @@ from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, 
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from scripts.command import argument_parser, need_hopper, positive
+from scripts.command import argument_parser, need_hopper, positive, some_of
 
 HANG_SECONDS = 60
 MOST_FAILURES = 5
@@ -265,7 +265,7 @@ def run(name: str, seeds: range, seconds: float) -> int:
 
 def main() -> int:
     parser = argument_parser("scripts.checks.fuzz", __doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
+    parser.add_argument("--parts", type=some_of(PARTS), default=[*PARTS], help="some of " + ", ".join(PARTS))
     parser.add_argument("--runs", type=positive, default=1000, help="of each part")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop a part after this time, compiling excluded")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -273,15 +273,12 @@ def main() -> int:
         "--debug", action="append", default=[], metavar="MACRO", help="compile the products with -DMACRO"
     )
     args = parser.parse_args()
-    names = args.parts.split(",")
-    if unknown := set(names) - PARTS.keys():
-        parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     need_hopper()
 
     if args.debug:
         product.DEBUG = tuple(args.debug)
     seeds = range(args.seed, args.seed + args.runs)
-    return 1 if sum(run(name, seeds, args.seconds) for name in names) else 0
+    return 1 if sum(run(name, seeds, args.seconds) for name in args.parts) else 0
 
 
 if __name__ == "__main__":

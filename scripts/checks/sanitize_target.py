@@ -23,10 +23,10 @@ import blazeproto
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm.tiles import give_tickets
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
-from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, run_product
+from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
 from scripts.checks.compare_layers import Layer, run_layer
 from scripts.checks.compare_routing import METHODS, SCORES, run_dispatch
-from scripts.command import argument_parser, need_hopper
+from scripts.command import argument_parser, need_hopper, some_of
 
 SHAPES = (Shape(37, 72, 40, 5, 3), Shape(300, 136, 264, 4, 2))
 Y_OVER_ACT = Shape(300, 136, 136, 4, 2)
@@ -75,11 +75,12 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         layer = Layer(shape, options={"combine": combine})
         run = partial(finite, partial(run_layer, blazeproto, "cuda", layer))
         yield f"{layer.name}, tickets", partial(with_tickets, run)
+    products = products_of(blazeproto.gemm)
     for names, shape, routing in ((("down_forward", "combine", "up_backward_act"), WIDE, "fixed"),
                                   (("down_backward_weight", "up_backward_weight"), ONE_EXPERT, "one")):  # fmt: skip
         for name in names:
             title = f"product {name}: {shape}"
-            given = (blazeproto, "cuda", title, name, shape, routing, "swiglu", True)
+            given = (blazeproto, "cuda", title, products[name], shape, routing, "swiglu", True)
             yield title, partial(finite, partial(run_product, *given))
 
 
@@ -135,16 +136,13 @@ def routers() -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
     parts = {"layers": layers, "dispatches": dispatches, "choices": choices, "routers": routers}
-    parser.add_argument("--parts", default=",".join(parts), help="some of " + ", ".join(parts))
+    parser.add_argument("--parts", type=some_of(parts), default=[*parts], help="some of " + ", ".join(parts))
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name, such as tickets")
     options = parser.parse_args()
-    names = options.parts.split(",")
-    if unknown := set(names) - parts.keys():
-        parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
     need_hopper()
     torch.manual_seed(0)
     failed = []
-    for part in names:
+    for part in options.parts:
         for name, run in parts[part]():
             if options.only not in name:
                 continue

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
-from scripts.command import argument_parser, need_hopper, positive, refuse
+from scripts.command import argument_parser, need_hopper, positive, refuse, run_module
 
 BACKENDS = ("hopper", "torch")
 LIMIT = 0.01  # of the loss
@@ -50,24 +49,18 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, i
 def losses_of(backend: str, options: Sequence[str]) -> list[float]:
     """Train in a process of its own; the loss of each step."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "scripts.train_lm"]
-        command += ["--backend", backend, "--out", out, "--name", backend, *options]
-        print("$", " ".join(command), flush=True)
-        if code := subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
+        command = ["scripts.train_lm", "--backend", backend, "--out", out, "--name", backend, *options]
+        if code := run_module(*command):
             refuse(f"the run with backend {backend} ended with exit code {code}; nothing was written")
         lines = (Path(out) / backend / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, layout="constrained", gridspec_kw={"height_ratios": [3, 1]}
-    )
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     curves = {backend: record["losses"][backend] for backend in BACKENDS}
     for (backend, losses), color in zip(curves.items(), ("#d1495b", "#00798c"), strict=True):
         top.plot(losses, color=color, alpha=0.25, lw=0.8)
@@ -79,7 +72,6 @@ def plot(record: dict[str, Any], path: Path) -> None:
     bottom.axhspan(-100 * LIMIT, 100 * LIMIT, color="#66a182", alpha=0.15)
     bottom.set(xlabel="step", ylabel="smoothed difference, %")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> int:
@@ -98,9 +90,7 @@ def main() -> int:
             options += [name, str(args.steps)]
         losses = {backend: losses_of(backend, options) for backend in BACKENDS}
         difference, step = largest_difference(losses["hopper"], losses["torch"])
-        record = provenance() | {"largest_difference": difference, "at_step": step, "losses": losses}
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.results, record)
+        write_json(args.results, provenance() | {"largest_difference": difference, "at_step": step, "losses": losses})
     if not args.results.is_file():
         refuse(f"--results: expected the losses of two runs, but there is no {args.results}; --train makes it")
     record = json.loads(args.results.read_text())

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from blazeproto.router import ROUTERS
-from scripts.command import argument_parser, positive, refuse
+from scripts.command import argument_parser, positive, refuse, run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "routers.md"
@@ -71,15 +70,13 @@ def main() -> int:
     for name in args.names or ROUTERS:
         if not args.train or read_run(run_folder(args.runs, name)):
             continue
-        command = [sys.executable, "-m", "scripts.train_lm", "--device", "cpu"]
-        command += ["--out", str(args.runs), "--name", f"router-{name}"]
+        command = ["scripts.train_lm", "--device", "cpu", "--out", str(args.runs), "--name", f"router-{name}"]
         if run_folder(args.runs, name).exists():
             command += ["--resume"]  # an interrupted one
         else:
             command += ["--preset", "cpu", "--router", name]
             command += ["--steps", str(args.steps)] if args.steps else []
-        print("$", " ".join(command), flush=True)
-        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+        if code := run_module(*command):
             return code
 
     if not any(read_run(run_folder(args.runs, name)) for name in ROUTERS):

@@ -17,7 +17,6 @@ B is the number of sequences, T of positions in one, d the model's width, V = 25
 from __future__ import annotations
 
 import hashlib
-import math
 import sysconfig
 from collections.abc import Iterator
 from functools import cache
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from blazeproto.layer import MoE
 from blazeproto.runtime import checks
-from scripts.lm.run_folder import is_run
+from scripts.lm.run_folder import LOCK
 from scripts.lm.settings import GPTConfig
 
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
@@ -156,10 +155,7 @@ class GPT(nn.Module):
             raise ValueError("prompt: expected at least one byte, got none")
         checks.integer("num_bytes", num_bytes, least=0)
         checks.integer("seed", seed, least=-(2**63))
-        if not isinstance(temperature, (int, float)):
-            raise TypeError(f"temperature: expected a number, got {type(temperature).__name__}")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
+        checks.number("temperature", temperature, least=0)
         generator = torch.Generator().manual_seed(seed)
         device = self.head.weight.device
         training = self.training
@@ -174,25 +170,6 @@ class GPT(nn.Module):
                 ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         self.train(training)
         return bytes(ids)
-
-
-class SavedBytes:
-    """Counts what autograd keeps between forward and backward, parameters excepted, each memory once: ``with counter.hooks:``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages: dict[int, int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
-
-    def count(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.parameters:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(self.storages.values())
 
 
 def rotations(length: int, width: int) -> Tensor:
@@ -220,11 +197,7 @@ def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> lis
     """
     place, runs = place.resolve(), runs.resolve() if runs else None
     above = {place, *place.parents}
-
-    @cache
-    def written_by_training(folder: Path) -> bool:
-        return folder not in above and (folder == runs or is_run(folder))
-
+    by_training = cache(lambda folder: folder not in above and (folder == runs or (folder / LOCK).exists()))
     found = []
     for path in sorted(place.rglob(pattern)):
         parts = path.relative_to(place).parts
@@ -233,10 +206,10 @@ def text_files(place: Path, pattern: str = "*", runs: Path | None = None) -> lis
         try:
             content = path.read_bytes() if path.is_file() else b""
             content.decode()
-            behind = path.resolve() if path.is_symlink() else path
+            folders = path.resolve().parents
         except (OSError, UnicodeDecodeError):
             continue
-        if content and b"\0" not in content and not any(map(written_by_training, behind.parents)):
+        if content and b"\0" not in content and not any(map(by_training, folders)):
             found.append(("/".join(parts), content))
     return found
 

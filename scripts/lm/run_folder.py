@@ -11,22 +11,16 @@ import itertools
 import json
 import os
 import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-CHECKPOINT, METRICS, CONFIG, SUMMARY, PICTURE, LOCK = (
-    "checkpoint.pt",
-    "metrics.jsonl",
-    "config.json",
-    "summary.json",
-    "loss.png",
-    "train_lm.lock",
-)
+CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
+SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
 FIELDS = {"step", "model", "best", "optimizer", "random", "seconds", "saved_bytes", "config", "data"}
 
 
@@ -53,14 +47,16 @@ def new_run(runs: Path, name: str | None, preset: str) -> Iterator[Path]:
         ValueError: there is a ``name`` already, or no folder can be made.
     """
     missing = [place for place in (runs, *runs.parents) if not place.exists()]
-    folder = None
+    folder = _make(runs, name, preset)
     try:
-        folder = _make(runs, name, preset)
         with locked(folder):
             yield folder
     except BaseException:
-        if folder is None or not _has_begun(folder):
-            _remove([*([folder] if folder else []), *missing])
+        if not any(file.stat().st_size for file in (folder / METRICS, folder / CHECKPOINT) if file.exists()):
+            shutil.rmtree(folder)
+            with suppress(OSError):  # another run lies there
+                for place in missing:
+                    place.rmdir()
         raise
 
 
@@ -75,19 +71,6 @@ def _make(runs: Path, name: str | None, preset: str) -> Path:
     except OSError as error:
         raise ValueError(f"out: expected a folder that runs can be made in, got {runs} ({error})") from error
     raise ValueError(f"name: expected a new run, but {runs / str(name)} exists; --resume goes on with it")
-
-
-def _remove(folders: list[Path]) -> None:
-    """The folders, while nothing lies in them but what a run begins with."""
-    with suppress(OSError):
-        for folder in folders:
-            for file in (METRICS, CONFIG, LOCK):
-                (folder / file).unlink(missing_ok=True)
-            folder.rmdir()
-
-
-def _has_begun(folder: Path) -> bool:
-    return any((folder / file).exists() and (folder / file).stat().st_size for file in (METRICS, CHECKPOINT))
 
 
 @contextmanager
@@ -129,11 +112,6 @@ def newest_unfinished(runs: Path) -> Path:
     if not found:
         raise CheckpointError(f"checkpoint: {runs} has no unfinished run with one; --name chooses a run")
     return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's: it has the lock, or both files that runs had before there was one."""
-    return (folder / LOCK).exists() or ((folder / CONFIG).exists() and (folder / METRICS).exists())
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -185,20 +163,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators that dropout and initialisation draw from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
     """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again."""
     metrics: list[dict[str, Any]] = []
@@ -212,24 +176,18 @@ def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
     return metrics
 
 
-def write_metrics(path: Path, metrics: list[dict[str, Any]]) -> None:
+def write_lines(path: Path, values: Sequence[Any], indent: int | None = None) -> None:
+    """Each value as JSON, whole or not at all."""
     with written_whole(path) as beside:
-        beside.write_text("".join(json.dumps(line) + "\n" for line in metrics))
-
-
-def write_json(path: Path, value: Any) -> None:
-    with written_whole(path) as beside:
-        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.write_text("".join(json.dumps(value, indent=indent) + "\n" for value in values))
 
 
 def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
     """Training and validation loss over steps."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot([m["step"] for m in metrics], [m["loss"] for m in metrics], color="#8fb3d9", lw=1, label="training")
     val = [m for m in metrics if "val_loss" in m]
     axes.plot([m["step"] for m in val], [m["val_loss"] for m in val], "o-", color="#c0392b", ms=3, label="validation")
@@ -238,4 +196,3 @@ def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
     axes.legend()
     with written_whole(path) as beside:
         figure.savefig(beside, dpi=150, format="png")
-    plt.close(figure)

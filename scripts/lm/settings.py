@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,9 @@ def check(field: dataclasses.Field[Any], value: object) -> None:
         raise ValueError(f"{field.name}: expected {in_words(kind, interval)}, got {value}")
 
 
-def _inside(value: Any, interval: str) -> bool:
+def _inside(value: float, interval: str) -> bool:
     low, high = (float(end) for end in interval[1:-1].split(","))
-    return (value > low or (value == low and interval[0] == "[")) and (
-        value < high or (value == high and interval[-1] == "]")
-    )
+    return low < value < high or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
 
 
 def in_words(kind: type, interval: str) -> str:
@@ -50,9 +48,8 @@ def in_words(kind: type, interval: str) -> str:
         return f"{_article(kind)} in {interval}"
     if kind is int:
         return f"at least {low}"
-    return (
-        f"a {'' if interval[-1] == ']' else 'finite '}number {'above' if interval[0] == '(' else 'of at least'} {low}"
-    )
+    finite, bound = "" if interval[-1] == "]" else "finite ", "above" if interval[0] == "(" else "of at least"
+    return f"a {finite}number {bound} {low}"
 
 
 def _article(kind: type) -> str:
@@ -157,7 +154,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=_help(field))
         else:
             letter = {int: "N", float: "X", str: "NAME"}[kind]
-            parser.add_argument(flag, type=_reader(kind), metavar=letter, help=_help(field))
+            parser.add_argument(flag, type=kind, metavar=letter, help=_help(field))
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
@@ -173,18 +170,6 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 def _shown(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def _reader(kind: type) -> Callable[[str], Any]:
-    """What makes a setting of a word; what the setting may be is left to `check`."""
-
-    def read(word: str) -> Any:
-        try:
-            return kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {_article(kind)}, got {word!r}") from None
-
-    return read
 
 
 def device_named(name: str | None) -> torch.device:

@@ -236,8 +236,8 @@ def test_display_on_a_terminal(
     assert display.console.is_terminal
     line = {"step": 4, "loss": 2.5, "aux_loss": 0.0, "balance": 1.25, "tokens_per_s": 12345.0}
     with display.progress:
-        display.update(line)
-        display.update(line | {"step": 5, "val_loss": 2.25})
+        display.update(line, 0)
+        display.update(line | {"step": 5, "val_loss": 2.25}, 0)
     printed = capsys.readouterr().out
     assert "validation loss 2.2500 nats/byte" in printed
     assert "12.3k tokens/s" in printed

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from blazeproto.gemm import Sizes
 from blazeproto.lab import times
 from scripts.bench import common, layer, peers, rounding, timing
-from scripts.bench.common import LayerShape
 from scripts.checks import gpu_check
 
 
@@ -74,7 +74,7 @@ def test_what_is_resumed_of_other_sources_is_marked() -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "half_on_one"])
 def test_routings_are_distinct_and_skewed_as_they_say(kind: str) -> None:
-    shape = LayerShape(2000, 8, 8, 16, 4)
+    shape = Sizes(2000, 8, 8, 16, 4)
     experts = common.route(shape, kind, "cpu", torch.Generator().manual_seed(0))
     assert experts.shape == (shape.T, shape.K)
     assert experts.dtype == torch.int32
@@ -99,13 +99,13 @@ def test_the_configurations_of_figure_7() -> None:
         assert len({(shape.T, shape.d, shape.n, shape.K) for shape in shapes}) == 1
     assert len(rounding.arguments([]).configs) == 16
     quick = rounding.arguments(["--quick", "--subfigures", "top-right"])
-    assert quick.configs == [("top-right", LayerShape(16384, 1536, 1024, E, 2)) for E in (16, 128)]
+    assert quick.configs == [("top-right", Sizes(16384, 1536, 1024, E, 2)) for E in (16, 128)]
     with pytest.raises(SystemExit):
         rounding.arguments(["--subfigures", "middle"])
 
 
 def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
-    shape = LayerShape(600, 32, 16, 8, 2)
+    shape = Sizes(600, 32, 16, 8, 2)
     inputs = peers.make_inputs(shape, device="cpu")
     layers = rounding.whole_layers(shape, inputs, tile=32)
     routed = rounding.routings(layers, inputs.x)
@@ -118,7 +118,7 @@ def test_rounding_leaves_no_row_of_a_tile_empty() -> None:
     bounds = [int(layers[name](inputs.x)[1].load.sum()) for name in ("down", "up")]
     assert bounds[0] <= int(rounded.sum()) <= bounds[1] and bounds[0] < 1200 < bounds[1]
     # 6·R·n·d operations in 1 ms, 12·R·n·d in 2
-    shape = LayerShape(600, 1000, 500, 8, 2)
+    shape = Sizes(600, 1000, 500, 8, 2)
     assert rounding.model_tflops(shape, 1_000_000, 1.0, 3.0) == {
         "fwd_tflops": 3000.0,
         "bwd_tflops": 3000.0,

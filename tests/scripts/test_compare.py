@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from scripts.checks.compare_cases import Draw, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Shape(20, 16, 8, 4, 2)
+PRODUCTS = compare_cases.products_of(gemm)
 LAYERS = list(compare_layers.layers(tuple(ACTIVATIONS)))
 
 
@@ -38,12 +40,12 @@ def side() -> Iterator[compare_worker.Side]:
 
 
 def test_every_public_function_of_a_dispatch_is_there() -> None:
-    called = {entry.function or name for name, entry in compare_cases.PRODUCTS.items()}
-    assert called == {*gemm.PRODUCTS, "grouped_mm"}
+    assert {product.function for product in PRODUCTS.values()} == {*gemm.PRODUCTS, "grouped_mm"}
+    assert pickle.loads(pickle.dumps(PRODUCTS)) == PRODUCTS
 
 
 def test_cases_have_names_of_their_own_and_every_activation_policy_and_routing(side: compare_worker.Side) -> None:
-    names = side.names()
+    names = side.names(PRODUCTS)
     assert len(names) == len(set(names))
     for activation in ACTIVATIONS:
         for kind in ("product up_forward", "product down_backward_act", "layer"):
@@ -79,13 +81,15 @@ def test_inputs_are_the_same_each_time_and_what_they_say(routing: str) -> None:
         assert torch.equal(first["pair_tokens"][:used], torch.arange(shape.T).repeat_interleave(counts).int())
 
 
-@pytest.mark.parametrize("name", compare_cases.PRODUCTS)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_s_options_are_taken(name: str) -> None:
     """None is refused, and an output depends on each."""
-    made = compare_cases.run_product(blazeproto, "cpu", "a title", name, TINY, "sentinels", "swiglu", crossed=True)
+    made = compare_cases.run_product(
+        blazeproto, "cpu", "a title", PRODUCTS[name], TINY, "sentinels", "swiglu", crossed=True
+    )
     assert all(isinstance(output, torch.Tensor) for output in made.values()), made
-    product = compare_cases.PRODUCTS[name]
-    assert len(made) >= len(list(compare_cases.combinations(product.options))) * len(product.outputs.split())
+    product = PRODUCTS[name]
+    assert len(made) >= sum(len(call.outputs) for call in product.calls.values())
 
 
 def test_a_refusal_is_an_output(side: compare_worker.Side) -> None:
@@ -166,7 +170,7 @@ def test_nothing_compared_is_nothing_shown() -> None:
 def test_a_process_that_ends_is_told() -> None:
     worker = compare.Worker(ROOT / "docs", "cpu")  # which has no package
     with pytest.raises(compare.Failed, match="the process has ended with code 1"):
-        worker.ask("names")
+        worker.ask("names", PRODUCTS)
     worker.close()
 
 
@@ -174,7 +178,7 @@ def test_a_request_that_raises_is_told_and_the_next_is_answered() -> None:
     worker = compare.Worker(ROOT, "cpu")
     with pytest.raises(compare.Failed, match="KeyError: 'no such case'"):
         worker.ask("run", "no such case")
-    assert "module: top_k" in worker.ask("names")
+    assert "module: top_k" in worker.ask("names", PRODUCTS)
     worker.close()
 
 

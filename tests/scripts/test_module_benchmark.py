@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blazeproto.gemm import Sizes
 from scripts.bench import common, module, router, timing
-from scripts.bench.common import LayerShape
+from scripts.bench.common import cfg_of
 from scripts.bench.timing import KernelTime
 
-SMALL = LayerShape(64, 32, 16, 8, 2)
+SMALL = Sizes(64, 32, 16, 8, 2)
 
 
 class SonicMoE(nn.Module):
@@ -100,7 +100,7 @@ def test_another_layer_is_refused() -> None:
     with torch.no_grad():
         weight = sonic.module.c_fc.weight  # gate rows, then up rows: not what SonicMoE reads
         weight.copy_(torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1))
-    with pytest.raises(RuntimeError, match="the modules compute different layers"):
+    with pytest.raises(RuntimeError, match="the programs compute different layers"):
         module.agreement(programs["ours"][0], sonic)
 
 
@@ -124,7 +124,7 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "peak_bytes", lambda call: 2**20 * len(call()))
     row = module.measure(SMALL, ["ours", "router", "sonic"], rounds=5)
     fields = {f"{name}_{part}_ms" for name in ("ours", "sonic", "router", "floor") for part in ("fwd", "fwdbwd")}
-    assert fields <= row.keys() and row["cfg"] == SMALL.dict()
+    assert fields <= row.keys() and row["cfg"] == cfg_of(SMALL)
     assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0
     assert row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0
     assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"]
@@ -134,19 +134,19 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------------------------------------------------- bounds
 
 
-def measured(shape: LayerShape, ratio: float, peak: float = 1.0, saved: int = 0) -> dict[str, Any]:
+def measured(shape: Sizes, ratio: float, peak: float = 1.0, saved: int = 0) -> dict[str, Any]:
     times = {f"{name}_{part}_ms": 1.0 for name in ("ours", "router") for part in ("fwd", "fwdbwd")}
     times |= {"sonic_fwd_ms": ratio, "sonic_fwdbwd_ms": ratio, "floor_fwd_ms": 0.5, "floor_fwdbwd_ms": 0.8}
     peaks = {"ours_peak_fwdbwd_MiB": 100.0 * peak, "sonic_peak_fwdbwd_MiB": 100.0}
     saves = {"router_saved_bytes": saved, "router_may_save_bytes": module.router_saves(shape)}
-    return {"cfg": shape.dict(), "table": common.table_of(shape), **times, **peaks, **saves}
+    return {"cfg": cfg_of(shape), "table": common.table_of(shape), **times, **peaks, **saves}
 
 
 def test_the_shapes_and_which_may_be_close() -> None:
     assert len(module.MODULE_SHAPES) == 27 and set(module.QUICK_SHAPES) <= set(module.MODULE_SHAPES)
     close = {(24576, 1536, 256, 128, 8), (32768, 4096, 1024, 64, 4), (8192, 4096, 1536, 256, 6)}
     close |= {(16384, 5120, 1536, 160, 6)}
-    assert {tuple(shape.dict().values()) for shape in module.CLOSE_SHAPES} == close
+    assert {shape[:5] for shape in module.CLOSE_SHAPES} == close
     assert module.arguments(["--configs", "24-27"]).configs == list(module.EXTRA_SHAPES)
     assert module.arguments(["--only-ours"]).out.name == module.arguments(["--quick"]).out.name == "module-quick.json"
     with pytest.raises(SystemExit):
@@ -168,7 +168,7 @@ def test_bounds_of_memory_and_of_what_is_not_measured() -> None:
 
 
 def test_what_a_router_may_save() -> None:
-    shape = LayerShape(32768, 2048, 256, 128, 8)
+    shape = Sizes(32768, 2048, 256, 128, 8)
     assert 0 <= module.router_saves(shape) - 32768 * (2 * 2048 + 4 * 128 + 8 * 8) < 20_000
 
 
@@ -205,9 +205,9 @@ def test_a_run_of_a_part_goes_on_with_the_file(
     words = ["module", "--configs", "1-2", "--out", str(out), *(["--resume"] if resume else [])]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(module, "need_hopper", lambda: None)
-    ran: list[LayerShape] = []
+    ran: list[Sizes] = []
 
-    def measure(shape: LayerShape, names: list[str], rounds: int) -> dict[str, Any]:
+    def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, Any]:
         ran.append(shape)
         return measured(shape, 1.2) | {"difference": {}}
 
@@ -283,7 +283,7 @@ def test_kernels_are_summed_by_call(monkeypatch: pytest.MonkeyPatch, queued: boo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_router_s_accuracy(dtype: torch.dtype, autocast: bool) -> None:
-    found = router.accuracy(*router.make_case(replace(SMALL, T=300), dtype, "cpu"), autocast)
+    found = router.accuracy(*router.make_case(SMALL._replace(T=300), dtype, "cpu"), autocast)
     assert found["logits"] < 1e-6 and found["aux"] < 1e-6 and found["z"] < 1e-6
     assert ("dW_of_rounding" in found) == (dtype == torch.bfloat16)
     assert all(found.get(name, 0.0) <= most for name, most in router.LARGEST.items() if name != "dW")
@@ -303,7 +303,7 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"logits": 1e-6, "dX": 2e-3, "dW": 1e-5, "dX_of_rounding": 1.01, "load_exact": True, "bit_identical": True}
     found |= {"close_tokens": 5, "other_tokens": 2, "wrong_tokens": 0, "tokens": 1000}
     shape, (forward, both) = next(iter(router.BOUNDS_MS.items()))
-    cfg = {key: value for key, value in shape.dict().items() if key != "n"}
+    cfg = {key: value for key, value in cfg_of(shape).items() if key != "n"}
     row = {"cfg": cfg, "weight": "fp32", "fwd_ms": 2 * forward, "fwdbwd_ms": 2 * both, "fwd_method": "graph"}
     row |= {"fwdbwd_method": "graph", "accuracy": {"plain": found, "autocast": found}}
     row |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.1}
@@ -326,7 +326,7 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_router_s_floor() -> None:
-    forward, backward = router.router_floor_ms(LayerShape(32768, 2048, 8, 128, 8))
+    forward, backward = router.router_floor_ms(Sizes(32768, 2048, 8, 128, 8))
     assert 0.032 < forward < 0.04 and backward == pytest.approx(2 * forward, rel=0.1)  # x alone is read in 0.032
-    forward, _ = router.router_floor_ms(LayerShape(16384, 4096, 8, 512, 8))
+    forward, _ = router.router_floor_ms(Sizes(16384, 4096, 8, 512, 8))
     assert forward == pytest.approx(0.0875, rel=0.01)  # one pass of the product

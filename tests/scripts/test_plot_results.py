@@ -95,7 +95,7 @@ def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
 
 
 def test_the_benchmark_measures_the_shapes_of_readme() -> None:
-    measured = {tuple(shape.dict().values()) for shape in module.MODULE_SHAPES}
+    measured = {shape[:5] for shape in module.MODULE_SHAPES}
     assert set(module_tables.README_SHAPES) <= measured
 
 

@@ -14,10 +14,10 @@ import torch
 
 from blazeproto import gemm
 from scripts.bench import products
-from scripts.bench.common import SHAPES
+from scripts.bench.common import SHAPES, cfg_of
 from scripts.bench.timing import GpuTimes
 
-TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].kernel]
+TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].tiles]
 
 
 @pytest.mark.parametrize("name", TUNED)
@@ -68,7 +68,7 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
 
     assert launched == [config for config in configs if config != configs[1]]
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["product"] == name and row["cfg"] == SHAPES[0].dict()
+    assert row["product"] == name and row["cfg"] == cfg_of(SHAPES[0])
     assert list(row["ms"]) == [products.describe(config) for config in reversed(launched) if config is not None]
     assert row["failed"] == {products.describe(configs[1]): "RuntimeError: too much shared memory"}
     assert f"{name} " in capsys.readouterr().out

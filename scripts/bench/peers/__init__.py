@@ -8,12 +8,17 @@ imported, or fails to build, is absent.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from scripts.bench.common import LayerShape, route
+from blazeproto.gemm import Sizes
+from scripts.bench.common import route
+
+T = TypeVar("T")
 
 # name in results -> module here
 PEERS = {
@@ -43,7 +48,6 @@ class LayerInputs:
 class Program:
     """A layer's forward, and what its backward differentiates."""
 
-    name: str
     forward: Callable[[], torch.Tensor]
     leaves: tuple[torch.Tensor, ...]  # the input first
     grad_output: torch.Tensor
@@ -52,7 +56,6 @@ class Program:
     metadata: Callable[[], object] | None = None  # the dispatch alone
     without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
     kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
-    notes: list[str] = field(default_factory=list)
 
     def forward_backward(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(output, gradients of the leaves)."""
@@ -60,7 +63,13 @@ class Program:
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)
 
 
-def make_inputs(shape: LayerShape, routing: str = "uniform", seed: int = 0, device: str = "cuda") -> LayerInputs:
+def layer_program(inputs: LayerInputs, forward: Callable[[], torch.Tensor], **others: Any) -> Program:
+    """A program that differentiates x, both weights and the scores as they are."""
+    weights = (inputs.gate_up_proj, inputs.down_proj)
+    return Program(forward, (inputs.x, *weights, inputs.scores), inputs.grad_output, weights, **others)
+
+
+def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: str = "cuda") -> LayerInputs:
     """Random inputs at unit scale, weights at 1/sqrt(fan-in): never zeros, on which a matrix unit runs faster."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -84,7 +93,26 @@ def make_inputs(shape: LayerShape, routing: str = "uniform", seed: int = 0, devi
     return inputs
 
 
-def build(name: str, shape: LayerShape, inputs: LayerInputs) -> Program:
-    """The program of one peer. Whatever the peer raises comes through: the caller decides whether it is needed."""
-    program: Program = importlib.import_module(f"scripts.bench.peers.{PEERS[name]}").build(shape, inputs)
-    return program
+def build(name: str, shape: Sizes, inputs: Sequence[LayerInputs]) -> list[Program]:
+    """The programs of one peer, one for each set of inputs, each run once. Raises whatever the peer raises."""
+    module = importlib.import_module(f"scripts.bench.peers.{PEERS[name]}")
+    programs: list[Program] = [module.build(shape, one) for one in inputs]
+    for program in programs:
+        program.forward_backward()
+    return programs
+
+
+def if_it_runs(name: str, build: Callable[[], T], absent: dict[str, str]) -> T | None:
+    """What ``build`` returns, and how long it compiled and tuned is told; None where it raises: then ``absent`` says why."""
+    begin = time.perf_counter()
+    made = None
+    try:
+        made = build()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  whatever it raises, the others are measured
+        absent[name] = f"{type(error).__name__}: {str(error)[:200]}"
+        print(f"  {name} is absent: {absent[name]}", flush=True)
+    if (seconds := time.perf_counter() - begin) > 5:
+        print(f"  {name}: {seconds:.0f} s to compile and tune", flush=True)
+    return made

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from scripts.bench.common import LayerShape
+from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program
 
 TILE = 2048  # elements one Triton program handles
@@ -138,7 +138,7 @@ class _Combine(torch.autograd.Function):
         return dy, dscores, None
 
 
-def build(shape: LayerShape, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
     if shape.rows % shape.E:
         raise ValueError(f"T * K: expected a multiple of E = {shape.E} for an even spread, got {shape.rows}")
     each = shape.rows // shape.E
@@ -157,7 +157,6 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
         return out
 
     return Program(
-        name="bmm_ub",
         forward=forward,
         leaves=(gathered, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
         grad_output=inputs.grad_output,

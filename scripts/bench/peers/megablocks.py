@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from scripts.bench.common import LayerShape
+from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program
 
 
-def build(shape: LayerShape, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
 
@@ -39,7 +39,6 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
         return out.view(shape.T, shape.d)
 
     return Program(
-        name="mb_sparse",
         forward=forward,
         leaves=(inputs.x, *weights, inputs.scores),
         grad_output=inputs.grad_output,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto import MoE
+from blazeproto.gemm import Sizes
 from blazeproto.router import Router
-from scripts.bench.common import LayerShape
 from scripts.bench.peers import LayerInputs
 from scripts.bench.peers.sonic import interleave_gate_up
 
@@ -48,14 +48,14 @@ class ModuleProgram:
         self.module.zero_grad(set_to_none=True)
 
 
-def router_weight(shape: LayerShape, inputs: LayerInputs, seed: int = 0) -> Tensor:
+def router_weight(shape: Sizes, inputs: LayerInputs, seed: int = 0) -> Tensor:
     """(E, d) bf16 at 1 / sqrt(d): logits at unit scale."""
     generator = torch.Generator(inputs.x.device).manual_seed(seed)
     weight = torch.randn(shape.E, shape.d, device=inputs.x.device, generator=generator)
     return (weight * shape.d**-0.5).to(torch.bfloat16)
 
 
-def ours(shape: LayerShape, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+def ours(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
     layer = MoE(
         shape.d,
         shape.n,
@@ -90,7 +90,7 @@ def router_of(program: ModuleProgram, grad_scores: Tensor) -> ModuleProgram:
     return ModuleProgram(router, program.x, call, grad_scores, program.grad_loss)
 
 
-def sonic(shape: LayerShape, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+def sonic(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
     """Its loss comes without a coefficient, which its gradient brings: a kernel less each way than multiplying by it."""
     import sonicmoe
     from sonicmoe.enums import ActivationType

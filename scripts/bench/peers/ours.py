@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from blazeproto.dispatch import Dispatch, build_dispatch
-from scripts.bench.common import LayerShape
-from scripts.bench.peers import LayerInputs, Program
+from blazeproto.gemm import Sizes
+from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
-def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
+def build(shape: Sizes, inputs: LayerInputs, **options: Any) -> Program:
     """`options` go to moe_mlp (save, combine, workspace_bytes)."""
     from blazeproto.autograd import moe_mlp
     from blazeproto.autograd.chunks import WHOLE
@@ -40,16 +40,7 @@ def build(shape: LayerShape, inputs: LayerInputs, **options: Any) -> Program:
         without_dispatch = partial(forward, dispatch=dispatch)
         kernels = None if options else partial(launch_kernels, inputs, dispatch)
 
-    return Program(
-        name="blazeproto",
-        forward=forward,
-        leaves=(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=(inputs.gate_up_proj, inputs.down_proj),
-        metadata=metadata,
-        without_dispatch=without_dispatch,
-        kernels=kernels,
-    )
+    return layer_program(inputs, forward, metadata=metadata, without_dispatch=without_dispatch, kernels=kernels)
 
 
 def launch_kernels(inputs: LayerInputs, dispatch: Dispatch) -> tuple[object, ...]:

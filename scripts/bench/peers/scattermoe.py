@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from scripts.bench.common import LayerShape
-from scripts.bench.peers import LayerInputs, Program
+from blazeproto.gemm import Sizes
+from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
-def build(shape: LayerShape, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
     def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,11 +27,4 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
         )
         return out
 
-    return Program(
-        name="scattermoe",
-        forward=forward,
-        leaves=(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=(inputs.gate_up_proj, inputs.down_proj),
-        metadata=metadata,
-    )
+    return layer_program(inputs, forward, metadata=metadata)

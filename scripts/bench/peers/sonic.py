@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from scripts.bench.common import LayerShape
+from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program
 
 
@@ -21,7 +21,7 @@ def interleave_gate_up(gate_up_proj: torch.Tensor) -> torch.Tensor:
     )
 
 
-def build(shape: LayerShape, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import (
         TC_topk_router_metadata_triton,
@@ -57,7 +57,6 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
         return out
 
     return Program(
-        name="sonic",
         forward=forward,
         leaves=(inputs.x, gate_up, down, inputs.scores),
         grad_output=inputs.grad_output,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from scripts.bench.common import LayerShape
-from scripts.bench.peers import LayerInputs, Program
+from blazeproto.gemm import Sizes
+from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
-def build(shape: LayerShape, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
     grouped_mm = F.grouped_mm
 
     def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,11 +31,4 @@ def build(shape: LayerShape, inputs: LayerInputs) -> Program:
         per_token = y[rows].view(shape.T, shape.K, shape.d)
         return torch.bmm(inputs.scores.to(y.dtype).unsqueeze(1), per_token).squeeze(1)
 
-    return Program(
-        name="torch_grouped",
-        forward=forward,
-        leaves=(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores),
-        grad_output=inputs.grad_output,
-        weights=(inputs.gate_up_proj, inputs.down_proj),
-        metadata=metadata,
-    )
+    return layer_program(inputs, forward, metadata=metadata)
