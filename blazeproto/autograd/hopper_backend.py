@@ -28,7 +28,7 @@ from blazeproto.gemm import down_backward as down_act
 from blazeproto.gemm import fused, linear, reduce, up, weight
 from blazeproto.gemm.combine import column_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.rows import LowRank
+from blazeproto.gemm.rows import LowRankTerm
 from blazeproto.gemm.tiles import ALIGNMENT, FACTOR_GRADIENT, FACTOR_ROWS, TILES
 from blazeproto.runtime.arrays import current_stream
 
@@ -178,12 +178,12 @@ def low_rank_rows(
     return out
 
 
-def _low_rank(low: LowRows | None, *, turned: bool) -> LowRank | None:
+def _low_rank(low: LowRows | None, *, turned: bool) -> LowRankTerm | None:
     """As a launch takes it. turned: whether the factor must lie the other way round, as its weights do."""
     if low is None:
         return None
     rows, factor = low
-    return LowRank(_ready(rows), _ready(factor.mT if turned else factor))
+    return LowRankTerm(_ready(rows), _ready(factor.mT if turned else factor))
 
 
 # ---- sums over an expert's rows --------------------------------------------------------------------------------------

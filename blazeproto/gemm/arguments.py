@@ -75,7 +75,7 @@ class Array:
 LOW = ("low rows", "low factor")  # what errors call the arrays of a public function's ``low``
 
 
-class LowRank(NamedTuple):
+class LowRankTerm(NamedTuple):
     """What a product by rows adds to its reduction: rows (R, r) . factor, of rank r, a multiple of 8.
 
     factor: (E, columns, r), or (E, r, columns) where the weights lie MN-major.
@@ -154,7 +154,7 @@ class Arguments:
         """The arrays by the names of a launch's parameters."""
         views = dict(self.views)
         rows, factor = (views.pop(name, None) for name in LOW)
-        return views | ({"low": LowRank(rows, factor)} if rows is not None else {})
+        return views | ({"low": LowRankTerm(rows, factor)} if rows is not None else {})
 
     def lists(self) -> dict[str, Any]:
         """The dispatch's lists, checked."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Arguments, Array, LowRank
+from blazeproto.gemm.arguments import Arguments, Array, LowRankTerm
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
@@ -223,7 +223,7 @@ def launch(
     transposed: bool = False,
     bias: Any = None,
     columns: range | None = None,
-    low: LowRank | None = None,
+    low: LowRankTerm | None = None,
     out: Any,
     config: TileConfig | None = None,
 ) -> None:

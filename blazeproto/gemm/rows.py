@@ -4,7 +4,7 @@ from typing import Any
 
 from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm import tickets
-from blazeproto.gemm.arguments import LowRank
+from blazeproto.gemm.arguments import LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.product import Variant
@@ -114,11 +114,11 @@ def words(
     return (source, *at.pair_to_token, at.expert_token_offsets, out0, out1, bias_at, scores, sums, counter)
 
 
-def rank_of(low: LowRank | None) -> int:
+def rank_of(low: LowRankTerm | None) -> int:
     """0 where there is none."""
     return 0 if low is None else int(low.rows.shape[1])
 
 
-def low_maps(low: LowRank | None, first_element: int = 0) -> tuple[int, ...]:
+def low_maps(low: LowRankTerm | None, first_element: int = 0) -> tuple[int, ...]:
     """The addresses of its tensor maps, which are a struct's last. first_element: of the factor, where columns are left out."""
     return () if low is None else (low.rows.data_ptr(), low.factor.data_ptr() + BF16.bytes * first_element)

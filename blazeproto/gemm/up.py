@@ -6,7 +6,7 @@ from typing import Any
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
-from blazeproto.gemm.arguments import Array, LowRank
+from blazeproto.gemm.arguments import Array, LowRankTerm
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.formulas import Namespace
 from blazeproto.gemm.launch import Plan, dense_box
@@ -137,7 +137,7 @@ def launch(
     activation: str,
     transposed: bool = False,
     bias: Any = None,
-    low: LowRank | None = None,
+    low: LowRankTerm | None = None,
     h: Any,
     act: Any,
     config: TileConfig | None = None,

@@ -58,7 +58,7 @@ class CountersRefused(PermissionError):
 
 
 @dataclass(frozen=True, repr=False)
-class Counters:
+class HardwareCounters:
     """What ncu counts of one launch. Shares are between 0 and 1; NaN for what this GPU or this ncu does not count.
 
     tensor_pipe: of the cycles, those in which the tensor cores multiply.  l2_hit_rate: of L2's sectors.  l2_bytes: through L2.
@@ -102,7 +102,7 @@ def counters(
     seed: int = 0,
     config: TileConfig | None = None,
     sources: Path | None = None,
-) -> Counters:
+) -> HardwareCounters:
     """Those of one warm launch of a product that is made of tiles, with random inputs (`lab.oracle.make_case`).
 
     T tokens, d model width, n expert width, E experts, K experts a token.  config: its tiles; default: those the package picks.
@@ -185,7 +185,7 @@ def choose_metrics(known: set[str]) -> tuple[dict[str, str], list[str]]:
     return {field: metric for field, metric in first.items() if metric}, stalls
 
 
-def parse(output: str, chosen: Mapping[str, str], kernel: str) -> Counters:
+def parse(output: str, chosen: Mapping[str, str], kernel: str) -> HardwareCounters:
     """What ``ncu --csv --print-units base`` printed of one launch; other lines are left out.
 
     chosen: the metric of each field.  RuntimeError where no launch was profiled.
@@ -206,7 +206,7 @@ def parse(output: str, chosen: Mapping[str, str], kernel: str) -> Counters:
     stalls = {
         match[1]: value for name, value in values.items() if (match := STALL.match(name)) and match[1] != "selected"
     }
-    return Counters(
+    return HardwareCounters(
         kernel=kernel,
         milliseconds=field["nanoseconds"] / 1e6,
         tensor_pipe=field["tensor_pipe"] / 100,

@@ -31,7 +31,7 @@ from blazeproto.gemm.product import Build
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting
-from blazeproto.lab.counters import Counters, counters
+from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
@@ -230,7 +230,7 @@ class Workbench:
         self._compiled(build)
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
-    def counters(self) -> Counters:
+    def counters(self) -> HardwareCounters:
         """What ncu counts while the kernel runs once: tensor pipe, L2, memory, why warps wait.
 
         In a process of its own, with the same inputs. ValueError for a product that is not made of tiles. RuntimeError without

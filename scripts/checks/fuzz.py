@@ -6,7 +6,8 @@
 
 Each run draws widths, tokens from 0, experts, routing, activation, biases, pairs without a row, fewer rows than pairs, weights
 that lie transposed, and low-rank terms of the products.
-``moe_mlp`` runs on both backends, with a save policy and a number of chunks drawn too. A failure prints its seed and the places
+``moe_mlp`` runs on both backends; its save policy, its number of chunks, how experts are combined, the low-rank factors beside
+its weights and which of the weights are frozen are drawn too. A failure prints its seed and the places
 that are farthest off; the exit code is then 1. A run that doesn't end is given up after HANG_SECONDS.
 """
 
@@ -17,20 +18,34 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
-from blazeproto.autograd import SavePolicy, moe_mlp
+from blazeproto.autograd import LowRank, SavePolicy, moe_mlp
+from blazeproto.autograd.policy import padded_rank
 from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
-from blazeproto.lab.oracle import EXACT, ROUTINGS, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
+from blazeproto.lab.calls import Case
+from blazeproto.lab.oracle import (
+    EXACT,
+    ROUTINGS,
+    YARDSTICK,
+    Arithmetic,
+    Formulas,
+    evaluate,
+    make_case,
+    run_kernels,
+    stray_writes,
+)
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
 from scripts.command import argument_parser, need_hopper, positive, some_of
 
@@ -40,7 +55,8 @@ MOST_FAILURES = 5
 # held to the true ones.
 SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
 # How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16.
-FP32_NOISE_OF_CHAINS = 2.0**-8
+# Low-rank factors round once more.
+FP32_NOISE_OF_CHAINS, FP32_NOISE_OF_FACTORS = 2.0**-8, 2.0**-6
 # Other parameters than the table's. Few values are near to these limits: the slope jumps there, and a rounded value may lie on
 # the other side than the exact one.
 OTHERS = [
@@ -52,6 +68,8 @@ OTHERS = [
 BACKENDS = ["hopper", "torch"]  # of moe_mlp
 # (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.
 EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]
+
+RANKS = [0, 0, 0, 3, 8, 20, 64, 136]  # of factors; 0: none
 
 
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
@@ -74,8 +92,9 @@ def draw_layer(rng: random.Random, experts: int, top_k: int) -> tuple[Sizes, dic
     if rng.random() < 0.15:
         n = d  # then Y may lie over act
     more = random.Random(f"{tokens} {d} {n} {experts} {top_k}")
-    often = options["activation"] in TRANSPOSED  # with others there would be thousands of kernels
-    options |= {"transposed": often and more.random() < 0.5, "rank": more.choice([0, 8, 24, 64, 136]) if often else 0}
+    share = 1.0 if options["activation"] in TRANSPOSED else 0.1  # of all others there would be thousands of kernels
+    options["transposed"] = more.random() < 0.5 * share
+    options["rank"] = more.choice([8, 24, 64, 136]) if more.random() < 0.8 * share else 0
     return Sizes(tokens, d, n, experts, top_k), options
 
 
@@ -90,16 +109,16 @@ def draw_products(seed: int) -> tuple[Sizes, dict[str, Any]]:
     return draw_layer(rng, experts, top_k)
 
 
-def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Kernel]:
-    """Every kernel that the runs need, so that all cores compile them together before the first run."""
+def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any], tuple[int, int]]]) -> list[Kernel]:
+    """Every kernel that the runs need, so that all cores compile them together before the first run. The last of what is drawn:
+    the ranks of the low-rank terms of the up and the down products."""
     kernels = [*gemm.all_kernels()]
-    for sizes, options in drawn:
+    for sizes, options, (up_rank, down_rank) in drawn:
         sizes = sizes._replace(K=0 if options["varying"] else sizes.K)
-        for fused in (False, True):
-            rank = 0 if fused else options["rank"]
-            variant = Variant(False, options["transposed"], options["biases"], options["activation"], rank, fused)
+        up = Variant(False, options["transposed"], options["biases"], options["activation"], up_rank)
+        for down in (up._replace(rank=down_rank), up._replace(rank=0, fused=True)):
             for entry in gemm.PRODUCTS.values():
-                kernels += entry.for_layer(sizes, variant, variant)
+                kernels += entry.for_layer(sizes, up, down)
     for activation in (*ACTIVATIONS, *OTHERS):  # with tickets too, whatever is drawn
         for bias in (False, True):
             variant = Variant(activation=activation, bias=bias)
@@ -110,7 +129,8 @@ def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any]]]) -> list[Ker
 
 
 def kernels_of_products(seeds: range) -> list[Kernel]:
-    return kernels_of_shapes(map(draw_products, seeds))
+    drawn = (draw_products(seed) for seed in seeds)
+    return kernels_of_shapes((sizes, options, (options["rank"], options["rank"])) for sizes, options in drawn)
 
 
 def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
@@ -141,55 +161,139 @@ def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
 # --- The whole of ``moe_mlp`` ------------------------------------------------------------------------------------------------
 
 
-def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
-    """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
+class Training(NamedTuple):
+    """ranks: of the factors beside up_proj and down_proj, 0 for none.  frozen: gradients that aren't asked for."""
+
+    ranks: tuple[int, int]
+    frozen: tuple[str, ...]
+
+
+def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Training]:
+    """The layer of a seed, the options of `make_case`, those of ``moe_mlp``, and what is trained."""
     rng = random.Random(f"experts {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d)  # about what a chunk needs
+    options["rank"] = 0  # of products alone
+    ranks = (rng.choice(RANKS), rng.choice(RANKS))
+    up, down = map(padded_rank, ranks)
+    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down)  # about what a chunk needs
     chunks = rng.choice([None, 2, 3, 7])
     workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.T // chunks + 1)
-    return shape, options, {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
+    how = {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
+    how["combine"] = "fused" if not ranks[1] and rng.random() < 0.3 else "gather"
+    frozen = tuple(name for name in ("d_up", "d_down", "d_up_bias", "d_down_bias") if rng.random() < 0.3)
+    return shape, options, how, Training(ranks, frozen)
 
 
 def kernels_of_experts(seeds: range) -> list[Kernel]:
     """Those of the products; compiles those of the dispatches, which are Numba's, one after the other."""
-    for shape, options, _ in map(draw_experts, seeds):
+    drawn = [draw_experts(seed) for seed in seeds]
+    for shape, options, _, _ in drawn:
         tokens, top_k = (shape.T * shape.K, 1) if options["varying"] else (shape.T, shape.K)
         dispatch.prepare_dispatch(tokens, top_k, shape.E, row_capacity=options["row_capacity"])
-    return kernels_of_shapes(draw_experts(seed)[:2] for seed in seeds)
+    ranks = ((padded_rank(up), padded_rank(down)) for _, _, _, ((up, down), _) in drawn)
+    return kernels_of_shapes((shape, options, each) for (shape, options, _, _), each in zip(drawn, ranks, strict=True))
+
+
+def make_factors(case: Case, ranks: tuple[int, int], seed: int) -> dict[str, LowRank]:
+    """By the name of the weight that they are beside; b a is of the size of a weight at 1/√fan-in."""
+    generator, made = torch.Generator(case.x.device).manual_seed(seed), {}
+    for (name, weight), rank in zip({"up": case.up_proj, "down": case.down_proj}.items(), ranks, strict=True):
+        if rank:
+            E, width_out, width_in = weight.shape
+            a, b = (
+                torch.randn(shape, device=weight.device, generator=generator).mul_(shape[2] ** -0.5).bfloat16()
+                for shape in ((E, rank, width_in), (E, width_out, rank))
+            )
+            made[name] = LowRank(a, b)
+    return made
+
+
+@dataclass(frozen=True)
+class Adapted(Arithmetic):
+    """Arithmetic of weights with low-rank factors beside them, by name.
+
+    one_sum: whether what factors add is in the product's sum, as on the Hopper backend; else that is stored before, as torch's is.
+    """
+
+    factors: Mapping[str, LowRank]
+    one_sum: bool = True
+
+    def over(self, case: Case) -> AdaptedFormulas:
+        return AdaptedFormulas(self, case)
+
+    def evaluate(self, case: Case) -> dict[str, Tensor]:
+        """All of `oracle.evaluate`, and the gradients of the factors."""
+        made, m = evaluate(self, case), self.over(case)
+        x, d_out = m.gather(case.x), m.gather(case.d_out)
+        for name, (a, b) in self.factors.items():
+            rows, gradient = {"up": (x, made["dh"]), "down": (made["act"], d_out)}[name]
+            left, ahead = m.low_rows(gradient, b, transposed=True), m.low_rows(rows, a, transposed=False)
+            if name == "down":
+                rows, ahead = made["a_scaled"], m.stored(ahead * m.of_rows(case.scores))
+            made[f"d_{name}_a"], made[f"d_{name}_b"] = m.stored(m.outer(left, rows)), m.stored(m.outer(gradient, ahead))
+        return made
+
+
+class AdaptedFormulas(Formulas):
+    """W + b a is not made: rows . a^T is a product by itself, whose rows are stored, and so is rows . b."""
+
+    def __init__(self, arithmetic: Adapted, case: Case) -> None:
+        super().__init__(arithmetic, case)
+        self.one_sum = arithmetic.one_sum
+        weights = {"up": case.up_proj, "down": case.down_proj}
+        self.beside = {id(weights[name]): pair for name, pair in arithmetic.factors.items()}
+
+    def low_rows(self, rows: Tensor, factor: Tensor, *, transposed: bool) -> Tensor:
+        return self.stored(super().product(rows, factor, transposed=transposed))
+
+    def product(self, rows: Tensor, weights: Tensor, *, transposed: bool, **others: Any) -> Tensor:
+        if (pair := self.beside.get(id(weights))) is None:
+            return super().product(rows, weights, transposed=transposed, **others)
+        first, second = (pair.b, pair.a) if transposed else pair
+        low = (self.low_rows(rows, first, transposed=transposed), second)
+        if self.one_sum:
+            return super().product(rows, weights, transposed=transposed, **others | {"low": low})
+        added = super().product(*low, transposed=transposed, bias=others.get("bias"))
+        return self.stored(super().product(rows, weights, transposed=transposed)) + added
 
 
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
-    shape, case_options, options = draw_experts(seed)
-    case_options["rank"] = 0  # of products alone
+    shape, case_options, options, training = draw_experts(seed)
     give_tickets(bool(seed % 2))
-    case = make_case(shape, **case_options, seed=seed)
-    exact = evaluate(EXACT, case)
+    lies = case_options["transposed"]  # to ``moe_mlp`` a view, to the formulas nothing
+    case = make_case(shape, **case_options | {"transposed": False}, seed=seed)
+    factors = make_factors(case, training.ranks, seed)
+    exact = Adapted(**vars(EXACT), factors=factors).evaluate(case)
     made, sizes = case.dispatch, (shape.T, shape.K)
-    weights = [w.mT.contiguous().mT if case.transposed else w for w in (case.up_proj, case.down_proj)]
-    parameters: list[Any] = [case.x, *weights, case.scores, case.up_bias, case.down_bias]
-    ids = made.token_expert_indices
+    up, down = (w.mT.contiguous().mT if lies else w for w in (case.up_proj, case.down_proj))
+    scores, ids = case.scores, made.token_expert_indices
     if not case_options["varying"]:
-        parameters[3], ids = case.scores.view(sizes), ids.view(sizes)
-    leaves: list[Any] = [t if t is None else t.detach().requires_grad_() for t in parameters]
-    x, up, down, scores, up_bias, down_bias = leaves
+        scores, ids = scores.view(sizes), ids.view(sizes)
+    tensors: dict[str, Tensor | None] = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
+    tensors |= {"d_up_bias": case.up_bias, "d_down_bias": case.down_bias}
+    tensors |= {f"d_{name}_{side}": t for name, pair in factors.items() for side, t in pair._asdict().items()}
+    leaves = {
+        name: t.detach().requires_grad_(name not in training.frozen) for name, t in tensors.items() if t is not None
+    }
     options |= {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": shape.E}
     options |= {"activation": case.activation, "row_capacity": case_options["row_capacity"]}
-    names = ["dx", "d_up", "d_down", "d_scores"] + (["d_up_bias", "d_down_bias"] if case_options["biases"] else [])
-    leaves = [t for t in leaves if t is not None]
+    options |= {f"{name}_bias": leaves.get(f"d_{name}_bias") for name in ("up", "down")}
+    options |= {f"{name}_factors": LowRank(leaves[f"d_{name}_a"], leaves[f"d_{name}_b"]) for name in factors}
+    x, up, down, scores = (leaves[name] for name in ("dx", "d_up", "d_down", "d_scores"))
+    trained = {name: t for name, t in leaves.items() if t.requires_grad}
     lines: list[str] = []
-    yardstick = evaluate(YARDSTICK, case)
+    noise = FP32_NOISE_OF_FACTORS if factors else FP32_NOISE_OF_CHAINS
     for backend in BACKENDS:
-        out = moe_mlp(x, up, down, scores, ids, up_bias=up_bias, down_bias=down_bias, backend=backend, **options)
-        gradients = torch.autograd.grad(out, leaves, case.d_out)
-        result = {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+        out = moe_mlp(x, up, down, scores, ids, backend=backend, **options)
+        gradients = torch.autograd.grad(out, [*trained.values()], case.d_out)
+        result = {"out": out.detach(), **dict(zip(trained, gradients, strict=True))}
         result["d_scores"] = result["d_scores"].flatten()
         if result["d_scores"][made.token_index_map < 0].any():
             lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
-        pool = Pool()
+        pool, yardstick = Pool(), Adapted(**vars(YARDSTICK), factors=factors, one_sum=backend != "torch").evaluate(case)
         pool.add_all(result, yardstick, {name: exact[name] for name in result})
-        for failure in pool.failures(SINGLE_RUN_SLACK[backend], FP32_NOISE_OF_CHAINS):
+        for failure in pool.failures(SINGLE_RUN_SLACK[backend], noise):
             output = failure.partition(":")[0]
             lines += [f"{backend}: {failure}", *worst_mismatches(result[output], exact[output])]
         totals[backend].merge(pool)

@@ -1,4 +1,4 @@
-"""Counters: how ncu is found and called, and what it prints. Needs no GPU and no ncu."""
+"""Hardware counters: how ncu is found and called, and what it prints. Needs no GPU and no ncu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 
 from blazeproto.gemm import TileConfig
 from blazeproto.lab import counters as module
-from blazeproto.lab.counters import METRICS, Counters, CountersRefused, choose_metrics, counters, find_ncu, parse
+from blazeproto.lab.counters import (
+    METRICS,
+    CountersRefused,
+    HardwareCounters,
+    choose_metrics,
+    counters,
+    find_ncu,
+    parse,
+)
 
 KNOWN = {metrics[0].partition(".")[0] for metrics in METRICS.values()} | {
     "smsp__average_warps_issue_stalled_wait_per_issue_active",
@@ -107,7 +115,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_call(ncu: Path) -> None:
     found = counters("up_forward", 256, 64, 64, 4, 2, config=TileConfig(deferred=False), seed=3)
-    assert isinstance(found, Counters) and found.kernel == "up_forward"
+    assert isinstance(found, HardwareCounters) and found.kernel == "up_forward"
     call = json.loads((ncu / "call").read_text())
     assert (
         call[call.index("--kernel-name") + 1] == "up_forward"
