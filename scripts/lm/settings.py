@@ -24,7 +24,7 @@ from blazeproto.runtime import checks
 # ---- what a setting may be ---------------------------------------------------------------------------------------
 
 
-def check(field: dataclasses.Field[Any], value: object) -> None:
+def check(field: dataclasses.Field[Any], value: Any) -> None:
     """TypeError or ValueError unless ``value`` is one that the setting may have."""
     kind, interval = type(field.default), field.metadata["interval"]
     fits = isinstance(value, (int, float) if kind is float else kind)
