@@ -35,7 +35,7 @@ from blazeproto.dispatch.tiled import SCAN_EXPERTS, scan_chunks
 from blazeproto.runtime.arrays import ITEM_BYTES
 from blazeproto.runtime.memory import clear, part
 from blazeproto.runtime.numba import cuda, int32, int64
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 from blazeproto.runtime.warp import inclusive_scan
 
 MAX_TILES = 4096
@@ -152,20 +152,20 @@ def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 4 * (tiles + 1) * num_experts + num_tokens * num_experts * ITEM_BYTES[slot_type]
 
 
-def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Kernel, ...]:
+def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[NumbaKernel, ...]:
     """The five, in the order of their launches. ids: their dtype, "int32" or "int64". Compiled when first launched."""
     return _kernels(top_k, ids, plan(num_tokens, top_k)[2])
 
 
 @lru_cache(maxsize=256)
-def _kernels(top_k: int, ids: str, slots: str) -> tuple[Kernel, ...]:
+def _kernels(top_k: int, ids: str, slots: str) -> tuple[NumbaKernel, ...]:
     marked, routed = f"{ids}* {slots}* int32* int32* int64 int64", f"{slots}* int32* int32* int32* int32*"
     return (
-        Kernel(dense_token_map, marked, threads=THREADS, top_k=top_k, copy_ids=ids == "int64"),
-        Kernel(expert_lengths, f"{slots}* int32* int64 int64 int64 int64", threads=THREADS),
-        Kernel(scan_chunks, "int32* int32* int64 int64", threads=SCAN_THREADS, rows=SCAN_ROWS),
-        Kernel(expert_offsets, "int32* int32* int64", threads=THREADS),
-        Kernel(route_indices, f"{routed} int64 int64 int64 int64", threads=THREADS, top_k=top_k),
+        NumbaKernel(dense_token_map, marked, threads=THREADS, top_k=top_k, copy_ids=ids == "int64"),
+        NumbaKernel(expert_lengths, f"{slots}* int32* int64 int64 int64 int64", threads=THREADS),
+        NumbaKernel(scan_chunks, "int32* int32* int64 int64", threads=SCAN_THREADS, rows=SCAN_ROWS),
+        NumbaKernel(expert_offsets, "int32* int32* int64", threads=THREADS),
+        NumbaKernel(route_indices, f"{routed} int64 int64 int64 int64", threads=THREADS, top_k=top_k),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from blazeproto.runtime.memory import part
 from blazeproto.runtime.numba import cuda, int64
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 THREADS = 256
 
@@ -49,7 +49,7 @@ def limit_rows(threads: int) -> Any:
     return limit_rows
 
 
-KERNEL = Kernel(limit_rows, "int32* int32* int32* int32* int32* int64 int64 int64", threads=THREADS)
+KERNEL = NumbaKernel(limit_rows, "int32* int32* int32* int32* int32* int64 int64 int64", threads=THREADS)
 
 
 def run(

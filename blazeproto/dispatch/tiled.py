@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from blazeproto.dispatch.place import layout, place_pairs
 from blazeproto.runtime.memory import part
 from blazeproto.runtime.numba import cuda, int32, int64, uint32, uint64
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 from blazeproto.runtime.warp import inclusive_scan
 
 SCAN_EXPERTS = 8  # experts of one block of scan_chunks: 32 bytes of a table row
@@ -217,7 +217,7 @@ def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 4 * (plan(num_tokens, top_k, num_experts).num_chunks + 1) * num_experts
 
 
-def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Kernel, ...]:
+def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[NumbaKernel, ...]:
     """count_pairs, scan_chunks where place_pairs does not sum the table itself, and place_pairs.
 
     ids: their dtype, "int32" or "int64". Compiled when first launched.
@@ -229,10 +229,10 @@ def kernels(num_tokens: int, top_k: int, num_experts: int, ids: str) -> tuple[Ke
 @lru_cache(maxsize=256)
 def _kernels(
     sizes: BlockSizes, tile_tokens: int, place_blocks: int, scanned: bool, top_k: int, num_experts: int, ids: str
-) -> tuple[Kernel, ...]:
-    scan = Kernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
+) -> tuple[NumbaKernel, ...]:
+    scan = NumbaKernel(scan_chunks, "int32* int32* int64 int64", threads=sizes.scan_threads, rows=sizes.scan_rows)
     return (
-        Kernel(
+        NumbaKernel(
             count_pairs,
             f"{ids}* int32* int32* int64 int64 int64",
             threads=sizes.count_threads,
@@ -241,7 +241,7 @@ def _kernels(
             copy_ids=ids == "int64",
         ),
         *([scan] if scanned else []),
-        Kernel(
+        NumbaKernel(
             place_pairs,
             "int32* int32* int32* int32* int32* int32* int64 int64",
             threads=sizes.place_threads,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import BF16, BK, DEVICE_CONSTANTS, SMEM_LIMIT, WARPGROUP, Element, TileConfig
+from blazeproto.runtime.arrays import ITEM_BYTES
 
 SHAPES = 1024  # whose plans are kept, of each product
 TRANSPOSED = (
@@ -24,7 +25,6 @@ TRANSPOSED = (
     "alternating(clamped_swiglu)",
 )  # activations that layers with transposed weights have, in compile-all
 PAIR_BYTES = 4  # int32, fp32
-ITEMSIZE = {"bfloat16": BF16.bytes, "float32": 4}
 
 DEBUG: tuple[str, ...] = ()
 """Further macros for every product's kernel (ptx.cuh: INJECT_DELAYS, SPIN_LIMIT=...; timeline.cuh: TIMELINE): for tests, fuzzer
@@ -200,7 +200,7 @@ class Product:
         """Bytes of an element, and letters, of the arrays that count."""
         for array in (*self.spec.inputs, *self.spec.outputs):
             if array.counts:
-                yield ITEMSIZE[array.dtype], array.shape.split()
+                yield ITEM_BYTES[array.dtype], array.shape.split()
 
 
 @cache

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from itertools import product as every
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import product
@@ -234,13 +234,6 @@ def workspace_elements(
 # --- Launch ----------------------------------------------------------------------------------------------------------------
 
 
-class WeightPlan(NamedTuple):
-    gradient: Plan
-    sum_kernel: Kernel
-    sum_grid: tuple[int, int]
-    sum_numbers: tuple[int, ...]
-
-
 @lru_cache(maxsize=SHAPES)
 def _plan(
     where: tuple[int, int, int],
@@ -250,7 +243,8 @@ def _plan(
     variant: Variant,
     config: TileConfig,
     build: Build,
-) -> WeightPlan:
+) -> tuple[Plan, Kernel, tuple[int, int], tuple[int, ...]]:
+    """Of the gradient; and of the sum of its partials the kernel, its grid and its numbers."""
     num_rows, _, device = where
     experts, outer, inner = shape
     (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.inputs
@@ -267,7 +261,7 @@ def _plan(
     )
     sum_numbers = (units, config.cluster, d, width, int(variant.transposed), int(variant.f32), int(accumulate))
     sum_grid = (min(num_sms(device), units * config.cluster * SUM_BLOCKS), 1)
-    return WeightPlan(gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers)
+    return gradient, sum_kernel(config.tile_n, build.sources), sum_grid, sum_numbers
 
 
 def launch(
@@ -288,17 +282,18 @@ def launch(
     config = config or TILES[name]
     units = 0 if workspace is None else _units(name, at.where, dw.shape, config)
     variant = Variant(gather, name == UP, f32=f32)
-    plan = _plan(at.where, dw.shape, accumulate, units, variant, config, product.build_of(name))
+    build = product.build_of(name)
+    gradient, summing, sum_grid, numbers = _plan(at.where, dw.shape, accumulate, units, variant, config, build)
     rows_at, ordered_at, dw_at = rows.data_ptr(), ordered.data_ptr(), dw.data_ptr()
     unfinished = workspace.data_ptr() if units else 0
     partials = unfinished + _partials_offset(units)
     by_rows = (ordered_at,) if gather else (ordered_at, rows_at)
     maps = (*(by_rows if at.num_rows else ()), *(() if f32 else (dw_at,)))
     inputs = (rows_at, ordered_at, *at.pair_to_token, at.expert_token_offsets)
-    driver.launch(*plan.gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
+    driver.launch(*gradient.fill(maps, (*inputs, dw_at if f32 else 0, unfinished, partials)), at.stream)
     if units:
-        words = (unfinished, partials, dw_at, *plan.sum_numbers)
-        driver.launch(plan.sum_kernel.handle(at.device), plan.sum_grid, SUM_THREADS, 0, at.stream, words)
+        words = (unfinished, partials, dw_at, *numbers)
+        driver.launch(summing.handle(at.device), sum_grid, SUM_THREADS, 0, at.stream, words)
 
 
 def _kernels(name: str) -> list[Kernel]:

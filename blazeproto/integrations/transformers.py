@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import LowRank, moe_mlp
+from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "experts_forward", "explain", "register"]
@@ -32,7 +33,6 @@ NAME = "blazeproto"
 
 # --- What a module has ---------------------------------------------------------------------------------------------------
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not what their dtype says
 LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
 FUNCTIONS = {  # the class of act_fn, and f of blazeproto.activations

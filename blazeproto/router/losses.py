@@ -11,7 +11,7 @@ from blazeproto.router.public import Place, RowKernel, public
 from blazeproto.router.scores import Score, score_named
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import checks, memory
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 THREADS = 256  # of a block
 SUM_THREADS = 1024  # of the one block that adds up
@@ -38,11 +38,11 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[Kernel, Kernel]:
+def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[NumbaKernel, NumbaKernel]:
     """`losses_kernels.routing_partials` and `.routing_sums`."""
     from blazeproto.router import losses_kernels
 
-    partials = Kernel(
+    partials = NumbaKernel(
         losses_kernels.routing_partials,
         "float32* int32* int32* float32* float32* int64 int64 int64",
         threads=THREADS,
@@ -53,7 +53,7 @@ def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tup
         balance=balance,
         z=z,
     )
-    sums = Kernel(
+    sums = NumbaKernel(
         losses_kernels.routing_sums,
         "int32* float32* float32* int32* float32* float32* int64 int64 int64",
         threads=SUM_THREADS,

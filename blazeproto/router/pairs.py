@@ -16,7 +16,7 @@ from blazeproto.router.public import Place, RowKernel, public
 from blazeproto.router.scores import Score, sums_to_one
 from blazeproto.router.topk import MAX_EXPERTS, check_scoring, scoring
 from blazeproto.runtime import arrays, checks, memory
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 MAX_TOP_K = 1024
 MAX_TOKENS = 2**30
@@ -43,7 +43,7 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
     kind = {"expert_choice": "score", "token": "chosen", "slot": "slot", "score": "slot"}.get(by, "rounding")
     slot_bits = (top_k - 1).bit_length()
     code_bits = {"token": 0, "slot": slot_bits, "score": slot_bits}.get(by, select_kernels.CODE_BITS)
-    count = Kernel(
+    count = NumbaKernel(
         count_pairs,
         "int32* int32* int32* int64 int64 int64",
         threads=THREADS,
@@ -51,9 +51,9 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
         per_thread=8,
         copy_ids=False,
     )
-    largest = Kernel(select_kernels.largest_codes, "float32* uint32* int64 int64", threads=THREADS)
+    largest = NumbaKernel(select_kernels.largest_codes, "float32* uint32* int64 int64", threads=THREADS)
     return (
-        Kernel(
+        NumbaKernel(
             select_kernels.key_columns,
             "float32* int32* uint32* int64 int64 int64",
             threads=THREADS,
@@ -62,15 +62,15 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
         ),
         largest if by == "score" else None,
         count,
-        Kernel(
+        NumbaKernel(
             select_kernels.select_tokens,
             "uint32* uint32* float32* float32* int32* uint32* int32* int64 int64 int64 int64",
             threads=SELECT_THREADS,
             by=by,
             code_bits=code_bits,
         ),
-        Kernel(pair_kernels.count_tokens, "uint32* int32* int64 int64", threads=THREADS),
-        Kernel(
+        NumbaKernel(pair_kernels.count_tokens, "uint32* int32* int64 int64", threads=THREADS),
+        NumbaKernel(
             pair_kernels.list_pairs,
             "uint32* int32* int32* int32* int32* int64 int64 int64 int64",
             threads=THREADS,

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from blazeproto.runtime import arrays, memory
 from blazeproto.runtime.libraries import any_library
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 F = TypeVar("F", bound=Callable[..., Any])
 Place = tuple[int, int]
 """A CUDA ordinal and a raw cudaStream_t."""
 
 
-class RowKernel(Kernel):
+class RowKernel(NumbaKernel):
     """A kernel whose blocks have so many rows each, and go on with further ones where there are more than ``most_blocks`` have.
 
     rows: default: one for each of the groups of ``lanes`` threads that a block has.

@@ -27,7 +27,7 @@ CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds 
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
 
 
-class Kernel:
+class NumbaKernel:
     """One kernel: ``make(threads, **constants)`` returns the Python function, with the constants as compile-time
     values.
 
@@ -45,7 +45,7 @@ class Kernel:
         self._functions: dict[int, Any] = {}  # by CUDA ordinal
 
     def __repr__(self) -> str:
-        return f"Kernel({self.name}: {', '.join(f'{key}={value}' for key, value in self.constants.items())})"
+        return f"NumbaKernel({self.name}: {', '.join(f'{key}={value}' for key, value in self.constants.items())})"
 
     # --- Compiling ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from routings import capacities, differences, make_foreign, make_routing, make_v
 from strict import strict
 
 from blazeproto.dispatch import build_dispatch, build_dispatch_varying, dense, reference, tiled, workspace_bytes
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 # (kind, T, E, K, dtype): several chunks, tiles and words; T = 0 and 1; E = 1; K = E; K and E above a block's threads, one
 # to four columns a thread
@@ -95,7 +95,7 @@ def check_capacities(method: str) -> Iterator[str]:
 
     launched = []
     for capacity in (None, 5):
-        with mock.patch.object(Kernel, "launch", lambda kernel, *_: launched.append(kernel.name)):
+        with mock.patch.object(NumbaKernel, "launch", lambda kernel, *_: launched.append(kernel.name)):
             build_dispatch(np.zeros((9, 1), np.int32), 3, row_capacity=capacity, method=method)
         if (launched.count("limit_rows") == 1) != (capacity is not None):
             yield f"capacity {capacity}: launched {launched}"

@@ -18,7 +18,7 @@ from blazeproto.layer import MoE
 from blazeproto.router import fallback, linear, ops
 from blazeproto.router.router import ROUTERS
 from blazeproto.runtime import driver
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 PACKAGE = Path(blazeproto.__file__).parent
 SEVEN = {"finish_logits", "split_gradient", "topk_route", "topk_route_backward"}  # the other kernels: eight
@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (a.float() @ b.float()).to(dtype)
 
-    monkeypatch.setattr(Kernel, "load", lambda kernel, device: SimpleNamespace(ptr=kernel.name))
+    monkeypatch.setattr(NumbaKernel, "load", lambda kernel, device: SimpleNamespace(ptr=kernel.name))
     monkeypatch.setattr(driver, "_driver", lambda: made)
     monkeypatch.setattr(ops, "has_dispatch_kernels", lambda *_: True)
     monkeypatch.setattr(linear, "_on_tensor_cores", lambda *_: True)

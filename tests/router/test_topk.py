@@ -12,7 +12,7 @@ from simulator import simulate
 
 from blazeproto.router import fallback, topk_route, topk_route_backward
 from blazeproto.runtime import arrays
-from blazeproto.runtime.numba_kernel import Kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 OPTIONS = [
     {"score": "softmax_topk"},
@@ -102,7 +102,7 @@ def test_backward_compiles(fresh_cache, num_experts, top_k, half):
     check_kernel(topk.backward_kernel(num_experts, top_k, "sigmoid", True, 2.5, half))
 
 
-def check_kernel(kernel: Kernel) -> str:
+def check_kernel(kernel: NumbaKernel) -> str:
     assert kernel.cubin((9, 0))[1][:4] == b"\x7fELF"
     ptx = kernel.ptx((9, 0))
     assert ".local" not in ptx, f"{kernel!r}: arrays meant for registers went to memory"

@@ -44,7 +44,12 @@ def fake(folder: Path, name: str, version: str) -> None:
         ("cupy-cuda12x", "13.5.1", "cupy>=13.6, got 13.5.1", CUPY_USES),
         ("numba-cuda", "0.19.1", "numba-cuda>=0.20, got 0.19.1", ["from blazeproto.dispatch import tiled"]),
         ("numba-cuda", "0.19.1", "numba-cuda>=0.20, got 0.19.1", ["from blazeproto.router import topk_kernels"]),
-        ("cuda-core", "2.0.0", "cuda-core>=0.3,<2, got 2.0.0", ["numba_kernel.Kernel(print, '', threads=32).cubin()"]),
+        (
+            "cuda-core",
+            "2.0.0",
+            "cuda-core>=0.3,<2, got 2.0.0",
+            ["numba_kernel.NumbaKernel(print, '', threads=32).cubin()"],
+        ),
         (
             "cuda-bindings",
             "12.8.0",
@@ -64,7 +69,7 @@ from blazeproto.lab import timeline
 from blazeproto.gemm import launch, nvrtc, tickets
 from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import arrays, driver, memory, numba_kernel
-numba_kernel.Kernel.key = lambda *_: "none"
+numba_kernel.NumbaKernel.key = lambda *_: "none"
 a = arrays.DeviceArray(256, (1,), "float32", (1,), 0, None)
 def compile_one(): return Kernel("combine.cu", "combine", {{"TOP_K": 8, "HAS_SCORES": 1}})
 for use in {list(uses)}:
