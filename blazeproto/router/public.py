@@ -7,6 +7,7 @@ empty: `public` calls the launch. Operators call the same kernels on tensors, wi
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from blazeproto.runtime import arrays, memory
@@ -16,6 +17,12 @@ from blazeproto.runtime.numba_kernel import Kernel
 F = TypeVar("F", bound=Callable[..., Any])
 Place = tuple[int, int]
 """A CUDA ordinal and a raw cudaStream_t."""
+
+
+def parts_of(workspace: Any, *parts: tuple[int, str]) -> list[Any]:
+    """What lies side by side in a workspace, each of so many elements of a dtype of four bytes, as kernels take it."""
+    memory_of, begins = memory.argument(workspace), accumulate((4 * size for size, _ in parts), initial=0)
+    return [memory.part(memory_of, begin, *part) for begin, part in zip(begins, parts, strict=False)]
 
 
 class RowKernel(Kernel):
