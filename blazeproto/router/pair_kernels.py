@@ -245,7 +245,7 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                 pair = int32(begin + lane)
                 while pair < end:
                     value = logarithm(logits[row + pair_experts[pair]])
-                    mean += (d_scores[pair] * float32(scale)) * math.exp(value - top)
+                    mean += d_scores[pair] * float32(scale) * math.exp(value - top)
                     pair = int32(pair + WORD)
                 mean = total(mean) / whole
             broken = whole != whole
@@ -267,7 +267,7 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                     gradient = d_scores[pair] * float32(scale)
                     share = share_of(logit, top, whole)
                     if summed:
-                        made = (share * (gradient - mean)) * slope_at(logit)
+                        made = share * (gradient - mean) * slope_at(logit)
                     else:
                         made = gradient * share * slope_by_value(logit, share, float32(1.0))
                         made = made if made == made else float32(0.0)

@@ -19,6 +19,11 @@ Place = tuple[int, int]
 """A CUDA ordinal and a raw cudaStream_t."""
 
 
+def place_of(tensor: Any) -> Place:
+    """A tensor's GPU, and the caller's stream on it."""
+    return tensor.get_device(), arrays.current_stream(tensor)
+
+
 def parts_of(workspace: Any, *parts: tuple[int, str]) -> list[Any]:
     """What lies side by side in a workspace, each of so many elements of a dtype of four bytes, as kernels take it."""
     memory_of, begins = memory.argument(workspace), accumulate((4 * size for size, _ in parts), initial=0)
@@ -37,14 +42,19 @@ class RowKernel(Kernel):
         super().__init__(make, parameters, **rest)
         self.rows, self.most_blocks = rows or self.threads // rest["lanes"], most_blocks
 
-    def over(self, num_rows: int, place: Place, operands: tuple[Any, ...], *numbers: int) -> None:
-        """Launch on checked arrays, views or tensors; numbers: what the kernel takes behind them, default: ``num_rows``."""
+    def over(self, num_rows: int, place: Place, given: tuple[Any, ...], *numbers: int, made: Any = ()) -> Any:
+        """Launch on checked arrays, views or tensors: ``given`` and, behind these, what is ``made``, which is returned.
+
+        numbers: what the kernel takes behind them, default: ``num_rows``.
+        """
+        operands = (*given, *made) if isinstance(made, tuple) else (*given, made)
         blocks = min(-(-num_rows // self.rows), self.most_blocks)
         if blocks:
-            given = [memory.argument(operand) for operand in operands]
+            pointers = [memory.argument(operand) for operand in operands]
             if arrays.simulated():  # where a pointer's type is the array's
-                given = [array.view(word[:-1]) for array, word in zip(given, self.parameters, strict=False)]
-            self.launch(*place, blocks, 0, *given, *(numbers or (num_rows,)))
+                pointers = [array.view(word[:-1]) for array, word in zip(pointers, self.parameters, strict=False)]
+            self.launch(*place, blocks, 0, *pointers, *(numbers or (num_rows,)))
+        return made
 
 
 def public(

@@ -116,9 +116,7 @@ def topk_route(
     tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
     id_mask = (1 << (num_groups * lanes * GROUP - 1).bit_length()) - 1
     certain = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
-    group = group_of(lanes, threads)
-    maximum, minimum, total, leading = group.maximum, group.minimum, group.total, group.first
-    any_of, any_nearby, partner = group.any, group.any_nearby, group.partner
+    maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes, threads)
     load, merge = loader(half), merge_of(size, used)
     elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
     sum_all = not (elementwise or sum_chosen)
@@ -290,8 +288,7 @@ def topk_route_backward(
     """
     per_lane = -(-num_experts // lanes)
     groups, shift = threads // lanes, lanes.bit_length() - 1
-    group = group_of(lanes, threads)
-    maximum, minimum, total, any_of = group.maximum, group.minimum, group.total, group.any
+    maximum, minimum, total, any_of, *_ = group_of(lanes, threads)
     load, store = loader(half), storer(half)
     elementwise = SCORES[score].elementwise
     sum_all = not (elementwise or sums_to_one(score, renormalize))
@@ -354,7 +351,7 @@ def topk_route_backward(
                     whole = total(exponentials)
                 else:
                     whole = total(share if lane < top_k else float32(0.0))
-                share = share / whole
+                share /= whole
                 mean = total(gradient * share)
                 mine_d = share * (gradient - mean)
 
