@@ -203,7 +203,7 @@ def topk_route(
                     unsure |= uint32(3 << k) if uint32(best[k] ^ following) <= uint32(id_mask) else uint32(0)
                 unsure = uint32(0) if broken else uint32(unsure & uint32((1 << top_k) - 1))
                 while any_nearby(unsure != uint32(0)):
-                    k = int32(cuda.popc(uint32(uint32(~unsure) & (unsure - uint32(1)))))  # the first of them
+                    k = int32(cuda.popc(uint32(uint32(~unsure) & uint32(unsure - uint32(1)))))  # the first of them
                     last, last_id = uint32(0xFFFFFFFF), int32(-1)
                     for j in range(top_k - 1):
                         last_id = id_of(best[j]) if j + 1 == k else last_id
