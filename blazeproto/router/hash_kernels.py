@@ -22,17 +22,16 @@ WARP = 32
 @device
 def mix(x):
     """A bijection of 32-bit words that scatters them; `choices.hashing` has the same in torch."""
-    x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x21F0AAAD))
-    x = uint32(uint32(x ^ uint32(x >> uint32(15))) * uint32(0x735A2D97))
-    return uint32(x ^ uint32(x >> uint32(15)))
+    x = uint32((x ^ (x >> uint32(16))) * uint32(0x21F0AAAD))
+    x = uint32((x ^ (x >> uint32(15))) * uint32(0x735A2D97))
+    return uint32(x ^ (x >> uint32(15)))
 
 
 def hash_route(threads: int, num_experts: int, top_k: int) -> Any:
     """experts (T, K) int32 of token_ids (T,) int64; start: a word that the seed decides. K <= 32, E <= 1024."""
     per_lane = -(-num_experts // WARP)  # at most 32: five bits below a weight's 24
     warps = threads // WARP
-    group = group_of(WARP, threads)
-    maximum, minimum = group.maximum, group.minimum
+    maximum, minimum, *_ = group_of(WARP, threads)
 
     def hash_route(token_ids, experts, start, num_tokens):
         thread = int32(cuda.threadIdx.x)
@@ -41,11 +40,11 @@ def hash_route(threads: int, num_experts: int, top_k: int) -> Any:
         first = int64(cuda.blockIdx.x) * warps
         while first < num_tokens:
             token = min(first + (thread >> 5), num_tokens - 1)
-            word = mix(uint32(uint32(token_ids[token] & 0xFFFFFFFF) + uint32(start)))
+            word = mix(uint32((token_ids[token] & 0xFFFFFFFF) + uint32(start)))
             for i in range(per_lane):
                 expert = uint32(i * WARP + lane)
-                weight = uint32(mix(uint32(word + uint32(uint32(GOLDEN) * expert))) >> uint32(8))
-                key = uint32(uint32(weight << uint32(5)) | uint32(WARP - 1 - i))
+                weight = uint32(mix(uint32(word + uint32(GOLDEN) * expert)) >> uint32(8))
+                key = uint32((weight << uint32(5)) | uint32(WARP - 1 - i))
                 keys[i] = uint32(key + uint32(1)) if i * WARP + lane < num_experts else uint32(0)  # 0: there is none
 
             mine, best = int32(0), uint32(0)
@@ -54,7 +53,7 @@ def hash_route(threads: int, num_experts: int, top_k: int) -> Any:
             for k in range(top_k):
                 largest = maximum(best)
                 winner = minimum(uint32(lane if best == largest else WARP))
-                number = uint32(WARP - 1) - uint32(uint32(largest - uint32(1)) & uint32(WARP - 1))
+                number = uint32(WARP - 1) - uint32((largest - uint32(1)) & uint32(WARP - 1))
                 mine = int32(number * uint32(WARP) + winner) if lane == k else mine
                 if uint32(lane) == winner:  # its next one; its keys differ
                     best = uint32(0)

@@ -25,8 +25,8 @@ from blazeproto.autograd.operators import Gradients, define, without_autocast
 from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback
 from blazeproto.router.logits import finish_kernel, split_kernel, units_of
+from blazeproto.router.public import place_of
 from blazeproto.router.topk import MAX_EXPERTS
-from blazeproto.runtime.arrays import current_stream
 
 LONGEST_SUM = 4096  # terms that tensor cores add up at once
 PARTS_AT_ONCE = 64  # of the sum over tokens, whose results are in memory together
@@ -99,9 +99,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         for a, b in shorter:
             products += _product(a, b)
         logits = products if parts == 1 else products.new_empty(len(x), len(weight))
-        kernel, place = finish_kernel(len(weight), parts), (x.get_device(), current_stream(x))
-        kernel.over(len(x), place, (products, logits))
-        return logits
+        return finish_kernel(len(weight), parts).over(len(x), place_of(x), (products,), made=logits)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
@@ -134,9 +132,9 @@ def router_logits_backward(
             return d_x, d_weight
         wide = weight.dtype == torch.float32
         parts = 3 if wide else 2
-        split, place = x.new_empty(len(x), parts * num_experts), (x.get_device(), current_stream(x))
+        split = x.new_empty(len(x), parts * num_experts)
         operands = d_logits.contiguous(), logits, split
-        split_kernel(num_experts, parts).over(units_of(len(x), num_experts), place, operands, len(x))
+        split_kernel(num_experts, parts).over(units_of(len(x), num_experts), place_of(x), operands, len(x))
         if needs_x:  # high high + low high + high low, where the weight has a low part
             operand = _stacked(weight) if wide else weight
             d_x = _product(split, torch.cat((operand[:num_experts], operand)), x.dtype)

@@ -61,7 +61,7 @@ def bf16_bits(value):
     """The nearest bf16 number, ties to even, as the upper half of an fp32 number; NaN stays NaN."""
     bits = float_bits(float32(value))
     odd = uint32(bits >> uint32(16)) & uint32(1)
-    rounded = uint32(uint32(bits + uint32(0x7FFF) + odd) & uint32(0xFFFF0000))
+    rounded = uint32((bits + uint32(0x7FFF) + odd) & uint32(0xFFFF0000))
     return rounded if value == value else uint32(0x7FFF0000)
 
 
@@ -84,7 +84,7 @@ def split_gradient(threads: int, num_experts: int, parts: int) -> Any:
             for i in range(width):
                 values[i] = d_logits[at * width + i] if first == first else float32(0.0)
                 nearest = bf16_bits(values[i])
-                rest = bf16_bits(float32(values[i] - bits_float(nearest)))
+                rest = bf16_bits(values[i] - bits_float(nearest))
                 # the first of two neighbours is the lower half of a word
                 high = uint32(high | (nearest if i == 1 else uint32(nearest >> uint32(16))))
                 low = uint32(low | (rest if i == 1 else uint32(rest >> uint32(16))))

@@ -7,7 +7,7 @@ and repetitions have the same bits.
 from functools import lru_cache
 from typing import Any
 
-from blazeproto.router.public import Place, RowKernel, public
+from blazeproto.router.public import Place, RowKernel, parts_of, public
 from blazeproto.router.scores import Score, score_named
 from blazeproto.router.topk import MAX_EXPERTS, power_of_two
 from blazeproto.runtime import checks, memory
@@ -135,12 +135,8 @@ def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z
     logits, experts, *made, workspace = operands
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
     blocks, tokens = _blocks(num_tokens, num_experts)
-    size, begin = blocks * num_experts, memory.argument(workspace)
-    parts = (
-        memory.part(begin, 0, size, "int32"),  # loads
-        memory.part(begin, 4 * size, size, "float32"),  # probabilities
-        memory.part(begin, 8 * size, blocks, "float32"),  # squares
-    )
+    size = blocks * num_experts  # of loads and of probabilities; then come squares
+    parts = parts_of(workspace, (size, "int32"), (size, "float32"), (blocks, "float32"))
     partials, sums = forward_kernels(num_experts, score, balance, z)
     given = map(memory.argument, (logits, experts))
     partials.launch(*place, blocks, 0, *given, *parts, num_tokens, top_k, tokens)

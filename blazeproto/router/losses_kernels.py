@@ -40,7 +40,7 @@ def softmax_of(num_experts: int, lanes: int, per_lane: int, group: Any) -> Any:
         top = from_sortable(maximum(sortable(top)))
         mine = float32(0.0)
         for i in range(per_lane):
-            powers[i] = fast_exp2(float32(float32(values[i] - top) * float32(LOG2_E)))
+            powers[i] = fast_exp2((values[i] - top) * float32(LOG2_E))
             mine += powers[i] if i * lanes + lane < num_experts else float32(0.0)
         return top, total(mine)
 
@@ -90,17 +90,16 @@ def routing_partials(threads: int, lanes: int, num_experts: int, score: str, bal
                     values[i] = logits[row + min(int32(i * lanes + lane), int32(num_experts - 1))]
                 if z:
                     top, whole = softmax(values, lane, powers)
-                    log_sum = float32(top + math.log(whole))
-                    square += float32(log_sum * log_sum) if inside else float32(0.0)
+                    log_sum = top + math.log(whole)
+                    square += log_sum * log_sum if inside else float32(0.0)
                 if balance:
-                    if elementwise:
-                        for i in range(per_lane):
-                            values[i] = logarithm(values[i])
+                    for i in range(per_lane):
+                        values[i] = logarithm(values[i])
                     if elementwise or not z:
                         top, whole = softmax(values, lane, powers)
-                    share = float32(float32(1.0) / whole) if inside else float32(0.0)
+                    share = float32(1.0) / whole if inside else float32(0.0)
                     for i in range(per_lane):
-                        added[i] += float32(powers[i] * share) if inside else float32(0.0)
+                        added[i] += powers[i] * share if inside else float32(0.0)
                 first = int64(first + groups)
             if balance:
                 for i in range(per_lane):
@@ -164,7 +163,7 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
             for block in range(thread, num_blocks, threads):
                 square += squares[block]
         if balance and thread < num_experts:
-            share = float32(float32(float32(count) / float32(num_tokens * top_k)) * total)
+            share = float32(count) / float32(num_tokens * top_k) * total
         sums[thread] = share
         square_sums[thread] = square
         cuda.syncthreads()
@@ -175,8 +174,8 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
                 square_sums[thread] += square_sums[thread + distance]
             cuda.syncthreads()
         if thread == 0:
-            balance_loss[0] = float32(float32(sums[0] * float32(num_experts)) / float32(num_tokens))
-            z_loss[0] = float32(square_sums[0] / float32(num_tokens))
+            balance_loss[0] = sums[0] * float32(num_experts) / float32(num_tokens)
+            z_loss[0] = square_sums[0] / float32(num_tokens)
 
     return routing_sums
 
@@ -207,10 +206,10 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: s
         weights = cuda.local.array(per_lane, float32)
 
         if balance:
-            factor = float32(float32(d_balance[0] * float32(num_experts)) / float32(num_tokens))
+            factor = d_balance[0] * float32(num_experts) / float32(num_tokens)
             for i in range(per_lane):
                 count = load[min(int32(i * lanes + lane), int32(num_experts - 1))]
-                weights[i] = float32(factor * float32(float32(count) / float32(num_tokens * top_k)))
+                weights[i] = factor * (float32(count) / float32(num_tokens * top_k))
         first = int64(cuda.blockIdx.x) * groups
         while first < num_tokens:
             token = int64(min(first + (thread >> shift), num_tokens - 1))
@@ -223,24 +222,22 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: s
             broken = any_of(finite != float32(0.0))
             if z:
                 top, whole = softmax(values, lane, powers)
-                log_sum = float32(top + math.log(whole))
-                factor = float32(float32(float32(2.0) * d_z[0]) * log_sum / float32(num_tokens) / whole)
+                log_sum = top + math.log(whole)
+                factor = float32(2.0) * d_z[0] * log_sum / float32(num_tokens) / whole
                 for i in range(per_lane):
-                    slopes[i] = float32(factor * powers[i])
+                    slopes[i] = factor * powers[i]
             if balance:
-                if elementwise:
-                    for i in range(per_lane):
-                        values[i] = logarithm(values[i])
+                for i in range(per_lane):
+                    values[i] = logarithm(values[i])
                 if elementwise or not z:
                     top, whole = softmax(values, lane, powers)
                 mean = float32(0.0)
                 for i in range(per_lane):
-                    powers[i] = float32(powers[i] / whole)
-                    mean += float32(weights[i] * powers[i]) if i * lanes + lane < num_experts else float32(0.0)
+                    powers[i] /= whole
+                    mean += weights[i] * powers[i] if i * lanes + lane < num_experts else float32(0.0)
                 mean = total(mean)
                 for i in range(per_lane):
-                    slope = float32(powers[i] * float32(weights[i] - mean))
-                    slopes[i] += float32(slope * slope_of(values[i])) if elementwise else slope
+                    slopes[i] += powers[i] * (weights[i] - mean) * slope_of(values[i])
             if first + (thread >> shift) < num_tokens:
                 for i in range(per_lane):
                     expert = int32(i * lanes + lane)

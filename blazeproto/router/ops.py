@@ -23,8 +23,8 @@ from blazeproto.autograd.operators import Operator, define
 from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback, hashing, losses, pairs, topk
 from blazeproto.router.choices import varying_choice
+from blazeproto.router.public import place_of
 from blazeproto.router.scores import SCORES
-from blazeproto.runtime.arrays import current_stream
 
 LOSSES = ("score", "balance", "z")
 
@@ -39,11 +39,6 @@ def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
         and top_k <= topk.MAX_TOP_K
         and has_dispatch_kernels("auto", matrix.device)
     )
-
-
-def _place(t: Tensor) -> tuple[int, int]:
-    """The GPU and the stream to launch on."""
-    return t.get_device(), current_stream(t)
 
 
 def _named(options: Sequence[Any], names: Sequence[str] = ("score", "renormalize", "scale")) -> dict[str, Any]:
@@ -89,10 +84,8 @@ def route_top_k_backward(logits: Tensor, experts: Tensor, d_scores: Tensor, *opt
     """d_logits (T, E) from d_scores (T, K)."""
     if not _kernels_take(logits, experts.shape[1]):
         return fallback.topk_route_backward(logits, experts, d_scores, **_named(options))
-    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
-    kernel = topk.backward_kernel(num_experts, experts.shape[1], *options, half=False)
-    kernel.over(num_tokens, _place(logits), (logits, experts, d_scores, d_logits))
-    return d_logits
+    kernel = topk.backward_kernel(logits.shape[1], experts.shape[1], *options, half=False)
+    return kernel.over(len(logits), place_of(logits), (logits, experts, d_scores), made=torch.empty_like(logits))
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, Tensor]:
@@ -114,10 +107,9 @@ def route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, *options: Any) 
     takes_bias = bias is None or (SCORES[options[0]].elementwise and bias.dtype == torch.float32)
     if not (takes_bias and _kernels_take(logits, top_k)):
         return fallback.topk_route(logits, top_k, bias=bias, **_named(options))
-    scores, experts = _route_fake(logits, bias, top_k)
     kernel = topk.route_kernel(logits, top_k, bias is not None, *options)
-    kernel.over(len(logits), _place(logits), (logits, logits if bias is None else bias, scores, experts))
-    return scores, experts
+    given, made = (logits, logits if bias is None else bias), _route_fake(logits, bias, top_k)
+    return kernel.over(len(logits), place_of(logits), given, made=made)
 
 
 # --- The load and the losses -------------------------------------------------------------------------------------------------
@@ -148,10 +140,9 @@ def routing_losses_backward(
     slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z))
     if not (_kernels_take(logits) and len(logits)):
         return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, LOSSES))
-    d_logits = torch.empty_like(logits)
-    (num_tokens, num_experts), operands = logits.shape, (logits, load, *slopes, d_logits)
-    losses.backward_kernel(num_experts, *wanted).over(num_tokens, _place(logits), operands, num_tokens, top_k)
-    return d_logits
+    kernel, num_tokens = losses.backward_kernel(logits.shape[1], *wanted), len(logits)
+    given, made = (logits, load, *slopes), torch.empty_like(logits)
+    return kernel.over(num_tokens, place_of(logits), given, num_tokens, top_k, made=made)
 
 
 def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +169,7 @@ def routing_losses(
         balance_loss, z_loss, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = experts.to(torch.int32).contiguous()
-        losses.launch(_place(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
+        losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
         load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, LOSSES))
     return _times(balance_loss, balance), _times(z_loss, z), load
@@ -216,7 +207,7 @@ def choose_pairs(
     if choice.KERNELS and fits and _kernels_take(scores):
         made = _choose_fake(scores, experts, max_pairs)
         launch = import_module(choice.KERNELS).launch_choice
-        launch(_place(scores), (scores, experts.contiguous(), draws, *made), by, options, size)
+        launch(place_of(scores), (scores, experts.contiguous(), draws, *made), by, options, size)
         return made
     return fallback.pairs_of(choice.mask(scores, experts, draws, by, options, size), max_pairs)
 
@@ -233,10 +224,8 @@ def score_pairs_backward(
     given = logits, pair_experts, token_offsets, d_scores
     if not _kernels_take(logits):
         return fallback.score_pairs_backward(*given, **_named(options))
-    (num_tokens, num_experts), d_logits = logits.shape, torch.empty_like(logits)
-    kernel = pairs.score_kernel(num_experts, *options, backward=True)
-    kernel.over(num_tokens, _place(logits), (*given, d_logits))
-    return d_logits
+    kernel = pairs.score_kernel(logits.shape[1], *options, backward=True)
+    return kernel.over(len(logits), place_of(logits), given, made=torch.empty_like(logits))
 
 
 @define(
@@ -250,10 +239,9 @@ def score_pairs(logits: Tensor, pair_experts: Tensor, token_offsets: Tensor, *op
     if not _kernels_take(logits):
         return fallback.score_pairs(*given, **_named(options))
     (num_tokens, num_experts), (num_pairs,) = logits.shape, pair_experts.shape
-    scores, num_rows = logits.new_empty(num_pairs), pairs.pair_rows(num_tokens, num_pairs)
-    kernel = pairs.score_kernel(num_experts, *options)
-    kernel.over(num_rows, _place(logits), (*given, scores), num_tokens, num_pairs)
-    return scores
+    kernel, num_rows = pairs.score_kernel(num_experts, *options), pairs.pair_rows(num_tokens, num_pairs)
+    made = logits.new_empty(num_pairs)
+    return kernel.over(num_rows, place_of(logits), given, num_tokens, num_pairs, made=made)
 
 
 # --- Hash --------------------------------------------------------------------------------------------------------------------
@@ -272,5 +260,4 @@ def hash_experts(token_ids: Tensor, num_experts: int, top_k: int, seed: int) -> 
     num_tokens, ids = len(token_ids), token_ids.to(torch.int64).contiguous()
     (experts,) = _integers(token_ids, (num_tokens, top_k))
     kernel, numbers = hashing.hash_kernel(num_experts, top_k), (hashing.start_of(seed), num_tokens)
-    kernel.over(num_tokens, _place(ids), (ids, experts), *numbers)
-    return experts
+    return kernel.over(num_tokens, place_of(ids), (ids,), *numbers, made=experts)

@@ -84,7 +84,7 @@ def list_pairs(threads: int, num_experts: int) -> Any:
                 row = uint32(0)
                 for i in range(WORD):
                     if first + i < num_experts:
-                        bit = uint32(uint32(bits[group * num_experts + first + i] >> uint32(token)) & uint32(1))
+                        bit = uint32((bits[group * num_experts + first + i] >> uint32(token)) & uint32(1))
                         row |= uint32(bit << uint32(i))
                 words_of[turned + place] = row
                 place = int32(place + threads)
@@ -108,7 +108,7 @@ def list_pairs(threads: int, num_experts: int) -> Any:
                 for j in range(place // WORD):
                     pair = int32(pair + int32(cuda.popc(words_of[turned + j * WORD + int32(place & (WORD - 1))])))
                 while row != uint32(0):
-                    lowest = uint32(uint32(row & uint32(~row + uint32(1))) - uint32(1))  # the ones below the lowest one
+                    lowest = uint32((row & (~row + uint32(1))) - uint32(1))  # the ones below the lowest one
                     if pair < max_pairs:
                         pair_experts[pair] = int32(place // WORD * WORD + int32(cuda.popc(lowest)))
                         pair_tokens[pair] = int32(group * WORD + (place & (WORD - 1)))
@@ -134,20 +134,27 @@ def list_pairs(threads: int, num_experts: int) -> Any:
 
 
 def softmax_of(threads: int, num_experts: int, score: str, together: bool) -> Any:
-    """``softmax(logits, row, pair_experts, begin, end, lane)`` of a warp: the largest and the sum of a softmax's exponentials.
+    """Two functions of a warp, whose token has the pairs ``begin`` to ``end``.
+
+    ``softmax(logits, row, pair_experts, begin, end, lane)``: the largest and the sum of a softmax's exponentials.
+    ``share_of(logit, largest, sum)``: the score of one of its logits, before scaling.
 
     together: over the token's pairs, of logits or of logarithms of elementwise scores; else over all experts of the row. The
     largest is NaN where a logit is.
     """
-    group = group_of(WORD, threads)
+    group, of_score = group_of(WORD, threads), SCORES[score].on_device()
     maximum, total, any_of = group.maximum, group.total, group.any
-    elementwise, logarithm = SCORES[score].elementwise, SCORES[score].on_device().logarithm
+    logarithm, scaled, alone = of_score.logarithm, of_score.scaled, SCORES[score].elementwise and not together
 
     @device
     def value_of(logits, row, pair_experts, place):
-        expert = pair_experts[place] if together else int32(place)
-        value = logits[row + expert]
-        return logarithm(value) if elementwise else value
+        return logarithm(logits[row + (pair_experts[place] if together else int32(place))])
+
+    @device
+    def share_of(logit, top, whole):
+        if alone:
+            return float32(scaled(logit, float32(0.0), float32(1.0)))
+        return math.exp(logarithm(logit) - top) / whole
 
     @device
     def softmax(logits, row, pair_experts, begin, end, lane):
@@ -163,12 +170,12 @@ def softmax_of(threads: int, num_experts: int, score: str, together: bool) -> An
         whole = float32(0.0)
         place = int32(first + lane)
         while place < last:
-            whole += math.exp(float32(value_of(logits, row, pair_experts, place) - top))
+            whole += math.exp(value_of(logits, row, pair_experts, place) - top)
             place = int32(place + WORD)
         whole = total(whole)
         return top, float32(math.nan) if any_of(broken) else whole
 
-    return softmax
+    return softmax, share_of
 
 
 def score_pairs(threads: int, num_experts: int, score: str, together: bool, scale: float) -> Any:
@@ -176,10 +183,8 @@ def score_pairs(threads: int, num_experts: int, score: str, together: bool, scal
 
     together: a token's scores sum to one before scaling.
     """
-    softmax = softmax_of(threads, num_experts, score, together)
-    warps = threads // WORD
-    elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()
-    scaled, logarithm = of_score.scaled, of_score.logarithm
+    softmax, share_of = softmax_of(threads, num_experts, score, together)
+    warps, summed = threads // WORD, together or not SCORES[score].elementwise
 
     def score_pairs(logits, pair_experts, token_offsets, scores, num_tokens, max_pairs):
         thread = int32(cuda.threadIdx.x)
@@ -190,18 +195,13 @@ def score_pairs(threads: int, num_experts: int, score: str, together: bool, scal
             row = token * num_experts
             begin, end = token_offsets[token], token_offsets[token + 1]
             top, whole = float32(0.0), float32(1.0)
-            if together or not elementwise:
+            if summed:
                 top, whole = softmax(logits, row, pair_experts, begin, end, lane)
             if first + (thread >> 5) < num_tokens:
                 pair = int32(begin + lane)
                 while pair < end:
-                    value = logits[row + pair_experts[pair]]
-                    if elementwise and not together:
-                        share = float32(scaled(value, float32(0.0), float32(1.0)))
-                    else:
-                        value = logarithm(value) if elementwise else value
-                        share = float32(math.exp(float32(value - top)) / whole)
-                    scores[pair] = float32(share * float32(scale))
+                    share = share_of(logits[row + pair_experts[pair]], top, whole)
+                    scores[pair] = share * float32(scale)
                     pair = int32(pair + WORD)
             first += int64(cuda.gridDim.x) * warps
         unused = int64(token_offsets[num_tokens]) + int64(cuda.blockIdx.x) * threads + thread
@@ -224,12 +224,11 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
 
     A token with a NaN among the logits that count gets zeros.
     """
-    softmax = softmax_of(threads, num_experts, score, together)
-    total = group_of(WORD, threads).total
-    warps = threads // WORD
-    elementwise, of_score = SCORES[score].elementwise, SCORES[score].on_device()
-    scaled, logarithm, slope_at = of_score.scaled, of_score.logarithm, of_score.slope_by_logit
-    slope_by_value, over_all = of_score.slope_by_value, not (elementwise or together)
+    softmax, share_of = softmax_of(threads, num_experts, score, together)
+    total, of_score, warps = group_of(WORD, threads).total, SCORES[score].on_device(), threads // WORD
+    logarithm, slope_at, slope_by_value = of_score.logarithm, of_score.slope_by_logit, of_score.slope_by_value
+    over_all = not (SCORES[score].elementwise or together)
+    summed = together or over_all
 
     def score_pairs_backward(logits, pair_experts, token_offsets, d_scores, d_logits, num_tokens):
         thread = int32(cuda.threadIdx.x)
@@ -241,15 +240,14 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
             row = token * num_experts
             begin, end = token_offsets[token], token_offsets[token + 1]
             top, whole, mean = float32(0.0), float32(1.0), float32(0.0)
-            if together or over_all:
+            if summed:
                 top, whole = softmax(logits, row, pair_experts, begin, end, lane)
                 pair = int32(begin + lane)
                 while pair < end:
-                    value = logits[row + pair_experts[pair]]
-                    value = logarithm(value) if elementwise else value
-                    mean += float32(float32(d_scores[pair] * float32(scale)) * math.exp(float32(value - top)))
+                    value = logarithm(logits[row + pair_experts[pair]])
+                    mean += d_scores[pair] * float32(scale) * math.exp(value - top)
                     pair = int32(pair + WORD)
-                mean = float32(total(mean) / whole)
+                mean = total(mean) / whole
             broken = whole != whole
 
             # First all experts as if the token had none of them, then those that it has over that.
@@ -258,7 +256,7 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                 while expert < num_experts:
                     other = float32(0.0)
                     if over_all and not broken:
-                        other = float32(-mean * float32(math.exp(float32(logits[row + expert] - top)) / whole))
+                        other = -mean * share_of(logits[row + expert], top, whole)
                     d_logits[row + expert] = other
                     expert = int32(expert + WORD)
             warp_barrier()
@@ -266,16 +264,12 @@ def score_pairs_backward(threads: int, num_experts: int, score: str, together: b
                 pair = int32(begin + lane)
                 while pair < end:
                     logit = logits[row + pair_experts[pair]]
-                    gradient = float32(d_scores[pair] * float32(scale))
-                    if together or over_all:
-                        value = logarithm(logit) if elementwise else logit
-                        share = float32(math.exp(float32(value - top)) / whole)
-                        made = float32(share * float32(gradient - mean))
-                        if elementwise:
-                            made = float32(made * slope_at(logit))
+                    gradient = d_scores[pair] * float32(scale)
+                    share = share_of(logit, top, whole)
+                    if summed:
+                        made = share * (gradient - mean) * slope_at(logit)
                     else:
-                        value = float32(scaled(logit, float32(0.0), float32(1.0)))
-                        made = float32(gradient * value * slope_by_value(logit, value, float32(1.0)))
+                        made = gradient * share * slope_by_value(logit, share, float32(1.0))
                         made = made if made == made else float32(0.0)
                     d_logits[row + pair_experts[pair]] = made
                     pair = int32(pair + WORD)

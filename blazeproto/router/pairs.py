@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from blazeproto.router.kinds import DRAWING_RULES, RULES, WAYS
-from blazeproto.router.public import Place, RowKernel, public
+from blazeproto.router.public import Place, RowKernel, parts_of, public
 from blazeproto.router.scores import Score, sums_to_one
 from blazeproto.router.topk import MAX_EXPERTS, check_scoring, scoring
 from blazeproto.runtime import arrays, checks, memory
@@ -43,15 +43,6 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
     kind = {"expert_choice": "score", "token": "chosen", "slot": "slot", "score": "slot"}.get(by, "rounding")
     slot_bits = (top_k - 1).bit_length()
     code_bits = {"token": 0, "slot": slot_bits, "score": slot_bits}.get(by, select_kernels.CODE_BITS)
-    count = NumbaKernel(
-        count_pairs,
-        "int32* int32* int32* int64 int64 int64",
-        threads=THREADS,
-        min_blocks=8,
-        per_thread=8,
-        copy_ids=False,
-    )
-    largest = NumbaKernel(select_kernels.largest_codes, "float32* uint32* int64 int64", threads=THREADS)
     return (
         NumbaKernel(
             select_kernels.key_columns,
@@ -60,8 +51,17 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
             min_blocks=3,
             kind=kind,
         ),
-        largest if by == "score" else None,
-        count,
+        NumbaKernel(select_kernels.largest_codes, "float32* uint32* int64 int64", threads=THREADS)
+        if by == "score"
+        else None,
+        NumbaKernel(
+            count_pairs,
+            "int32* int32* int32* int64 int64 int64",
+            threads=THREADS,
+            min_blocks=8,
+            per_thread=8,
+            copy_ids=False,
+        ),
         NumbaKernel(
             select_kernels.select_tokens,
             "uint32* uint32* float32* float32* int32* uint32* int32* int64 int64 int64 int64",
@@ -84,9 +84,8 @@ def score_kernel(num_experts: int, score: str, renormalize: bool, scale: float, 
     """`pair_kernels.score_pairs`, or ``_backward``, for one E and set of options."""
     from blazeproto.router import pair_kernels
 
-    make = pair_kernels.score_pairs_backward if backward else pair_kernels.score_pairs
     return RowKernel(
-        make,
+        pair_kernels.score_pairs_backward if backward else pair_kernels.score_pairs,
         "float32* int32* int32* float32* float32* int64" if backward else "float32* int32* int32* float32* int64 int64",
         threads=THREADS,
         rows=THREADS // WORD,
@@ -176,10 +175,10 @@ def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Seq
 
     options: none here; the choice of another module may have some.
     """
-    scores, experts, draws, pair_experts, *_ = operands
-    (num_tokens, num_experts), top_k, max_pairs = scores.shape, experts.shape[1], pair_experts.shape[0]
+    scores, experts, draws, *outputs = operands
+    (num_tokens, num_experts), top_k, max_pairs = scores.shape, experts.shape[1], outputs[0].shape[0]
     # Where there are no draws, any address will do.
-    everything = scores, experts, scores if draws is None else draws, *operands[3:]
+    everything = scores, experts, scores if draws is None else draws, *outputs
     given, ids, drawn, *lists, counts = map(memory.argument, everything)
 
     # The workspace: keys (E, T), bits (groups, E), the count of each expert in chunks of pairs, two numbers a token or chunk.
@@ -188,17 +187,13 @@ def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Seq
     list_chunks = max(1, -(-groups // group_chunk))
     pair_chunk = max(1, -(-num_tokens * top_k // COUNT_CHUNKS))
     pair_chunks = max(1, -(-num_tokens * top_k // pair_chunk))
-    sizes = [num_experts * num_tokens, groups * num_experts, pair_chunks * num_experts, num_tokens, list_chunks]
+    sizes = num_experts * num_tokens, groups * num_experts, pair_chunks * num_experts, num_tokens, list_chunks
     if isinstance(scores, arrays.DeviceArray):
         workspace = arrays.view(arrays.empty((sum(sizes),), "float32", scores))
     else:
         workspace = scores.new_empty(sum(sizes))
-    memory_of = memory.argument(workspace)
-    parts, first = [], 0
-    for size_of, dtype in zip(sizes, ("uint32", "uint32", "int32", "uint32", "int32"), strict=True):
-        parts.append(memory.part(memory_of, 4 * first, size_of, dtype))
-        first += size_of
-    keys, bits, table, seconds, totals = parts
+    dtypes = "uint32", "uint32", "int32", "uint32", "int32"
+    keys, bits, table, seconds, totals = parts_of(workspace, *zip(sizes, dtypes, strict=True))
 
     turn, largest, count, select, count_tokens, list_pairs = choosing_kernels(num_experts, top_k, by)
     tiles = groups * -(-num_experts // TILE_EXPERTS)
@@ -209,29 +204,16 @@ def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Seq
         warps = largest.threads // WORD
         largest.launch(*place, -(-num_tokens // warps), 0, given, seconds, num_tokens, num_experts)
     if by != "expert_choice":
-        counted = (ids, table, ids, num_tokens * top_k, num_experts, pair_chunk)
+        counted = ids, table, ids, num_tokens * top_k, num_experts, pair_chunk
         count.launch(*place, pair_chunks, 4 * (num_experts + 1), *counted)
-    shared = 4 * (3 * select.threads + 4)
-    selected = (
-        keys,
-        seconds,
-        given,
-        drawn,
-        table,
-        bits,
-        counts,
-        num_tokens,
-        num_experts,
-        pair_chunks,
-        min(size, MAX_TOKENS),
-    )
-    select.launch(*place, num_experts, shared, *selected)
-    shared = 8 * count_tokens.threads
+    selected = keys, seconds, given, drawn, table, bits, counts, num_tokens, num_experts, pair_chunks
+    select.launch(*place, num_experts, 4 * (3 * select.threads + 4), *selected, min(size, MAX_TOKENS))
     words = groups * num_experts, group_chunk * num_experts
-    count_tokens.launch(*place, list_chunks, shared, bits, totals, *words)
+    count_tokens.launch(*place, list_chunks, 8 * count_tokens.threads, bits, totals, *words)
     shared = 4 * (2 * list_pairs.threads + WORD * (-(-num_experts // WORD) + 1))
-    listed = (bits, totals, *lists, num_tokens, list_chunks, group_chunk, max_pairs)
-    list_pairs.launch(*place, list_chunks, shared, *listed)
+    list_pairs.launch(
+        *place, list_chunks, shared, bits, totals, *lists, num_tokens, list_chunks, group_chunk, max_pairs
+    )
 
 
 @public(

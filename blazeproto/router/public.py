@@ -7,6 +7,7 @@ empty: `public` calls the launch. Operators call the same kernels on tensors, wi
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from blazeproto.runtime import arrays, memory
@@ -16,6 +17,17 @@ from blazeproto.runtime.numba_kernel import NumbaKernel
 F = TypeVar("F", bound=Callable[..., Any])
 Place = tuple[int, int]
 """A CUDA ordinal and a raw cudaStream_t."""
+
+
+def place_of(tensor: Any) -> Place:
+    """A tensor's GPU, and the caller's stream on it."""
+    return tensor.get_device(), arrays.current_stream(tensor)
+
+
+def parts_of(workspace: Any, *parts: tuple[int, str]) -> list[Any]:
+    """What lies side by side in a workspace, each of so many elements of a dtype of four bytes, as kernels take it."""
+    memory_of, begins = memory.argument(workspace), accumulate((4 * size for size, _ in parts), initial=0)
+    return [memory.part(memory_of, begin, *part) for begin, part in zip(begins, parts, strict=False)]
 
 
 class RowKernel(NumbaKernel):
@@ -30,14 +42,19 @@ class RowKernel(NumbaKernel):
         super().__init__(make, parameters, **rest)
         self.rows, self.most_blocks = rows or self.threads // rest["lanes"], most_blocks
 
-    def over(self, num_rows: int, place: Place, operands: tuple[Any, ...], *numbers: int) -> None:
-        """Launch on checked arrays, views or tensors; numbers: what the kernel takes behind them, default: ``num_rows``."""
+    def over(self, num_rows: int, place: Place, given: tuple[Any, ...], *numbers: int, made: Any = ()) -> Any:
+        """Launch on checked arrays, views or tensors: ``given`` and, behind these, what is ``made``, which is returned.
+
+        numbers: what the kernel takes behind them, default: ``num_rows``.
+        """
+        operands = (*given, *made) if isinstance(made, tuple) else (*given, made)
         blocks = min(-(-num_rows // self.rows), self.most_blocks)
         if blocks:
-            given = [memory.argument(operand) for operand in operands]
+            pointers = [memory.argument(operand) for operand in operands]
             if arrays.simulated():  # where a pointer's type is the array's
-                given = [array.view(word[:-1]) for array, word in zip(given, self.parameters, strict=False)]
-            self.launch(*place, blocks, 0, *given, *(numbers or (num_rows,)))
+                pointers = [array.view(word[:-1]) for array, word in zip(pointers, self.parameters, strict=False)]
+            self.launch(*place, blocks, 0, *pointers, *(numbers or (num_rows,)))
+        return made
 
 
 def public(

@@ -59,8 +59,12 @@ class ScoreFunction:
         return logits
 
     def on_device(self) -> DeviceFunctions:
-        """Those of an elementwise score; the kernels of a softmax call none."""
-        return DeviceFunctions(*[None] * len(DeviceFunctions._fields))
+        """Of a softmax kernels call the logarithms and their slopes alone: a score's logarithm is the logit, as above."""
+        from blazeproto.runtime.numba import float32
+        from blazeproto.runtime.warp import device
+
+        logit, one = device(lambda x: x), device(lambda x: float32(1.0))
+        return DeviceFunctions(None, None, None, logit, logit, None, one, one)
 
 
 class Sigmoid(ScoreFunction):

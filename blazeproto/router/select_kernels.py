@@ -178,7 +178,7 @@ def search_of(threads: int, code_bits: int, gated: bool) -> Any:
                 shared[found + 1] = int32(want - (up_to - here))
                 shared[found + 2] = here
             cuda.syncthreads()
-            prefix = uint32(uint32(prefix << uint32(digit_bits)) | uint32(shared[found]))
+            prefix = uint32((prefix << uint32(digit_bits)) | uint32(shared[found]))
             want, ties = shared[found + 1], shared[found + 2]
             cuda.syncthreads()
         return prefix, want, ties
@@ -268,7 +268,7 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
             if nearest:
                 up = ceil - count < count - floor
             if by_count:
-                up = float32(draws[expert] * float32(tile)) < float32(count - floor)
+                up = draws[expert] * float32(tile) < float32(count - floor)
             if balanced:
                 # The running sum of the counts, of an expert that must round down its floor, to the nearest multiple.
                 before = int32(0)
@@ -315,7 +315,7 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
                     start = int32(start + threads)
                 sums = cuda.shared.array(0, float64)  # over the same memory
                 theirs, others = total_of(sums, thread, theirs), total_of(sums, thread, others)
-                up = float32(draws[expert] * float32(theirs + others)) < float32(theirs)
+                up = draws[expert] * float32(theirs + others) < float32(theirs)
                 rank = ceil if up else floor
                 key = high if up else low
                 want, ties = high_want if up else low_want, high_ties if up else low_ties

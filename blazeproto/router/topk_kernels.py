@@ -74,16 +74,16 @@ def storer(half: bool) -> Any:
 @device
 def sortable(value):
     """An integer that orders as fp32 values do, above 0 for every number; -0 equals +0."""
-    bits = float_bits(float32(value + float32(0.0)))
+    bits = float_bits(value + float32(0.0))
     negative = uint32(int32(bits) >> int32(31))  # all ones or none
-    return uint32(bits ^ uint32(negative | uint32(0x80000000)))
+    return uint32(bits ^ (negative | uint32(0x80000000)))
 
 
 @device
 def from_sortable(key):
     """The value that `sortable` made this of."""
     positive = uint32(int32(key) >> int32(31))
-    return bits_float(uint32(key ^ uint32(~positive | uint32(0x80000000))))
+    return bits_float(uint32(key ^ (~positive | uint32(0x80000000))))
 
 
 @device
@@ -116,9 +116,7 @@ def topk_route(
     tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
     id_mask = (1 << (num_groups * lanes * GROUP - 1).bit_length()) - 1
     certain = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
-    group = group_of(lanes, threads)
-    maximum, minimum, total, leading = group.maximum, group.minimum, group.total, group.first
-    any_of, any_nearby, partner = group.any, group.any_nearby, group.partner
+    maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes, threads)
     load, merge = loader(half), merge_of(size, used)
     elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
     sum_all = not (elementwise or sum_chosen)
@@ -127,7 +125,7 @@ def topk_route(
     @device
     def ranked(value, expert, bias):
         """The number by which experts are chosen."""
-        return float32(fast_value(value) + bias[min(expert, num_experts - 1)]) if biased else value
+        return fast_value(value) + bias[min(expert, num_experts - 1)] if biased else value
 
     @device
     def key_of(number, expert):
@@ -250,27 +248,27 @@ def topk_route(
                 if elementwise:
                     results[s] = fast_scaled(results[s], depth, one)
                 else:
-                    results[s] = math.exp(float32(results[s] - top))
+                    results[s] = math.exp(results[s] - top)
                 chosen += results[s] if s * lanes + lane < top_k else float32(0.0)
             factor = float32(1.0)
             if sum_all:
                 exponentials = float32(0.0)
                 for j in range(num_groups):
                     for i in range(GROUP):
-                        term = fast_exp2(float32(float32(values[j * GROUP + i] - top) * float32(LOG2_E)))
+                        term = fast_exp2((values[j * GROUP + i] - top) * float32(LOG2_E))
                         inside = (j * lanes + lane) * GROUP + i < num_experts
                         exponentials += term if inside else float32(0.0)
                 factor = fast_reciprocal(total(exponentials))
             if sum_chosen:
                 factor = fast_reciprocal(total(chosen))
-            factor = float32(math.nan) if broken else float32(factor * float32(scale))
+            factor = float32(math.nan) if broken else factor * float32(scale)
             if int32(first + (thread >> shift)) < tokens:
                 for s in range(slots):
                     k = int32(s * lanes + lane)
                     if k < top_k:
                         at = int64(token) * top_k + k
                         experts[at] = choices[s]
-                        scores[at] = float32(results[s] * factor)
+                        scores[at] = results[s] * factor
             first = int32(first + cuda.gridDim.x * tokens_per_block)
 
     return topk_route
@@ -290,8 +288,7 @@ def topk_route_backward(
     """
     per_lane = -(-num_experts // lanes)
     groups, shift = threads // lanes, lanes.bit_length() - 1
-    group = group_of(lanes, threads)
-    maximum, minimum, total, any_of = group.maximum, group.minimum, group.total, group.any
+    maximum, minimum, total, any_of, *_ = group_of(lanes, threads)
     load, store = loader(half), storer(half)
     elementwise = SCORES[score].elementwise
     sum_all = not (elementwise or sums_to_one(score, renormalize))
@@ -311,7 +308,7 @@ def topk_route_backward(
             row = int64(token) * num_experts
             at = int64(token) * top_k + min(lane, int32(top_k - 1))
             mine = experts[at]
-            gradient = float32(d_scores[at] * float32(scale)) if lane < top_k else float32(0.0)
+            gradient = d_scores[at] * float32(scale) if lane < top_k else float32(0.0)
             # The forward wrote valid ids; what didn't come from it must not reach beyond the row.
             mine = min(max(mine, int32(0)), int32(num_experts - 1))
             logit = load(logits, row + mine)
@@ -331,13 +328,13 @@ def topk_route_backward(
                     depth = bits_float(minimum(depth_of(logit)))
                     one = math.exp(-depth)
                 value = scaled(logit, depth, one)
-                slope = float32(value * slope_by_value(logit, value, one))
+                slope = value * slope_by_value(logit, value, one)
                 if renormalize:
                     whole = total(value if lane < top_k else float32(0.0))
-                    mean = total(float32(gradient * value)) / whole
-                    mine_d = float32(slope * (gradient - mean) / whole)
+                    mean = total(gradient * value) / whole
+                    mine_d = slope * (gradient - mean) / whole
                 else:
-                    mine_d = float32(slope * gradient)
+                    mine_d = slope * gradient
             else:
                 # The largest of all that is summed. With a balancing bias the first choice may be far below it.
                 top = logit
@@ -345,18 +342,18 @@ def topk_route_backward(
                     for i in range(per_lane):
                         top = max(top, values[i])
                 top = from_sortable(maximum(sortable(top)))
-                share = math.exp(float32(logit - top))
+                share = math.exp(logit - top)
                 if sum_all:
                     exponentials = float32(0.0)
                     for i in range(per_lane):
-                        values[i] = fast_exp2(float32(float32(values[i] - top) * float32(LOG2_E)))
+                        values[i] = fast_exp2((values[i] - top) * float32(LOG2_E))
                         exponentials += values[i] if i * lanes + lane < num_experts else float32(0.0)
                     whole = total(exponentials)
                 else:
                     whole = total(share if lane < top_k else float32(0.0))
-                share = float32(share / whole)
-                mean = total(float32(gradient * share))
-                mine_d = float32(share * (gradient - mean))
+                share /= whole
+                mean = total(gradient * share)
+                mine_d = share * (gradient - mean)
 
             # First all experts as if not chosen, then the chosen ones over that.
             if inside:
@@ -365,7 +362,7 @@ def topk_route_backward(
                     if expert < num_experts:
                         other = float32(0.0)
                         if sum_all and not broken:
-                            other = float32(-mean * (values[i] / whole))
+                            other = -mean * (values[i] / whole)
                         store(d_logits, row + expert, other)
             warp_barrier()
             if inside and lane < top_k and not broken:

@@ -6,8 +6,7 @@ as functions of their own they would ask for a device.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-redef, import-untyped"
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,16 +187,20 @@ else:
         return uint32(cuda.ballot_sync(FULL, value))
 
 
-def group_of(lanes: int, threads: int) -> SimpleNamespace:
-    """What groups of ``lanes`` neighbouring threads, a power of two up to a warp, do together in blocks of ``threads``.
+class Group(NamedTuple):
+    """What groups of neighbouring threads, a power of two of them up to a warp, do together. Each gets the result."""
 
-    Functions, of which each thread gets the result:
+    maximum: Any  # of uint32
+    minimum: Any  # of uint32
+    total: Any  # of float32
+    any: Any  # of bool
+    any_nearby: Any  # of bool, in the whole warp (in the simulator: the block): for loops that hold such calls
+    first: Any  # the first lane's float32
+    partner: Any  # (value, distance): the uint32 of lane ^ distance
 
-        maximum, minimum, total, any    of uint32, uint32, float32, bool
-        any_nearby                      of bool, in the whole warp (in the simulator: the block): for loops that hold such calls
-        first                           the first lane's float32
-        partner                         (value, distance): the uint32 of lane ^ distance
-    """
+
+def group_of(lanes: int, threads: int) -> Group:
+    """The functions for groups of ``lanes`` in blocks of ``threads``."""
     steps = lanes.bit_length() - 1
 
     if simulated():
@@ -228,7 +231,7 @@ def group_of(lanes: int, threads: int) -> SimpleNamespace:
         def partner(value, distance):
             return of_block(value)[cuda.threadIdx.x ^ distance]
 
-        return SimpleNamespace(
+        return Group(
             maximum=reduction(max),
             minimum=reduction(min),
             total=reduction(sum),
@@ -270,7 +273,7 @@ def group_of(lanes: int, threads: int) -> SimpleNamespace:
     def leading(value):
         return cuda.shfl_sync(FULL, value, cuda.laneid & ~(lanes - 1))
 
-    return SimpleNamespace(
+    return Group(
         maximum=reduction(max),
         minimum=reduction(min),
         total=total,

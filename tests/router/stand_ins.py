@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from blazeproto.router import fallback, linear, losses, ops, pairs
+from blazeproto.router import fallback, losses, ops, pairs
 from blazeproto.router.kinds import GOLDEN
 from blazeproto.router.public import RowKernel
+from blazeproto.runtime import arrays
 
 Compute = Callable[..., Any]
+Tensors = tuple[torch.Tensor, ...]
 BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the outputs, which are the last operands
     "topk_route": lambda c, _, logits, bias, *made: fallback.topk_route(
         logits, c["top_k"], bias=bias if c["biased"] else None, **scoring(c)
@@ -47,10 +49,12 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     launched: set[str] = set()
 
-    def over(kernel: RowKernel, num_rows: int, place: Any, operands: tuple[torch.Tensor, ...], *numbers: int) -> None:
+    def over(kernel: RowKernel, num_rows: int, place: Any, given: Tensors, *numbers: int, made: Any = ()) -> Any:
         launched.add(kernel.name)
-        made = BY_ROWS[kernel.name](kernel.constants, numbers, *(t.detach() for t in operands))
-        fill(operands[-2:] if isinstance(made, tuple) else operands[-1:], made)
+        operands = (*given, *made) if isinstance(made, tuple) else (*given, made)
+        computed = BY_ROWS[kernel.name](kernel.constants, numbers, *(t.detach() for t in operands))
+        fill(operands[-2:] if isinstance(computed, tuple) else operands[-1:], computed)
+        return made
 
     def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], score: str, balance: bool, z: bool) -> None:
         launched.add("routing_losses")
@@ -65,7 +69,6 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
     patch.setattr(RowKernel, "over", over)
     patch.setattr(losses, "launch", launch_losses)
     patch.setattr(pairs, "launch_choice", launch_choice)
-    for module in (ops, linear):
-        patch.setattr(module, "current_stream", lambda t: 0)
+    patch.setattr(arrays, "current_stream", lambda t: 0)
     patch.setattr(ops, "has_dispatch_kernels", lambda *_: True)
     return launched

@@ -17,7 +17,7 @@ import blazeproto
 from blazeproto.layer import MoE
 from blazeproto.router import fallback, linear, ops
 from blazeproto.router.router import ROUTERS
-from blazeproto.runtime import driver
+from blazeproto.runtime import arrays, driver
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
 PACKAGE = Path(blazeproto.__file__).parent
@@ -56,8 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(linear, "_product", product)
     # What is not computed is any number, also where it would be an index.
     monkeypatch.setattr(fallback, "chosen_scores", lambda logits, experts, *_: logits[:, : experts.shape[1]])
-    for module in (ops, linear):
-        monkeypatch.setattr(module, "current_stream", lambda t: 0)
+    monkeypatch.setattr(arrays, "current_stream", lambda t: 0)
     return made
 
 
