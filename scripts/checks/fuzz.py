@@ -212,7 +212,7 @@ def make_factors(case: Case, ranks: tuple[int, int], seed: int) -> dict[str, Low
 class Adapted(Arithmetic):
     """Arithmetic of weights with low-rank factors beside them, by name.
 
-    one_sum: whether what factors add is in the product's sum, as on the Hopper backend; else that is stored before, as torch's is.
+    one_sum: whether what factors add is in the product's sum, as on the Hopper backend; else what it is added to is stored first.
     """
 
     factors: Mapping[str, LowRank]
