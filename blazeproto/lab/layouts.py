@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product as every
+from typing import TYPE_CHECKING
 
 from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
-from blazeproto.lab.svg import Picture, Svg
+from blazeproto.lab.svg import Picture, blank
 from blazeproto.runtime import checks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROW_BYTES = 128  # of a swizzled row
 PANEL = ROW_BYTES // BF16.bytes  # operands in one
@@ -26,7 +31,7 @@ PATTERN = 8  # rows after which the swizzle repeats
 STRIP = 64  # rows of a wgmma
 WARP = 32
 COLOURS = ("#f4cccc", "#fce5cd", "#fff2cc", "#d9ead3", "#d0e0e3", "#cfe2f3", "#d9d2e9", "#ead1dc")
-CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 74, 22, 96, 62  # of the drawings, pixels
+CELL_WIDTH, CELL_HEIGHT = 74, 22  # of the drawings, SVG units
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +97,7 @@ class StageLayout(Picture):
             lines += [f"row {row:<9}{cells}"]
         return "\n".join(lines)
 
-    def svg(self) -> str:
+    def figure(self) -> Figure:
         """The first eight rows: where each chunk lies, a colour for each."""
         return _grid(
             self._heading(),
@@ -162,7 +167,7 @@ class Fragment(Picture):
         lines += [f"row {row:<4}" + "".join(f"{self._cell(row, column):>9}" for column in columns) for row in range(16)]
         return "\n".join(lines)
 
-    def svg(self) -> str:
+    def figure(self) -> Figure:
         """The first warp's 16 rows by 8 columns, a colour for each group of four lanes."""
         return _grid(
             self._heading(),
@@ -188,17 +193,19 @@ def _grid(
     columns: list[str],
     cell: Callable[[int, int], str],
     colour: Callable[[int, int], int],
-) -> str:
+) -> Figure:
     """A table of coloured cells. colour: which of COLOURS."""
-    picture = Svg(max(LEFT + CELL_WIDTH * len(columns) + 12, 760), TOP + CELL_HEIGHT * len(rows) + 12, heading[0])
-    for index, line in enumerate(heading):
-        picture.text(8, 18 + 16 * index, line)
-    for x, name in enumerate(columns):
-        picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP - 6, name, anchor="middle", colour="#666666")
-    for y, name in enumerate(rows):
-        picture.text(LEFT - 8, TOP + CELL_HEIGHT * (y + 0.7), name, anchor="end", colour="#666666")
-        for x in range(len(columns)):
-            box = (LEFT + CELL_WIDTH * x + 1, TOP + CELL_HEIGHT * y + 1, CELL_WIDTH - 2, CELL_HEIGHT - 2)
-            picture.rectangles([box], COLOURS[colour(y, x) % len(COLOURS)])
-            picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP + CELL_HEIGHT * (y + 0.7), cell(y, x), anchor="middle")
-    return str(picture)
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    ax = blank(CELL_WIDTH * (len(columns) + 1), CELL_HEIGHT * (len(rows) + 4), "\n".join(heading))
+    shades = [[colour(y, x) % len(COLOURS) for x in range(len(columns))] for y in range(len(rows))]
+    ax.pcolormesh(shades, cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
+    for y, x in every(range(len(rows)), range(len(columns))):
+        ax.text(x + 0.5, y + 0.5, cell(y, x), ha="center", va="center", size=8, family="monospace")
+    ax.xaxis.tick_top()
+    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    made = ax.figure
+    assert isinstance(made, Figure)
+    return made
