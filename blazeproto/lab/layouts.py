@@ -61,9 +61,7 @@ class StageLayout(Picture):
 
     def offset(self, row: int, chunk: int, panel: int = 0) -> int:
         """Where a chunk of 8 elements lies, in bytes from where the operand begins. ValueError for one that is not there."""
-        for name, value, count in (("row", row, self.rows), ("chunk", chunk, CHUNKS), ("panel", panel, self.panels)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(row=(row, self.rows), chunk=(chunk, CHUNKS), panel=(panel, self.panels))
         return (panel * self.rows + row) * ROW_BYTES + (chunk ^ row % PATTERN) * CHUNK_BYTES
 
     def element(self, index: int, k: int) -> int:
@@ -133,9 +131,7 @@ class Fragment(Picture):
 
     def holder(self, row: int, column: int) -> tuple[int, int]:
         """(thread of the warpgroup, its register) of the accumulator in a row and a column. ValueError outside the strip."""
-        for name, value, count in (("row", row, STRIP), ("column", column, self.columns)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(row=(row, STRIP), column=(column, self.columns))
         warp, low = divmod(row, 16)
         h, row_of_eight = divmod(low, 8)
         j, pair = divmod(column, 8)
@@ -143,9 +139,7 @@ class Fragment(Picture):
 
     def place(self, thread: int, register: int) -> tuple[int, int]:
         """(row, column) of a thread's register: the inverse of `holder`. ValueError for one that is not there."""
-        for name, value, count in (("thread", thread, WARPGROUP), ("register", register, self.columns // 2)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(thread=(thread, WARPGROUP), register=(register, self.columns // 2))
         warp, lane = divmod(thread, WARP)
         j, rest = divmod(register, 4)
         h, i = divmod(rest, 2)
@@ -185,6 +179,13 @@ def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -
     there is not.
     """
     return Fragment(product, int(kernel_for(product, config).defines["BN"]))
+
+
+def _within(**named: tuple[int, int]) -> None:
+    """Refuses a value that is not below its count."""
+    for name, (value, count) in named.items():
+        if not 0 <= checks.integer(name, value) < count:
+            raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
 
 
 def _grid(

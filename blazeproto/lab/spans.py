@@ -104,15 +104,15 @@ class Timeline(Picture):
     def summary(self) -> dict[str, dict[str, float]]:
         """Shares of time by role, largest first: the mean over a role's warps. Time in nested spans is the inner one's, so
         a role's shares add up to 1."""
-        times: dict[str, dict[str, int]] = {}
+        times: dict[str, Counter[str]] = {}
         for warp, role in self.warps.items():
-            of_role = times.setdefault(role, {})
+            of_role = times.setdefault(role, Counter())
             for what, begin, end in self.innermost(warp):
-                of_role[what] = of_role.get(what, 0) + end - begin
+                of_role[what] += end - begin
         return {
-            role: {what: time / total for what, time in sorted(of_role.items(), key=lambda item: -item[1])}
+            role: {what: time / of_role.total() for what, time in of_role.most_common()}
             for role, of_role in times.items()
-            if (total := sum(of_role.values()))
+            if of_role.total()
         }
 
     def figure(self) -> Figure:
