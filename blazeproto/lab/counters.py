@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from blazeproto.runtime import checks
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 # Field: metric. Of several the first that this GPU and this ncu know.
 METRICS: dict[str, tuple[str, ...]] = {
-    "nanoseconds": ("gpu__time_duration.sum",),
+    "milliseconds": ("gpu__time_duration.sum",),
     "tensor_pipe": (
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
         "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -42,6 +43,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "dram_written": ("dram__bytes_write.sum",),
     "dram_busy": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
 }
+UNITS = {"milliseconds": 1e6, "tensor_pipe": 100, "l2_hit_rate": 100, "dram_busy": 100}  # ncu says ns and percent
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!.*not_issued)(\w+)_per_issue_active")
 STALLS_SHOWN = 5
 MINUTES = 5
@@ -201,19 +203,11 @@ def parse(output: str, chosen: Mapping[str, str], kernel: str) -> HardwareCounte
             values.setdefault(row["Metric Name"], float(row["Metric Value"].replace(",", "")))
         except ValueError:  # n/a
             continue
-    nan = float("nan")
-    field = {name: values.get(chosen.get(name, ""), nan) for name in METRICS}
     stalls = {
         match[1]: value for name, value in values.items() if (match := STALL.match(name)) and match[1] != "selected"
     }
     return HardwareCounters(
         kernel=kernel,
-        milliseconds=field["nanoseconds"] / 1e6,
-        tensor_pipe=field["tensor_pipe"] / 100,
-        l2_hit_rate=field["l2_hit_rate"] / 100,
-        l2_bytes=field["l2_bytes"],
-        dram_read=field["dram_read"],
-        dram_written=field["dram_written"],
-        dram_busy=field["dram_busy"] / 100,
         stalls=dict(sorted(stalls.items(), key=lambda item: -item[1])[:STALLS_SHOWN]),
+        **{name: values.get(chosen.get(name, ""), math.nan) / UNITS.get(name, 1) for name in METRICS},
     )

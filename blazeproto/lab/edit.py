@@ -35,29 +35,35 @@ def _files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+def _write(files: dict[str, bytes], folder: Path) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _resolved(folder: str | Path) -> Path:
+    if not isinstance(folder, str | Path):
+        raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
+    return Path(folder).expanduser().resolve()
+
+
 class EditedSources:
     """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        if not isinstance(folder, str | Path):
-            raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
-        self.folder = Path(folder).expanduser().resolve()
+        self.folder = _resolved(folder)
         if not self.folder.is_dir():
             raise ValueError(f"folder: expected a folder with CUDA sources, got {self.folder}")
 
     @classmethod
     def copied(cls, folder: str | Path) -> Self:
         """Those of ``blazeproto/gemm/cuda``, copied. folder: absent, or empty; ValueError for one that holds something."""
-        if not isinstance(folder, str | Path):
-            raise TypeError(f"folder: expected a path, got {type(folder).__name__}")
-        path = Path(folder).expanduser().resolve()
+        path = _resolved(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             held = "a file" if not path.is_dir() else f"one with {len(list(path.iterdir()))} entries"
             raise ValueError(f"folder: expected one that is absent or empty, got {held}, {path}")
-        for name, data in _files_in(CUDA_SOURCES).items():
-            copy = path / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(data)
+        _write(_files_in(CUDA_SOURCES), path)
         return cls(path)
 
     def snapshot(self) -> Path:
@@ -69,10 +75,7 @@ class EditedSources:
         made = _snapshots() / digest.hexdigest()[:16]
         if not made.exists():
             beside = Path(tempfile.mkdtemp(dir=_snapshots()))
-            for name, data in files.items():
-                path = beside / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+            _write(files, beside)
             try:
                 os.rename(beside, made)
             except OSError:  # another thread was first

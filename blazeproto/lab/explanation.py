@@ -18,14 +18,14 @@ from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.gemm import Sizes
 from blazeproto.lab.steps import LayerCall, Step, steps_of
-from blazeproto.lab.tables import Table, View, in_bytes, in_ms, in_operations
+from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.layer import MoE
 from blazeproto.router import Router
 from blazeproto.router.choices import Hash
 from blazeproto.runtime import checks
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Totals:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Drawn):
     """The steps of a layer's forward and backward, in order, as `Step` has them.
 
     saved_bytes: what the experts keep for backward (`MoE.saved_bytes`); what the router keeps is in the rows too.
@@ -97,14 +97,11 @@ class Explanation:
         timed = [in_ms(of.ms), f"{of.floor_ms / of.ms:.2f}" if of.ms else "–"] if self.is_timed else []
         return [*moved, *timed, in_bytes(of.kept_bytes) if of.kept_bytes else ""]
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> RenderableType:
         return self.view().__rich__()
 
-    def _repr_html_(self) -> str:
-        return self.view()._repr_html_()
-
     def __repr__(self) -> str:
-        return self.view().text()
+        return self.text()
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,11 +93,4 @@ def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
 
 def wall_ms(call: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Median milliseconds of one call by the host's clock, which is right on a CPU alone."""
-    for _ in range(3):
-        call()
-    samples = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        samples.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(samples)
+    return 1e3 * statistics.median(timeit.repeat(call, number=1, repeat=3 + rounds)[3:])

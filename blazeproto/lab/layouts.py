@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product as every
+from typing import TYPE_CHECKING
 
 from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
-from blazeproto.lab.svg import Picture, Svg
+from blazeproto.lab.svg import Picture, blank
 from blazeproto.runtime import checks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROW_BYTES = 128  # of a swizzled row
 PANEL = ROW_BYTES // BF16.bytes  # operands in one
@@ -26,7 +31,7 @@ PATTERN = 8  # rows after which the swizzle repeats
 STRIP = 64  # rows of a wgmma
 WARP = 32
 COLOURS = ("#f4cccc", "#fce5cd", "#fff2cc", "#d9ead3", "#d0e0e3", "#cfe2f3", "#d9d2e9", "#ead1dc")
-CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 74, 22, 96, 62  # of the drawings, pixels
+CELL_WIDTH, CELL_HEIGHT = 74, 22  # of the drawings, SVG units
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,9 +61,7 @@ class StageLayout(Picture):
 
     def offset(self, row: int, chunk: int, panel: int = 0) -> int:
         """Where a chunk of 8 elements lies, in bytes from where the operand begins. ValueError for one that is not there."""
-        for name, value, count in (("row", row, self.rows), ("chunk", chunk, CHUNKS), ("panel", panel, self.panels)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(row=(row, self.rows), chunk=(chunk, CHUNKS), panel=(panel, self.panels))
         return (panel * self.rows + row) * ROW_BYTES + (chunk ^ row % PATTERN) * CHUNK_BYTES
 
     def element(self, index: int, k: int) -> int:
@@ -92,7 +95,7 @@ class StageLayout(Picture):
             lines += [f"row {row:<9}{cells}"]
         return "\n".join(lines)
 
-    def svg(self) -> str:
+    def figure(self) -> Figure:
         """The first eight rows: where each chunk lies, a colour for each."""
         return _grid(
             self._heading(),
@@ -128,9 +131,7 @@ class Fragment(Picture):
 
     def holder(self, row: int, column: int) -> tuple[int, int]:
         """(thread of the warpgroup, its register) of the accumulator in a row and a column. ValueError outside the strip."""
-        for name, value, count in (("row", row, STRIP), ("column", column, self.columns)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(row=(row, STRIP), column=(column, self.columns))
         warp, low = divmod(row, 16)
         h, row_of_eight = divmod(low, 8)
         j, pair = divmod(column, 8)
@@ -138,9 +139,7 @@ class Fragment(Picture):
 
     def place(self, thread: int, register: int) -> tuple[int, int]:
         """(row, column) of a thread's register: the inverse of `holder`. ValueError for one that is not there."""
-        for name, value, count in (("thread", thread, WARPGROUP), ("register", register, self.columns // 2)):
-            if not 0 <= checks.integer(name, value) < count:
-                raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+        _within(thread=(thread, WARPGROUP), register=(register, self.columns // 2))
         warp, lane = divmod(thread, WARP)
         j, rest = divmod(register, 4)
         h, i = divmod(rest, 2)
@@ -162,7 +161,7 @@ class Fragment(Picture):
         lines += [f"row {row:<4}" + "".join(f"{self._cell(row, column):>9}" for column in columns) for row in range(16)]
         return "\n".join(lines)
 
-    def svg(self) -> str:
+    def figure(self) -> Figure:
         """The first warp's 16 rows by 8 columns, a colour for each group of four lanes."""
         return _grid(
             self._heading(),
@@ -182,23 +181,32 @@ def fragment(product: str = "up_forward", *, config: TileConfig | None = None) -
     return Fragment(product, int(kernel_for(product, config).defines["BN"]))
 
 
+def _within(**named: tuple[int, int]) -> None:
+    """Refuses a value that is not below its count."""
+    for name, (value, count) in named.items():
+        if not 0 <= checks.integer(name, value) < count:
+            raise ValueError(f"{name}: expected 0 to {count - 1}, got {value}")
+
+
 def _grid(
     heading: list[str],
     rows: list[str],
     columns: list[str],
     cell: Callable[[int, int], str],
     colour: Callable[[int, int], int],
-) -> str:
+) -> Figure:
     """A table of coloured cells. colour: which of COLOURS."""
-    picture = Svg(max(LEFT + CELL_WIDTH * len(columns) + 12, 760), TOP + CELL_HEIGHT * len(rows) + 12, heading[0])
-    for index, line in enumerate(heading):
-        picture.text(8, 18 + 16 * index, line)
-    for x, name in enumerate(columns):
-        picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP - 6, name, anchor="middle", colour="#666666")
-    for y, name in enumerate(rows):
-        picture.text(LEFT - 8, TOP + CELL_HEIGHT * (y + 0.7), name, anchor="end", colour="#666666")
-        for x in range(len(columns)):
-            box = (LEFT + CELL_WIDTH * x + 1, TOP + CELL_HEIGHT * y + 1, CELL_WIDTH - 2, CELL_HEIGHT - 2)
-            picture.rectangles([box], COLOURS[colour(y, x) % len(COLOURS)])
-            picture.text(LEFT + CELL_WIDTH * (x + 0.5), TOP + CELL_HEIGHT * (y + 0.7), cell(y, x), anchor="middle")
-    return str(picture)
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    ax = blank(CELL_WIDTH * (len(columns) + 1), CELL_HEIGHT * (len(rows) + 4), "\n".join(heading))
+    shades = [[colour(y, x) % len(COLOURS) for x in range(len(columns))] for y in range(len(rows))]
+    ax.pcolormesh(shades, cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS), edgecolors="white", linewidth=2)
+    for y, x in every(range(len(rows)), range(len(columns))):
+        ax.text(x + 0.5, y + 0.5, cell(y, x), ha="center", va="center", size=8, family="monospace")
+    ax.xaxis.tick_top()
+    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    made = ax.figure
+    assert isinstance(made, Figure)
+    return made

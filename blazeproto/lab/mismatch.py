@@ -163,14 +163,10 @@ def _first(name: str, found: Found, bad: Tensor, places: Places, reference: Refe
     for index, column in where.tolist():
         line = int(lines[index])
         near = range(max(0, column - BESIDE), min(places.shape[1], column + BESIDE + 1))
-        beside = tuple(
-            Neighbour(line, c, float(found.got[line, c]), float(exact[line, c]), bool(bad[line, c])) for c in near
-        )
         above = range(max(0, line - 1), min(places.shape[0], line + 2))
-        over = tuple(
-            Neighbour(r, column, float(found.got[r, column]), float(exact[r, column]), bool(bad[r, column]))
-            for r in above
-            if r != line
+        beside, over = (
+            tuple(Neighbour(r, c, float(found.got[r, c]), float(exact[r, c]), bool(bad[r, c])) for r, c in elements)
+            for elements in ([(line, c) for c in near], [(r, column) for r in above if r != line])
         )
         found_here.append(
             Mismatch(

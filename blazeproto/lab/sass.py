@@ -12,19 +12,17 @@ moves or merges may have a neighbour's line: of the eight HGMMA of ``up_forward`
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.lab.tables import TEXT_WIDTH
+from blazeproto.lab.tables import Drawn
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -58,6 +56,7 @@ _SECTION = re.compile(r"^//-+ \.text\.(\S+)")
 _FRAME = re.compile(r'^\s*//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+HTML_WIDTH = 200  # columns
 _FIRST_WORD = re.compile(r"(?:@!?U?P\w+\s+)?(\w+)")
 
 
@@ -103,9 +102,10 @@ class InlinedCode:
 
 
 @dataclass(frozen=True, repr=False)
-class MachineCode:
+class MachineCode(Drawn):
     """The machine code of a kernel. Rich and Jupyter show it in colours.  total: instructions there are, shown or not."""
 
+    width = HTML_WIDTH
     entry: str
     groups: tuple[InlinedCode, ...]
     total: int
@@ -152,7 +152,7 @@ class MachineCode:
             return
         yield Text.assemble((f"{group.line}  ", "bold"), group.line.text)
         if group.calls:
-            yield Text(_calls(group), style="dim")
+            yield Text("  in " + " < ".join(map(str, group.calls)), style="dim")
 
     def _listing(self, group: InlinedCode) -> Iterator[Text]:
         from rich.text import Text
@@ -162,53 +162,9 @@ class MachineCode:
                 yield Text(f"{instruction.label}:", style="dim")
             yield Text.assemble((f"{instruction.address:05x}  ", "dim"), (instruction.text, _colour(instruction.kind)))
 
-    def text(self, width: int = TEXT_WIDTH) -> str:
-        """Without colours, in ``width`` columns, for a file."""
-        from rich.console import Console
-
-        file = io.StringIO()
-        Console(file=file, width=width, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-    def _repr_html_(self) -> str:
-        legend = " ".join(
-            f'<span style="color:{_colour(kind)}">■ {escape(kind)} {count:,}</span>'
-            for kind, count in self.kinds.items()
-        )
-        rows = "".join(
-            f'<tr><td style="{_CELL}">{_html_source(group)}</td><td style="{_CELL}">{_html_listing(group)}</td></tr>'
-            for group in self.groups
-        )
-        table = f'<div style="max-height:48em;overflow:auto"><table style="font-family:monospace">{rows}</table></div>'
-        return f"<div><b>{escape(self._title())}</b><p>{legend}</p>{table}</div>"
-
-
-_CELL = "text-align:left;vertical-align:top;white-space:pre"
-
 
 def _colour(kind: str) -> str:
     return _KINDS[kind][0]
-
-
-def _calls(group: InlinedCode) -> str:
-    return "  in " + " < ".join(map(str, group.calls))
-
-
-def _html_source(group: InlinedCode) -> str:
-    if group.line is None:
-        return '<span style="opacity:0.6">no source line</span>'
-    calls = f'\n<span style="opacity:0.6">{escape(_calls(group))}</span>' if group.calls else ""
-    return f"<b>{escape(str(group.line))}</b>  {escape(group.line.text)}{calls}"
-
-
-def _html_listing(group: InlinedCode) -> str:
-    lines = []
-    for instruction in group.instructions:
-        if instruction.label:
-            lines.append(f'<span style="opacity:0.6">{escape(instruction.label)}:</span>')
-        address = f'<span style="opacity:0.6">{instruction.address:05x}</span>'
-        lines.append(f'{address}  <span style="color:{_colour(instruction.kind)}">{escape(instruction.text)}</span>')
-    return "\n".join(lines)
 
 
 def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:

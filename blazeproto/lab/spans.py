@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from blazeproto.lab.svg import Picture, Svg
+from blazeproto.lab.svg import Picture, blank
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What: letter, colour, words of the legend. Order of the legend.
 LOOKS = {
@@ -23,10 +27,8 @@ LOOKS = {
     "other": (" ", "#e4e4e4", "anything else"),
 }
 COLUMNS = 100  # of the text
-LABEL_WIDTH, PLOT_WIDTH, ROW, GAP, TOP = 150, 1000, 18, 6, 64  # of the drawing, pixels
-INSET = 3.5  # by which a nested span is lower at either edge
-
-
+WIDTH, ROW = 1100, 24  # of the drawing and of a warp's row, SVG units
+HEIGHT, INSET = 0.75, 0.15  # of a warp's spans, of its row, and by which a nested one is lower at either edge
 OTHER = "other"
 
 
@@ -102,19 +104,19 @@ class Timeline(Picture):
     def summary(self) -> dict[str, dict[str, float]]:
         """Shares of time by role, largest first: the mean over a role's warps. Time in nested spans is the inner one's, so
         a role's shares add up to 1."""
-        times: dict[str, dict[str, int]] = {}
+        times: dict[str, Counter[str]] = {}
         for warp, role in self.warps.items():
-            of_role = times.setdefault(role, {})
+            of_role = times.setdefault(role, Counter())
             for what, begin, end in self.innermost(warp):
-                of_role[what] = of_role.get(what, 0) + end - begin
+                of_role[what] += end - begin
         return {
-            role: {what: time / total for what, time in sorted(of_role.items(), key=lambda item: -item[1])}
+            role: {what: time / of_role.total() for what, time in of_role.most_common()}
             for role, of_role in times.items()
-            if (total := sum(of_role.values()))
+            if of_role.total()
         }
 
-    def svg(self) -> str:
-        """A row a warp, a colour for each kind of span, inner spans over outer ones; no script."""
+    def figure(self) -> Figure:
+        """A row a warp, a colour for each kind of span, inner spans over outer ones."""
         return drawing(self)
 
     def __repr__(self) -> str:
@@ -160,53 +162,35 @@ def text(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def drawing(timeline: Timeline) -> str:
+def drawing(timeline: Timeline) -> Figure:
     """A row a warp; nested spans lie over those that they are within, and are lower."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     legend = _legend(timeline)
-    rows = {warp: TOP + index * (ROW + GAP) for index, warp in enumerate(timeline.warps)}
-    bottom = TOP + len(rows) * (ROW + GAP)
-    picture = Svg(LABEL_WIDTH + PLOT_WIDTH + 20, bottom + 36 + 16 * ((len(legend) + 1) // 2), _heading(timeline))
-    scale = PLOT_WIDTH / max(1, timeline.cycles)
-    picture.text(8, 18, _heading(timeline))
-
-    step = _round_step(timeline.cycles / 8)
-    for clock in range(0, timeline.cycles + 1, step):
-        x = LABEL_WIDTH + clock * scale
-        picture.line(x, TOP - 6, x, bottom, "#d0d0d0")
-        picture.text(x, TOP - 10, clock, anchor="middle", colour="#666666")
-
-    for depth in range(max((span.depth for span in timeline.spans), default=0) + 1):
-        boxes: dict[str, list[tuple[float, float, float, float]]] = {}
-        for span in timeline.spans:
-            if span.depth == depth:
-                what, inset = ("other", 0.0) if depth == 0 else (span.what, INSET * (depth - 1))
-                place = (span.begin * scale + LABEL_WIDTH, rows[span.warp] + inset)
-                size = (max(0.1, span.cycles * scale), max(4.0, ROW - 2 * inset))  # no span vanishes
-                boxes.setdefault(what, []).append((*place, *size))
-        for what, of_what in boxes.items():
-            picture.rectangles(of_what, LOOKS[what][1], what)
-    for warp, y in rows.items():
-        picture.text(LABEL_WIDTH - 8, y + ROW - 5, _label(timeline, warp), anchor="end")
+    rows = {warp: row for row, warp in enumerate(timeline.warps)}
+    ax = blank(WIDTH, ROW * (len(rows) + len(legend) / 2 + 5), _heading(timeline))
+    for warp, depth in sorted({(span.warp, span.depth) for span in timeline.spans}):
+        spans = [span for span in timeline.spans if (span.warp, span.depth) == (warp, depth)]
+        height = max(HEIGHT - 2 * INSET * max(0, depth - 1), INSET)
+        ax.broken_barh(
+            [(span.begin, span.cycles) for span in spans],
+            (rows[warp] - height / 2, height),
+            facecolors=[LOOKS[span.what if depth else OTHER][1] for span in spans],
+            edgecolors="face",  # so that no span vanishes
+            linewidth=0.3,
+            zorder=depth + 1,
+            gid=f"warp {warp}, depth {depth}",
+        )
     for warp, tile, clock in timeline.tile_begins:
-        x = LABEL_WIDTH + clock * scale
-        picture.line(x, rows[warp] - 3, x, rows[warp] + ROW + 3, "#000000")
-        if warp == next(iter(rows)):
-            picture.text(x + 2, TOP - 24, f"tile {tile}", colour="#000000")
-    for index, what in enumerate(legend):
-        x, y = 8 + index % 2 * 560, bottom + 14 + index // 2 * 16
-        picture.rectangles([(x, y, 12, 10)], LOOKS[what][1])
-        picture.text(x + 18, y + 9, LOOKS[what][2])
-    picture.text(
-        8, bottom + 30 + 16 * ((len(legend) + 1) // 2), "time in cycles; a black line: the warp's next tile begins"
-    )
-    return str(picture)
-
-
-def _round_step(step: float) -> int:
-    """1, 2 or 5 times a power of ten, at least ``step``."""
-    power = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power >= step:
-                return factor * power
-        power *= 10
+        ax.vlines(clock, rows[warp] - 0.5, rows[warp] + 0.5, "black", zorder=10)
+        if rows[warp] == 0:
+            ax.text(clock, -0.6, f"tile {tile}", size=8)
+    ax.set_yticks(range(len(rows)), [_label(timeline, warp) for warp in rows])
+    ax.set_xlabel("time in cycles; a black line: the warp's next tile begins", size=8)
+    ax.grid(axis="x", color="#d0d0d0")
+    made = ax.figure
+    assert isinstance(made, Figure)
+    patches = [Patch(color=LOOKS[what][1], label=LOOKS[what][2]) for what in legend]
+    made.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+    return made

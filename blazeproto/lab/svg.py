@@ -1,55 +1,34 @@
-"""A drawing as SVG text: rectangles, lines and words, no script. Timelines and layouts are drawn by it."""
+"""Drawings by matplotlib, shown as SVG: timelines and layouts."""
 
-from collections.abc import Iterable
-from html import escape
+from __future__ import annotations
+
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-def _short(value: float) -> str:
-    """With one digit after the point, where it needs one."""
-    return f"{value:.1f}".removesuffix(".0")
-
-
-class Svg:
-    """A drawing of so many pixels, on white. Later marks lie over earlier ones."""
-
-    def __init__(self, width: float, height: float, title: str) -> None:
-        self.width, self.height = width, height
-        size = f'width="{_short(width)}" height="{_short(height)}" viewBox="0 0 {_short(width)} {_short(height)}"'
-        self._parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" font-size="11">',
-            f"<title>{escape(title)}</title>",
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-        ]
-
-    def rectangles(self, boxes: Iterable[tuple[float, float, float, float]], colour: str, title: str = "") -> None:
-        """Rectangles of one colour, as one path: (x, y, width, height) of each."""
-        path = "".join(f"M{_short(x)} {_short(y)}h{_short(w)}v{_short(h)}h{_short(-w)}z" for x, y, w, h in boxes)
-        inside = f"<title>{escape(title)}</title>" if title else ""
-        if path:
-            self._parts.append(f'<path d="{path}" fill="{colour}">{inside}</path>')
-
-    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str = "#999999", width: float = 1.0) -> None:
-        ends = f'x1="{_short(x0)}" y1="{_short(y0)}" x2="{_short(x1)}" y2="{_short(y1)}"'
-        self._parts.append(f'<line {ends} stroke="{colour}" stroke-width="{_short(width)}"/>')
-
-    def text(self, x: float, y: float, words: object, *, anchor: str = "start", colour: str = "#222222") -> None:
-        """anchor: which end of the words lies at x: start, middle, end. y: of the baseline."""
-        at = f'x="{_short(x)}" y="{_short(y)}" text-anchor="{anchor}" fill="{colour}"'
-        self._parts.append(f"<text {at}>{escape(str(words))}</text>")
-
-    def __str__(self) -> str:
-        return "\n".join([*self._parts, "</svg>\n"])
+INCH = 72  # units of an SVG that matplotlib writes
 
 
 class Picture:
     """What a notebook shows as a drawing and a terminal as text."""
 
-    def svg(self) -> str:
-        """The drawing, as the text of an SVG file."""
+    def figure(self) -> Figure:
+        """The drawing, which belongs to no window."""
         raise NotImplementedError
+
+    def svg(self) -> str:
+        """The drawing, as the text of an SVG file: the same each time, without a script, its words as text."""
+        from matplotlib import rc_context
+
+        file = io.StringIO()
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "blazeproto"}):
+            self.figure().savefig(file, format="svg", metadata={"Date": None})
+        _, begin, rest = file.getvalue().partition("<svg")
+        return begin + rest
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -59,3 +38,15 @@ class Picture:
         path = Path(path)
         path.write_text(self.svg())
         return path
+
+
+def blank(width: float, height: float, title: str) -> Axes:
+    """Axes without a frame, alone in a figure of so many SVG units. A line's place in y is its number, from above."""
+    from matplotlib.figure import Figure
+
+    ax = Figure((width / INCH, height / INCH), layout="constrained").subplots()
+    ax.set_title(title, loc="left", family="monospace", size=9, pad=14)
+    ax.tick_params(length=0, labelsize=8)
+    ax.spines[:].set_visible(False)
+    ax.invert_yaxis()
+    return ax

@@ -1,4 +1,4 @@
-"""One description of what is shown, a `View` of facts and tables, and its two forms: rich for terminals, HTML for notebooks.
+"""One description of what is shown, a `View` of facts and tables, which rich draws: in terminals, as text, as HTML for notebooks.
 
 View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar(3, 5)]])])
 """
@@ -8,15 +8,38 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, RenderableType
     from rich.table import Table as RichTable
 
 BAR_WIDTH = 32  # characters of a full bar
 TEXT_WIDTH = 110  # columns of a view as plain text
+HTML = '<pre style="white-space:pre;overflow:auto;max-height:48em;line-height:normal">{code}</pre>'
+
+
+class Drawn:
+    """What rich draws, in other places than its terminals too. width: in columns, of text and HTML."""
+
+    width = TEXT_WIDTH
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def _printed(self, width: int) -> Console:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=width, color_system="truecolor", force_jupyter=False, record=True)
+        console.print(self)
+        return console
+
+    def text(self, width: int | None = None) -> str:
+        """Without colours, in ``width`` columns, for a repr or a file."""
+        return "\n".join(line.rstrip() for line in self._printed(width or self.width).export_text().splitlines())
+
+    def _repr_html_(self) -> str:
+        return self._printed(self.width).export_html(inline_styles=True, code_format=HTML)
 
 
 @dataclass(frozen=True)
@@ -39,20 +62,6 @@ class Bar:
             cells[at] = "┊" if cells[at] == " " else "┃"
         return "".join(cells).rstrip()
 
-    def html(self) -> str:
-        """In percent of the cell."""
-        if self.full <= 0:
-            return ""
-        share = 100 * min(1.0, max(0.0, self.value / self.full))
-        line = ""
-        if self.mark is not None:
-            line = f'<div style="{_LINE};left:{100 * self.mark / self.full:.1f}%"></div>'
-        return f'<div style="{_TRACK}"><div style="{_FILL};width:{share:.1f}%"></div>{line}</div>'
-
-
-_TRACK = "position:relative;width:16em;height:0.9em"
-_FILL = "background:#4c78a8;height:100%"
-_LINE = "position:absolute;top:-0.1em;height:1.1em;border-left:2px dotted #e45756"
 
 Cell = str | Bar
 
@@ -77,7 +86,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class View:
+class View(Drawn):
     """A title, facts by name, tables; and a note at the end."""
 
     title: str
@@ -85,7 +94,7 @@ class View:
     tables: Sequence[Table] = ()
     note: str = ""
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> RenderableType:
         from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -98,23 +107,6 @@ class View:
             parts.append(facts)
         parts += [_rich(table) for table in self.tables]
         return Group(*parts, *([Text(self.note, style="dim")] if self.note else []))
-
-    def _repr_html_(self) -> str:
-        facts = "".join(
-            f'<tr><td style="text-align:left;opacity:0.7">{escape(name)}</td>'
-            f'<td style="text-align:left">{escape(value)}</td></tr>'
-            for name, value in self.facts.items()
-        )
-        parts = [f"<b>{escape(self.title)}</b>", f"<table>{facts}</table>" if facts else "", *map(_html, self.tables)]
-        return "<div>" + "".join(parts) + (f"<p><small>{escape(self.note)}</small></p>" if self.note else "") + "</div>"
-
-    def text(self, width: int = TEXT_WIDTH) -> str:
-        """As plain text, for a repr or a file."""
-        from rich.console import Console
-
-        file = io.StringIO()
-        Console(file=file, width=width, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def _rich(table: Table) -> RichTable:
@@ -133,25 +125,6 @@ def _rich(table: Table) -> RichTable:
         ends = number == len(table.rows) - table.last
         made.add_row(*(Text(cell.text() if isinstance(cell, Bar) else cell) for cell in row), end_section=ends)
     return made
-
-
-def _html(table: Table) -> str:
-    align = ["left" if column in table.left else "right" for column in table.columns]
-
-    def cells(tag: str, row: Sequence[Cell], style: str = "") -> str:
-        inner = (
-            f'<{tag} style="text-align:{side}{style}">{cell.html() if isinstance(cell, Bar) else escape(cell)}</{tag}>'
-            for side, cell in zip(align, row, strict=True)
-        )
-        return "<tr>" + "".join(inner) + "</tr>"
-
-    sums = len(table.rows) - table.last
-    rows = [
-        cells("td", row, ";border-top:1px solid" if table.last and number == sums else "")
-        for number, row in enumerate(table.rows)
-    ]
-    caption = f'<caption style="caption-side:bottom;text-align:left">{escape(table.caption)}</caption>'
-    return f"<table>{caption if table.caption else ''}{cells('th', table.columns)}{''.join(rows)}</table>"
 
 
 # --- Numbers as words ------------------------------------------------------------------------------------------------------

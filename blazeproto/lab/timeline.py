@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, takewhile
 from typing import Any
 
 from blazeproto.gemm import compile as compilation
@@ -66,7 +68,7 @@ def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -
     begins: list[tuple[int, int, int]] = []
     complete, origin = True, None
     for warp, given in enumerate(records):
-        own = _until_zero(given)
+        own = list(takewhile(lambda record: record[1], given))
         if not own:
             continue
         origin = own[0][0] if origin is None else origin
@@ -81,30 +83,17 @@ def parse(records: Records, *, kernel: str = "", cta: int = 0, tiles: int = 3) -
         raise ValueError("records: expected those of at least one warp, got none")
     first = min((span.begin for span in spans), default=0)
     moved = [
-        Span(s.warp, s.role, s.what, s.begin - first, s.end - first, s.depth, s.tile, s.finished)
+        replace(s, begin=s.begin - first, end=s.end - first)
         for s in sorted(spans, key=lambda span: (span.warp, span.begin, span.depth))
     ]
     shown = tuple((warp, tile, clock - first) for warp, tile, clock in begins if tile < tiles)
     return Timeline(kernel, cta, tiles, tuple(moved), shown, complete)
 
 
-def _until_zero(records: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    own = []
-    for clock, what in records:
-        if what == 0:
-            break
-        own.append((int(clock), int(what)))
-    return own
-
-
 def _unwrapped(clocks: Sequence[int], origin: int) -> list[int]:
     """Clocks modulo 2^32 as whole numbers, the first of them less than 2^31 from ``origin``."""
-    out: list[int] = []
-    for clock in clocks:
-        before = out[-1] if out else origin
-        step = (clock - before) % 2**32
-        out.append(before + (step if out or step < 2**31 else step - 2**32))
-    return out
+    first = origin + (clocks[0] - origin + 2**31) % 2**32 - 2**31
+    return list(accumulate(clocks[1:], lambda before, clock: before + (clock - before) % 2**32, initial=first))
 
 
 def _role(warp: int, what: str) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from blazeproto.lab.tables import Drawn
 
 WIDTH = 150  # characters of the plain text
 MOST_EXPERTS, MOST_ROW_TILES, MOST_COLUMN_TILES = 8, 16, 64  # of a map that is drawn
@@ -82,12 +83,13 @@ class TileMap(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict:
+class Verdict(Drawn):
     """Whether a kernel is right: ``bool(verdict)``. Its repr draws where it is not.
 
     mismatches: the first ten.  maps: of outputs with mismatches.  stray: lines about what was written where nothing belongs.
     """
 
+    width = WIDTH
     product: str
     runs: int
     mismatches: tuple[Mismatch, ...]
@@ -122,9 +124,7 @@ class Verdict:
         return Group(*parts)
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-        console.print(self, soft_wrap=False)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+        return self.text()
 
 
 def _summary(each: TileMap) -> str:

@@ -140,8 +140,9 @@ class Workbench:
         assert self.last_kernel is not None
         return self.last_kernel
 
-    def _build(self) -> Build:
-        return Build(product.DEBUG, self.edited.snapshot() if self.edited else None)
+    def _build(self, *debug: str) -> Build:
+        """debug: further macros."""
+        return Build((*product.DEBUG, *debug), self.edited.snapshot() if self.edited else None)
 
     def _compiled(self, *builds: Build) -> None:
         """All kernels of the product, at a time; the first build's main one becomes ``last_kernel``."""
@@ -225,8 +226,7 @@ class Workbench:
         """
         self._needs_tiles("timeline")
         self._needs_hopper("timeline")
-        build = self._build()
-        build = build._replace(debug=(*build.debug, TIMELINE))
+        build = self._build(TIMELINE)
         self._compiled(build)
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
@@ -253,8 +253,7 @@ class Workbench:
         debug: further macros (ptx.cuh). RuntimeError without a Hopper GPU.
         """
         self._needs_hopper("run")
-        build = self._build()
-        build = build._replace(debug=(*build.debug, *debug))
+        build = self._build(*debug)
         self._compiled(build)
         self._run(build)
         return self._in_use()
@@ -281,9 +280,12 @@ class Workbench:
         return Inputs(case, given, outputs, memory, references, places, _sums(case, given))
 
     def _run(self, build: Build) -> None:
-        inputs = self._inputs
-        for memory in inputs.memory.values():
+        for memory in self._inputs.memory.values():
             memory.poison()
+        self._launch(build)
+
+    def _launch(self, build: Build) -> None:
+        inputs = self._inputs
         values = {name: memory.values for name, memory in inputs.memory.items()}
         with product.alone({self.product: build}):
             self.call.run(inputs.case, inputs.given, values, self.config)
@@ -309,12 +311,10 @@ class Workbench:
 
     def _graph(self, build: Build) -> torch.cuda.CUDAGraph:
         self._run(build)  # loads the kernels: nothing may be loaded during a capture
-        inputs = self._inputs
-        values = {name: memory.values for name, memory in inputs.memory.items()}
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), product.alone({self.product: build}):
-            self.call.run(inputs.case, inputs.given, values, self.config)
+        with torch.cuda.graph(graph):
+            self._launch(build)
         return graph
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import product as combinations
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_pictures() -> None:
     assert "m64n192k16" in repr(fragment("down_forward", config=gemm.TileConfig(tile_n=192)))
     for picture, cells in ((swizzle("up_backward_weight", "b"), 64), (fragment(), 128)):
         root = ElementTree.fromstring(picture._repr_html_())
-        assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) == cells
+        words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert sum(re.fullmatch(r"[kmn] \d+\.\.\d+|t\d+:d\d+", word) is not None for word in words) == cells
 
 
 @pytest.mark.parametrize(

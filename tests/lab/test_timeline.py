@@ -12,6 +12,7 @@ from blazeproto import gemm
 from blazeproto.gemm import nvrtc, product
 from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.lab import timeline
+from blazeproto.lab.spans import LOOKS
 from blazeproto.lab.timeline import RECORDS, WARPS, WHATS, compiled_in, parse, record
 
 BEGIN, END, AT = 0x100, 0x200, 0x300
@@ -162,10 +163,15 @@ def test_the_text(picture: timeline.Timeline) -> None:
 def test_the_drawing(picture: timeline.Timeline) -> None:
     """It is XML without a script, and as much is drawn of a colour as there are spans."""
     root = ElementTree.fromstring(picture.svg())
-    kinds = {element.tag.rpartition("}")[2] for element in root.iter()}
-    assert kinds == {"svg", "title", "rect", "path", "line", "text"}
-    by_title = {path[0].text: path.attrib["d"] for path in root.iter("{http://www.w3.org/2000/svg}path") if len(path)}
-    assert by_title["mma"].count("M") == 3 and by_title["hand-over under mma"].count("M") == 2
+    assert not [element for element in root.iter() if element.tag.endswith("}script")]
+    groups = {group.get("id"): group for group in root.iter("{http://www.w3.org/2000/svg}g")}
+    drawn = [
+        element.get("style", "") for element in groups["warp 4, depth 1"].iter() if "fill" in element.get("style", "")
+    ]
+    assert len(drawn) == sum(span.warp == 4 and span.depth == 1 for span in picture.spans)
+    assert sum(LOOKS["mma"][1] in style for style in drawn) == 3
+    words = "".join(root.itertext())
+    assert "tile 2" in words and "consumer 0, warp 4" in words and LOOKS["mma"][2] in words
     assert picture._repr_html_() == picture.svg()
 
 
