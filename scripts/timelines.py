@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
+from scripts.bench.common import REPOSITORY, RESULTS, cfg_of, provenance, write_json
 from scripts.command import argument_parser, need_hopper, positive
 
 PICTURES = {"up_forward": "timeline_up.svg", "up_backward_weight": "timeline_weight.svg"}
@@ -50,11 +50,8 @@ def main() -> None:
             role: {what: round(share, 4) for what, share in of_role.items()}
             for role, of_role in timeline.summary().items()
         }
-        sizes = {name: getattr(s, name) for name in "TdnEK"}
-        rows.append(
-            {"product": product, "cfg": sizes, "cta": options.cta, "tiles": options.tiles, "cycles": timeline.cycles}
-        )
-        rows[-1]["shares"] = shares
+        row = {"product": product, "cfg": cfg_of(s), "cta": options.cta, "tiles": options.tiles}
+        rows.append(row | {"cycles": timeline.cycles, "shares": shares})
     write_json(results / "timeline.json", provenance() | {"rows": rows})
     print(f"wrote {results / 'timeline.json'}")
 

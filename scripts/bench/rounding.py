@@ -25,7 +25,6 @@ top-k, a little more or less after rounding. GPU time by CUDA-graph replay, in t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,8 +101,8 @@ def padded_rows(load: torch.Tensor, tile: int = TILE) -> int:
     return int(((load + tile - 1) // tile * tile).sum())
 
 
-def layer(shape: Sizes, inputs: peers.LayerInputs, routing: Routing) -> tuple[Callable[..., Any], ...]:
-    """(forward, forward and backward) of one layer on a routing, its dispatch made beforehand."""
+def layer(shape: Sizes, inputs: peers.LayerInputs, routing: Routing) -> peers.Program:
+    """The experts on a routing, its dispatch made beforehand."""
     scores = routing.scores.detach().requires_grad_()
     if routing.pair_tokens is None:
         dispatch = build_dispatch(routing.experts, shape.E)
@@ -115,26 +114,18 @@ def layer(shape: Sizes, inputs: peers.LayerInputs, routing: Routing) -> tuple[Ca
     def forward() -> torch.Tensor:
         return moe_mlp(inputs.x, *weights, scores, num_experts=shape.E, backend="hopper", dispatch=dispatch)
 
-    def forward_backward() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        out = forward()
-        return out, torch.autograd.grad(out, (inputs.x, *weights, scores), inputs.grad_output)
-
-    return forward, forward_backward
+    return peers.Program(forward, (inputs.x, *weights, scores), inputs.grad_output, weights)
 
 
-def with_router(layer: MoE, inputs: peers.LayerInputs) -> tuple[Callable[..., Any], ...]:
-    """(forward, forward and backward) of a whole layer, auxiliary loss included."""
-    leaves = (inputs.x, *layer.parameters())
+def with_router(layer: MoE, inputs: peers.LayerInputs) -> peers.Program:
+    """A whole layer, auxiliary loss included."""
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         out, stats = layer(inputs.x)
         return out, torch.as_tensor(stats.aux_loss)
 
-    def forward_backward() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        out, loss = forward()
-        return out, torch.autograd.grad((out, loss), leaves, (inputs.grad_output, torch.ones_like(loss)))
-
-    return forward, forward_backward
+    ones = torch.ones((), device=inputs.x.device)
+    return peers.Program(forward, (inputs.x, *layer.parameters()), (inputs.grad_output, ones), ())
 
 
 # ------------------------------------------------------------------------------------------------------- measurement
@@ -152,11 +143,12 @@ def model_tflops(shape: Sizes, rows: int, forward_ms: float, both_ms: float) -> 
 
 
 def figures(
-    shape: Sizes, calls: dict[str, tuple[Callable[..., Any], ...]], loads: dict[str, torch.Tensor], rounds: int
+    shape: Sizes, programs: dict[str, peers.Program], loads: dict[str, torch.Tensor], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Rows, GPU times and model TFLOP/s by name, of (forward, forward and backward) and the experts' loads."""
-    forward = gpu_ms({name: call for name, (call, _) in calls.items()}, list(calls), rounds)
-    both = gpu_ms({name: call for name, (_, call) in calls.items()}, list(calls), rounds)
+    """Rows, GPU times and model TFLOP/s by name, of programs and the experts' loads."""
+    names = list(programs)
+    forward = gpu_ms({name: program.forward for name, program in programs.items()}, names, rounds)
+    both = gpu_ms({name: program.forward_backward for name, program in programs.items()}, names, rounds)
     found: dict[str, dict[str, Any]] = {}
     for name, load in loads.items():
         rows = int(load.sum())

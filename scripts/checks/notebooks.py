@@ -62,17 +62,17 @@ def run(path: Path) -> Any:
             timeout=SECONDS,
             resources=resources,
             coalesce_streams=True,
+            record_timing=False,
         )
         client.execute(env=environment)
     return stripped(notebook)
 
 
 def stripped(notebook: Any) -> Any:
-    """Without what differs from run to run: execution counts and times."""
+    """Without what differs from run to run: execution counts."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.execution_count = None
-            cell.metadata.pop("execution", None)
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = None

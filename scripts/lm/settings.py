@@ -36,7 +36,7 @@ def check(field: dataclasses.Field[Any], value: Any) -> None:
         raise ValueError(f"{field.name}: expected {in_words(kind, interval)}, got {value}")
 
 
-def _inside(value: float, interval: str) -> bool:
+def _inside(value: Any, interval: str) -> bool:
     low, high = (float(end) for end in interval[1:-1].split(","))
     return low < value < high or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
 

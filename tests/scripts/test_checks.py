@@ -126,11 +126,10 @@ def test_rounding_runs_on_dispatches_made_beforehand(monkeypatch: pytest.MonkeyP
     inputs = peers.make_inputs(shape, device="cpu")
     layers = rounding.whole_layers(shape, inputs, tile=8)
     for routing in rounding.routings(layers, inputs.x).values():
-        _, forward_backward = rounding.layer(shape, inputs, routing)
-        out, gradients = forward_backward()
+        out, gradients = rounding.layer(shape, inputs, routing).forward_backward()
         assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
     assert calls == [(2, "hopper"), (None, "hopper")]
     for whole in layers.values():
-        (out, loss), (_, gradients) = (call() for call in rounding.with_router(whole, inputs))
+        (out, loss), gradients = rounding.with_router(whole, inputs).forward_backward()
         assert out.isfinite().all() and loss > 0 and len(gradients) == 4
         assert all(gradient.isfinite().all() for gradient in gradients)

@@ -48,16 +48,16 @@ class LayerInputs:
 class Program:
     """A layer's forward, and what its backward differentiates."""
 
-    forward: Callable[[], torch.Tensor]
+    forward: Callable[[], Any]  # the output, or several
     leaves: tuple[torch.Tensor, ...]  # the input first
-    grad_output: torch.Tensor
+    grad_output: Any  # as the output
     weights: tuple[torch.Tensor, ...]  # not counted among the saved bytes
     computes_layer: bool = True  # False for a bound that leaves work out
     metadata: Callable[[], object] | None = None  # the dispatch alone
     without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
     kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
 
-    def forward_backward(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def forward_backward(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """(output, gradients of the leaves)."""
         out = self.forward()
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)

@@ -28,17 +28,14 @@ class ModuleProgram:
 
     module: nn.Module
     x: Tensor  # (T, d), a leaf
-    call: Callable[[], tuple[Tensor, Tensor]]  # the output and the auxiliary loss
+    forward: Callable[[], tuple[Tensor, Tensor]]  # the output and the auxiliary loss
     grad_output: Tensor
     grad_loss: Tensor  # a scalar
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.call()
 
     def forward_backward(self) -> tuple[Tensor, Tensor]:
         """(output, gradient of x); no leaf has a gradient beforehand, so none is added up."""
         self.clear()
-        out, loss = self.call()
+        out, loss = self.forward()
         torch.autograd.backward((out, loss), (self.grad_output, self.grad_loss))
         assert self.x.grad is not None
         return out.detach(), self.x.grad
