@@ -296,10 +296,11 @@ def _parsed(name: str, row: Activation, inside: str) -> dict[str, float]:
     """The values in a name's brackets."""
     expected = [parameter.name for parameter in row.parameters]
     try:
-        values = {key.strip(): float(value) for key, value in (pair.split("=") for pair in inside.split(","))}
+        given = [(key.strip(), float(value)) for key, value in (pair.split("=") for pair in inside.split(","))]
     except ValueError:
-        values = {"": math.nan}
-    if not values.keys() <= set(expected):
+        given = [("", math.nan)]
+    values = dict(given)
+    if len(values) < len(given) or not values.keys() <= set(expected):
         form = f"{row.name}({','.join(f'{key}=NUMBER' for key in expected)})"
         raise ValueError(f"activation: expected {form}, got {name!r}")
     return values

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,9 @@ def test_macros_say_all_that_a_kernel_asks() -> None:
         macros = chosen.macros
         assert macros["GATED"] == chosen.gated and macros[f"ACTIVATION_IS_{macros['ACTIVATION']}"] == 1
         assert len(macros) == 5 + len(chosen.parameters)
+        assert macros["GATE_UP"] == ("ALTERNATING" if chosen.alternating else "HALVES")
+        assert macros["PLAIN_UP"] == (chosen.g is None)
+        assert all(macros[f"ACTIVATION_{p.name.upper()}"] == f"{p.value!r}f" for p in chosen.parameters)
         assert name == chosen.name or chosen.name.startswith(name.removesuffix(")"))
 
 
@@ -53,6 +57,7 @@ def test_macros_say_all_that_a_kernel_asks() -> None:
     ("name", "message"),
     [
         ("clamped_swiglu(limit=1,gate=2)", r"expected clamped_swiglu\(limit=NUMBER,alpha=NUMBER\), got"),
+        ("clamped_swiglu(limit=1,limit=2)", r"expected clamped_swiglu\(limit=NUMBER,alpha=NUMBER\), got"),
         ("swiglu(limit=1)", "expected one of 'swiglu', "),
         ("clamped_swiglu()", "expected one of 'swiglu', "),
     ],
@@ -70,6 +75,16 @@ def test_parameters_by_keywords() -> None:
             ValueError, match=r"activation: expected parameters of clamped_swiglu\(limit, alpha\).*, got"
         ):
             with_parameters(name, **{parameter: 1.0})
+
+
+def test_slopes_where_they_jump() -> None:
+    for x, wanted in ((0.0, 0.0), (-1.0, 0.0), (1.0, 1.0)):
+        for array in (np.array([x]), torch.tensor([x])):
+            row = activation_named("relu")
+            assert float(row.slope(mathematics(array), array)[0]) == wanted
+    row = activation_named("clamped_swiglu")
+    for array in (np.array([-7.0, 7.0, 7.5, -7.5]), torch.tensor([-7.0, 7.0, 7.5, -7.5])):
+        assert row.g_slope(mathematics(array), array, *row.values).tolist() == [1, 1, 0, 0]
 
 
 # --- An activation added as CONTRIBUTING says -------------------------------------------------------------------------------

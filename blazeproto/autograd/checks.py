@@ -45,7 +45,7 @@ def check_experts(
         )
     d_expert, activation = down_proj.shape[2], activation_named(options.activation)
     halves = activation.halves
-    if len(up) > 1 and (len(up) > 2 or not activation.gated or activation.alternating):
+    if len(up) != 1 and (len(up) != 2 or not activation.gated or activation.alternating):
         expected = "one weight, or a pair with a gated activation whose halves lie apart"
         raise ValueError(f"gate_up_proj: expected {expected}, got {len(up)} with {options.activation!r}")
     up_shape = (num_experts, d_expert * halves // len(up), d_model)

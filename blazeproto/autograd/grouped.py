@@ -71,12 +71,12 @@ def grouped_experts(
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     factors = tensors_of(up_factors, down_factors)
     refuse_transforms("grouped_experts", (x, *up, down_proj, up_bias, down_bias, *factors))
-    device, num_experts = getattr(x, "device", None), len(down_proj) if getattr(down_proj, "ndim", 0) else 0
-    with without_autocast("cpu" if device is None else device.type):
+    num_experts = len(down_proj) if getattr(down_proj, "ndim", 0) else 0
+    with without_autocast(x.device.type if isinstance(x, Tensor) else "cpu"):
         check_experts(x, up, *weights, num_experts=num_experts, options=options, rows="R")
         check_counts(x, counts, num_experts)
         # A dispatcher with a fixed capacity drops rows that don't fit, and still counts them.
-        ends = counts.cumsum(0, dtype=torch.int32).clamp_max(x.shape[0])
+        ends = counts.cumsum(0, dtype=torch.int64).clamp_max(x.shape[0]).to(torch.int32)
         places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         places = places.masked_fill(places >= ends[-1], -1)
         scores = x.new_ones(x.shape[0], 1, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -244,7 +244,7 @@ def _plan(
     config: TileConfig,
     build: Build,
 ) -> tuple[Plan, Kernel, tuple[int, int], tuple[int, ...]]:
-    """Of the gradient; and of the sum of its partials the kernel, its grid and its numbers."""
+    """The plan of the gradient; and the kernel, the grid and the numbers of the sum of its partials."""
     num_rows, _, device = where
     experts, outer, inner = shape
     (d, width), element = _widths(UP if variant.transposed else DOWN, shape), variant.inputs

@@ -141,6 +141,7 @@ def rounded_counts(
         nearest = (running + (tile - 1) // 2) // tile * tile
         up = torch.diff(nearest, prepend=nearest.new_zeros(1)) > floor
     else:
+        checks.one_of("rule", rule, RULES)
         up = torch.full_like(fits, rule == "up")
     return torch.where(up & fits, ceil, floor)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blazeproto.autograd.private import vjp
 from blazeproto.router.choices import Hash, varying_choice
-from blazeproto.router.scores import SCORES, sums_to_one
+from blazeproto.router.scores import score_named, sums_to_one
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,8 +63,8 @@ def chosen_scores(logits: Tensor, experts: Tensor, score: str, renormalize: bool
     """
     index = experts.long()
     if sums_to_one(score, renormalize):
-        return SCORES[score].logarithm(logits.gather(1, index)).softmax(dim=1) * scale
-    return SCORES[score].value(logits).gather(1, index) * scale
+        return score_named(score).logarithm(logits.gather(1, index)).softmax(dim=1) * scale
+    return score_named(score).value(logits).gather(1, index) * scale
 
 
 def pair_scores(
@@ -84,16 +84,16 @@ def pair_scores(
         mask = torch.zeros(logits.numel() + 1, dtype=torch.bool, device=logits.device).scatter(0, entry, True)
         # What is left out gets the lowest number and not -inf: a token without any pair would have NaN gradients.
         kept = torch.where(mask[:-1].view_as(logits), logits, torch.finfo(logits.dtype).min)
-        scores = SCORES[score].logarithm(kept).softmax(dim=1)
+        scores = score_named(score).logarithm(kept).softmax(dim=1)
     else:
-        scores = SCORES[score].value(logits)
+        scores = score_named(score).value(logits)
     return F.pad(scores.flatten(), (0, 1)).gather(0, entry) * scale
 
 
 def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
     """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient."""
     logits = logits.detach()
-    return logits if bias is None else SCORES[score].value(logits) + bias
+    return logits if bias is None else score_named(score).value(logits) + bias
 
 
 def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
@@ -182,8 +182,15 @@ def score_pairs_backward(
 ) -> Tensor:
     """d_logits (T, E) from d_scores (P,)."""
     options = pair_experts, token_offsets, score, renormalize, scale
-    d_logits = vjp(lambda values: pair_scores(values, *options), logits, d_scores)
-    return d_logits.masked_fill(d_logits.isnan(), 0)
+
+    def gradient(d_scores: Tensor) -> Tensor:
+        return vjp(lambda values: pair_scores(values, *options), logits, d_scores)
+
+    d_logits = gradient(d_scores)
+    alone = score_named(score).elementwise and not sums_to_one(score, renormalize)
+    # What broken logits make NaN is 0; a NaN in d_scores shows, but where a score depends on one logit alone.
+    broken = d_logits if alone else gradient(torch.ones_like(d_scores))
+    return d_logits.masked_fill(broken.isnan(), 0)
 
 
 # --- Choices -----------------------------------------------------------------------------------------------------------------
@@ -251,7 +258,7 @@ def load_balancing_loss(logits: Tensor, load: Tensor, top_k: int, score: str = "
     scalar; zero for T = 0.
     """
     num_tokens, num_experts = logits.shape
-    probabilities = SCORES[score].logarithm(logits).softmax(dim=1)
+    probabilities = score_named(score).logarithm(logits).softmax(dim=1)
     fraction = load.to(logits.dtype) / max(num_tokens * top_k, 1)
     return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
 

@@ -241,6 +241,7 @@ def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
     first. Returns a new bias, of the old one's dtype.
     """
+    checks.number("rate", rate, least=0)
     load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all
     return bias + rate * torch.sign(load.sum() - len(load) * load).to(bias.dtype)
 

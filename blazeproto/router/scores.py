@@ -59,7 +59,7 @@ class ScoreFunction:
         return logits
 
     def on_device(self) -> DeviceFunctions:
-        """Of a softmax kernels call the logarithms and their slopes alone: a score's logarithm is the logit, as above."""
+        """What kernels call of a softmax: logarithms and their slopes alone. A score's logarithm is the logit, as above."""
         from blazeproto.runtime.numba import float32
         from blazeproto.runtime.warp import device
 
@@ -117,9 +117,9 @@ def score_named(name: str) -> ScoreFunction:
 
 def renormalizes(score: str, renormalize: bool | None) -> bool:
     """Whether a token's scores are divided by their sum: as asked for; where nothing is asked, as the score does by itself."""
-    return SCORES[score].renormalized if renormalize is None else bool(renormalize)
+    return score_named(score).renormalized if renormalize is None else bool(renormalize)
 
 
 def sums_to_one(score: str, renormalize: bool | None) -> bool:
     """Whether a token's scores sum to one before scaling."""
-    return SCORES[score].over_chosen or renormalizes(score, renormalize)
+    return score_named(score).over_chosen or renormalizes(score, renormalize)

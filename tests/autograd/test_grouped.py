@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from blazeproto.activations import ACTIVATIONS, activation_named, clamped_swiglu
-from blazeproto.autograd import LowRank, Options, SavePolicy, grouped_experts, moe_mlp
+from blazeproto.autograd import LowRank, Options, SavePolicy, grouped_experts, moe_mlp, node
 
 E, D, N, RANK = 4, 16, 24, 5
 COUNTS = (5, 0, 20, 9)
@@ -96,3 +99,23 @@ def test_options_in_one_object():
     assert torch.equal(grouped_experts(**given, counts=counts, options=options), expected)
     changed = grouped_experts(**given, counts=counts, options=options, activation="relu2")
     assert torch.equal(changed, grouped_experts(**given, counts=counts, activation="relu2"))
+
+
+def test_what_has_a_device_but_is_no_tensor_and_no_weight_at_all_are_refused() -> None:
+    x, up, down, counts = torch.ones(5, 16), torch.ones(2, 16, 16), torch.ones(2, 16, 8), torch.tensor([2, 3])
+    with pytest.raises(TypeError, match=r"x: expected a torch\.Tensor, got ndarray"):
+        grouped_experts(np.zeros((5, 16), np.float32), up, down, counts)
+    with pytest.raises(ValueError, match=r"gate_up_proj: expected one weight, or a pair .*, got 0"):
+        grouped_experts(x, (), down, counts)
+
+
+def test_padding_has_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = node.experts.entry
+
+    def entry(_: object, *tensors: Any, **options: Any) -> Any:
+        return lambda *arguments: seen.append(arguments) or real(*tensors, **options)(*arguments)
+
+    monkeypatch.setattr(type(node.experts), "entry", entry)
+    grouped_experts(torch.randn(6, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4), torch.tensor([2, 1]))
+    assert seen[0][11].tolist() == [0, 1, 2, -1, -1, -1] and seen[0][13].tolist() == [0, 1, 2, -1, -1, -1]

@@ -21,6 +21,7 @@ from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
 from blazeproto.reference import moe_mlp
+from blazeproto.runtime.rounding import to_bfloat16
 
 SHAPE = Sizes(T=23, d=16, n=8, E=5, K=3)
 CASES = {
@@ -354,3 +355,15 @@ def _truncated(values: torch.Tensor) -> torch.Tensor:
     nearest = values.float()
     toward_zero = torch.nextafter(nearest, torch.zeros_like(nearest))
     return torch.where(nearest.double().abs() > values.abs(), toward_zero, nearest).double()
+
+
+def test_twins_round_what_is_stored_before_it_is_used_again_and_no_fp32_sum() -> None:
+    rng = np.random.default_rng(0)
+    rows = build_dispatch(rng.integers(0, 4, (40, 1)).astype(np.int32), 4)
+    x, up = rng.normal(size=(40, 16)).astype(np.float32), rng.normal(size=(4, 16, 16)).astype(np.float32)
+    h, act = TWINS["up_forward"](x, up, rows, round_to="bf16")
+    assert np.array_equal(h, to_bfloat16(h)) and np.array_equal(act, to_bfloat16(activate(h, "swiglu")))
+    dw = np.zeros((4, 16, 16), np.float32)
+    into_memory = TWINS["up_backward_weight"](h, x, rows, dw=dw, round_to="bf16")
+    made = TWINS["up_backward_weight"](h, x, rows, round_to="bf16")
+    assert not np.array_equal(into_memory, to_bfloat16(into_memory)) and np.array_equal(made, to_bfloat16(into_memory))

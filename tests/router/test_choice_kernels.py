@@ -17,6 +17,7 @@ from blazeproto.router import choose_pairs, fallback, hash_route, hashing, ops, 
 from blazeproto.router.choices import Capacity, ExpertChoice, TokenRounding
 from blazeproto.router.fallback import choose_top_k
 from blazeproto.router.kinds import RULES, WAYS
+from blazeproto.router.router import make_router
 from blazeproto.router.scores import SCORES
 
 FULL = pytest.mark.full
@@ -121,6 +122,17 @@ def test_pairs_of_a_token_with_a_logit_that_is_no_number(score: str, value: floa
         assert made.detach()[[*range(4), *range(8, 20)]].isfinite().all()
         (d_logits,) = torch.autograd.grad(made.sum(), leaf)
         assert d_logits.isfinite().all() and (SCORES[score].elementwise or (d_logits[1] == 0).all())
+
+
+@pytest.mark.parametrize("choose", ["capacity", "token_rounding"])
+def test_a_gradient_that_is_no_number_shows_in_the_router(choose: str) -> None:
+    torch.manual_seed(0)
+    router = make_router(choose, 16, 8, 2, **({"tile": 1} if choose == "token_rounding" else {}))
+    routing = router(torch.randn(9, 16))
+    gradient = torch.ones_like(routing.scores)
+    gradient[int((routing.experts >= 0).nonzero()[0])] = torch.nan
+    routing.scores.backward(gradient)
+    assert router.weight.grad.isnan().any()
 
 
 def test_operators_are_well_formed() -> None:

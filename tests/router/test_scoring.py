@@ -295,3 +295,24 @@ def test_fused_kernel_and_torch_agree(score: str, renormalize: bool, monkeypatch
     assert same.float().mean() > 0.999
     torch.testing.assert_close(fused[0][same], plain[0][same])
     torch.testing.assert_close(fused[2][same], plain[2][same], rtol=1e-4, atol=1e-6)
+
+
+def test_a_broken_token_has_the_first_experts_under_a_bias_too() -> None:
+    logits = torch.randn(3, 6)
+    logits[1, 2] = torch.nan
+    bias = torch.arange(6.0)
+    assert fallback.topk_route(logits, 2, score="sigmoid", bias=bias)[1][1].tolist() == [0, 1]
+
+
+def test_a_balancing_loss_of_an_infinite_logit_is_nan() -> None:
+    for value in (torch.inf, -torch.inf):
+        logits = torch.zeros(3, 6)
+        logits[1, 2] = value
+        for score in ("softmax_topk", "sigmoid"):
+            _, balance, z = fallback.routing_losses(logits, torch.zeros(3, 2, dtype=torch.int32), score=score)
+            assert balance.isnan() and z.isnan(), (value, score)
+
+
+def test_an_unknown_kind_of_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"score: expected one of .*sigmod.*'sigmoid'"):
+        fallback.chosen_scores(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int32), "sigmod", False, 1.0)

@@ -1,0 +1,77 @@
+"""Backward runs what the trained tensors need, and no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blazeproto.autograd import SavePolicy, node, torch_backend
+from tests.autograd.test_lora import WEIGHTS, adapted  # noqa: F401
+
+POLICIES = [policy.value for policy in SavePolicy]
+REDUCED, UP_ROWS = "low_rank_rows d_out b", "low_rank_rows dh b"
+DH, DOWN = ("down_backward_act dh", REDUCED), "down_backward_act a_scaled"
+STEPS = {  # the one tensor that is trained -> what backward runs for it where H was saved
+    "x": {*DH, UP_ROWS, "up_backward_act", "cast up_proj"},
+    "scores": {"down_backward_act d_scores bias", REDUCED},
+    "gate_up_proj": {*DH, "weight_gradient"},
+    "up_bias": {*DH, "expert_row_sum"},
+    "up_a": {*DH, UP_ROWS, "weight_gradient"},
+    "up_b": {*DH, "weight_gradient"},
+    "down_proj": {DOWN, REDUCED, "weight_gradient"},
+    "down_bias": {"expert_row_sum"},
+    "down_a": {DOWN, REDUCED, "weight_gradient"},
+    "down_b": {"weight_gradient"},
+}
+AGAIN = {"up_forward", "low_rank_rows x a", "cast up_proj"}
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 40_000])
+@pytest.mark.parametrize("trained", STEPS)
+def test_backward_runs_what_the_one_trained_tensor_needs(adapted, monkeypatch, trained, save, workspace_bytes):  # noqa: F811
+    layer, seen = adapted(64, dtype=torch.float32, bias=True, trained=WEIGHTS), set()
+    case = layer.case
+    names = ("x", "scores", "up_a", "up_b", "down_a", "down_b", *WEIGHTS)
+    for name, parameter in zip(names, layer.parameters, strict=True):
+        parameter.requires_grad_(name == trained)
+
+    def shown(name, args, options):
+        if name == "low_rank_rows":
+            kinds = {(True, False): "x a", (False, False): "act a", (True, True): "d_out b", (False, True): "dh b"}
+            return f"{name} {kinds[options['gather'], options['transposed']]}"
+        if name == "down_backward_act":
+            made = [each for each, need in zip(("dh", "d_scores", "a_scaled"), args[0], strict=True) if need]
+            return " ".join((name, *made, *["bias"] * (args[6] is not None)))
+        return name
+
+    def watch(name):
+        real = getattr(torch_backend, name)
+
+        def watched(*args, **options):
+            seen.add(shown(name, args, options))
+            return real(*args, **options)
+
+        monkeypatch.setattr(torch_backend, name, watched)
+
+    out = layer.forward(save=save, workspace_bytes=workspace_bytes)
+    for name in (
+        "up_forward",
+        "low_rank_rows",
+        "down_backward_act",
+        "up_backward_act",
+        "weight_gradient",
+        "expert_row_sum",
+    ):
+        watch(name)
+    real_cast = node.cast
+
+    def cast(t, dtype):
+        if t is not None and t.data_ptr() == case.gate_up_proj.data_ptr():
+            seen.add("cast up_proj")
+        return real_cast(t, dtype)
+
+    monkeypatch.setattr(node, "cast", cast)
+    out.backward(case.d_out)
+    again = AGAIN | ({"low_rank_rows act a"} if trained == "down_b" else set())
+    assert seen == STEPS[trained] | (again if save == "recompute" else set())
