@@ -15,8 +15,8 @@ run takes kernel arguments (`memory.argument`). ``lists`` are expert_pair_indice
 for int64 ids a fourth: token_expert_indices, their int32 copy.
 """
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -168,20 +168,19 @@ def build_dispatch_unchecked(
     shape, capacity = (num_tokens, top_k, num_experts), None if overflow is None else len(out[0])
     lists = [array.data_ptr() for array in (*out, overflow) if array is not None]
     workspace = out[0].new_empty(_workspace_bytes(_module("tiled"), *shape, overflow is not None) // 4)
-    _run("tiled", ids.data_ptr(), lists, workspace.data_ptr(), (*shape, ids.get_device(), stream), capacity)
+    run = _launcher("tiled", capacity)
+    run(ids.data_ptr(), lists, workspace.data_ptr(), *shape, ids.get_device(), stream)
 
 
-def _run(
-    method: str, ids: Any, lists: list[Any], workspace: Any, where: tuple[int, int, int, int, int], capacity: int | None
-) -> None:
-    """Launch what fills the lists.  where: T, K, E, device and stream.  capacity: of a dispatch with one, whose overflow is the
-    last of the lists."""
+def _launcher(method: str, capacity: int | None) -> Callable[..., None]:
+    """What fills the lists: called with ids, lists, workspace, T, K, E, device and stream.  capacity: of a dispatch with one,
+    whose overflow is the last of the lists."""
     if capacity is None:
-        _module(method).run(ids, lists, workspace, *where)
-    else:
-        from blazeproto.dispatch import limit
+        launcher: Callable[..., None] = _module(method).run
+        return launcher
+    from blazeproto.dispatch import limit
 
-        limit.run(_module(method), ids, lists, workspace, *where, capacity)
+    return partial(limit.run, _module(method), capacity=capacity)
 
 
 @cache
@@ -206,7 +205,7 @@ def _build(request: Request, num_tokens: int, top_k: int, call: Mapping[str, Any
             raise ValueError(f"workspace: expected at least {needed} bytes, got {room.nbytes}")
         check_apart({"the ids": ids, "workspace": room, **{name: view for name, (_, view) in made.items()}})
         arguments = (memory.argument(ids), [memory.argument(view) for _, view in made.values()], memory.argument(room))
-        _run(method, *arguments, (*shape, ids.device, stream), request.row_capacity)
+        _launcher(method, request.row_capacity)(*arguments, *shape, ids.device, stream)
     # The router's choice as one list, in the caller's kind of array where that has a reshape.
     choice: Any = ids.owner if hasattr(ids.owner, "reshape") else memory.as_cupy(ids)
     return {"token_expert_indices": choice.reshape(-1), **{name: array for name, (array, _) in made.items()}}
