@@ -4,8 +4,8 @@
     layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)
     out, stats = layer(x)
 
-Names and rooms (``blazeproto.gemm``, ``.dispatch``, ``.router``, ``.lab``, ...) are imported when they are first used, so that
-those without torch stay usable without it, and everything imports on a machine without CUDA.
+Names and subpackages (``blazeproto.gemm``, ``.dispatch``, ``.router``, ``.lab``, ...) are imported when they are first used, so
+that those without torch stay usable without it, and everything imports on a machine without CUDA.
 """
 
 import importlib

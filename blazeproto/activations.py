@@ -288,6 +288,8 @@ def activation_named(name: str) -> Activation:
             return _TABLE[alternating(inside)]
         if outer in _PARAMETRISED:
             return _entry(_PARAMETRISED[outer], _parsed(name, _PARAMETRISED[outer], inside))
+        if outer in _TABLE:
+            raise ValueError(f"activation: {outer} has no parameters, got {name!r}")
     known = ", ".join(map(repr, ACTIVATIONS))
     raise ValueError(f"activation: expected one of {known}, got {name!r}{checks.nearest(name, ACTIVATIONS)}")
 

@@ -1,4 +1,4 @@
-"""The expert MLP in float64, as plainly as torch can say it: the oracle that every test compares with.
+"""The expert MLP in float64, as plainly as torch can say it: the oracle of the tests of `moe_mlp` and `MoE`.
 
 One loop over the experts, ordinary autograd, no sorting, no grouped product, nothing saved cleverly. It follows
 MoEBlaze §2.1 and Algorithm 1; see `moe_mlp`. Everything that is faster has to agree with this file.

@@ -46,13 +46,13 @@ def grouped_experts(
         gate_up_proj: (E, 2n, d) or (E, n, d), of x's dtype or, unless that is float64, float32, in the layouts of `moe_mlp`;
             or a pair (gate, up), (E, n, d) each, of one dtype. A pair is joined for forward and again for backward, and what is
             saved between the two is the pair itself, so that a layer which FSDP has sharded again keeps no copy.
-        down_proj: (E, d, n), of a dtype as gate_up_proj.
+        down_proj: (E, d, n), of any dtype that gate_up_proj may have.
         counts: (E,) rows of each expert, int32 or int64, on x's device. Their values are trusted not to be negative; of more
             than R rows those past R are left out.
-        up_bias: (E, 2n) or (E, n), of a dtype as gate_up_proj.
-        down_bias: (E, d), of a dtype as gate_up_proj.
+        up_bias: (E, 2n) or (E, n), of any dtype that gate_up_proj may have.
+        down_bias: (E, d), of any dtype that gate_up_proj may have.
         up_factors, down_factors: as in `moe_mlp`.
-        options: what the keywords below say, as one `Options`, of which those that are given change a part.
+        options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 
     Returns:

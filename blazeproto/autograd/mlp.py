@@ -65,32 +65,32 @@ def moe_mlp(
 ) -> Tensor:
     """Route each token through its experts: out_t = sum_k S_tk MLP_e(t,k)(x_t). MoEBlaze §2.1, §3 and Algorithm 1.
 
-    A tensor that requires no gradient has none made.
+    No gradient is computed for a tensor that does not require one.
 
     Args:
         x: (T, d) tokens; bfloat16, float16, float32 or float64. Under autocast it is cast.
-        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or in turn (`activations.alternating`), or
+        gate_up_proj: (E, 2n, d), gate rows then up rows (Hugging Face's layout), or alternating (`activations.alternating`), or
             (E, n, d) for an ungated activation; of x's dtype, or float32, or under autocast of any; cast where it is used. A
             gradient has its weight's dtype, and of a float32 weight it is the float32 sum of the products, never rounded to x's.
             A transposed view of (E, d, 2n), as gpt-oss has it, is read where it lies, and its gradient lies likewise.
-        down_proj: (E, d, n), or a transposed view of (E, n, d); of a dtype as gate_up_proj.
+        down_proj: (E, d, n), or a transposed view of (E, n, d); of any dtype that gate_up_proj may have.
         scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
-        topk_experts: (T, K) expert ids, int32 or int64, distinct in a row; (P,) when experts per token vary. An id
-            outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E, as on a
-            rank with two of 64 experts. Not needed with ``dispatch``.
+        topk_experts: (T, K) expert ids, int32 or int64, distinct in a row, which is not checked; (P,) when experts per token
+            vary. An id outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E,
+            as on a rank with two of 64 experts. Not needed with ``dispatch``.
         num_experts: E.
-        up_bias: (E, 2n) or (E, n), of a dtype as gate_up_proj.
-        down_bias: (E, d), of a dtype as gate_up_proj.
+        up_bias: (E, 2n) or (E, n), of any dtype that gate_up_proj may have.
+        down_bias: (E, d), of any dtype that gate_up_proj may have.
         up_factors: a (E, r, d) and b (E, 2n, r), ungated (E, n, r), a `LowRank`: an expert's weight is then W + b a, which is
-            not made. r is any; it is padded to a multiple of 8. The weight beside them may be frozen or trained.
-        down_factors: a (E, r, n) and b (E, d, r), of another r if need be. Not with combine="fused".
-            A factor is of a dtype as gate_up_proj. Its gradient has its dtype, and of a float32 factor it is the float32 sum of
+            not made. r is any; it is padded to a multiple of 8. The weight beside them may be frozen or trained. A factor is
+            of any dtype that gate_up_proj may have. Its gradient has its dtype, and of a float32 factor it is the float32 sum of
             the products, never rounded to x's. Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+        down_factors: a (E, r, n) and b (E, d, r), of another r if need be; else as up_factors. Not with combine="fused".
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]). Their values are trusted,
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
-        options: what the keywords below say, as one `Options`, of which those that are given change a part.
+        options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 
     Returns:

@@ -62,7 +62,7 @@ class Options:
         metadata=_about(
             partial(_one_of, tuple(policy.value for policy in SavePolicy)),
             """what is kept for backward, see `SavePolicy`. On the Hopper backend a backward that doesn't keep the graph may
-        overwrite it: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
+        overwrite H: of a forward and a backward captured as two CUDA graphs, replay the second once after the first, and
         don't look at what ``grad_fn`` holds.""",
         ),
     )
@@ -143,9 +143,11 @@ OPTION_NAMES, DEFAULTS = tuple(_TYPES), Options()
 def merged(function: str, options: Options | None, keywords: dict[str, Any]) -> Options:
     """``options`` with the ``keywords`` that `takes_options` gave a function of this name.
 
-    TypeError for a keyword that is no option, with the nearest; what `Options` raises.
+    TypeError for a keyword that is no option, with the nearest, and for options of another type; what `Options` raises.
     """
     options = DEFAULTS if options is None else options
+    if not isinstance(options, Options):
+        raise TypeError(f"options: expected an Options or None, got {type(options).__name__}")
     for name in keywords:
         if name not in OPTION_NAMES:
             raise TypeError(f"{name}: unknown keyword of {function}{nearest(name, _KEYWORDS_OF[function])}")

@@ -30,7 +30,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 REFUSED = {
     "Float8": "float8 products",
     "MXFP8": "MXFP8 products",
-    "GptOss": "biases and a clamped, interleaved SwiGLU",
+    "GptOss": "biases and a clamped SwiGLU, gate and up alternating",
     "Fused": "gate and up weights in one parameter",
 }
 """What is refused, by a part of the names of its classes."""

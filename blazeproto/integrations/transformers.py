@@ -8,8 +8,8 @@ transformers calls what is registered in place of the forward of every experts m
 ``use_experts_implementation``. What the module has says which of two code paths it takes (`explain` tells):
 
     in place       an activation of `blazeproto.activations`: `moe_mlp` on the module's own weights, gate_up_proj (E, 2n, d), or
-                   up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up in turn, as
-                   the module says. Gradients lie as the weights do
+                   up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up alternating,
+                   as the module says. Gradients lie as the weights do
     grouped_mm     another activation, or a norm after each expert: transformers' own ``grouped_mm`` implementation
 
 What neither can take is refused by name, with the reason, before the module computes anything: `REFUSED`.

@@ -22,7 +22,7 @@ FP32_NORM_FACTOR, FP32_WORST_FACTOR = 4.0, 8.0
 # Where slack says that a pool is too small to judge finely, an fp32 output may also be wrong by what truncation makes of a
 # long sum: of one or two numbers the yardstick's may be right to 1e-8 by chance, and a library may cut the sum into pieces,
 # which spares it most of that. wgmma truncates after every 16 products: some 4e-6 of a sum of 3500, as
-# test_gemm_reference.py emulates it; the fuzzer's longest has 4000.
+# tests/gemm/test_twins.py emulates it; the fuzzer's longest has 4000.
 POOL_ELEMENTS, FP32_NOISE = 10_000, 2.0**-17
 SMALL_ROW = 1e-2  # of the output's root mean square: rows smaller than that are measured by it
 ELEMENTS_AT_ONCE = 2**27

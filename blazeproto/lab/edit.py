@@ -62,7 +62,9 @@ class EditedSources:
         path = _resolved(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             held = "a file" if not path.is_dir() else f"one with {len(list(path.iterdir()))} entries"
-            raise ValueError(f"folder: expected one that is absent or empty, got {held}, {path}")
+            raise ValueError(
+                f"folder: expected one that is absent or empty, got {held}, {path}; reopen() goes on with an edited folder"
+            )
         _write(_files_in(CUDA_SOURCES), path)
         return cls(path)
 

@@ -1,4 +1,4 @@
-"""What every kernel room stands on.
+"""What every folder with kernels is built on.
 
 No torch in here, and Numba in `numba` and `warp` alone.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import blazeproto  # the package's face, which finds the lab when it is named
+import blazeproto  # `__init__.py`, which finds the lab when it is named
 
 
 def lab_views() -> Any:

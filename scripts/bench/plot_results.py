@@ -164,7 +164,10 @@ def main() -> None:
     filled = {page: fill(page.read_text(), options.results) for page in marked_pages(options.readme, options.docs)}
     stale = [page for page, text in filled.items() if page.read_text() != text]
     if options.check:
-        sys.exit(f"out of date: {', '.join(map(str, stale))}" if stale else 0)
+        if stale:
+            sys.exit(f"out of date: {', '.join(map(str, stale))}")
+        print("all pages are up to date")
+        return
     for page in stale:
         page.write_text(filled[page])
     options.docs.mkdir(parents=True, exist_ok=True)

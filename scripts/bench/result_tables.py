@@ -270,7 +270,7 @@ def integrations_table(record: Record) -> str:
 
 
 LORA = {  # programs of lora.json
-    "lora": "`moe_mlp_lora`",
+    "lora": "`moe_mlp` with factors, weights frozen",
     "wrapped": "the same through peft's wrappers",
     "full": "`moe_mlp`, all weights trained",
     "peft": "peft on transformers' `grouped_mm`",
@@ -285,7 +285,7 @@ def lora_table(record: Record) -> str:
         if both := row.get(f"{name}_fwdbwd_ms"):
             figures = (row[f"{name}_fwd_ms"], both, both / row["lora_fwdbwd_ms"])
             rows.append([label, *map(number, figures), number(row[f"{name}_peak_fwdbwd_MiB"], 0)])
-    header = ["", "forward, ms", "forward + backward, ms", "of `moe_mlp_lora`'s", "peak memory, MiB"]
+    header = ["", "forward, ms", "forward + backward, ms", "forward + backward / first row", "peak memory, MiB"]
     return f"{markdown_table(header, rows)}\n\n{measured_on(record)}"
 
 

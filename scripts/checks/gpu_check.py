@@ -4,6 +4,8 @@ time limit.
     python -m scripts.checks.gpu_check --steps tests,layer,products --minutes 9 --out /tmp/out
     python -m scripts.checks.gpu_check --full --steps layer        # the benchmarks' long forms, which write the committed results
 
+By default tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
+
 A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver,
 versions, a hash of the package's sources, and for each step its command, outcome, seconds and last lines. With --out,
 results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in check.json as they

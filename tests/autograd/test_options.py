@@ -76,3 +76,8 @@ def test_one_object_of_which_keywords_change_a_part(make_case):
     expected = case.forward(activation="relu")
     assert (case.forward(options=Options("relu")) == expected).all()
     assert (case.forward(options=Options("relu2", save="paper"), activation="relu") == expected).all()
+
+
+def test_options_of_another_type_are_refused(make_case):
+    with pytest.raises(TypeError, match="options: expected an Options or None, got dict"):
+        make_case().forward(options={"save": "paper"})

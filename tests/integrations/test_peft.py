@@ -26,7 +26,7 @@ from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
 from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 
-# In place; transposed, interleaved, with biases; transposed; without a gate; a shared expert beside them.
+# In place; transposed, alternating, with biases; transposed; without a gate; a shared expert beside them.
 FAMILIES = ("qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "deepseek_v3")
 
 

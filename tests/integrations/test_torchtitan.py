@@ -226,7 +226,7 @@ def gpt_oss() -> Any:
 
 
 OTHERS = {
-    "GptOss": (gpt_oss, "GptOssGroupedExperts: biases and a clamped, interleaved SwiGLU"),
+    "GptOss": (gpt_oss, "GptOssGroupedExperts: biases and a clamped SwiGLU, gate and up alternating"),
     "MXFP8": (lambda: low_precision("MXFP8", GroupedExperts), "MXFP8GroupedExperts: MXFP8 products"),
     "Float8": (lambda: low_precision("Float8", GroupedExperts), "Float8GroupedExperts: float8 products"),
     "Fused": (lambda: low_precision("Fused", GroupedExperts), "gate and up weights in one parameter"),
