@@ -54,7 +54,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     difference = norm = 0.0
     a, b = torch.atleast_1d(a, b)
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    step = max(1, (1 << 27) // max(1, b[0].numel()))
+    step = max(1, (1 << 27) // max(1, b[:1].numel()))
     for x, y in zip(a.split(step), b.split(step), strict=True):
         difference += float((x.to(wide) - y.to(wide)).square().sum())
         norm += float(y.to(wide).square().sum())

@@ -27,7 +27,7 @@ from scripts.checks import compare_layers, compare_routing
 from scripts.checks.compare_cases import Case, Product, Shape, product_cases
 from scripts.command import argument_parser
 
-FUSED_RUNS = 8
+FUSED_RUNS = 4
 WARM_TOKENS = 64
 BURST_MS, MOST_CALLS = 20.0, 12  # how long a timed interval is, and the most calls in it
 

@@ -54,9 +54,9 @@ MOST_FAILURES = 5
 # A single run may be a handful of numbers, where the luck of rounding decides: its bounds are wider. All runs together are
 # held to the true ones.
 SINGLE_RUN_SLACK = {"products": 2.0, "chain": 4.0, "hopper": 4.0, "torch": 4.0}
-# How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16.
-# Low-rank factors round once more.
-FP32_NOISE_OF_CHAINS, FP32_NOISE_OF_FACTORS = 2.0**-8, 2.0**-6
+# How wrong an fp32 output of a single run may be, if it has few elements, at the end of a chain: H and act before it are bf16, so
+# that of 4000 single dS over 80 hidden units the yardstick itself misses a tenth by more than 0.011.
+FP32_NOISE_OF_CHAINS = 2.0**-6
 # Other parameters than the table's. Few values are near to these limits: the slope jumps there, and a rounded value may lie on
 # the other side than the exact one.
 OTHERS = [
@@ -283,7 +283,6 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     x, up, down, scores = (leaves[name] for name in ("dx", "d_up", "d_down", "d_scores"))
     trained = {name: t for name, t in leaves.items() if t.requires_grad}
     lines: list[str] = []
-    noise = FP32_NOISE_OF_FACTORS if factors else FP32_NOISE_OF_CHAINS
     for backend in BACKENDS:
         out = moe_mlp(x, up, down, scores, ids, backend=backend, **options)
         gradients = torch.autograd.grad(out, [*trained.values()], case.d_out)
@@ -293,7 +292,7 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
             lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
         pool, yardstick = Pool(), Adapted(**vars(YARDSTICK), factors=factors, one_sum=backend != "torch").evaluate(case)
         pool.add_all(result, yardstick, {name: exact[name] for name in result})
-        for failure in pool.failures(SINGLE_RUN_SLACK[backend], noise):
+        for failure in pool.failures(SINGLE_RUN_SLACK[backend], FP32_NOISE_OF_CHAINS):
             output = failure.partition(":")[0]
             lines += [f"{backend}: {failure}", *worst_mismatches(result[output], exact[output])]
         totals[backend].merge(pool)
