@@ -116,7 +116,10 @@ KEPT = {
             ("gemm.registry", "PRODUCTS"),
             ("gemm.product", "DEBUG"),
             ("gemm.product", "_edited"),
+            ("gemm.tiles", "NARROW"),
             ("router.router", "ROUTERS"),
+            ("router.scores", "SCORES"),
+            ("router.choices", "CHOICES"),
         )
     },
     "the current GPU": Kept(_gpus, lambda value: torch.cuda.set_device(value[0]) if value else None),

@@ -289,7 +289,7 @@ def main() -> int:
         need_hopper()
     elif options.time or options.lora:
         refuse("--time and --lora need a GPU; nothing was run")
-    record: Record = {"benchmark": "compare", "measured": now(), "old": str(options.old)}
+    record: Record = {"benchmark": "compare", "measured": now(), "old": options.old.name}
     holds = []
     if options.time:
         record["rows"] = compare_times(options, "module", options.shapes)

@@ -326,3 +326,8 @@ TILED = [
 @pytest.mark.parametrize(("product", "config"), TILED)
 def test_every_tile_on_offer_compiles(product: str, config: TileConfig) -> None:
     assert compile_in_subprocess(gemm.kernel_for(product, config)).smem_bytes <= SMEM_LIMIT
+
+
+def test_the_last_stage_of_low_rank_factors_is_as_short_as_the_rank() -> None:
+    """wgmma of 16 elements in it, four in a whole stage."""
+    assert [Variant(rank=rank).low_rank for rank in (0, 8, 16, 64, 72, 200)] == [0, 1, 1, 4, 4, 4]
