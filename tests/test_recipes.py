@@ -32,7 +32,7 @@ WANTED = {
     "A router option",
     "An option of `moe_mlp` and `MoE`",
 }
-QUICK = {"A score", "A router option"}  # the others are marked `full`
+QUICK = {"A router option"}  # the others are marked `full`
 
 
 class Edit(NamedTuple):

@@ -20,7 +20,10 @@ def test_simulated(score: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    "score",
+    [name if score.elementwise else pytest.param(name, marks=pytest.mark.full) for name, score in SCORES.items()],
+)
 def test_kernels_compile(score: str, fresh_cache: None) -> None:  # noqa: F811
     check_kernel(topk.forward_kernel(64, 4, score, True, 1.0, SCORES[score].elementwise, False, True))
     check_kernel(topk.backward_kernel(64, 4, score, True, 1.0, False))
