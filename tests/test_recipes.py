@@ -110,6 +110,15 @@ def test_every_change_has_a_recipe_that_says_what_passes() -> None:
     assert all(recipe.runs for recipe in RECIPES.values())
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_lines_that_a_recipe_names_are_there(name: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "blazeproto", tmp_path / "blazeproto", ignore=shutil.ignore_patterns("__pycache__"))
+    for edit in RECIPES[name].edits:
+        apply(edit, tmp_path)
+    for path in {edit.path for edit in RECIPES[name].edits if edit.path.endswith(".py")}:
+        compile((tmp_path / path).read_text(), path, "exec")
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RECIPES]
 )
