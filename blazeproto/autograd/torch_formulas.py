@@ -26,14 +26,12 @@ from blazeproto.gemm.specification import Specification
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
 
 
-def outputs(
-    spec: Specification, rows: Dispatch, dtype: torch.dtype, sums: torch.dtype | None = None, **call: Any
-) -> Any:
+def outputs(spec: Specification, rows: Dispatch, dtype: torch.dtype, **call: Any) -> Any:
     """What a product's formula gives of these arrays and options of a call: values stored in bf16 by the kernels in ``dtype``.
 
-    sums: of weight gradients; default: dtype. Outputs that the call does not need are None; one output is no tuple.
+    Outputs that the call does not need are None; one output is no tuple.
     """
-    values = spec.formula(Torch(rows, sums), **call)
+    values = spec.formula(Torch(rows), **call)
     made = values if isinstance(values, tuple) else (values,)
     stored = tuple(
         value if value is None or array.f32 or array.dtype != "bfloat16" else value.to(dtype)

@@ -134,5 +134,5 @@ def test_rows_are_rounded_to_their_dtype(dtype: torch.dtype) -> None:
     x, up = torch.randn(T, 16).to(dtype), torch.randn(E, 32, 16).to(dtype)
     h, act = outputs(SPECS["up_forward"], rows, dtype, x=x, up_proj=up, activation="swiglu")
     assert h.dtype == act.dtype == dtype
-    d_weight = outputs(SPECS["up_backward_weight"], rows, dtype, torch.float32, dh=h, x=x)
+    d_weight = SPECS["up_backward_weight"].formula(Torch(rows, torch.float32), dh=h, x=x)
     assert d_weight.dtype == torch.float32 and d_weight.shape == up.shape
