@@ -176,7 +176,9 @@ def compare_bits(options: argparse.Namespace) -> Record:
     begin, made = time.monotonic(), {side: Record() for side in SIDES}
     together(lambda side: run_side(roots(options)[side], options, made[side]), SIDES)
     old, new = made["old"], made["new"]
-    differing = {name: text for name in old if name in new and (text := difference(old[name], new[name]))}
+    common = [name for name in old if name in new]
+    texts = together(lambda name: difference(old[name], new[name]), common)
+    differing = {name: text for name, text in zip(common, texts, strict=True) if text}
     differing |= {name: "the new side does not have it" for name in old if name not in new}
     groups = Counter(name.split(" ", 1)[0].rstrip(":") for name in old)
     lines = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,21 +32,6 @@ from scripts.checks.compare_cases import (
 
 LEAVES = ("x", "up_proj", "down_proj", "scores", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b")
 Step = Callable[[], tuple[Tensor, Tensor]]  # a forward and a backward: the output, the gradient of x
-
-
-# --- The adapter: goes with the last commit of issue 26 --------------------------------------------------------------------
-
-
-def low_rank_call(package: ModuleType, factors: dict[str, Tensor]) -> tuple[Callable[..., Tensor], Options]:
-    """The function that takes factors beside the weights, and them as it takes them: until both checkouts have ``moe_mlp``."""
-    autograd = importlib.import_module(f"{package.__name__}.autograd")
-    pairs = {side: (factors[f"{side}_a"], factors[f"{side}_b"]) for side in ("up", "down") if f"{side}_a" in factors}
-    if not pairs:
-        return package.moe_mlp, {}
-    made = {side: autograd.LowRank(*pair) for side, pair in pairs.items()}
-    if hasattr(autograd, "moe_mlp_lora"):
-        return autograd.moe_mlp_lora, made
-    return package.moe_mlp, {f"{side}_factors": pair for side, pair in made.items()}
 
 
 # --- moe_mlp -------------------------------------------------------------------------------------------------------------
@@ -165,6 +149,15 @@ def inputs_of(package: ModuleType, layer: Layer, draw: Draw) -> dict[str, Tensor
     return made | draw.experts(layer.shape, layer.routing)
 
 
+def low_rank_factors(package: ModuleType, given: dict[str, Tensor]) -> Options:
+    """The options of ``moe_mlp`` that hand it the factors among the inputs."""
+    return {
+        f"{side}_factors": package.autograd.LowRank(given[f"{side}_a"], given[f"{side}_b"])
+        for side in ("up", "down")
+        if f"{side}_a" in given
+    }
+
+
 def run_layer(package: ModuleType, device: str, layer: Layer) -> Outputs:
     """``out`` and the gradients asked for, by name, of one forward and backward."""
     given = inputs_of(package, layer, Draw(layer.name, device))
@@ -172,7 +165,7 @@ def run_layer(package: ModuleType, device: str, layer: Layer) -> Outputs:
     needs = [name for name in LEAVES if name in layer.needs and name in given and name not in frozen]
     for name in needs:
         given[name].requires_grad_()
-    function, options = low_rank_call(package, given)
+    options: Options = low_rank_factors(package, given)
     options |= {"activation": layer.activation, "backend": "hopper" if device == "cuda" else "torch", **layer.options}
     options |= {name: given[name] for name in ("up_bias", "down_bias") if name in given}
     experts: Tensor | None = given["experts"].long() if layer.int64_ids else given["experts"]
@@ -186,7 +179,7 @@ def run_layer(package: ModuleType, device: str, layer: Layer) -> Outputs:
         options |= varying
     arguments = (given["x"], given["up_proj"], given["down_proj"], given["scores"], experts)
     with torch.set_grad_enabled(bool(needs)):
-        out = function(*arguments, num_experts=layer.shape.E, **options)
+        out = package.moe_mlp(*arguments, num_experts=layer.shape.E, **options)
     made: Outputs = {"out": out.detach()}
     for suffix in (" kept", "") if layer.twice else ("",):
         if needs:
@@ -264,12 +257,12 @@ def lora_step(package: ModuleType, device: str, shape: Shape) -> Step:
     leaves = [given[name] for name in LEAVES if name in given and name not in ("up_proj", "down_proj")]
     for leaf in leaves:
         leaf.requires_grad_()
-    function, factors = low_rank_call(package, given)
+    factors = low_rank_factors(package, given)
     arguments = [given[name] for name in ("x", "up_proj", "down_proj", "scores", "experts")]
     backend = "hopper" if device == "cuda" else "torch"
 
     def step() -> tuple[Tensor, Tensor]:
-        out = function(*arguments, num_experts=shape.E, backend=backend, **factors)
+        out = package.moe_mlp(*arguments, num_experts=shape.E, backend=backend, **factors)
         dx, *_ = torch.autograd.grad(out, leaves, given["d_out"])
         return out.detach(), dx
 

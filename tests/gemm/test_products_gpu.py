@@ -39,7 +39,7 @@ SHAPES = [
     Sizes(1, 64, 64, 1, 1),
     Sizes(37, 72, 40, 5, 3),
     Sizes(4096, 512, 2048, 4, 1),
-    Sizes(8192, 2880, 2880, 128, 4),
+    Sizes(4608, 2880, 2880, 72, 4),  # weights over 2**31 bytes, gradients in fp32 over 2**32
     Sizes(8192, 2048, 512, 512, 10),
     Sizes(4096, 1536, 512, 40, 8),
 ]
@@ -100,6 +100,7 @@ def check_products(
     assert not report, "\n".join(report)
 
 
+@pytest.mark.xdist_group("much GPU memory")  # up to 60 GB with the float64 oracle's: one at a time
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "same"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_routings(shape: Sizes, routing: str) -> None:
