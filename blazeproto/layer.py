@@ -11,16 +11,15 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blazeproto.activations import activate, activation_named
-from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
+from blazeproto.activations import activation_named
+from blazeproto.autograd import SavePolicy, grouped_experts, moe_mlp, saved_bytes
 from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
-from blazeproto.autograd.operators import autocast_dtype
+from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
@@ -177,7 +176,8 @@ class MoE(nn.Module, Shown):
             token_offsets=routing.token_offsets,
         )
         if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens)
+            backend = "torch" if self.options.backend == "torch" else "auto"
+            out = out + self.shared_expert(tokens, backend, self.options.save)
         overflow = None
         if self.options.row_capacity is not None:
             overflow = (
@@ -322,10 +322,16 @@ class SharedExpert(nn.Module):
         for weight in (getattr(self, self.up_name), self.down_proj):
             weight.uniform_(-(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T, d) -> (T, d), of x's dtype, of autocast's under it."""
-        up, down = (weight.to(x.dtype) for weight in (getattr(self, self.up_name), self.down_proj))
-        return F.linear(activate(F.linear(x, up), self.activation), down)
+    def forward(self, x: Tensor, backend: str = "auto", save: str = "minimal") -> Tensor:
+        """x (T, d) -> (T, d), of x's dtype, of autocast's under it; by the products of routed experts, as the only one of all rows.
+
+        backend: "torch", or "auto", which is right for any width.  save: as in `moe_mlp`.
+        """
+        if x.dtype != torch.float64:  # which autocast leaves alone
+            x = cast(x, autocast_dtype(x.device.type) or x.dtype)
+        up, down = (weight.to(x.dtype)[None] for weight in (getattr(self, self.up_name), self.down_proj))
+        counts = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        return grouped_experts(x, up, down, counts, activation=self.activation, backend=backend, save=save)
 
     def extra_repr(self) -> str:
         d_model, d_hidden = self.down_proj.shape

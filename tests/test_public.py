@@ -31,7 +31,7 @@ REFUSES_NOTHING = {  # torch calls it, or there is nothing to give
     "blazeproto.autograd.checkpoint_contexts",
     "blazeproto.gemm.all_kernels",
 }
-NO_PAPERS = {"finish_logits", "split_gradient", "make_router", "routing_stats"}  # of router
+NO_PAPERS = {"finish_logits", "logits_product", "split_gradient", "make_router", "routing_stats"}  # of router
 WITH_SOURCE = {
     **{f"gemm.{name}": entry.run for name, entry in gemm.PRODUCTS.items()},
     **{
@@ -94,7 +94,7 @@ def test_the_source_is_there(name: str) -> None:
 SIZES = {"T": calls.T, "K": calls.K, "d": calls.D, "n": calls.N, "E": calls.E, "R": calls.R, "P": calls.P, "G": 2}
 SIZES |= {"m": 2 * calls.N}
 WORDS = {"grouped_mm": {"reduction": calls.D, "columns": 2 * calls.N}}  # lengths that only these have
-WORDS |= {"finish_logits": {"parts": 2}, "split_gradient": {"parts": 3}}
+WORDS |= {"logits_product": {"parts": 2, "d": 24}, "split_gradient": {"parts": 3}}
 
 
 def lengths(shape: str, words: dict[str, int]) -> tuple[int, ...] | None:

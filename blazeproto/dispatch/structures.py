@@ -102,7 +102,7 @@ class Addresses(NamedTuple):
     device: int  # CUDA ordinal
     stream: int  # raw cudaStream_t
     where: tuple[int, int, int]  # (num_rows, num_experts, device): a product keeps its plans by it
-    owner: Dispatch  # keeps the arrays alive
+    owner: Dispatch | None  # keeps the arrays alive
 
 
 def addresses(dispatch: Dispatch, device: int, stream: int) -> Addresses:
@@ -124,6 +124,11 @@ def addresses(dispatch: Dispatch, device: int, stream: int) -> Addresses:
         (num_rows, num_experts, device),
         dispatch,
     )
+
+
+def addresses_of_rows(num_rows: int, offsets: int, device: int, stream: int) -> Addresses:
+    """Those of rows that all belong to one matrix, which no product gathers.  offsets: where (0, num_rows) lies, int32."""
+    return Addresses((0, 0, 0), offsets, 0, 0, 0, num_rows, 0, 1, device, stream, (num_rows, 1, device), None)
 
 
 @cache

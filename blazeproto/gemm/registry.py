@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import activation_named
+from blazeproto.gemm import logits
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
@@ -75,7 +76,8 @@ def candidates(name: str) -> list[TileConfig]:
 
 def all_kernels() -> list[Kernel]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled."""
-    return list(dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.kernels()))
+    of_products = (kernel for entry in PRODUCTS.values() for kernel in entry.kernels())
+    return list(dict.fromkeys((*of_products, *logits.kernels())))
 
 
 def prepare(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blazeproto.router.hashing import hash_route
-    from blazeproto.router.logits import finish_logits, split_gradient
+    from blazeproto.router.logits import finish_logits, logits_product, split_gradient
     from blazeproto.router.losses import routing_losses, routing_losses_backward
     from blazeproto.router.pairs import choose_pairs, score_pairs, score_pairs_backward
     from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
@@ -25,6 +25,7 @@ _MODULE_OF = {
     "choose_pairs": "pairs",
     "finish_logits": "logits",
     "hash_route": "hashing",
+    "logits_product": "logits",
     "make_router": "router",
     "routing_losses": "losses",
     "routing_losses_backward": "losses",
@@ -43,6 +44,7 @@ __all__ = [
     "choose_pairs",
     "finish_logits",
     "hash_route",
+    "logits_product",
     "make_router",
     "routing_losses",
     "routing_losses_backward",

@@ -315,10 +315,16 @@ def routing_losses_backward(
 
 
 @_of_numpy_too
-def finish_logits(products: Tensor, parts: int = 1, *, out: Any = None, stream: Any = None) -> Tensor:
-    """logits (T, E), always new, of products (T, parts E); a token with a NaN or infinite one gets NaN throughout."""
-    logits = products.unflatten(1, (parts, -1)).sum(dim=1)
-    return logits.masked_fill(~_finite(logits), torch.nan)
+def logits_product(x: Tensor, weight: Tensor, parts: int = 1, *, out: Any = None, stream: Any = None) -> Tensor:
+    """x (T, d) times the sum of the weight's parts (parts, E, d), in fp32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide) @ weight.to(wide).unflatten(0, (parts, -1)).sum(dim=0).t()
+
+
+@_of_numpy_too
+def finish_logits(products: Tensor, *, stream: Any = None) -> Tensor:
+    """logits (T, E), always new; a token with a NaN or infinite one gets NaN throughout."""
+    return products.masked_fill(~_finite(products), torch.nan)
 
 
 @_of_numpy_too

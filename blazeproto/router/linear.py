@@ -1,12 +1,15 @@
 """The router's linear map, logits = x W^T, accurate as in fp32: by bf16 tensor cores on a Hopper GPU, in fp32 elsewhere.
 
 A product of two bf16 numbers is exact in fp32, and a number in fp32 is the sum of two in bf16 but for 2^-16 of it. So an fp32
-operand becomes two bf16 ones (logits_kernels.py has the formulas), and cuBLAS multiplies with fp32 sums. Tensor cores cut the low
-bits off their running sums, which shows after some thousand terms: sums over more than `LONGEST_SUM` are made of shorter ones.
+operand becomes two bf16 ones (logits_kernels.py has the formulas).
 
-    forward     x [high W; low W]^T                        one product of E columns, of 2 E for a weight in fp32
-    backward    dX = [high dL | low dL] [W; W]             dL: the gradient of the logits, fp32
-                dW = [high dL | low dL]^T x                in parts of LONGEST_SUM tokens
+    forward     x (high W + low W)^T                       gemm/cuda/logits.cu; its high part alone for a weight in bf16
+    backward    dX = [high dL | low dL] [W; W]             gemm/cuda/linear.cu; dL: the gradient of the logits, fp32
+                dW = [high dL | low dL]^T x                cuBLAS, in parts of LONGEST_SUM tokens: tensor cores cut the low bits
+                                                           off their running sums, which shows after some thousand terms
+
+In logits and dX a token's bits depend on no other token, nor on how many there are: both are products of this package, which sum
+in an order that the widths alone decide. cuBLAS takes other algorithms for other numbers of tokens (docs/batch_invariance.md).
 
 Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4, "selective precision".
 
@@ -18,19 +21,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
 from blazeproto.autograd.operators import Gradients, define, without_autocast
 from blazeproto.autograd.private import unobserved
+from blazeproto.dispatch.structures import addresses_of_rows
+from blazeproto.gemm.tiles import ALIGNMENT, CHUNK
 from blazeproto.router import fallback
-from blazeproto.router.logits import finish_kernel, split_kernel, units_of
+from blazeproto.router.logits import finish_kernel, multiply, split_kernel, units_of
 from blazeproto.router.public import place_of
 from blazeproto.router.topk import MAX_EXPERTS
 
-LONGEST_SUM = 4096  # terms that tensor cores add up at once
+LONGEST_SUM = 4096  # tokens that tensor cores add up at once
 PARTS_AT_ONCE = 64  # of the sum over tokens, whose results are in memory together
-ALIGNED = 8  # bf16 numbers in the 16 bytes that a row's length is a multiple of
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
@@ -39,22 +44,46 @@ def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
         x.dtype == torch.bfloat16
         and weight.dtype in (torch.bfloat16, torch.float32)
         and x.shape[0] > 0
-        and x.shape[1] % ALIGNED == 0
+        and x.shape[1] % CHUNK == 0
         and weight.shape[0] <= MAX_EXPERTS
         and has_dispatch_kernels("auto", x.device)
     )
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """a @ b of bf16 matrices, or batches of them, with sums in fp32, rounded to ``dtype`` alone."""
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bf16 matrices, or batches of them, in fp32."""
     multiply = torch.bmm if a.dim() == 3 else torch.mm
-    return multiply(a, b, out_dtype=dtype) if dtype != a.dtype else multiply(a, b)
+    return multiply(a, b, out_dtype=torch.float32)
 
 
-def _stacked(weight: Tensor) -> Tensor:
-    """(E, d) in fp32 -> (2 E, d) in bf16: what is nearest to it, over the rest."""
-    nearest = weight.bfloat16()
-    return torch.cat((nearest, (weight - nearest.float()).bfloat16()))
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, from an address that TMA reads from."""
+    t = t.contiguous()
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
+
+
+def _split(weight: Tensor, *parts: str) -> Tensor:
+    """(E, d) in fp32 -> (parts E, d) in bf16, "high" or "low" over each other: what is nearest to it, and the rest."""
+    made = weight.new_empty(len(parts), *weight.shape, dtype=torch.bfloat16)
+    for part, out in zip(parts, made, strict=True):
+        if part == "high":
+            out.copy_(weight)
+        else:
+            torch.sub(weight, made[0], out=out)
+    return made.flatten(0, 1)
+
+
+def _rows_times(a: Tensor, matrix: Tensor) -> Tensor:
+    """a (T, k) @ matrix (k, d), all bf16, by the product that makes dX of the experts: each row's sums are in k's order."""
+    from blazeproto.gemm import linear
+
+    if missing := -a.shape[1] % CHUNK:
+        a, matrix = F.pad(a, (0, missing)), F.pad(matrix, (0, 0, 0, missing))
+    (num_rows, _), out = a.shape, a.new_empty(len(a), matrix.shape[1])
+    offsets = torch.arange(0, num_rows + 1, num_rows, dtype=torch.int32, device=a.device)
+    at = addresses_of_rows(num_rows, offsets.data_ptr(), *place_of(a))
+    linear.launch(a, matrix[None], at, transposed=True, out=out)
+    return out
 
 
 def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -86,20 +115,17 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     A token with a NaN or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
     Backward keeps x, the weight and the logits.
     """
-    x = x.contiguous()  # so that other strides give the same bits
     with without_autocast(x.device.type):
         if not _on_tensor_cores(x, weight):
+            x = x.contiguous()  # so that other strides give the same bits
             wide = _wide(x, weight)
             return fallback.finish_logits(x.to(wide) @ weight.to(wide).t())
         parts = 2 if weight.dtype == torch.float32 else 1
-        operand = _stacked(weight) if parts == 2 else weight
-        begins = range(0, x.shape[1], LONGEST_SUM)
-        shorter = ((x[:, i : i + LONGEST_SUM], operand[:, i : i + LONGEST_SUM].t()) for i in begins)
-        products = _product(*next(shorter))
-        for a, b in shorter:
-            products += _product(a, b)
-        logits = products if parts == 1 else products.new_empty(len(x), len(weight))
-        return finish_kernel(len(weight), parts).over(len(x), place_of(x), (products,), made=logits)
+        operand = _split(weight, "high", "low") if parts == 2 else _aligned(weight)
+        place, x = place_of(x), _aligned(x)
+        logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
+        multiply(place, {"E": len(weight), "parts": parts}, x, operand, logits)
+        return finish_kernel(len(weight)).over(len(x), place, (), made=logits)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
@@ -136,8 +162,8 @@ def router_logits_backward(
         operands = d_logits.contiguous(), logits, split
         split_kernel(num_experts, parts).over(units_of(len(x), num_experts), place_of(x), operands, len(x))
         if needs_x:  # high high + low high + high low, where the weight has a low part
-            operand = _stacked(weight) if wide else weight
-            d_x = _product(split, torch.cat((operand[:num_experts], operand)), x.dtype)
+            operand = _split(weight, "high", "high", "low") if wide else torch.cat((weight, weight))
+            d_x = _rows_times(split, operand)
         if needs_weight:
             halves = _sum_over_tokens(split[:, : 2 * num_experts], x)
             d_weight = (halves[:num_experts] + halves[num_experts:]).to(weight.dtype)

@@ -1,13 +1,16 @@
-"""``finish_logits`` and ``split_gradient``: what a router's products on tensor cores need before and after.
+"""``logits_product``, ``finish_logits`` and ``split_gradient``: a router's product on tensor cores, and what is beside it.
 
-Plain functions on device arrays, as `topk_route`: kernels and formulas are in logits_kernels.py.
+Plain functions on device arrays, as `topk_route`. The product's kernel is gemm/cuda/logits.cu, the others are in
+logits_kernels.py.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from blazeproto.gemm.tiles import ALIGNMENT, CHUNK
 from blazeproto.router.losses import lanes_of
-from blazeproto.router.public import RowKernel, public
+from blazeproto.router.public import Place, RowKernel, public
 from blazeproto.router.topk import MAX_EXPERTS
 from blazeproto.runtime import checks
 
@@ -21,19 +24,18 @@ def units_of(num_tokens: int, num_experts: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def finish_kernel(num_experts: int, parts: int) -> RowKernel:
+def finish_kernel(num_experts: int) -> RowKernel:
     """`logits_kernels.finish_logits`."""
     from blazeproto.router import logits_kernels
 
     return RowKernel(
         logits_kernels.finish_logits,
-        "float32* float32* int64",
+        "float32* int64",
         threads=THREADS,
         most_blocks=MAX_BLOCKS,
         min_blocks=4,
         lanes=lanes_of(num_experts),
         num_experts=num_experts,
-        parts=parts,
     )
 
 
@@ -54,40 +56,75 @@ def split_kernel(num_experts: int, parts: int) -> RowKernel:
     )
 
 
-def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    least, name, columns = (1, "products", sizes["C"]) if "products" in call else (2, "d_logits", sizes["E"])
-    parts = checks.integer("parts", call["parts"])
-    if parts not in (least, least + 1):
-        raise ValueError(f"parts: expected {least} or {least + 1}, got {parts}")
-    of = parts if least == 1 else 1  # of the columns
-    if columns % of or not 1 <= columns // of <= MAX_EXPERTS:
-        raise ValueError(f"{name}: expected {of} E columns with 1 <= E <= {MAX_EXPERTS}, got {columns}")
-    sizes |= {"E": columns // of, "columns": parts * columns}
+def multiply(place: Place, call: Mapping[str, Any], x: Any, weight: Any, out: Any) -> None:
+    """`logits_product` of checked arrays, views or tensors."""
+    from blazeproto.gemm import logits
+
+    (num_rows, reduction), (columns, parts), (device, stream) = x.shape, (call["E"], call["parts"]), place
+    addresses = (array.data_ptr() for array in (x, weight, out))
+    sizes = {"num_rows": num_rows, "columns": columns, "reduction": reduction, "parts": parts}
+    logits.launch(*addresses, **sizes, device=device, stream=stream)
 
 
-def _check_products(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    _check(sizes, call)
-    if call["parts"] == 1:
-        if call["out"] is not None:
-            raise ValueError("out: expected None with one part, which is finished in place, got an array")
+def _check_product(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    (parts, columns), reduction = (checks.integer("parts", call["parts"]), sizes["C"]), sizes["d"]
+    if parts not in (1, 2):
+        raise ValueError(f"parts: expected 1 or 2, got {parts}")
+    if columns % parts or not 1 <= columns // parts <= MAX_EXPERTS:
+        raise ValueError(f"weight: expected {parts} E rows with 1 <= E <= {MAX_EXPERTS}, got {columns}")
+    if reduction % CHUNK or not reduction:
+        raise ValueError(f"x: expected rows of a positive multiple of {CHUNK} numbers, got {reduction}")
+    sizes["E"] = columns // parts
+
+
+def _check_experts(sizes: dict[str, Any], call: dict[str, Any]) -> None:
+    if not 1 <= sizes["E"] <= MAX_EXPERTS:
+        name = "products" if "products" in call else "d_logits"
+        raise ValueError(f"{name}: expected 1 to {MAX_EXPERTS} columns, got {sizes['E']}")
+    if "products" in call:
         sizes["out"] = call["products"]
+    else:
+        if (parts := checks.integer("parts", call["parts"])) not in (2, 3):
+            raise ValueError(f"parts: expected 2 or 3, got {parts}")
+        sizes["columns"] = parts * sizes["E"]
 
 
 @public(
-    {"products": "float32 T C"},
+    {"x": "bfloat16 T d", "weight": "bfloat16 C d"},
     {"logits": "float32 T E"},
-    _check_products,
-    lambda place, call, *arrays: finish_kernel(call["E"], call["parts"]).over(call["T"], place, arrays),
+    _check_product,
+    multiply,
+    alignment=ALIGNMENT,
+    simulated=False,
+)
+def logits_product(x: Any, weight: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
+    """x times the sum of the weight's ``parts`` (1 or 2), transposed; sums as accurate as fp32's, in an order that d decides.
+
+    x (T, d) bf16, weight (parts E, d) bf16, one part over the other → logits (T, E) fp32.
+
+    d is a multiple of 8, and arrays are 16-byte aligned.  out: (T, E) fp32, to fill.
+
+    A row's bits depend on no other row, nor on how many there are (docs/batch_invariance.md).
+
+    stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
+    expected and what came.
+    """
+
+
+@public(
+    {"products": "float32 T E"},
+    {"logits": "float32 T E"},
+    _check_experts,
+    lambda place, call, products, _: finish_kernel(call["E"]).over(call["T"], place, (products,)),
     writes=("products",),
 )
-def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
-    """Logits as the sum of the ``parts`` (1 or 2) that a product on tensor cores leaves, each a neighbouring E columns.
+def finish_logits(products: Any, *, stream: int | None = None) -> Any:
+    """The products, but for tokens with a NaN or infinite one, which get NaN throughout.
 
-    products (T, parts E) fp32 → logits (T, E) fp32.
+    products (T, E) fp32 → logits (T, E) fp32.
 
-    A token with a NaN or infinite logit gets NaN throughout, so that it shows in that token's output and in no other's.
-    With one part that is written over the products, which are returned (in host memory, and of JAX arrays, a new array is).
-    out: (T, E) fp32, to fill, where there are two parts.
+    So such a token shows in its own output and in no other's. The products are written over and returned; in host memory, and of
+    JAX arrays, a new array is.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.
@@ -97,7 +134,7 @@ def finish_logits(products: Any, parts: int = 1, *, out: Any = None, stream: int
 @public(
     {"d_logits": "float32 T E", "logits": "float32 T E"},
     {"split": "bfloat16 T columns"},
-    _check,
+    _check_experts,
     lambda place, call, *arrays: split_kernel(call["E"], call["parts"]).over(
         units_of(call["T"], call["E"]), place, arrays, call["T"]
     ),

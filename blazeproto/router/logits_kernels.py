@@ -1,15 +1,15 @@
-"""What a router's products need before and after: logits put together from parts, gradients taken apart.
+"""What a router's products need before and after: broken tokens' logits, and gradients taken apart.
 
 An fp32 number is the sum of two bf16 numbers but for 2^-16 of it, and tensor cores multiply bf16 numbers without an error. So
 
-    logits = x W^T           x bf16;  W = high + low   →  x [high; low]^T = (T, 2 E)  --finish_logits-->  (T, E)
+    logits = x W^T           x bf16;  W = high + low   →  x high^T + x low^T  --finish_logits-->  NaN throughout in a broken row
     dX     = dL W            dL = high + low           →  [high | low] [W; W]
     dW     = dL^T x                                    →  [high | low]^T x = (2 E, d)
 
 where dL, the gradient of the logits, is split by `split_gradient`.
 
-Floor: bytes. `finish_logits` reads T·E numbers a part, and writes T·E where there are two; `split_gradient` reads T·E fp32
-numbers and writes as many bf16 ones a part. At T = 32768, E = 128: 17 MB each way, 4 us.
+Floor: bytes. `finish_logits` reads T·E fp32 numbers; `split_gradient` reads as many and writes as many bf16 ones a part. At
+T = 32768, E = 128: 17 MB, 4 us.
 """
 
 # As in tiled.py, types come from the values.
@@ -21,18 +21,14 @@ from blazeproto.runtime.numba import cuda, float32, int32, int64, uint16, uint32
 from blazeproto.runtime.warp import bits_float, device, float_bits, group_of
 
 
-def finish_logits(threads: int, lanes: int, num_experts: int, parts: int) -> Any:
-    """logits (T, E) fp32, the sum of the parts of products (T, parts, E); a token with a NaN or infinite logit gets NaN logits.
-
-    With one part, products and logits are the same memory, and only such tokens are written.
-    """
+def finish_logits(threads: int, lanes: int, num_experts: int) -> Any:
+    """logits (T, E) fp32, in place: a token with a NaN or infinite one gets NaN throughout; only such tokens are written."""
     per_lane, groups, shift = -(-num_experts // lanes), threads // lanes, lanes.bit_length() - 1
     any_of = group_of(lanes, threads).any
 
-    def finish_logits(products, logits, num_tokens):
+    def finish_logits(logits, num_tokens):
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & (lanes - 1))
-        values = cuda.local.array(per_lane, float32)  # registers
         first = int64(cuda.blockIdx.x) * groups
         while first < num_tokens:
             token = int64(min(first + (thread >> shift), num_tokens - 1))
@@ -41,16 +37,13 @@ def finish_logits(threads: int, lanes: int, num_experts: int, parts: int) -> Any
             finite = float32(0.0)
             for i in range(per_lane):
                 expert = int32(min(int32(i * lanes + lane), int32(num_experts - 1)))
-                values[i] = products[row * parts + expert]
-                if parts == 2:
-                    values[i] += products[row * parts + num_experts + expert]
-                finite += values[i] * float32(0.0)
+                finite += logits[row + expert] * float32(0.0)
             broken = any_of(finite != float32(0.0))
-            if inside and (parts == 2 or broken):
+            if inside and broken:
                 for i in range(per_lane):
                     expert = int32(i * lanes + lane)
                     if expert < num_experts:
-                        logits[row + expert] = float32(math.nan) if broken else values[i]
+                        logits[row + expert] = float32(math.nan)
             first = int64(first + int64(cuda.gridDim.x) * groups)
 
     return finish_logits

@@ -63,6 +63,8 @@ def public(
     check: Callable[[dict[str, Any], dict[str, Any]], None],
     launch: Callable[..., None],
     writes: tuple[str, ...] = (),
+    alignment: int = 0,
+    simulated: bool = True,
 ) -> Callable[[F], F]:
     """Decorates the signature and docstring of a public function of arrays of any library; its twin is in `fallback`.
 
@@ -70,7 +72,8 @@ def public(
     a word for each dimension, which the first array that has it decides. An input that may be None is not looked at then.
     check: ``check(sizes, call)``: refuses what else does not fit; sizes by words, to which it may add, call by parameters.
     launch: ``launch(place, call, *inputs, *outputs)``, call with the sizes; behind these a ``workspace`` that the call may have.
-    writes: inputs that are written to.
+    writes: inputs that are written to.  alignment: of every array at least, in bytes.
+    simulated: whether Numba's simulator runs the kernels.
     """
 
     def decorate(function: F) -> F:
@@ -86,8 +89,12 @@ def public(
                     views.append(None)
                     continue
                 kinds, shape = tuple(dtypes.split("|")), tuple(map(sizes.get, words))
-                device, alignment = views[0].device if views else None, min(arrays.ITEM_BYTES[kind] for kind in kinds)
-                views.append(arrays.expect(name, call[name], kinds, shape, device=device, alignment=alignment))
+                device, aligned = views[0].device if views else None, min(arrays.ITEM_BYTES[kind] for kind in kinds)
+                if getattr(call[name], "device", None) == arrays.NO_DEVICE:  # float32 stands for bf16 there
+                    kinds += ("float32",)
+                else:
+                    aligned = max(aligned, alignment)
+                views.append(arrays.expect(name, call[name], kinds, shape, device=device, alignment=aligned))
                 sizes.update(zip(words, views[-1].shape, strict=True))
                 sizes["T+1"] = sizes.get("T", 0) + 1
             check(sizes, call)
@@ -104,8 +111,10 @@ def public(
 
             def output(name: str, array: Any, stated: str) -> tuple[Any, Any]:
                 dtype, *words = stated.split()
-                dtype, alignment = (first.dtype, arrays.ITEM_BYTES[first.dtype]) if dtype == "logits" else (dtype, 4)
-                return arrays.output(name, array, dtype, tuple(sizes[word] for word in words), first, alignment)
+                dtype, aligned = (first.dtype, arrays.ITEM_BYTES[first.dtype]) if dtype == "logits" else (dtype, 4)
+                return arrays.output(
+                    name, array, dtype, tuple(sizes[word] for word in words), first, max(aligned, alignment)
+                )
 
             with memory.on_stream(first, sizes["stream"]) as stream:
                 made = [
@@ -120,7 +129,9 @@ def public(
 
         examine.__signature__ = signature  # type: ignore[attr-defined]
         dtypes = {name: stated.split()[0].replace("logits", "bfloat16") for name, stated in makes.items()}
-        in_host_memory = any_library("blazeproto.router.fallback", dtypes, writes=writes, check=examine, simulated=True)
+        in_host_memory = any_library(
+            "blazeproto.router.fallback", dtypes, writes=writes, check=examine, simulated=simulated
+        )
         return in_host_memory(run)  # type: ignore[return-value]
 
     return decorate

@@ -5,6 +5,7 @@
     python -m scripts.checks.compare --old .base --only "up_forward"    # of them those whose names have this
     python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 27 shapes
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
+    python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
 Bits: every product, dispatch and router operator, ``moe_mlp`` and ``MoE``; hashes of outputs and gradients are compared, and
 refusals word for word. What adds in an order that varies (combine="fused") runs several times on each side; two sides agree
@@ -56,6 +57,9 @@ Record = dict[str, Any]
 SIDES = ("old", "new")
 CPU_TOKENS = 300  # of a case, at most, on a CPU
 MOST_MEAN, MOST_RATIO, MOST_LORA = 1.01, 1.03, 1.01  # of the new side's time over the old one's
+MANY_TOKENS = [Sizes(32768, 2048, 8, 128, 8), Sizes(16384, 4096, 8, 512, 8)]  # routers; n does not matter
+FEW_TOKENS = [shape._replace(T=tokens) for shape in MANY_TOKENS for tokens in (1, 64, 1024)]
+ROUTERS = ((MANY_TOKENS, 1.05), (FEW_TOKENS, 1.2))  # and how much longer they may take
 
 
 class Failed(Exception):
@@ -268,6 +272,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases with this in their names")
     parser.add_argument("--time", action="store_true", help="time MoE")
     parser.add_argument("--lora", action="store_true", help="time experts with low-rank factors")
+    parser.add_argument("--router", action="store_true", help="time routers")
     parser.add_argument(
         "--shapes",
         type=partial(parse_shapes, shapes=MODULE_SHAPES),
@@ -289,8 +294,8 @@ def main() -> int:
     options = arguments()
     if options.device == "cuda":
         need_hopper()
-    elif options.time or options.lora:
-        refuse("--time and --lora need a GPU; nothing was run")
+    elif options.time or options.lora or options.router:
+        refuse("--time, --lora and --router need a GPU; nothing was run")
     record: Record = {"benchmark": "compare", "measured": now(), "old": options.old.name}
     holds = []
     if options.time:
@@ -299,6 +304,11 @@ def main() -> int:
     if options.lora:
         record["lora_rows"] = compare_times(options, "lora", [lora.SHAPE])
         holds.append(judge_times(record["lora_rows"], MOST_LORA, MOST_LORA))
+    if options.router:
+        record["router_rows"] = compare_times(options, "router", [shape for shapes, _ in ROUTERS for shape in shapes])
+        for shapes, bound in ROUTERS:
+            of_these = [row for row in record["router_rows"] if row["cfg"] in map(cfg_of, shapes)]
+            holds.append(judge_times(of_these, bound, bound))
     if not holds:
         record["bits"] = compare_bits(options)
         holds.append(record["bits"]["holds"])

@@ -251,6 +251,23 @@ def module_step(package: ModuleType, device: str, shape: Shape) -> Step:
     return step
 
 
+def router_step(package: ModuleType, device: str, shape: Shape) -> Step:
+    """A forward and a backward of a router as `scripts.bench.router` has it: topk_softmax, both losses, dX and dW; fp32 weight."""
+    draw = Draw(str(shape), device)
+    options: Options = {"aux_loss": 0.01, "z_loss": 0.001, "device": device, "dtype": torch.float32}
+    router = filled(package.router.make_router("topk_softmax", shape.d, shape.E, shape.K, **options), draw)
+    x, d_scores = draw.normal(shape.T, shape.d).requires_grad_(), draw.normal(shape.T, shape.K).float()
+    one = torch.ones((), device=device)
+
+    def step() -> tuple[Tensor, Tensor]:
+        routing = router(x)
+        losses = routing.aux_losses.values()
+        dx, _ = torch.autograd.grad((routing.scores, *losses), (x, router.weight), (d_scores, *[one] * len(losses)))
+        return routing.scores.detach(), dx
+
+    return step
+
+
 def lora_step(package: ModuleType, device: str, shape: Shape) -> Step:
     """A forward and a backward of experts with factors, as `scripts.bench.lora` has them; x, scores and factors are trained."""
     given = inputs_of(package, Layer(shape, rank=RANK), Draw(str(shape), device))

@@ -144,8 +144,7 @@ def run_hash(router: ModuleType, draw: Draw, experts: int, top_k: int, _: bool) 
 
 def run_logits(router: ModuleType, draw: Draw, experts: int, _: int, finite: bool) -> Outputs:
     made, d_logits = Outputs(), draw.normal(TOKENS, experts, dtype=torch.float32)
-    for parts in (1, 2):
-        products = torch.cat([logits_of(draw, experts, finite) for _ in range(parts)], dim=1)
-        made[f"finish {parts}"] = logits = router.finish_logits(products, parts)
-        made[f"split {parts + 1}"] = router.split_gradient(d_logits, logits, parts + 1)
+    made["finish"] = logits = router.finish_logits(logits_of(draw, experts, finite))
+    for parts in (2, 3):
+        made[f"split {parts}"] = router.split_gradient(d_logits, logits, parts)
     return made

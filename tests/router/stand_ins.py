@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blazeproto.router import fallback, losses, ops, pairs
+from blazeproto.router import fallback, linear, losses, ops, pairs
 from blazeproto.router.kinds import GOLDEN
 from blazeproto.router.public import RowKernel
 from blazeproto.runtime import arrays
@@ -28,7 +28,7 @@ BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the output
     "hash_route": lambda c, numbers, ids, _: fallback.hash_route(
         ids, c["num_experts"], c["top_k"], seed=numbers[0] * pow(GOLDEN, -1, 2**32) - 1
     ),
-    "finish_logits": lambda c, _, products, logits: fallback.finish_logits(products, c["parts"]),
+    "finish_logits": lambda c, _, logits: fallback.finish_logits(logits),
     "split_gradient": lambda c, _, *given: fallback.split_gradient(*given[:2], c["parts"]),
 }
 
@@ -66,7 +66,17 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
         scores, experts, draws, *outputs = operands
         fill(outputs, fallback.choose_pairs(scores, experts, by, size, len(outputs[0]), draws=draws))
 
+    def multiply(place: Any, call: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        launched.add("logits_product")
+        fill([out], fallback.logits_product(x, weight, call["parts"]))
+
+    def rows_times(a: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        launched.add("up_backward_act")
+        return (a.float() @ matrix.float()).bfloat16()
+
     patch.setattr(RowKernel, "over", over)
+    patch.setattr(linear, "multiply", multiply)
+    patch.setattr(linear, "_rows_times", rows_times)
     patch.setattr(losses, "launch", launch_losses)
     patch.setattr(pairs, "launch_choice", launch_choice)
     patch.setattr(arrays, "current_stream", lambda t: 0)

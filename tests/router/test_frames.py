@@ -46,14 +46,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     made = Launches()
 
-    def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return (a.float() @ b.float()).to(dtype)
+    def multiply(place: Any, call: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
 
     monkeypatch.setattr(NumbaKernel, "load", lambda kernel, device: SimpleNamespace(ptr=kernel.name))
     monkeypatch.setattr(driver, "_driver", lambda: made)
     monkeypatch.setattr(ops, "has_dispatch_kernels", lambda *_: True)
     monkeypatch.setattr(linear, "_on_tensor_cores", lambda *_: True)
-    monkeypatch.setattr(linear, "_product", product)
+    monkeypatch.setattr(linear, "_product", lambda a, b: a.float() @ b.float())
+    # Products of gemm, which tests/autograd/test_frames.py counts on a GPU.
+    monkeypatch.setattr(linear, "multiply", multiply)
+    monkeypatch.setattr(linear, "_rows_times", lambda a, matrix: a @ matrix)
     # What is not computed is any number, also where it would be an index.
     monkeypatch.setattr(fallback, "chosen_scores", lambda logits, experts, *_: logits[:, : experts.shape[1]])
     monkeypatch.setattr(arrays, "current_stream", lambda t: 0)

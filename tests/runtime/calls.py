@@ -69,7 +69,8 @@ CALLS = {  # every public function that has a twin, on float64 arrays
             "d_z_loss": LOSS,
             "top_k": K,
         },
-        "finish_logits": {"products": drawn(T, 2 * E), "parts": 2},
+        "logits_product": {"x": drawn(T, 24), "weight": drawn(2 * E, 24), "parts": 2},
+        "finish_logits": {"products": LOGITS},
         "split_gradient": {"d_logits": LOGITS, "logits": LOGITS, "parts": 3},
     },
 }

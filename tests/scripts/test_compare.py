@@ -114,7 +114,7 @@ def test_a_hash_tells_bytes_shapes_and_dtypes_apart() -> None:
     assert digest(zero.T) == digest(zero.T.contiguous())
 
 
-@pytest.mark.parametrize("kind", ["module", "lora"])
+@pytest.mark.parametrize("kind", ["module", "lora", "router"])
 def test_a_step_that_is_timed_runs_twice(kind: str, side: compare_worker.Side) -> None:
     side.load(kind, TINY)
     first, second = side.step(), side.step()

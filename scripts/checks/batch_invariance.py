@@ -1,0 +1,256 @@
+"""Whether a token's bits depend on what else is in its batch: random layers on the Hopper backend (docs/batch_invariance.md).
+
+    python -m scripts.checks.batch_invariance --cases 500 --out results/h200/batch_invariance.json
+    python -m scripts.checks.batch_invariance --seed 4711 --cases 1            # one that failed, again
+
+A case draws a layer, its tokens and a gradient for each. The whole batch runs once. Then the same tokens run in another order, cut
+into several batches, each of them in a way of its own: another save policy, in chunks, among masked tokens, without gradients,
+as a CUDA graph, compiled. Ids, scores, outputs and dx of every token must be the same bits. Every fourth case runs `moe_mlp` on
+ids of which some are no expert's here. The exit code is 1 if a token differs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto import MoE, moe_mlp
+from scripts.bench.common import now, provenance, write_json
+from scripts.command import argument_parser, need_hopper, positive
+
+WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
+EXPERTS = {8: 2, 64: 6, 128: 8, 512: 10}  # E: K
+ROUTERS: dict[str, dict[str, Any]] = {
+    "top_k": {},
+    "topk_softmax": {},
+    "aux_free": {},
+}
+ODDS = {"eager": 6, "paper": 4, "recompute": 4, "chunks": 4, "masked": 4, "no_grad": 2, "graph": 2, "compiled": 0.05}
+WAYS = tuple(ODDS)  # compiling takes a quarter of a minute
+LARGEST = 2**31  # bytes of all experts' weights
+OUTPUTS = ("ids", "scores", "out", "dx")
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its tokens."""
+
+    seed: int
+    T: int
+    d: int
+    n: int
+    E: int
+    K: int
+    router: str
+    f32_router: bool
+    d_shared: int
+    bias: bool
+    elsewhere: bool  # no layer but `moe_mlp`, on ids of which some are no expert's here
+
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        draw = random.Random(seed)
+        d, E = draw.choice(WIDTHS), draw.choice(tuple(EXPERTS))
+        widths = [n for n in (64, 136, 256, 768) if 6 * E * n * d <= LARGEST]
+        T = draw.choice((1, 2, draw.randint(3, 130), draw.randint(131, 1500), draw.randint(1501, 6000)))
+        router, shared = draw.choice(tuple(ROUTERS)), draw.choice((0, 0, 64, 200))
+        flags = draw.random() < 0.5, draw.random() < 0.3
+        return cls(seed, T, d, draw.choice(widths), E, EXPERTS[E], router, flags[0], shared, flags[1], seed % 4 == 3)
+
+
+class Layer:
+    """A case's layer: runs any of its tokens in any way."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.generator = torch.Generator("cuda").manual_seed(case.seed)
+        options: dict[str, Any] = {
+            "router": case.router,
+            "bias": case.bias,
+            "d_shared": case.d_shared,
+            "device": "cuda",
+        }
+        sizes = (case.d, case.n, case.E, case.K)
+        self.module: Any = MoE(
+            *sizes, dtype=torch.bfloat16, backend="hopper", aux_loss=0.0, **options, **ROUTERS[case.router]
+        )
+        if case.f32_router:
+            self.module.router.float()
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.copy_(self.normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
+        self.x, self.d_out = (self.normal(case.T, case.d).bfloat16() for _ in range(2))
+        ids = torch.rand(case.T, case.E + 8, device="cuda", generator=self.generator).topk(case.K).indices - 4
+        self.ids = ids.int()
+        self.scores = torch.rand(case.T, case.K, device="cuda", generator=self.generator)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device="cuda", generator=self.generator)
+
+    def run(self, places: Tensor, way: str) -> Results:
+        """The results of the tokens at these places."""
+        options: dict[str, Any] = {}
+        if way in ("paper", "recompute"):
+            options["save"] = way
+        elif way == "chunks":
+            options["workspace_bytes"] = 1 + len(places) * self.case.K * self.case.d  # some four chunks
+        given, inside = places, slice(None)
+        if way == "masked":  # tokens of the same batch, with a NaN in each, before, between and behind
+            given, inside = self._padded(places)
+        x, d_out = self.x[given].clone(), self.d_out[given]
+        if way == "masked":
+            x[~inside] = torch.nan
+        x.requires_grad_(way != "no_grad")
+
+        def step() -> tuple[Tensor, ...]:
+            with torch.set_grad_enabled(way != "no_grad"):
+                made = self._forward(x, given, inside if way == "masked" else None, options, way == "compiled")
+            out = made[-1]
+            dx = torch.autograd.grad(out, x, d_out)[0] if way != "no_grad" else out
+            return (*(t.detach() for t in made), dx)
+
+        if way == "graph":
+            made = self._replayed(step, x)
+        else:
+            made = step()
+        found = dict(zip(OUTPUTS, made, strict=True))
+        if way == "no_grad":
+            del found["dx"]
+        return {name: value[inside] for name, value in found.items()}
+
+    def _forward(
+        self, x: Tensor, given: Tensor, mask: Tensor | None, options: dict[str, Any], compiled: bool
+    ) -> tuple[Tensor, ...]:
+        layer = self.module
+        if self.case.elsewhere:
+            ids, scores = self.ids[given], self.scores[given]
+            if mask is not None:
+                ids = ids.masked_fill(~mask[:, None], -1)
+                x = torch.where(mask[:, None], x, 0)
+            weights = (layer.up_proj_weight, layer.down_proj, scores, ids)
+            function = torch.compile(moe_mlp, fullgraph=True) if compiled else moe_mlp
+            return ids, scores, function(x, *weights, num_experts=self.case.E, backend="hopper", **options)
+        before, layer.options = layer.options, replace(layer.options, **options)
+        chosen: list[Any] = []
+        handle = layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if not compiled else None
+        try:
+            run = torch.compile(layer, fullgraph=True) if compiled else layer
+            out, _ = run(x) if mask is None else run(x, mask=mask)
+            routing = chosen[0] if chosen else layer.router(x)
+        finally:
+            layer.options = before
+            if handle:
+                handle.remove()
+        return routing.experts, routing.scores, out
+
+    def _padded(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Some of the places masked beside them, and the mask: which tokens count."""
+        count = len(places) + 1 + len(places) // 3
+        mask = torch.zeros(count, dtype=torch.bool, device="cuda")
+        mask[torch.randperm(count, device="cuda", generator=self.generator)[: len(places)]] = True
+        given = torch.randint(self.case.T, (count,), device="cuda", generator=self.generator)
+        given[mask] = places
+        return given, mask
+
+    @staticmethod
+    def _replayed(step: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """Captured with other tokens than those that it is replayed with."""
+        tokens = x.detach().clone()
+        with torch.no_grad():
+            x.copy_(tokens.flip(0) * 0.5)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        with torch.cuda.graph(graph, stream=stream):
+            made = step()
+        with torch.no_grad():
+            x.copy_(tokens)
+        graph.replay()
+        torch.cuda.synchronize()
+        return made
+
+
+def batches(case: Case, chosen: list[str]) -> Iterator[tuple[Tensor, str]]:
+    """The tokens in another order, cut into up to seven batches; each with how it runs, one of the ``chosen`` ways."""
+    draw = random.Random(f"{case.seed} batches")
+    order = torch.randperm(case.T, generator=torch.Generator().manual_seed(case.seed))
+    if draw.random() < 0.3:
+        order = order.sort().values
+    cuts = sorted({0, case.T, *(draw.randint(0, case.T) for _ in range(draw.randint(0, 5)))})
+    if case.T > 1 and draw.random() < 0.5:
+        cuts = sorted({*cuts, 1})  # one token alone
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        yield order[begin:end].cuda(), draw.choices(chosen, [ODDS[way] for way in chosen])[0]
+
+
+def differing(whole: Results, part: Results, places: Tensor) -> dict[str, int]:
+    """How many tokens differ in each output; NaN differs from all."""
+    return {
+        name: int((value != whole[name][places]).reshape(len(places), -1).any(dim=1).sum())
+        for name, value in part.items()
+    }
+
+
+def run_case(case: Case, chosen: list[str], ways: Counter[str]) -> list[str]:
+    """What differs, a line each."""
+    layer = Layer(case)
+    whole = layer.run(torch.arange(case.T, device="cuda"), "eager")
+    lines = []
+    for places, way in batches(case, chosen):
+        ways[way] += 1
+        found = differing(whole, layer.run(places, way), places)
+        if wrong := {name: count for name, count in found.items() if count}:
+            lines.append(f"{case}: {way}, {len(places)} tokens: {wrong}")
+    return lines
+
+
+def main() -> int:
+    parser = argument_parser("scripts.checks.batch_invariance", __doc__)
+    parser.add_argument("--cases", type=positive, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--ways", default=",".join(WAYS), help="how batches may run, some of " + ", ".join(WAYS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--out", type=Path, help="file of results to write")
+    options = parser.parse_args()
+    chosen = options.ways.split(",")
+    if unknown := set(chosen) - {*WAYS}:
+        parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    need_hopper()
+    begin, ways, lines, done = time.monotonic(), Counter[str](), list[str](), 0
+    for seed in range(options.seed, options.seed + options.cases):
+        if time.monotonic() - begin > options.seconds:
+            break
+        found = run_case(Case.drawn(seed), chosen, ways)
+        lines += found
+        done += 1
+        for line in found:
+            print(line, flush=True)
+        torch.cuda.empty_cache()
+        torch.compiler.reset()
+    counts = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
+    print(
+        f"{done} of {options.cases} cases in {time.monotonic() - begin:.0f} s, {len(lines)} batches differ ({counts})"
+    )
+    if options.out:
+        record = provenance() | {
+            "measured": now(),
+            "seeds": [options.seed, options.seed + done - 1],
+            "batches": dict(ways),
+        }
+        write_json(options.out, record | {"cases": done, "differing": lines})
+    return 1 if lines or done < options.cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
