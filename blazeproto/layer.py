@@ -323,7 +323,7 @@ class SharedExpert(nn.Module):
             weight.uniform_(-(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor, backend: str = "auto", save: str = "minimal") -> Tensor:
-        """x (T, d) -> (T, d), of x's dtype, of autocast's under it; by the products of routed experts, as the only one of all rows.
+        """x (T, d) -> (T, d), of x's dtype, of autocast's under it; by the routed experts' products, as one expert of all rows.
 
         backend: "torch", or "auto", which is right for any width.  save: as in `moe_mlp`.
         """

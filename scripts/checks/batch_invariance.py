@@ -3,9 +3,9 @@
     python -m scripts.checks.batch_invariance --cases 500 --out results/h200/batch_invariance.json
     python -m scripts.checks.batch_invariance --seed 4711 --cases 1            # one that failed, again
 
-A case draws a layer, its tokens and a gradient for each. The whole batch runs once. Then the same tokens run in another order, cut
-into several batches, each of them in a way of its own: another save policy, in chunks, among masked tokens, without gradients,
-as a CUDA graph, compiled. Ids, scores, outputs and dx of every token must be the same bits. Every fourth case runs `moe_mlp` on
+A case draws a layer, its tokens and a gradient for each. The whole batch runs once. Then the same tokens run in another order,
+cut into several batches, each of them in a way of its own: another save policy, in chunks, among masked tokens, without
+gradients, as a CUDA graph, compiled. Ids, scores, outputs and dx of every token must be the same bits. Every fourth case runs `moe_mlp` on
 ids of which some are no expert's here. The exit code is 1 if a token differs.
 """
 
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,7 @@ from scripts.command import argument_parser, need_hopper, positive
 
 WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
 EXPERTS = {8: 2, 64: 6, 128: 8, 512: 10}  # E: K
-ROUTERS: dict[str, dict[str, Any]] = {
-    "top_k": {},
-    "topk_softmax": {},
-    "aux_free": {},
-}
+ROUTERS = ("top_k", "topk_softmax", "aux_free")
 ODDS = {"eager": 6, "paper": 4, "recompute": 4, "chunks": 4, "masked": 4, "no_grad": 2, "graph": 2, "compiled": 0.05}
 WAYS = tuple(ODDS)  # compiling takes a quarter of a minute
 LARGEST = 2**31  # bytes of all experts' weights
@@ -63,7 +60,7 @@ class Case:
         d, E = draw.choice(WIDTHS), draw.choice(tuple(EXPERTS))
         widths = [n for n in (64, 136, 256, 768) if 6 * E * n * d <= LARGEST]
         T = draw.choice((1, 2, draw.randint(3, 130), draw.randint(131, 1500), draw.randint(1501, 6000)))
-        router, shared = draw.choice(tuple(ROUTERS)), draw.choice((0, 0, 64, 200))
+        router, shared = draw.choice(ROUTERS), draw.choice((0, 0, 64, 200))
         flags = draw.random() < 0.5, draw.random() < 0.3
         return cls(seed, T, d, draw.choice(widths), E, EXPERTS[E], router, flags[0], shared, flags[1], seed % 4 == 3)
 
@@ -74,16 +71,9 @@ class Layer:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.generator = torch.Generator("cuda").manual_seed(case.seed)
-        options: dict[str, Any] = {
-            "router": case.router,
-            "bias": case.bias,
-            "d_shared": case.d_shared,
-            "device": "cuda",
-        }
-        sizes = (case.d, case.n, case.E, case.K)
-        self.module: Any = MoE(
-            *sizes, dtype=torch.bfloat16, backend="hopper", aux_loss=0.0, **options, **ROUTERS[case.router]
-        )
+        options: dict[str, Any] = {"router": case.router, "bias": case.bias, "d_shared": case.d_shared, "aux_loss": 0.0}
+        options |= {"dtype": torch.bfloat16, "device": "cuda", "backend": "hopper"}
+        self.module: Any = MoE(case.d, case.n, case.E, case.K, **options)
         if case.f32_router:
             self.module.router.float()
         with torch.no_grad():
@@ -104,7 +94,7 @@ class Layer:
             options["save"] = way
         elif way == "chunks":
             options["workspace_bytes"] = 1 + len(places) * self.case.K * self.case.d  # some four chunks
-        given, inside = places, slice(None)
+        given, inside = places, torch.ones(len(places), dtype=torch.bool, device="cuda")
         if way == "masked":  # tokens of the same batch, with a NaN in each, before, between and behind
             given, inside = self._padded(places)
         x, d_out = self.x[given].clone(), self.d_out[given]
@@ -119,10 +109,7 @@ class Layer:
             dx = torch.autograd.grad(out, x, d_out)[0] if way != "no_grad" else out
             return (*(t.detach() for t in made), dx)
 
-        if way == "graph":
-            made = self._replayed(step, x)
-        else:
-            made = step()
+        made = self._replayed(step, x) if way == "graph" else step()
         found = dict(zip(OUTPUTS, made, strict=True))
         if way == "no_grad":
             del found["dx"]
@@ -190,7 +177,7 @@ def batches(case: Case, chosen: list[str]) -> Iterator[tuple[Tensor, str]]:
     cuts = sorted({0, case.T, *(draw.randint(0, case.T) for _ in range(draw.randint(0, 5)))})
     if case.T > 1 and draw.random() < 0.5:
         cuts = sorted({*cuts, 1})  # one token alone
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         yield order[begin:end].cuda(), draw.choices(chosen, [ODDS[way] for way in chosen])[0]
 
 

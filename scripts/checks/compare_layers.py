@@ -252,7 +252,7 @@ def module_step(package: ModuleType, device: str, shape: Shape) -> Step:
 
 
 def router_step(package: ModuleType, device: str, shape: Shape) -> Step:
-    """A forward and a backward of a router as `scripts.bench.router` has it: topk_softmax, both losses, dX and dW; fp32 weight."""
+    """A forward and a backward of a router as `scripts.bench.router` has it: both losses, dX and dW of an fp32 weight."""
     draw = Draw(str(shape), device)
     options: Options = {"aux_loss": 0.01, "z_loss": 0.001, "device": device, "dtype": torch.float32}
     router = filled(package.router.make_router("topk_softmax", shape.d, shape.E, shape.K, **options), draw)
