@@ -11,7 +11,7 @@ from blazeproto.runtime import driver
 
 # Of a weight of one part and of two; sums beside the accumulators take the registers of wider tiles.
 WIDTHS = {1: (128, 64), 2: (256, 128, 64)}
-SEGMENT = 4  # stages that a tensor core adds up: 256 elements
+SEGMENT = 8  # stages that a tensor core adds up: 512 elements
 
 
 def kernel(width: int, parts: int) -> Kernel:

@@ -5,8 +5,8 @@
 
 A case draws a layer, its tokens and a gradient for each. The whole batch runs once. Then the same tokens run in another order,
 cut into several batches, each of them in a way of its own: another save policy, in chunks, among masked tokens, without
-gradients, as a CUDA graph, compiled. Ids, scores, outputs and dx of every token must be the same bits. Every fourth case runs `moe_mlp` on
-ids of which some are no expert's here. The exit code is 1 if a token differs.
+gradients, as a CUDA graph, compiled. Ids, scores, outputs and dx of every token must be the same bits. Every fourth case runs
+`moe_mlp` on ids of which some are no expert's here. The exit code is 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Layer:
         if way in ("paper", "recompute"):
             options["save"] = way
         elif way == "chunks":
-            options["workspace_bytes"] = 1 + len(places) * self.case.K * self.case.d  # some four chunks
+            of_token = 2 * self.case.K * (3 * self.case.n + self.case.d)  # bytes, at least what one needs
+            options["workspace_bytes"] = of_token * -(-len(places) // 4)
         given, inside = places, torch.ones(len(places), dtype=torch.bool, device="cuda")
         if way == "masked":  # tokens of the same batch, with a NaN in each, before, between and behind
             given, inside = self._padded(places)

@@ -251,8 +251,8 @@ def cells(row: Record) -> list[str]:
     return [row["layer"], *map(str, row["cfg"].values()), *times, *(f"{row[f'{side}_peak_MiB']:.1f}" for side in SIDES)]
 
 
-def judge_times(rows: list[Record], mean_bound: float, bound: float) -> bool:
-    """Prints a table and whether the bounds hold."""
+def judge_times(rows: list[Record], mean_bound: float, bound: float, *, peaks: bool = True) -> bool:
+    """Prints a table and whether the bounds hold.  peaks: whether one that is higher counts."""
     ratios = [row["ratio"] for row in rows]
     higher = [row["cfg"] for row in rows if row["new_peak_MiB"] > row["old_peak_MiB"]]
     mean, worst = geometric_mean(ratios), max(ratios, default=float("nan"))
@@ -260,7 +260,7 @@ def judge_times(rows: list[Record], mean_bound: float, bound: float) -> bool:
     print(format_table(header, [cells(row) for row in rows]))
     print(f"new / old: geometric mean {mean:.4f}, at most {mean_bound}; most {worst:.4f}, at most {bound}")
     print(f"peaks that are higher: {higher or 'none'}")
-    return mean <= mean_bound and worst <= bound and not higher
+    return mean <= mean_bound and worst <= bound and not (peaks and higher)
 
 
 # --- Command line --------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def main() -> int:
         record["router_rows"] = compare_times(options, "router", [shape for shapes, _ in ROUTERS for shape in shapes])
         for shapes, bound in ROUTERS:
             of_these = [row for row in record["router_rows"] if row["cfg"] in map(cfg_of, shapes)]
-            holds.append(judge_times(of_these, bound, bound))
+            holds.append(judge_times(of_these, bound, bound, peaks=False))
     if not holds:
         record["bits"] = compare_bits(options)
         holds.append(record["bits"]["holds"])

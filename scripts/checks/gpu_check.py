@@ -45,6 +45,7 @@ class Step:
     full_minutes: float = 0.0
     environment: tuple[tuple[str, str], ...] = ()
     last_lines: int = LAST_LINES
+    gpus: int = 1  # that it sees
 
 
 # Allocations one by one, so that a checker sees the bounds of each tensor.
@@ -69,6 +70,11 @@ _PYTEST = f"python -m pytest -q --no-header --tb=short -p no:cacheprovider{_TIME
 
 STEPS = {
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 5, f"{_PYTEST} -m gpu", 9),
+    "tests_on_two": Step(f"{_PYTEST} -m gpu", 9, gpus=2),
+    "batch": Step(
+        "python -m scripts.checks.batch_invariance --cases 500 --seconds 300 --out results/h200/batch_invariance.json",
+        6,
+    ),
     "layer": Step(
         "python -m scripts.bench.layer --quick",
         3,
@@ -118,9 +124,19 @@ def sanitizer_path() -> str:
     return shutil.which("compute-sanitizer") or next(iter(sorted(places)), "compute-sanitizer")
 
 
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES would have them."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return given.split(",")
+    listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
+    return [str(index) for index, _ in enumerate(filter(None, listed.splitlines()))]
+
+
 def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]:
-    """Run a step in a process group of its own, for no longer than its limit or what is left."""
-    step = STEPS[name]
+    """Run a step in a process group of its own, on as many GPUs as it needs, for no longer than its limit or what is left."""
+    step, gpus = STEPS[name], visible_gpus()
+    if len(gpus) < step.gpus:
+        return {"outcome": f"skipped: needs {step.gpus} GPUs, there are {len(gpus)}"}
     command = step.full if full and step.full else step.command
     limit = 60 * (step.full_minutes if full and step.full else step.minutes)
     limit = min(limit, seconds_left)
@@ -129,7 +145,8 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
     programs = {"python": sys.executable, "compute-sanitizer": sanitizer_path()}
     words = [programs.get(word, word) for word in words]
     begin = time.monotonic()
-    environment = os.environ | dict(step.environment) | {"PYTHONUNBUFFERED": "1"}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: step.gpus])}
+    environment = os.environ | dict(step.environment) | seen | {"PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("ab") as sink:
         sink.write(f"\n--- {name}: {command}\n".encode())

@@ -130,7 +130,13 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     steps = {
         "hangs": gpu_check.Step('python -c "print(1, flush=True); import time; time.sleep(60)"', minutes=1),
         "works": gpu_check.Step("python -c \"print('ERROR SUMMARY: 3 errors')\"", minutes=1),
+        "sees": gpu_check.Step("python -c \"import os; print(os.environ['CUDA_VISIBLE_DEVICES'])\"", minutes=1),
+        "sees two": gpu_check.Step(
+            "python -c \"import os; print(os.environ['CUDA_VISIBLE_DEVICES'])\"", minutes=1, gpus=2
+        ),
+        "needs three": gpu_check.Step("python", minutes=1, gpus=3),
     }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(gpu_check, "STEPS", steps)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
@@ -139,3 +145,7 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
     assert worked["outcome"] == "ok"
     assert worked["findings"] == 3
+    for name, seen in {"sees": "4", "sees two": "4,7"}.items():
+        assert gpu_check.run(name, full=False, seconds_left=30.0, log=tmp_path / "log")["last_lines"] == [seen]
+    refused = gpu_check.run("needs three", full=False, seconds_left=30.0, log=tmp_path / "log")
+    assert refused == {"outcome": "skipped: needs 3 GPUs, there are 2"}

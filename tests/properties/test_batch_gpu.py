@@ -1,0 +1,22 @@
+"""A token's bits whatever else is in its batch: some of the random layers of scripts.checks.batch_invariance."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from scripts.checks.batch_invariance import WAYS, Case, run_case
+
+pytestmark = pytest.mark.gpu
+QUICK = [way for way in WAYS if way != "compiled"]
+
+
+@pytest.mark.parametrize("seed", range(1000, 1024))
+def test_no_token_differs(seed: int) -> None:
+    assert not run_case(Case.drawn(seed), QUICK, Counter())
+
+
+def test_no_token_differs_compiled() -> None:
+    case = next(case for case in map(Case.drawn, range(2000, 3000)) if case.T > 100 and not case.elsewhere)
+    assert not run_case(case, ["compiled"], Counter())
