@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
-from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
+from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -263,12 +263,22 @@ class MoE(nn.Module, Shown):
             varying_pairs=None if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k),
         )
 
+    def runs_on(self, dtype: torch.dtype | None = None) -> str:
+        """What computes the experts, and what the kernels lack: "hopper", "torch", or "nothing" where calling the layer raises.
+
+        dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else that of the weights.
+        """
+        if dtype is None:
+            dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
+        return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
+
     def extra_repr(self) -> str:
-        """Sizes and options, for the module's repr."""
+        """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
+        found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}"
+            f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}{found}"
         )
 
 

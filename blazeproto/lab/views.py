@@ -203,6 +203,7 @@ def _of_layer(layer: MoE) -> View:
     facts = {
         "sizes": f"d={layer.d_model}, n={layer.d_expert}, E={layer.num_experts}, K={layer.top_k}",
         "experts": f"{layer.activation}, combine={layer.combine}, backend={layer.backend}",
+        "runs on": layer.runs_on(),
         "router": f"{type(layer.router).__name__}({getattr(layer.router, 'extra_repr', str)()})",
         "device": ", ".join(dtypes),
         "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",

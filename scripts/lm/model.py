@@ -139,7 +139,8 @@ class GPT(nn.Module):
     def update_router_biases(self, loads: Tensor) -> None:
         """One step of the balancing without auxiliary loss, where routers do that. loads (layers, E) of the whole batch."""
         for block, load in zip(self.blocks, loads, strict=True):
-            block.moe.router.update_bias(load)
+            if block.moe.router.expert_bias is not None:
+                block.moe.router.update_bias(load)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:

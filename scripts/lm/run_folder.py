@@ -25,7 +25,15 @@ import torch
 CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
 OF_FORMATS = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
-UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, AttributeError, EOFError, *OF_FORMATS)  # a damaged file raises
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    *OF_FORMATS,
+)  # a damaged file raises
 FIELDS = {"step", "model", "best", "optimizer", "random", "seconds", "saved_bytes", "config", "data"}
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import blazeproto.layer
 from blazeproto import MoE, Router, dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.autograd import backends
 from blazeproto.autograd import moe_mlp as expert_mlp
 from blazeproto.reference import moe_mlp
 from blazeproto.router.router import ROUTERS
@@ -133,6 +134,20 @@ def test_a_checkpoint_that_does_not_fit():
 def test_repr():
     text = repr(MoE(16, 24, 4, 2, save="paper", bias=True))
     assert "d_model=16, d_expert=24, num_experts=4, top_k=2, activation=swiglu, bias=True, save=paper" in text
+    assert "backend=auto (torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on cpu)" in text
+    assert "backend=torch\n" in repr(MoE(16, 24, 4, 2, backend="torch"))
+
+
+def test_what_runs_is_said(monkeypatch):
+    """For x of a dtype; float32 weights run on the kernels where x is in bf16."""
+    layer = MoE(16, 24, 4, 2, device="meta")
+    assert layer.runs_on() == "torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on meta"
+    missing = {torch.bfloat16: None}
+    monkeypatch.setattr(backends, "missing_for_hopper", lambda device, dtype, *_: missing.get(dtype, "bf16"))
+    assert layer.runs_on() == "hopper" and "backend=auto (hopper)" in repr(layer)
+    assert layer.runs_on(torch.float32) == layer.half().runs_on() == "torch: the kernels need bf16"
+    layer.backend = "hopper"
+    assert layer.runs_on(torch.float32) == "nothing: the kernels need bf16"
 
 
 def test_factory_arguments():
