@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activate, activation_named
 from blazeproto.autograd import SavePolicy, moe_mlp, saved_bytes
-from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper, what_runs
+from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -53,7 +53,8 @@ class MoE(nn.Module, Shown):
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
-            with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
+            or a router module, which returns a ``Routing``.
+        router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
@@ -99,8 +100,8 @@ class MoE(nn.Module, Shown):
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
-        if dtype not in (None, *FLOAT_DTYPES):
-            raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+        _check_dtype(dtype)
+        check_device(device)
         options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
         self.options = replace(options, save=SavePolicy(options.save))
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
@@ -243,6 +244,7 @@ class MoE(nn.Module, Shown):
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
+        _check_dtype(dtype)
         if dtype is None:
             dtype = self.down_proj.dtype
             if dtype != torch.float64:
@@ -268,6 +270,7 @@ class MoE(nn.Module, Shown):
 
         dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else that of the weights.
         """
+        _check_dtype(dtype)
         if dtype is None:
             dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
         return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
@@ -342,10 +345,19 @@ class SharedExpert(nn.Module):
         return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
 
 
+def _check_dtype(dtype: object) -> None:
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+
+
 def _check_keywords(options: dict[str, Any]) -> None:
     """TypeError for a keyword that neither the layer nor any router takes, with the nearest one that exists."""
     of_choices = [option.name for kind in CHOICES.values() for option in fields(kind)]
     known = {*router_keywords(), *of_choices, *inspect.signature(MoE).parameters} - {"router_options"}
+    if "router_options" in options:
+        raise TypeError(
+            "router_options: expected each as a keyword of its own, MoE(..., aux_loss=0.01), got them together"
+        )
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: unknown keyword of MoE and its router{nearest(name, known)}")

@@ -174,6 +174,15 @@ def what_runs(name: str, device: torch.device, dtype: torch.dtype, num_experts: 
     return "hopper" if missing is None else f"{'torch' if name == 'auto' else 'nothing'}: the kernels need {missing}"
 
 
+def check_device(device: Any) -> None:
+    """ValueError for a device that torch does not know, or that is not here. None is any."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: torch without CUDA
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device: expected one of torch's that is here, got {str(device)!r} ({why})") from error
+
+
 def device_index(device: torch.device) -> int:
     """The CUDA ordinal of a device, of the current one if it names none."""
     return torch.cuda.current_device() if device.index is None else device.index

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blazeproto.autograd.backends import check_device
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
@@ -101,6 +102,7 @@ class Router(nn.Module):
             checks.number(name, rate, least=0)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+        check_device(device)
         self.choice = _choice(choose, choose_options)
         if (aux_loss or bias_update_rate) and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
             name = type(self.choice).__name__
