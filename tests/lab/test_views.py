@@ -289,6 +289,15 @@ def test_the_load_of_a_layer_s_statistics() -> None:
             function(stats.load)
 
 
+def test_no_name_is_split_where_columns_just_fit() -> None:
+    lists = "expert_pair_indices[40832] expert_token_offsets[1×129] token_index_map[40832]"
+    columns = ["arrays of", "reads", "writes", "keeps for backward"]
+    table = Table(columns, [["down_backward_weight", "gate_up_proj[128×64×64] x[64×64]", lists, lists]], left=columns)
+    text = View("A view", {}, [table]).text(110)
+    assert "arrays of" in text.splitlines()[2], "as rows"
+    assert all(text.count(name) == 2 for name in lists.split()) and "gate_up_proj[128×64×64]" in text
+
+
 def test_tab_offers_what_is_meant_for_people() -> None:
     assert dir(views) == sorted(views.__all__) and all(callable(getattr(views, name)) for name in views.__all__)
 

@@ -252,7 +252,11 @@ BAD = {
         TypeError,
         r"router_options: expected each as a keyword of its own, MoE\(\.\.\., aux_loss=0\.01\)",
     ),
-    "a device that is not here": ({"device": "cuda:99"}, ValueError, r"device: expected one .* here, got 'cuda:99' \("),
+    "a device that is not here": (
+        {"device": "cuda:99", "router": Router(16, 4, 2)},
+        ValueError,
+        r"device: expected one .* here, got 'cuda:99' \(",
+    ),
     "no device": ({"device": "gpu"}, ValueError, r"device: expected one of torch's .*, got 'gpu' \("),
     "a dropped option": ({"weight_grad_dtype": None}, TypeError, r"weight_grad_dtype: unknown keyword of MoE"),
     "no router": ({"router": None}, TypeError, r"router: expected a name or a module, got NoneType"),
