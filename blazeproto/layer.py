@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd import SavePolicy, grouped_experts, moe_mlp, saved_bytes
-from blazeproto.autograd.backends import backend_on, device_index, missing_for_hopper
+from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
@@ -52,7 +52,8 @@ class MoE(nn.Module, Shown):
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
-            with options of ``Router`` in ``router_options``; or a router module, which returns a ``Routing``.
+            or a router module, which returns a ``Routing``.
+        router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
         bias: whether the experts' projections have biases.
         d_shared: width of the shared expert that every token visits (DeepSeekMoE §3.2); 0 for none.
         keywords: the fields of `blazeproto.autograd.Options`; each is an attribute of the layer, which may be set later.
@@ -98,8 +99,8 @@ class MoE(nn.Module, Shown):
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
-        if dtype not in (None, *FLOAT_DTYPES):
-            raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+        _check_dtype(dtype)
+        check_device(device)
         options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
         self.options = replace(options, save=SavePolicy(options.save))
         self.d_model, self.d_expert, self.num_experts, self.top_k = d_model, d_expert, num_experts, top_k
@@ -243,6 +244,7 @@ class MoE(nn.Module, Shown):
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
+        _check_dtype(dtype)
         if dtype is None:
             dtype = self.down_proj.dtype
             if dtype != torch.float64:
@@ -263,12 +265,23 @@ class MoE(nn.Module, Shown):
             varying_pairs=None if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k),
         )
 
+    def runs_on(self, dtype: torch.dtype | None = None) -> str:
+        """What computes the experts, and what the kernels lack: "hopper", "torch", or "nothing" where calling the layer raises.
+
+        dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else that of the weights.
+        """
+        _check_dtype(dtype)
+        if dtype is None:
+            dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
+        return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
+
     def extra_repr(self) -> str:
-        """Sizes and options, for the module's repr."""
+        """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
+        found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}"
+            f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}{found}"
         )
 
 
@@ -338,10 +351,19 @@ class SharedExpert(nn.Module):
         return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
 
 
+def _check_dtype(dtype: object) -> None:
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+
+
 def _check_keywords(options: dict[str, Any]) -> None:
     """TypeError for a keyword that neither the layer nor any router takes, with the nearest one that exists."""
     of_choices = [option.name for kind in CHOICES.values() for option in fields(kind)]
     known = {*router_keywords(), *of_choices, *inspect.signature(MoE).parameters} - {"router_options"}
+    if "router_options" in options:
+        raise TypeError(
+            "router_options: expected each as a keyword of its own, MoE(..., aux_loss=0.01), got them together"
+        )
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: unknown keyword of MoE and its router{nearest(name, known)}")

@@ -4,6 +4,8 @@
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
+    python -m scripts.train_lm --resume --steps 1000  # make the newest run that long, also where it has ended
+    python -m scripts.train_lm --sample runs/cpu      # text by the best weights of a run's checkpoint
 
 The settings are in scripts/lm/settings.py, the model and the text in scripts/lm/model.py. A run is a folder, runs/NAME/, which
 one process at a time may use, and which is never part of the text:
@@ -14,7 +16,8 @@ one process at a time may use, and which is never part of the text:
     summary.json     how it ended, with the sample
 
 Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
-losses are, on one device, those of a run that was never interrupted, to the bit. The exit code is 2 where an option, the text
+losses are, on one device, those of a run that was never interrupted, to the bit. One that is made longer has from there on the
+learning rates of a run of so many steps: after its end they rise again. The exit code is 2 where an option, the text
 or a checkpoint is refused, 1 where training fails, 130 where Ctrl-C leaves no checkpoint or no summary.
 """
 
@@ -52,6 +55,8 @@ from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
 from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
+SAMPLE_BYTES = 400
+
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
 
@@ -79,7 +84,7 @@ class Display:
 
     def __init__(self, steps: int) -> None:
         self.console = Console(highlight=False)
-        self.steps, self.val_loss = steps, math.nan
+        self.steps, self.validated = steps, ""
         columns = "step", MofNCompleteColumn(), BarColumn(bar_width=None), "{task.description}", TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("", total=steps)
@@ -90,9 +95,10 @@ class Display:
 
     def update(self, line: dict[str, Any], saved_bytes: int) -> None:
         done = line["step"] + 1
-        self.val_loss = line.get("val_loss", self.val_loss)
+        if "val_loss" in line:
+            self.validated = f"val {line['val_loss']:.3f}  "
         numbers = (
-            f"loss {line['loss']:.3f}  val {self.val_loss:.3f}  {line['tokens_per_s'] / 1000:.1f}k tokens/s  "
+            f"loss {line['loss']:.3f}  {self.validated}{line['tokens_per_s'] / 1000:.1f}k tokens/s  "
             f"balance {line['balance']:.2f}  saved {saved_bytes / 2**20:.0f} MiB"
         )
         if not self.console.is_terminal:
@@ -100,7 +106,7 @@ class Display:
             return
         self.progress.update(self.task, completed=done, description=numbers)
         if "val_loss" in line:
-            self.say(f"step {done:5d}  validation loss {self.val_loss:.4f} nats/byte")
+            self.say(f"step {done:5d}  validation loss {line['val_loss']:.4f} nats/byte")
 
 
 class Interrupt:
@@ -129,7 +135,8 @@ class Trainer:
     def __init__(self, config: Config, folder: Path, device: torch.device) -> None:
         self.config, self.folder, self.device = config, folder, device
         texts = load_data(config.data, config.context, runs=folder.parent)
-        self.data = hashlib.sha256(b"".join(text.numpy().tobytes() for text in texts)).hexdigest()
+        sizes = [len(text) for text in texts]  # the same bytes, divided otherwise, are another text
+        self.data = hashlib.sha256(b"".join([repr(sizes).encode(), *(t.numpy().tobytes() for t in texts)])).hexdigest()
         self.text_bytes = len(texts[0])
         self.train_batches, self.val_batches = (
             Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
@@ -167,8 +174,9 @@ class Trainer:
         if state["data"] != self.data:
             raise CheckpointError(f"checkpoint: {path} was trained on another text than there is now")
         then, now = state["config"], dataclasses.asdict(self.config)
-        # The text has been compared; where it lies may have changed.
-        if differing := {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - {"data"}:
+        # The text has been compared; where it lies may have changed, and a run may have been made longer.
+        differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - {"data", "steps"}
+        if differing:
             raise CheckpointError(f"checkpoint: {path} and {CONFIG} differ in {', '.join(sorted(differing))}")
         try:
             self.model.load_state_dict(state["model"])
@@ -229,7 +237,8 @@ class Trainer:
                 waiting.append(self.train_step())
                 last = self.step == config.steps or interrupt.asked
                 validating = self.step % config.val_every == 0 or self.step == config.steps
-                if not (last or validating or self.step % config.log_every == 0):
+                saving = last or self.step % config.checkpoint_every == 0
+                if not (saving or validating or self.step % config.log_every == 0):
                     continue
                 rows = torch.stack(waiting).tolist()
                 speed = len(rows) * config.batch * config.context / (time.perf_counter() - since)
@@ -252,7 +261,7 @@ class Trainer:
                         f"loss: expected a finite number, got {loss} at step {self.step}; try a lower --lr"
                     )
                 self.seconds = time.perf_counter() - began
-                if last or self.step % config.checkpoint_every == 0:
+                if saving:
                     self.save()
                 if last:
                     break
@@ -264,7 +273,7 @@ class Trainer:
         """Validate the best weights on more text, let them write some, and note how the run went."""
         self.model.load_state_dict(self.best["model"])
         with self.precision:
-            sample = self.model.generate(b"\0", 400, seed=self.config.seed)
+            text = self.model.generate(b"\0", SAMPLE_BYTES, seed=self.config.seed)
         summary = {
             "val_loss": self.validate(4 * self.config.val_bytes),
             "best_step": self.best["step"],
@@ -273,7 +282,7 @@ class Trainer:
             "parameters": self.parameters,
             "saved_activation_bytes": self.saved_bytes,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "sample": sample[1:].decode(errors="replace"),
+            "sample": text[1:].decode(errors="replace"),
         }
         run_folder.write_lines(self.folder / SUMMARY, [summary], indent=2)
         return summary
@@ -288,6 +297,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs [default runs]")
     parser.add_argument("--name", help="of the run's folder [default the preset's, with a number if it is taken]")
     parser.add_argument("--resume", action="store_true", help="go on from a checkpoint, with the run's own settings")
+    parser.add_argument(
+        "--sample", type=Path, metavar="CHECKPOINT", help="train nothing, write text: a file or a run's folder"
+    )
+    parser.add_argument("--prompt", help="what the text of --sample begins with [default the beginning of a file]")
     parser.add_argument("--device", help="cpu, cuda or cuda:N [default cuda where there is one, else cpu]")
     add_options(parser)
     return parser
@@ -301,8 +314,9 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
         ValueError: an option, or the text, isn't what it must be.
         CheckpointError: there is no such run to go on with, or it is in use.
     """
-    device = device_named(args.device)
-    given = {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
+    device, given = device_named(args.device), given_settings(args)
+    if args.prompt is not None:
+        raise ValueError("prompt: expected none without --sample")
     if args.name is not None:
         run_folder.check_name(args.name)
     if "data" in given:
@@ -312,9 +326,12 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
     if args.resume:
         if args.preset:
             raise ValueError(f"preset: expected none with --resume, a run keeps its settings, got {args.preset!r}")
-        with run_folder.old_run(args.out, args.name) as folder:
+        with run_folder.old_run(args.out, args.name, ended="steps" in given) as folder:
             trainer = Trainer(settings_of(folder, given), folder, device)
             trainer.load()
+            if "steps" in given:
+                run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(trainer.config)], indent=2)
+                (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
             yield trainer
         return
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -324,14 +341,25 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
         yield Trainer(config, folder, device)
 
 
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line has."""
+    return {f.name: value for f in dataclasses.fields(Config) if (value := getattr(args, f.name)) is not None}
+
+
 def settings_of(folder: Path, given: dict[str, Any]) -> Config:
-    """What a run began with. Options that are given must say the same, but the same text may lie elsewhere now."""
+    """What a run began with. Options that are given must say the same, but for more steps, and where the same text lies now."""
     try:
         config = Config(**json.loads((folder / CONFIG).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read ({error})") from error
+    least = config.steps + (folder / SUMMARY).exists()
+    if given.get("steps", least) < least:
+        ended = "has ended" if least > config.steps else "began"
+        raise CheckpointError(
+            f"steps: expected at least {least}, as {folder} {ended} with {config.steps}, got {given['steps']}"
+        )
     for name, value in given.items():
-        if value != getattr(config, name) and name != "data":
+        if value != getattr(config, name) and name not in ("data", "steps"):
             raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
     return dataclasses.replace(config, **given)
 
@@ -358,6 +386,29 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
     display.say(f"\n{summary['sample']}\n\n{result}; {summary['seconds']:.0f} s; {folder / PICTURE}")
 
 
+def sample(args: argparse.Namespace) -> None:
+    """Print text by the best weights of a checkpoint, whatever device and backend they were trained on."""
+    others = {"resume": args.resume or None, "preset": args.preset, "name": args.name} | given_settings(args)
+    for name, value in others.items():
+        if value is not None and name != "seed":
+            raise ValueError(f"{name}: expected none with --sample, got {value!r}")
+    device = device_named(args.device)
+    path = args.sample / CHECKPOINT if args.sample.is_dir() else args.sample
+    if not path.is_file():
+        raise ValueError(f"sample: expected a checkpoint, or the folder of a run with one, got {args.sample}")
+    state = run_folder.load_checkpoint(path)
+    try:
+        config = dataclasses.replace(Config(**state["config"]), backend="auto")
+        model = GPT(config).to(device)
+        model.load_state_dict(state["best"]["model"] or state["model"])  # none is the best before it is validated
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
+    prompt = b"\0" if not args.prompt else args.prompt.encode(errors="surrogateescape")
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+        text = model.generate(prompt, SAMPLE_BYTES, seed=config.seed if args.seed is None else args.seed)
+    Display(0).say(text.removeprefix(b"\0").decode(errors="replace"))
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: before and after training, KeyboardInterrupt
@@ -366,6 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
         torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only costs time
+        if args.sample is not None:
+            sample(args)
+            return 0
         with opened_run(args) as trainer:
             train(trainer, args)
         return 0

@@ -166,6 +166,23 @@ def missing_for_hopper(device: torch.device, dtype: torch.dtype, num_experts: in
     return _missing_on_device(device_index(device))
 
 
+def what_runs(name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> str:
+    """What `backend_on` does, in words: "hopper", or "torch", or "nothing" where it raises; with what the kernels lack."""
+    if name == "torch":
+        return name
+    missing = missing_for_hopper(device, dtype, num_experts, *widths)
+    return "hopper" if missing is None else f"{'torch' if name == 'auto' else 'nothing'}: the kernels need {missing}"
+
+
+def check_device(device: Any) -> None:
+    """ValueError for a device that torch does not know, or that is not here. None is any."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: torch without CUDA
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device: expected one of torch's that is here, got {str(device)!r} ({why})") from error
+
+
 def device_index(device: torch.device) -> int:
     """The CUDA ordinal of a device, of the current one if it names none."""
     return torch.cuda.current_device() if device.index is None else device.index

@@ -134,11 +134,14 @@ def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: 
 
 
 def _check_dtype(name: str, weight: Tensor, x: Tensor) -> None:
+    """x has the weight's dtype, or is of 16 bits where that is float32. Autocast casts both."""
     if autocast_dtype(x.device.type):
         return
-    if weight.dtype not in (x.dtype, torch.float32) or x.dtype == torch.float64 != weight.dtype:
+    fitting = FLOAT_DTYPES[:3] if weight.dtype == torch.float32 else (weight.dtype,)
+    if x.dtype not in fitting:
+        expected = " or ".join(map(str, fitting))
         raise ValueError(
-            f"{name}: expected dtype {x.dtype} as x has, or torch.float32 (outside autocast), got {weight.dtype}"
+            f"x: expected dtype {expected} with {name} in {weight.dtype} (outside autocast), got {x.dtype}"
         )
 
 

@@ -72,7 +72,9 @@ def _checked(look: Look, name: str, dimensions: int, call: Mapping[str, Any]) ->
         raise ValueError(f"num_experts: expected at most {MAX_PAIRS}, for offsets are int32, got {num_experts}")
     if stream is not None:
         checks.integer("stream", stream, least=0)
-    ids = arrays.expect(name, look(experts, name), ("int32", "int64"), (None,) * dimensions, alignment=4)
+    ids = arrays.expect(
+        name, look(experts, name), ("int32", "int64"), ("T", "K") if dimensions == 2 else ("P",), alignment=4
+    )
     if dimensions == 2 and ids.shape[1] < 1:
         raise ValueError(f"{name}: expected (T, K) with K >= 1, got {ids.shape}")
     if ids.size > MAX_PAIRS:
@@ -109,7 +111,7 @@ def _varying_pairs(
         "pair_tokens", look(pair_tokens, "pair_tokens"), "int32", (ids.size,), device=ids.device, alignment=4
     )
     offsets = arrays.expect(
-        "token_offsets", look(token_offsets, "token_offsets"), "int32", (None,), device=ids.device, alignment=4
+        "token_offsets", look(token_offsets, "token_offsets"), "int32", ("T + 1",), device=ids.device, alignment=4
     )
     if not offsets.size:
         raise ValueError("token_offsets: expected (T + 1,), got (0,)")

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -88,10 +89,26 @@ def compile(file: str, options: Sequence[str]) -> Binary:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = fetch("ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
         if int(status) != 0:
-            raise CompileError(f"{Path(file).name}: {status.name}\n{log}")
+            raise CompileError(
+                f"{Path(file).name}: {status.name}\n{with_sources(log, fetch('PTX').decode(errors='replace'))}"
+            )
         return Binary(fetch("CUBIN"), fetch("PTX").rstrip(b"\0").decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def with_sources(log: str, ptx: str) -> str:
+    """ptxas's log, with the line of the source and the instruction behind each line of PTX that it names. ptx: with -lineinfo."""
+    lines, files = ptx.splitlines(), dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]+)"', ptx, re.MULTILINE))
+
+    def with_source(found: re.Match[str]) -> str:
+        before = "\n".join(lines[: (number := int(found[1]))])
+        places = re.findall(r"^\s*\.loc\s+(\d+) (\d+)", before, re.MULTILINE)
+        if not places or places[-1][0] not in files:
+            return found[0]
+        return f"{found[0]} ({Path(files[places[-1][0]]).name}:{places[-1][1]}: {lines[number - 1].strip()})"
+
+    return re.sub(r"ptx input, line (\d+)", with_source, log)
 
 
 # --- Where CUDA's headers and tools lie ------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ def _why_peft(wrapper: Any) -> str | None:
     while wrapper is not experts:
         if wrapper.parameter_name not in ("gate_up_proj", "up_proj", "down_proj"):
             return f"adapters of {wrapper.parameter_name}"
+        if experts.is_transposed and wrapper.num_experts == 1:
+            return "transposed weights of one expert, to which peft adds B A as to others"
         wrapper = wrapper.base_layer
     return None
 

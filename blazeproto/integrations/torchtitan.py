@@ -5,7 +5,8 @@
 torchtitan puts `Experts` in the place of its ``GroupedExperts`` in a model's configuration. Router, dispatcher and communication
 stay torchtitan's; parameters keep their names and shapes, so checkpoints are the same. As there, products are in bfloat16.
 
-Importing this module raises ImportError where torchtitan is missing or of a version that this isn't tested with.
+Importing this module raises ImportError where torchtitan is missing, of a version that this isn't tested with, or lacks what its
+models import, such as Triton.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ __all__ = ["REFUSED", "Experts", "experts"]
 
 need("torchtitan")  # before what only that version may have is imported
 
-import spmd_types as spmd  # noqa: E402
-from torchtitan.config.override import derive, override  # noqa: E402
-from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
+try:
+    import spmd_types as spmd
+    from torchtitan.config.override import derive, override
+    from torchtitan.models.common.moe import GroupedExperts
+except ModuleNotFoundError as error:
+    hint = "; torch's builds for CUDA bring it, those for CPUs do not" if error.name == "triton" else ""
+    raise ImportError(
+        f"torchtitan: expected {error.name}, which its models import, got none{hint}", name=error.name
+    ) from error
 
 REFUSED = {
     "Float8": "float8 products",

@@ -10,7 +10,8 @@ transformers calls what is registered in place of the forward of every experts m
     in place       an activation of `blazeproto.activations`: `moe_mlp` on the module's own weights, gate_up_proj (E, 2n, d), or
                    up_proj (E, n, d) without a gate, and down_proj (E, d, n); all of them transposed, or gate and up alternating,
                    as the module says. Gradients lie as the weights do
-    grouped_mm     another activation, or a norm after each expert: transformers' own ``grouped_mm`` implementation
+    grouped_mm     another activation, one that a hook listens to, or a norm after each expert: transformers' own ``grouped_mm``
+                   implementation
 
 What neither can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
 """
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 
 from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import LowRank, moe_mlp
+from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES
+from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.runtime.optional import need
 
 __all__ = ["REFUSED", "experts_forward", "explain", "register"]
@@ -137,6 +140,13 @@ def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None
     return getattr(experts, name), experts.down_proj, *biases
 
 
+def _is_watched(act_fn: Any) -> bool:
+    """Whether somebody listens to a call of act_fn, or of a module in it, or has changed it: in place nothing calls it."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    modules = act_fn.modules() if isinstance(act_fn, nn.Module) else ()
+    return any("forward" in module.__dict__ or any(module.__dict__[name] for name in hooks) for module in modules)
+
+
 # --- What is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +197,8 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
         gate, act_fn = _gate_name(experts), type(getattr(experts, "act_fn", None)).__name__
         own = experts.has_gate and gate != DEFAULT_GATE
         return f"its own gate, {gate.removeprefix(f'{experts.__module__}.')}" if own else f"the activation {act_fn}"
+    if _is_watched(getattr(experts, "act_fn", None)):
+        return "a hook on act_fn, or another forward of it"
     if len({tensor.dtype for tensor in _weights(experts) if tensor is not None}) > 1:
         return "weights of several dtypes"
     if any(hasattr(tensor, "placements") for tensor in _weights(experts)):
@@ -197,8 +209,9 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
 def explain(model: nn.Module) -> dict[str, str]:
     """Which code path each experts module of a model takes, by its name.
 
-    "in place", "grouped_mm: ..." or "refused: ...", as this file's docstring tells them; with the reason. It doesn't matter
-    which implementation is set. Hugging Face transformers, ``integrations/moe.py``, has the layouts.
+    "in place (...)" with the backend in parentheses, "grouped_mm: ..." or "refused: ...", as this file's docstring tells them;
+    with the reason. Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging
+    Face transformers, ``integrations/moe.py``, has the layouts.
 
     Args:
         model: a transformers model, or an experts module.
@@ -215,12 +228,20 @@ def explain(model: nn.Module) -> dict[str, str]:
 
 
 def _path(experts: Any) -> str:
+    implementation = experts.config._experts_implementation or "eager"
+    path = _our_path(experts)
+    return path if implementation == NAME else f'{implementation}; experts_implementation="{NAME}" would be {path}'
+
+
+def _our_path(experts: Any) -> str:
     for what, (found, expected) in REFUSED.items():
         if found(experts):
             return f"refused: {what}; expected {expected}"
     if why := _why_grouped_mm(experts):
         return f"grouped_mm: {why}"
-    return "in place"
+    down = _weights(experts)[1]
+    dtype = autocast_dtype(down.device.type) or down.dtype
+    return f"in place ({what_runs('auto', down.device, dtype, *down.shape)})"
 
 
 def experts_forward(

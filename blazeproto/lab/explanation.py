@@ -154,7 +154,8 @@ def _per_token(call: LayerCall) -> str:
 
 
 def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
-    notes = ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
+    notes = [f"Here the layer runs on {layer.runs_on(dtype)}."]
+    notes += ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
     if dtype != torch.bfloat16:
         notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
     if call.num_chunks > 1:

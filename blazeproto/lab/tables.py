@@ -6,16 +6,17 @@ View("Dispatch", {"tokens": "5"}, [Table(["expert", "load", ""], [["0", "3", Bar
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table as RichTable
 
 BAR_WIDTH = 32  # characters of a full bar
 TEXT_WIDTH = 110  # columns of a view as plain text
+GAP = 3  # at most, of them between two of a table
 HTML = '<pre style="white-space:pre;overflow:auto;max-height:48em;line-height:normal">{code}</pre>'
 
 
@@ -99,31 +100,68 @@ class View(Drawn):
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        parts: list[Text | RichTable] = [Text(self.title, style="bold")]
+        parts: list[RenderableType] = [Text(self.title, style="bold")]
         if self.facts:
             facts = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0))
             for name, value in self.facts.items():
                 facts.add_row(Text(name, style="dim"), Text(value))
             parts.append(facts)
-        parts += [_rich(table) for table in self.tables]
+        parts += [Fitted(table) for table in self.tables]
         return Group(*parts, *([Text(self.note, style="dim")] if self.note else []))
 
 
-def _rich(table: Table) -> RichTable:
+@dataclass(frozen=True)
+class Fitted:
+    """What rich draws of a table, with no name split: as rows, or where that is too wide with a line for each cell."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        least = [_least_width(self.table, place) for place in range(len(self.table.columns))]
+        fits = sum(least) + GAP * len(least) <= options.max_width
+        yield _rich(self.table, least) if fits else _stacked(self.table)
+
+
+def _wraps(table: Table, place: int) -> bool:
+    """Whether a cell of this column may have several lines, of whole words."""
+    return place > 0 and table.columns[place] in table.left and all(isinstance(row[place], str) for row in table.rows)
+
+
+def _least_width(table: Table, place: int) -> int:
+    texts = [table.columns[place], *(_text(row[place]) for row in table.rows)]
+    parts = [word for text in texts for word in text.split()] if _wraps(table, place) else texts
+    return max(map(len, parts), default=0)
+
+
+def _text(cell: Cell) -> str:
+    return cell.text() if isinstance(cell, Bar) else cell
+
+
+def _stacked(table: Table) -> RichTable:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    made = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), caption=table.caption or None)
+    for row in table.rows:
+        for column, cell in zip(table.columns, row, strict=True):
+            made.add_row(Text(column, style="dim"), Text(_text(cell)))
+        made.add_row()
+    return made
+
+
+def _rich(table: Table, least: Sequence[int]) -> RichTable:
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
 
     made = RichTable(box=box.SIMPLE_HEAD, caption=table.caption or None, caption_justify="left", pad_edge=False)
     for place, column in enumerate(table.columns):
-        bars = any(isinstance(row[place], Bar) for row in table.rows)
-        words = bars or column in table.left
-        made.add_column(
-            column, justify="left" if words else "right", no_wrap=not words or bars or place == 0, overflow="fold"
-        )
+        left = column in table.left or any(isinstance(row[place], Bar) for row in table.rows)
+        wraps = _wraps(table, place)
+        made.add_column(column, justify="left" if left else "right", no_wrap=not wraps, min_width=least[place])
     for number, row in enumerate(table.rows, start=1):
         ends = number == len(table.rows) - table.last
-        made.add_row(*(Text(cell.text() if isinstance(cell, Bar) else cell) for cell in row), end_section=ends)
+        made.add_row(*(Text(_text(cell)) for cell in row), end_section=ends)
     return made
 
 

@@ -1,6 +1,6 @@
 """Views of what this package makes: `Dispatch`, `Kernel`, `TileConfig`, `MoE`, in terminals (rich) and notebooks (HTML).
 
-    dispatch            # in Jupyter; in IPython after `%load_ext rich`, or by rich.print(dispatch)
+    dispatch            # in Jupyter and IPython; elsewhere rich.print(dispatch), and in colours after `%load_ext rich`
     view(dispatch)      # the same, wherever rich or Jupyter shows objects
     print(view(dispatch).text())
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from blazeproto.layer import MoE
 
+__all__ = ["imbalance", "loads_of", "plot_load", "view"]
+
 MOST_BARS = 32  # experts whose load a view draws; of more, those with the most and the least
 EXAMPLE_TOKENS, EXAMPLE_PAIRS = 12, 36  # up to so many a view shows who is where, as MoEBlaze §4.1 does
 CONSUMERS = 2  # warpgroups that multiply a tile
@@ -44,9 +46,19 @@ def view(thing: Any) -> View:
 # --- A dispatch ------------------------------------------------------------------------------------------------------------
 
 
-def loads_of(dispatch: Dispatch) -> list[int]:
-    """Rows of each expert of ``dispatch``, E ints; waits for the device."""
-    return [end - begin for begin, end in pairwise(dispatch.expert_token_offsets.tolist())]
+def loads_of(dispatch: Any) -> list[int]:
+    """Rows of each expert of ``dispatch``, E ints; waits for the device.
+
+    A `MoEStats` or a `Routing`, which have the load too, is taken in its place. TypeError for anything else.
+    """
+    if isinstance(dispatch, Dispatch):
+        return [end - begin for begin, end in pairwise(dispatch.expert_token_offsets.tolist())]
+    load: Any = getattr(dispatch, "load", None)
+    if load is None:
+        raise TypeError(
+            f"dispatch: expected a Dispatch, or the MoEStats or Routing of a layer, got {type(dispatch).__name__}"
+        )
+    return [int(rows) for rows in load.tolist()]
 
 
 def imbalance(loads: list[int]) -> float:
@@ -127,16 +139,16 @@ def _example(dispatch: Dispatch, loads: list[int]) -> list[Table]:
     ]
 
 
-def plot_load(dispatch: Dispatch, ax: Axes | None = None) -> Axes:
+def plot_load(dispatch: Any, ax: Axes | None = None) -> Axes:
     """The load of each expert of ``dispatch`` as bars and the mean as a line, by matplotlib, on ``ax`` or new axes.
 
-    Returns the Axes. Waits for the device.
+    Returns the Axes. Waits for the device. What is taken besides a `Dispatch`, and what is refused, says `loads_of`.
     """
+    loads = loads_of(dispatch)
     if ax is None:
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=(8, 3), layout="constrained")
-    loads = loads_of(dispatch)
     ax.bar(range(len(loads)), loads, width=0.8 if len(loads) <= 64 else 1.0)
     mean = sum(loads) / len(loads)
     ax.axhline(mean, color="C1", linestyle="--", label=f"mean {mean:.1f}")
@@ -203,6 +215,7 @@ def _of_layer(layer: MoE) -> View:
     facts = {
         "sizes": f"d={layer.d_model}, n={layer.d_expert}, E={layer.num_experts}, K={layer.top_k}",
         "experts": f"{layer.activation}, combine={layer.combine}, backend={layer.backend}",
+        "runs on": layer.runs_on(),
         "router": f"{type(layer.router).__name__}({getattr(layer.router, 'extra_repr', str)()})",
         "device": ", ".join(dtypes),
         "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",
@@ -210,6 +223,10 @@ def _of_layer(layer: MoE) -> View:
     }
     columns = ["parameter", "shape", "dtype", "elements", "bytes"]
     return View("MoE", facts, [Table(columns, rows, left=columns[:3], last=1)])
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 _VIEWS: dict[str, Callable[[Any], View]] = {

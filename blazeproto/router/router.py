@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blazeproto.autograd.backends import check_device
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
@@ -101,6 +102,7 @@ class Router(nn.Module):
             checks.number(name, rate, least=0)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+        check_device(device)
         self.choice = _choice(choose, choose_options)
         if (aux_loss or bias_update_rate) and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
             name = type(self.choice).__name__
@@ -183,15 +185,19 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
-        """One step of the auxiliary-loss-free balancing; see `updated_bias`. Does nothing at rate 0.
+        """One step of the auxiliary-loss-free balancing; see `updated_bias`. Does nothing to a bias at rate 0.
 
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
-        checkpointing runs twice. TypeError or ValueError for another load, also at rate 0.
+        checkpointing runs twice. TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
         """
         bias = self.expert_bias
         check_load(load, self.num_experts, None if bias is None else bias.device)
-        if bias is not None and self.bias_update_rate > 0:
+        if bias is None:
+            raise ValueError(
+                "expert_bias: expected one to update, as bias_update_rate > 0 makes it, got a router without"
+            )
+        if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:

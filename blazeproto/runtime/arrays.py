@@ -115,7 +115,9 @@ def view(array: Any, name: str = "array") -> DeviceArray:
             raise TypeError(f"{name}: expected a dtype that CuPy imports by DLPack{_BFLOAT16}, got {got}") from error
     if getattr(array, "__cuda_array_interface__", None) is not None:
         return view(optional.cupy().asarray(array), name)  # waits for the stream that the interface names
-    raise TypeError(f"{name}: expected a device array (torch, CuPy, Numba, DLPack), got {kind.__qualname__}")
+    raise TypeError(
+        f"{name}: expected a device array (torch, CuPy, Numba, DLPack) or a NumPy array, got {kind.__qualname__}"
+    )
 
 
 def _strided(array: Any, address: int, device: int) -> DeviceArray:
@@ -189,14 +191,14 @@ def expect(
     name: str,
     array: Any,
     dtype: str | tuple[str, ...],
-    shape: tuple[int | None, ...] | None = None,
+    shape: tuple[int | str | None, ...] | None = None,
     *,
     device: int | None = None,
     alignment: int = 16,
 ) -> DeviceArray:
     """A checked view.
 
-    dtype: the one that is taken, or those.  shape: with None for a dimension of any length; None: any shape.
+    dtype: the one that is taken, or those.  shape: with None, or a letter, for a dimension of any length; None: any shape.
     device: the CUDA ordinal that it must be on; None: any.  alignment: of its address, in bytes; 16 is what the loads of most
     kernels need. It must be contiguous.
 
@@ -219,8 +221,9 @@ def expect(
     return a
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(want in (None, got) for want, got in zip(wanted, shape, strict=True))
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str | None, ...]) -> bool:
+    pairs = zip(wanted, shape, strict=False)
+    return len(shape) == len(wanted) and all(isinstance(want, str) or want in (None, got) for want, got in pairs)
 
 
 def output(

@@ -1,5 +1,7 @@
 """`Shown`: an object that IPython, Jupyter and rich show as tables, which are made when they are asked for."""
 
+import shutil
+from contextlib import suppress
 from typing import Any
 
 import blazeproto  # `__init__.py`, which finds the lab when it is named
@@ -15,6 +17,19 @@ class Shown:
 
     def __rich__(self) -> Any:
         return lab_views().view(self).__rich__()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._repr_pretty_ = Shown._repr_pretty_  # type: ignore[method-assign]  # IPython looks where __repr__ is
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython calls; in a list or the like it gets the repr, and of a kernel where there is no compiler."""
+        text = repr(self)
+        if len(printer.stack) == 1:
+            with suppress(RuntimeError):
+                made = lab_views().view(self)
+                text = made.text(min(made.width, shutil.get_terminal_size((made.width, 24)).columns))
+        printer.text(text)
 
     def _repr_html_(self) -> str:
         made: str = lab_views().view(self)._repr_html_()

@@ -5,11 +5,13 @@
     python -m scripts.lm.compare_routers --train top_k hash  # only these
 
 Reads runs/router-NAME/metrics.jsonl, as scripts/train_lm.py writes it, and replaces the table in docs/routers.md. A router
-without a run keeps its row; without any run the page stays as it is, and the exit code is 2.
+without a run keeps its row. The page stays as it is where there is no run, and the exit code is 2; and where a run had other
+settings than the preset, such as --steps: then the table of these runs is printed alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from blazeproto.router import ROUTERS
 from scripts.command import argument_parser, positive, refuse, run_module
+from scripts.lm.settings import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "routers.md"
@@ -34,6 +37,12 @@ def read_run(folder: Path) -> dict[str, float] | None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "val_loss" in row][-1]
     return {"val_loss": last["val_loss"], "balance": last["balance"], "steps": last["step"] + 1}
+
+
+def is_preset(folder: Path, name: str) -> bool:
+    """Whether a run had the settings of the CPU preset, but for its router."""
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config == dataclasses.asdict(dataclasses.replace(PRESETS["cpu"], router=name)))
 
 
 def table(runs: Path, names: list[str], earlier: str = "") -> str:
@@ -79,10 +88,17 @@ def main() -> int:
         if code := run_module(*command):
             return code
 
-    if not any(read_run(run_folder(args.runs, name)) for name in ROUTERS):
+    ended = [name for name in ROUTERS if read_run(run_folder(args.runs, name))]
+    if not ended:
         refuse(
             f"--runs: expected runs router-NAME that have ended, but {args.runs} has none; {PAGE.name} stays as it is"
         )
+    if others := [name for name in ended if not is_preset(run_folder(args.runs, name), name)]:
+        print(table(args.runs, ended))
+        print(
+            f"{PAGE.name} stays as it is, its runs have the preset's settings; these have others: {', '.join(others)}"
+        )
+        return 0
     before, rest = PAGE.read_text().split(BEGIN)
     earlier, after = rest.split(END)
     text = table(args.runs, list(ROUTERS), earlier)

@@ -139,7 +139,8 @@ class GPT(nn.Module):
     def update_router_biases(self, loads: Tensor) -> None:
         """One step of the balancing without auxiliary loss, where routers do that. loads (layers, E) of the whole batch."""
         for block, load in zip(self.blocks, loads, strict=True):
-            block.moe.router.update_bias(load)
+            if block.moe.router.expert_bias is not None:
+                block.moe.router.update_bias(load)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
@@ -280,15 +281,18 @@ class Batches:
             self.epoch, self.starts = epoch, order * self.context + phase
         return int(self.starts[place])
 
-    def windows(self, starts: Tensor) -> tuple[Tensor, Tensor]:
-        places = starts.to(self.text.device, non_blocking=True)[:, None] + self.window
+    def windows(self, starts: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        window = self.window if length is None else self.window[: length + 1]
+        places = starts.to(self.text.device, non_blocking=True)[:, None] + window
         sequences = self.text[places]
         return sequences[:, :-1], sequences[:, 1:]
 
     def spread(self, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of windows spread evenly over the text: about ``num_bytes`` of it, or all."""
-        available = (len(self.text) - 1) // self.context
-        count = max(1, min(num_bytes // self.context, available))
-        starts = torch.arange(count) * available // count * self.context
+        """Batches of windows spread evenly over the text: about ``num_bytes`` of it, or all, the last, shorter window too."""
+        whole, rest = divmod(len(self.text) - 1, self.context)
+        count = max(1, min(num_bytes // self.context, whole))
+        starts = torch.arange(count) * whole // count * self.context
         for some in starts.split(self.batch):
             yield self.windows(some)
+        if rest and num_bytes > whole * self.context:
+            yield self.windows(torch.tensor([whole * self.context]), rest)

@@ -12,6 +12,9 @@ import json
 import os
 import pickle
 import shutil
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +24,16 @@ import torch
 
 CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
+OF_FORMATS = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    *OF_FORMATS,
+)  # a damaged file raises
 FIELDS = {"step", "model", "best", "optimizer", "random", "seconds", "saved_bytes", "config", "data"}
 
 
@@ -74,15 +87,17 @@ def _make(runs: Path, name: str | None, preset: str) -> Path:
 
 
 @contextmanager
-def old_run(runs: Path, name: str | None) -> Iterator[Path]:
-    """The folder of the run of this name, or else of the newest unfinished one, locked.
+def old_run(runs: Path, name: str | None, *, ended: bool = False) -> Iterator[Path]:
+    """The folder of the run of this name, or else of the newest one, locked. ended: also one that has ended.
 
     Raises:
         CheckpointError: there is no such run, it has ended, or another process uses it.
     """
-    folder = runs / name if name else newest_unfinished(runs)
-    if (folder / SUMMARY).exists():
-        raise CheckpointError(f"checkpoint: expected an unfinished run, but {folder} has ended, it has a {SUMMARY}")
+    folder = runs / name if name else newest(runs, ended=ended)
+    if (folder / SUMMARY).exists() and not ended:
+        raise CheckpointError(
+            f"checkpoint: expected an unfinished run, but {folder} has ended, it has a {SUMMARY}; --steps MORE makes it longer"
+        )
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read, it does not exist")
     with locked(folder):
@@ -102,15 +117,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def newest_unfinished(runs: Path) -> Path:
-    """The folder whose checkpoint is the youngest, of those without a summary.
+def newest(runs: Path, *, ended: bool) -> Path:
+    """The folder whose checkpoint is the youngest; without ``ended``, of those that have no summary.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = [path for path in runs.glob(f"*/{CHECKPOINT}") if not (path.parent / SUMMARY).exists()]
+    found = [path for path in runs.glob(f"*/{CHECKPOINT}") if ended or not (path.parent / SUMMARY).exists()]
     if not found:
-        raise CheckpointError(f"checkpoint: {runs} has no unfinished run with one; --name chooses a run")
+        kind, hint = ("run", "") if ended else ("unfinished run", "; --steps MORE makes a finished one longer")
+        raise CheckpointError(f"checkpoint: {runs} has no {kind} with one; --name chooses a run{hint}")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -150,11 +166,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: there is none, it is damaged, or it is no checkpoint of the training script.
     """
     try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # torch.load compares no checksum
+                raise ValueError(f"the checksum of {damaged} does not match")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         start = f"the run ended before its first one; remove {path.parent} to start it again"
         raise CheckpointError(f"checkpoint: {path} does not exist: {start}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, AttributeError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"checkpoint: {path} cannot be read, it seems damaged ({reason})") from error
     missing = FIELDS - state.keys() if isinstance(state, dict) else FIELDS
@@ -164,13 +183,22 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
-    """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again."""
+    """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again.
+
+    Raises:
+        CheckpointError: a line is no step's. The last one may be torn: it was being written when the program was killed.
+    """
     metrics: list[dict[str, Any]] = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    texts = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
-            break  # it was being written when the program was killed
+            if number == len(texts):
+                break
+            line = {}
+        if not isinstance(line, dict) or not {"step", "loss"} <= line.keys():
+            raise CheckpointError(f"checkpoint: line {number} of {path} is expected to be of a step, got {text[:60]!r}")
         if line["step"] < steps:
             metrics.append(line)
     return metrics

@@ -46,12 +46,12 @@ BAD = {
     "x of another dtype": (
         {"x": torch.ones(37, 16, dtype=torch.float64)},
         ValueError,
-        r"gate_up_proj: expected dtype torch.float64 .*, got torch.float32",
+        r"x: expected dtype torch.bfloat16 or .* or torch.float32 with gate_up_proj in torch.float32 .*, got torch.float64",
     ),
     "weights of another dtype": (
         {"gate_up_proj": torch.ones(5, 48, 16, dtype=torch.bfloat16)},
         ValueError,
-        r"gate_up_proj: expected dtype torch.float32 .*, got torch.bfloat16",
+        r"x: expected dtype torch.bfloat16 with gate_up_proj in torch.bfloat16 \(outside autocast\), got torch.float32",
     ),
     "x of another width": (
         {"x": torch.ones(37, 8)},
@@ -146,7 +146,7 @@ def test_what_passed_before_hides_nothing(call):
         call(activation=["swiglu"])  # which has no hash
     with torch.autocast("cpu"), good:
         call(x=torch.ones(37, 16, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected dtype torch.float64"):
+    with pytest.raises(ValueError, match=r"x: expected dtype torch.bfloat16 or"):
         call(x=torch.ones(37, 16, dtype=torch.float64))
 
 

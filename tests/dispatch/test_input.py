@@ -39,7 +39,7 @@ FIXED = [  # topk_experts, num_experts, options
     (IDS, 8, {"method": "hash"}, ValueError, "method: expected one of .*, got 'hash'"),
     (IDS, 8, {"method": "tild"}, ValueError, "method: expected one of .*, got 'tild'; did you mean 'tiled'"),
     (IDS, 8, {"method": None}, ValueError, "method: expected one of .*, got None"),
-    (IDS.reshape(-1), 8, {}, ValueError, r"topk_experts: expected shape \(any, any\), got \(8,\)"),
+    (IDS.reshape(-1), 8, {}, ValueError, r"topk_experts: expected shape \(T, K\), got \(8,\)"),
     (IDS[:, :0], 8, {}, ValueError, r"topk_experts: expected \(T, K\) with K >= 1, got \(4, 0\)"),
     *(
         (IDS.astype(dtype), 8, {}, TypeError, f"topk_experts: expected dtype int32 or int64, got {dtype}")
@@ -85,14 +85,14 @@ FIXED = [  # topk_experts, num_experts, options
 ]
 PAIRS = (ints(0, 1, 2, -1), ints(0, 0, 2, 0), ints(0, 2, 2, 3))  # three tokens with 2, 0 and 1 pairs, then a spare one
 VARYING = [  # the arrays in PAIRS' place, options
-    ({0: PAIRS[0].reshape(2, 2)}, {}, ValueError, r"pair_experts: expected shape \(any\), got \(2, 2\)"),
+    ({0: PAIRS[0].reshape(2, 2)}, {}, ValueError, r"pair_experts: expected shape \(P\), got \(2, 2\)"),
     ({0: PAIRS[0] > 0}, {}, TypeError, "pair_experts: expected dtype int32 or int64, got bool"),
     ({1: ints(0, 0, 2)}, {}, ValueError, r"pair_tokens: expected shape \(4\), got \(3,\)"),
     ({1: ints(0, 0, 2, 0, dtype="int64")}, {}, TypeError, "pair_tokens: expected dtype int32, got int64"),
     ({1: None}, {}, TypeError, "pair_tokens: expected a .* array"),
     ({2: ints(0, 2, 2, 3, dtype="int64")}, {}, TypeError, "token_offsets: expected dtype int32, got int64"),
     ({2: ints()}, {}, ValueError, r"token_offsets: expected \(T \+ 1,\), got \(0,\)"),
-    ({2: ints([0, 3])}, {}, ValueError, r"token_offsets: expected shape \(any\), got \(1, 2\)"),
+    ({2: ints([0, 3])}, {}, ValueError, r"token_offsets: expected shape \(T \+ 1\), got \(1, 2\)"),
     ({}, {"row_capacity": -3}, ValueError, "row_capacity: expected at least 0, got -3"),
     ({}, {"method": "sorted"}, ValueError, "method: .* did you mean 'sort'"),
     *(

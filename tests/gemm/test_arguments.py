@@ -32,7 +32,7 @@ BAD = [
         "up_forward",
         UP | {"x": None},
         TypeError,
-        "x: expected a device array (torch, CuPy, Numba, DLPack), got NoneType",
+        "x: expected a device array (torch, CuPy, Numba, DLPack) or a NumPy array, got NoneType",
     ),
     ("up_forward", UP | {"x": f32(T, D)}, TypeError, "x: expected dtype bfloat16, got float32"),
     ("up_forward", UP | {"x": bf16(T, D + 8)}, ValueError, "x: expected shape (64, 128), got (64, 136)"),

@@ -80,6 +80,21 @@ def test_errors_carry_the_log(source: str) -> None:
         _ = Kernel(source, "third", {"N": 64}).registers
 
 
+def test_a_wrong_instruction_is_named_by_its_line(tmp_path: Path) -> None:
+    """ptxas names the line of PTX that the compiler made; the error says whose it is, in a header too."""
+    (tmp_path / "mine.cuh").write_text(
+        '#pragma once\n__device__ void wrong() {\n    asm volatile("mul.f33 %r1, %r2;");\n}\n'
+    )
+    (tmp_path / "mine.cu").write_text(
+        '#include "mine.cuh"\nextern "C" __global__ void mine() {\n    wrong();\n\n    asm volatile("add.q32 %r1, %r2;");\n}\n'
+    )
+    for compiler in (Kernel.compile, compile_in_subprocess):
+        with pytest.raises(CompileError) as error:
+            compiler(Kernel(str(tmp_path / "mine.cu"), "mine", {}))
+        assert "(mine.cuh:3: mul.f33 %r1, %r2;); error" in str(error.value)
+        assert "(mine.cu:5: add.q32 %r1, %r2;); error" in str(error.value)
+
+
 def test_the_cache_is_used(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Kernel(source, "first", {"N": 64}).log
     monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("compiled again"))

@@ -348,6 +348,25 @@ def test_adapters_of_a_bias_stay_with_peft(calls: list[tuple[int, int]]) -> None
     assert set(calls) == {(0, 4)}, "the adapter of the weight inside it runs as factors"
 
 
+def test_one_transposed_expert_stays_with_peft(calls: list[tuple[int, int]]) -> None:
+    """peft adds B A to a weight (in, out) as it is; what is merged must be what was computed before."""
+    config = families.configuration("gpt_oss")
+    config.num_local_experts = config.num_experts_per_tok = 1
+    config.intermediate_size = config.hidden_size  # another width is an error of peft's, in forward too
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    families.randomise(model)
+    model = get_peft_model(model, config_for(model, target_parameters=["experts.down_proj"]))
+    randomise(model)
+    use(model, "blazeproto")
+    (why,) = set(ours.explain(model).values())
+    assert why.startswith("peft: transposed weights of one expert")
+    ours_ = logits_of(model, "blazeproto")
+    assert set(calls) == {(0, 0)}
+    close(ours_, logits_of(model, "eager"))
+    model.merge_adapter()
+    close(logits_of(model, "blazeproto"), ours_)
+
+
 def test_explain_without_experts_or_with_another_implementation() -> None:
     model = adapted()
     use(model, "grouped_mm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import subprocess
 import sys
 from typing import Any
 
@@ -298,6 +299,16 @@ def test_other_versions_are_refused_at_import(version: str | None, monkeypatch: 
     with pytest.raises(ImportError, match=rf"expected torchtitan>=0\.3,<0\.4, got {version or 'none'}: pip install"):
         importlib.import_module(ours.__name__)
     optional.need.cache_clear()
+
+
+def test_a_missing_triton_is_told() -> None:
+    """torch's builds for CPUs have none, and torchtitan's models import it."""
+    code = "import sys; sys.modules['triton'] = None; import blazeproto.integrations.torchtitan"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(
+        "ImportError: torchtitan: expected triton, which its models import, got none; "
+    )
 
 
 def test_the_command_line_names_it() -> None:

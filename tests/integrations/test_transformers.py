@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
+from blazeproto.autograd import backends  # noqa: E402
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
@@ -24,6 +25,7 @@ from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 DOZEN = families.of_this_version(families.DOZEN)
 OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
 NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
+IN_PLACE = "in place (torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on cpu)"
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ELSEWHERE = {  # of the classes that are not "in place"
     "MuseSparkExperts": "grouped_mm: a norm after each expert",
@@ -61,12 +63,19 @@ def train(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def path(experts: Any) -> str:
+    """The code path of an experts module, where ours is set."""
+    experts.config._experts_implementation = "blazeproto"
+    return ours.explain(experts)[""]
+
+
 def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def agrees_with_eager(family: str, calls: list[str]) -> None:
     model = tiny(family)
+    model.set_experts_implementation("blazeproto")
     ways = ours.explain(model).values()
     assert ways, "no experts in it"
     loss, gradients = train(model, "eager")
@@ -110,7 +119,7 @@ def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tenso
 def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
     experts = families.experts_alone(folder, name)
     kind = name.partition(".")[2]
-    assert ours.explain(experts) == {"": ELSEWHERE.get(kind, "in place")}
+    assert path(experts) == ELSEWHERE.get(kind, IN_PLACE)
     inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
     wanted = outputs_and_gradients(experts, "eager", inputs)
     for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
@@ -149,7 +158,7 @@ def test_a_gate_with_another_function_than_its_family_s_runs_as_it_is(calls: lis
         if folder in families.decorated():
             experts = families.experts_alone(folder, f"modeling_{folder}.{name}")
             experts.act_fn = torch.nn.GELU()
-            assert ours.explain(experts)[""] == f"grouped_mm: its own gate, {name}._apply_gate"
+            assert path(experts) == f"grouped_mm: its own gate, {name}._apply_gate"
 
 
 def bf16_experts_are_near_to_float32(family: str) -> None:
@@ -208,11 +217,11 @@ def test_the_refused_are_refused_by_name(what: str, calls: list[str]) -> None:
     with pytest.raises(ValueError, match=f'experts_implementation="blazeproto": MixtralExperts has {what} experts'):
         experts(torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     assert not calls
-    assert ours.explain(experts)[""].startswith(f"refused: {what}; expected ")
+    assert path(experts).startswith(f"refused: {what}; expected ")
 
 
 def test_experts_that_are_nowhere_yet_are_refused() -> None:
-    assert ours.explain(experts_module().to("meta"))[""].startswith("refused: offloaded")
+    assert path(experts_module().to("meta")).startswith("refused: offloaded")
 
 
 def test_fp8_experts_are_refused() -> None:
@@ -257,6 +266,35 @@ def test_explain_takes_a_module() -> None:
     assert ours.explain(torch.nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "blazeproto"])
+def test_explain_says_what_runs(implementation: str, calls: list[str]) -> None:
+    """Not what would, with another implementation."""
+    model = tiny("qwen3_moe")
+    train(model, implementation)
+    beginning = "in place (torch: " if implementation == "blazeproto" else f"{implementation}; experts_implementation="
+    assert all(way.startswith(beginning) for way in ours.explain(model).values())
+    assert bool(calls) == (implementation == "blazeproto")
+
+
+def test_explain_says_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = experts_module()
+    assert path(experts) == IN_PLACE
+    monkeypatch.setattr(backends, "_missing_on_device", lambda index: None)
+    monkeypatch.setattr(backends, "device_index", lambda device: 0)
+    monkeypatch.setattr(ours, "_weights", lambda experts: (None, FakeWeight(), None, None))
+    monkeypatch.setattr(ours, "REFUSED", {})
+    monkeypatch.setattr(ours, "_why_grouped_mm", lambda experts: None)
+    assert path(experts) == "in place (hopper)"
+    monkeypatch.setattr(FakeWeight, "dtype", torch.float16)
+    assert path(experts) == "in place (torch: the kernels need torch.bfloat16 tensors; they are torch.float16)"
+
+
+class FakeWeight:
+    """As on a Hopper GPU."""
+
+    device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (4, 32, 16)
+
+
 def test_nothing_is_imported_before_it_is_needed() -> None:
     light = (
         "import sys, blazeproto\nassert not {'torch', 'numpy', 'cupy', 'numba', 'transformers'} & set(sys.modules)\n"
@@ -265,14 +303,32 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_pages_plugins_register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/transformers.md gives to axolotl and ms-swift, with a stub of what it imports from there."""
-    text = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
-    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+def stand_in_for_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = ModuleType("axolotl.integrations.base")
     stub.BasePlugin = object  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
         monkeypatch.setitem(sys.modules, name, stub)
+
+
+@pytest.mark.parametrize("page", ["transformers", "peft"])
+def test_the_snippets_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, with tiny models: nothing is downloaded."""
+    if page == "peft":
+        pytest.importorskip("peft", reason="needs peft 0.20 to 0.21")
+    stand_in_for_axolotl(monkeypatch)
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
+    scope: dict[str, Any] = {}
+    for block in text.split("```python\n")[1:]:
+        exec(block.partition("```")[0], scope)
+    assert any(parameter.grad is not None for parameter in scope["model"].parameters())
+    assert scope["explain"](scope["model"])
+
+
+def test_the_pages_plugins_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/transformers.md gives to axolotl and ms-swift, with a stub of what it imports from there."""
+    text = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    stand_in_for_axolotl(monkeypatch)
     plugin, file = (block for block in blocks if "class" in block or block.endswith("\nregister()\n"))
     functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS._global_mapping
     monkeypatch.delitem(functions, "blazeproto")
@@ -346,7 +402,7 @@ def test_sentinels(folder: str, name: str) -> None:
     scores = scores.masked_fill(away, 0)
     here = index.clone()
     index = index.masked_fill(away, 4)
-    read = x if ours.explain(experts)[""].startswith("grouped_mm") else x.index_fill(0, torch.tensor([5]), torch.nan)
+    read = x if path(experts).startswith("grouped_mm") else x.index_fill(0, torch.tensor([5]), torch.nan)
     got = outputs_and_gradients(experts, "blazeproto", (read, index, scores))
     wanted = outputs_and_gradients(experts, "eager", (x, here, scores))
     wanted[2] = wanted[2].masked_fill(away, 0)
@@ -418,6 +474,39 @@ def test_compiled_code_is_not_shared_by_other_activations() -> None:
         close(out, experts(*inputs))
 
 
+LISTENERS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
+    "forward hook": lambda act_fn, heard: act_fn.register_forward_hook(heard),
+    "forward pre-hook": lambda act_fn, heard: act_fn.register_forward_pre_hook(heard),
+    "backward hook": lambda act_fn, heard: act_fn.register_full_backward_hook(heard),
+    "backward pre-hook": lambda act_fn, heard: act_fn.register_full_backward_pre_hook(heard),
+}
+
+
+@pytest.mark.parametrize("kind", LISTENERS)
+def test_a_hook_on_the_activation_runs(kind: str, calls: list[str]) -> None:
+    """In place nothing calls act_fn."""
+    experts, heard = experts_module(), []
+    hook = LISTENERS[kind](experts.act_fn, lambda *arguments: heard.append(1))
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    assert path(experts) == "grouped_mm: a hook on act_fn, or another forward of it"
+    outputs_and_gradients(experts, "blazeproto", inputs)
+    assert heard and not calls
+    hook.remove()
+    assert path(experts) == IN_PLACE
+    outputs_and_gradients(experts, "blazeproto", inputs)
+    assert len(heard) == 1 and calls
+
+
+def test_another_forward_of_the_activation_runs(calls: list[str]) -> None:
+    experts = experts_module()
+    experts.act_fn.forward = torch.nn.functional.softplus
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    wanted = outputs_and_gradients(experts, "eager", inputs)
+    for got, want in zip(outputs_and_gradients(experts, "blazeproto", inputs), wanted, strict=True):
+        close(got, want)
+    assert not calls
+
+
 def test_a_gate_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
     class Halved(type(experts_module())):  # type: ignore[misc]
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
@@ -430,4 +519,4 @@ def test_a_gate_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
     experts.__class__ = Halved
     close(outputs_and_gradients(experts, "blazeproto", inputs)[0], whole / 2)
     assert not calls
-    assert "Halved._apply_gate" in ours.explain(experts)[""]
+    assert "Halved._apply_gate" in path(experts)

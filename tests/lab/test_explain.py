@@ -134,6 +134,7 @@ def test_other_routers() -> None:
     layer = MoE(64, 32, 8, 1, router=EvenRouter())
     made = explain(layer, torch.randn(4, 6, 64))
     assert made.rows[0].name == "router" and made.rows[0].operations is None
+    assert made.note.startswith("Here the layer runs on torch: the kernels need a CUDA GPU")
     assert "EvenRouter" in made.note and "T=24" in made.title and "K=1," in made.title
     hashing = MoE(64, 32, 8, 2, router="hash")
     made = explain(hashing, torch.randn(24, 64), torch.arange(24))

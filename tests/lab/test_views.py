@@ -14,11 +14,17 @@ import torch
 
 from blazeproto import MoE, gemm
 from blazeproto.dispatch import Dispatch, reference
+from blazeproto.lab import views
 from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of
 from blazeproto.lab.tables import Bar, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.lab.views import imbalance, loads_of, view
 
 mpl.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 def paper_dispatch() -> Dispatch:
@@ -267,3 +273,67 @@ def test_ctas_as_the_driver_counts_them() -> None:
         has = resources(kernel, sass=False)
         counted = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.handle(0), has.threads, kernel.dynamic_smem)
         assert has.ctas == counted, kernel
+
+
+def test_the_load_of_a_layer_s_statistics() -> None:
+    layer = MoE(16, 8, 4, 2)
+    _, stats = layer(torch.randn(20, 16))
+    routing = layer.router(torch.randn(20, 16))
+    assert loads_of(stats) == stats.load.tolist() and loads_of(routing) == routing.load.tolist()
+    axes = views.plot_load(stats)
+    assert [bar.get_height() for bar in axes.patches] == stats.load.tolist()
+    for function in (loads_of, views.plot_load):
+        with pytest.raises(
+            TypeError, match="dispatch: expected a Dispatch, or the MoEStats or Routing of a layer, got Tensor"
+        ):
+            function(stats.load)
+
+
+def test_no_name_is_split_where_columns_just_fit() -> None:
+    lists = "expert_pair_indices[40832] expert_token_offsets[1×129] token_index_map[40832]"
+    columns = ["arrays of", "reads", "writes", "keeps for backward"]
+    table = Table(columns, [["down_backward_weight", "gate_up_proj[128×64×64] x[64×64]", lists, lists]], left=columns)
+    text = View("A view", {}, [table]).text(110)
+    assert "arrays of" in text.splitlines()[2], "as rows"
+    assert all(text.count(name) == 2 for name in lists.split()) and "gate_up_proj[128×64×64]" in text
+
+
+def test_tab_offers_what_is_meant_for_people() -> None:
+    assert dir(views) == sorted(views.__all__) and all(callable(getattr(views, name)) for name in views.__all__)
+
+
+@pytest.mark.parametrize("width", [45, 80, 110, 200])
+def test_no_name_is_split(width: int) -> None:
+    """Where the columns have no place beside each other, each cell has a line."""
+    names = ["expert_pair_indices[40832]", "expert_token_offsets[1×129]", "d_router.weight[128×64]"]
+    table = Table(
+        ["arrays of", "reads", "writes"],
+        [["dispatch", " ".join(names), " ".join(names)]] * 2,
+        left=["arrays of", "reads", "writes"],
+    )
+    numbers = Table(["step", "", "read"], [["up_backward_weight", Bar(1, 1), "12,345.0 MiB"]] * 2, left=["step"])
+    text = View("A view", {}, [table, numbers]).text(width)
+    assert all(text.count(name) == 4 for name in names)
+    assert text.count("up_backward_weight") == text.count("12,345.0 MiB") == 2
+    assert max(map(len, text.splitlines())) <= width
+    assert (text.count("arrays of") == 1) == (width >= 80)
+
+
+def test_ipython_shows_the_table() -> None:
+    """And in a list the repr, for it may hold many."""
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    for shown in (paper_dispatch(), MoE(16, 8, 4, 2), gemm.tiles.TILES["up_forward"]):
+        assert pretty(shown) == view(shown).text(80)
+        assert view(shown).text(80) not in pretty([shown])
+
+
+def test_what_cannot_be_drawn_is_its_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel where there is no compiler."""
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    shown = paper_dispatch()
+
+    def fail(thing: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(views, "view", fail)
+    assert pretty(shown) == repr(shown)

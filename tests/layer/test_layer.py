@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import blazeproto.layer
 from blazeproto import MoE, Router, dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.autograd import backends
 from blazeproto.autograd import moe_mlp as expert_mlp
 from blazeproto.reference import moe_mlp
 from blazeproto.router.router import ROUTERS
@@ -133,6 +134,20 @@ def test_a_checkpoint_that_does_not_fit():
 def test_repr():
     text = repr(MoE(16, 24, 4, 2, save="paper", bias=True))
     assert "d_model=16, d_expert=24, num_experts=4, top_k=2, activation=swiglu, bias=True, save=paper" in text
+    assert "backend=auto (torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on cpu)" in text
+    assert "backend=torch\n" in repr(MoE(16, 24, 4, 2, backend="torch"))
+
+
+def test_what_runs_is_said(monkeypatch):
+    """For x of a dtype; float32 weights run on the kernels where x is in bf16."""
+    layer = MoE(16, 24, 4, 2, device="meta")
+    assert layer.runs_on() == "torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on meta"
+    missing = {torch.bfloat16: None}
+    monkeypatch.setattr(backends, "missing_for_hopper", lambda device, dtype, *_: missing.get(dtype, "bf16"))
+    assert layer.runs_on() == "hopper" and "backend=auto (hopper)" in repr(layer)
+    assert layer.runs_on(torch.float32) == layer.half().runs_on() == "torch: the kernels need bf16"
+    layer.backend = "hopper"
+    assert layer.runs_on(torch.float32) == "nothing: the kernels need bf16"
 
 
 def test_factory_arguments():
@@ -232,6 +247,17 @@ BAD = {
     ),
     "one of the router's": ({"aux_los": 0.1}, TypeError, r"aux_los: unknown keyword .*; did you mean 'aux_loss'"),
     "one of another choice": ({"tile": 64}, TypeError, r"tile: unknown keyword .*; choose='token_rounding' takes it"),
+    "all of the router's": (
+        {"router_options": {"aux_loss": 0.1}},
+        TypeError,
+        r"router_options: expected each as a keyword of its own, MoE\(\.\.\., aux_loss=0\.01\)",
+    ),
+    "a device that is not here": (
+        {"device": "cuda:99", "router": Router(16, 4, 2)},
+        ValueError,
+        r"device: expected one .* here, got 'cuda:99' \(",
+    ),
+    "no device": ({"device": "gpu"}, ValueError, r"device: expected one of torch's .*, got 'gpu' \("),
     "a dropped option": ({"weight_grad_dtype": None}, TypeError, r"weight_grad_dtype: unknown keyword of MoE"),
     "no router": ({"router": None}, TypeError, r"router: expected a name or a module, got NoneType"),
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
@@ -262,13 +288,20 @@ def test_bad_arguments(what):
         MoE(**{"d_model": 16, "d_expert": 24, "num_experts": 4, "top_k": 2, **replaced})
 
 
+@pytest.mark.parametrize("call", ["saved_bytes", "runs_on"])
+def test_a_dtype_by_its_name_is_refused(call):
+    layer = MoE(16, 24, 4, 2)
+    with pytest.raises(TypeError, match=r"dtype: expected None or one of torch.bfloat16, .*, got 'float32'"):
+        getattr(layer, call)(*[5][: call == "saved_bytes"], dtype="float32")
+
+
 def test_bad_input():
     layer = MoE(16, 24, 4, 2)
     with pytest.raises(ValueError, match=r"x: expected shape \(\.\.\., 16\), got \(3, 8\)"):
         layer(torch.randn(3, 8))
     with pytest.raises(ValueError, match=r"x: expected device cpu.*got meta"):
         layer(torch.randn(3, 16, device="meta"))
-    with pytest.raises(ValueError, match=r"gate_up_proj: expected dtype torch.float64"):
+    with pytest.raises(ValueError, match=r"x: expected dtype torch.bfloat16 or"):
         layer(torch.randn(3, 16, dtype=torch.float64))
 
 

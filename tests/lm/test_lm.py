@@ -209,5 +209,27 @@ def test_no_window_leaves_the_text(length: int) -> None:
     for step in range(20):
         ids, targets = batches[step]
         assert ids.shape == targets.shape == (4, 16)
-    assert sum(ids.shape[0] for ids, _ in batches.spread(10**6)) == (length - 1) // 16
-    assert sum(ids.shape[0] for ids, _ in batches.spread(20)) == 1
+    assert sum(ids.shape[0] for ids, _ in batches.spread(16)) == 1
+    everything = [targets for _, targets in batches.spread(10**6)]
+    assert torch.equal(torch.cat([targets.flatten() for targets in everything]), batches.text[1:])
+    assert len(list(batches.spread(length - 1))) == len(everything)
+
+
+def test_validation_of_all_the_text_has_its_last_shorter_window(script: Any, text: Path, tmp_path: Path) -> None:
+    """Each byte but the first counts once, whatever the length of its window."""
+    config = dataclasses.replace(script.Config(), **dataclasses.asdict(SMALL), data=str(text), val_bytes=10**6, batch=3)
+    trainer = script.Trainer(config, tmp_path / "run", torch.device("cpu"))
+    torch.nn.init.normal_(trainer.model.head.weight)
+    held_out = trainer.val_batches.text
+    assert (len(held_out) - 1) % 16, "there is a shorter window"
+    trainer.model.eval()
+    losses = [
+        trainer.model(
+            held_out[None, begin : begin + 16][:, : len(held_out) - 1 - begin], held_out[None, begin + 1 :][:, :16]
+        ).loss
+        * min(16, len(held_out) - 1 - begin)
+        for begin in range(0, len(held_out) - 1, 16)
+    ]
+    assert trainer.validate(config.val_bytes) == pytest.approx(
+        float(sum(losses).detach()) / (len(held_out) - 1), rel=1e-6
+    )

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ AtStep = Callable[[int, Callable[[], object]], None]
 
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def short_samples(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take most of the time of a short run."""
+    monkeypatch.setattr(script, "SAMPLE_BYTES", 40)
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
@@ -139,6 +146,106 @@ def test_a_finished_run_is_left_alone(finished: Path, tiny: list[str], run: Run)
     assert (finished.parent / "cpu-2" / "metrics.jsonl").exists()
 
 
+def test_a_finished_run_is_made_longer(tiny: list[str], run: Run, metrics: Metrics, tmp_path: Path) -> None:
+    """With one learning rate it is then the run that was so long from the beginning, to the bit."""
+    options = [*tiny, "--final-lr", 1, "--out", tmp_path]
+    assert run(*options, "--steps", 10, "--name", "longer")[0] == 0
+    assert run("--resume", "--out", tmp_path, "--device", "cpu")[0] == 2
+    assert run("--resume", "--steps", 20, "--out", tmp_path, "--device", "cpu")[0] == 0
+    assert run(*options, "--name", "whole")[0] == 0
+    assert metrics(tmp_path / "longer") == metrics(tmp_path / "whole")
+    assert same_weights(tmp_path / "longer", tmp_path / "whole")
+    configs, summaries = (
+        [json.loads((tmp_path / name / f"{file}.json").read_text()) for name in ("longer", "whole")]
+        for file in ("config", "summary")
+    )
+    assert configs[0] == configs[1] and summaries[0]["steps"] == 20
+    assert summaries[0]["sample"] == summaries[1]["sample"]
+
+
+def test_a_run_that_is_made_longer_is_unfinished_until_it_ends(
+    finished: Path, run: Run, at_step: AtStep, metrics: Metrics
+) -> None:
+    """Its learning rates are from there on those of its new length."""
+    at_step(22, interrupt)
+    code, printed = run("--resume", "--steps", 40, "--out", finished.parent, "--device", "cpu")
+    assert code == 0 and "stopped after step 23 of 40" in printed
+    assert not (finished / "summary.json").exists()
+    assert run("--resume", "--out", finished.parent, "--device", "cpu")[0] == 0
+    rates = [line["lr"] for line in metrics(finished)]
+    assert len(rates) == 40 and rates[19] < rates[20] > rates[39]
+
+
+@pytest.mark.parametrize(("steps", "ended"), [(19, False), (20, True)])
+def test_a_run_is_not_made_shorter(steps: int, ended: bool, finished: Path, run: Run) -> None:
+    if not ended:
+        cut_short(finished)
+    least = 20 + ended
+    refused(run, finished, f"steps: expected at least {least}, as .*cpu .* with 20, got {steps}", "--steps", steps)
+    assert (finished / "summary.json").exists() == ended
+
+
+def test_a_checkpoint_writes_text(script: Any, finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(script.Display, "say", lambda display, text: said.append(text))
+    prompted = ["--sample", finished, "--prompt", "3 times", "--device", "cpu"]
+    for options in (
+        ["--sample", finished / "checkpoint.pt"],
+        ["--sample", finished],
+        prompted,
+        [*prompted, "--seed", 5],
+    ):
+        assert run(*options)[0] == 0
+    assert said[0] == said[1] and said[0][:20] == json.loads((finished / "summary.json").read_text())["sample"][:20]
+    assert all(text.startswith("3 times") for text in said[2:]) and said[2] != said[3]
+
+
+def test_a_checkpoint_before_the_first_validation_writes_text(
+    tiny: list[str], run: Run, at_step: AtStep, tmp_path: Path
+) -> None:
+    at_step(2, interrupt)
+    assert run(*tiny, "--out", tmp_path)[0] == 0
+    code, printed = run("--sample", tmp_path / "cpu", "--device", "cpu")
+    assert code == 0 and len(printed) > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sample", "{tmp}/none"], "sample: expected a checkpoint, or the folder of a run with one, got .*none"),
+        (["--sample", "{tmp}"], "sample: expected a checkpoint, or the folder of a run with one, got "),
+        (["--sample", "{run}", "--resume"], "resume: expected none with --sample, got True"),
+        (["--sample", "{run}", "--steps", "3"], "steps: expected none with --sample, got 3"),
+        (["--sample", "{run}/config.json"], "checkpoint: .*config.json cannot be read, it seems damaged"),
+        (["--prompt", "abc"], "prompt: expected none without --sample"),
+    ],
+)
+def test_bad_options_of_a_sample_are_said(
+    options: list[str], message: str, finished: Path, run: Run, tmp_path: Path
+) -> None:
+    code, printed = run(*(option.format(tmp=tmp_path, run=finished) for option in options))
+    assert code == 2
+    assert re.fullmatch(f"error: {message}.*\n", printed), printed
+
+
+def test_checkpoints_come_as_often_as_they_were_asked_for(
+    script: Any, tiny: list[str], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where no line of numbers and no validation falls on the same step."""
+    save, saved = script.Trainer.save, []
+    monkeypatch.setattr(script.Trainer, "save", lambda trainer: (saved.append(trainer.step), save(trainer)))
+    often = ["--checkpoint-every", 7, "--log-every", 100, "--val-every", 100]
+    assert run(*tiny, *often, "--out", tmp_path)[0] == 0
+    assert saved == [7, 14, 20]
+
+
+def test_there_is_no_validation_loss_before_the_first(tiny: list[str], run: Run, tmp_path: Path) -> None:
+    code, printed = run(*tiny, "--steps", 8, "--out", tmp_path)
+    lines = [line for line in printed.splitlines() if line.startswith("step")]
+    assert code == 0 and "nan" not in printed
+    assert ["val" in line for line in lines] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -202,6 +309,46 @@ def test_a_damaged_checkpoint_is_said(content: bytes | str, finished: Path, run:
         assert isinstance(content, bytes)
         path.write_bytes(content)
     refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged")
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "/data/"])
+def test_a_flipped_bit_is_said(name: str, finished: Path, run: Run) -> None:
+    """In the record of a tensor too, which any number is right for."""
+    path = cut_short(finished)
+    with zipfile.ZipFile(path) as archive:
+        records = [record for record in archive.infolist() if name in record.filename]
+        record = max(records, key=lambda record: record.file_size)
+        beginning = archive.read(record)[:64]
+    content = bytearray(path.read_bytes())
+    content[content.index(beginning) + record.file_size // 2] ^= 4
+    path.write_bytes(content)
+    refused(
+        run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .the checksum of .* does not match"
+    )
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', "3", "[1]", "null", "torn"])
+def test_a_line_of_metrics_that_is_no_step_is_said(line: str, finished: Path, run: Run) -> None:
+    cut_short(finished)
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    (finished / "metrics.jsonl").write_text("\n".join([*lines[:5], line, *lines[6:]]) + "\n")
+    refused(
+        run, finished, f"checkpoint: line 6 of .*metrics.jsonl is expected to be of a step, got '{re.escape(line)}'"
+    )
+
+
+def test_the_same_bytes_divided_otherwise_are_another_text(
+    script: Any, finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_short(finished)
+    load = script.load_data
+
+    def divided_otherwise(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        train, held_out = load(*arguments, **options)
+        return torch.cat([train, held_out[:32]]), held_out[32:]
+
+    monkeypatch.setattr(script, "load_data", divided_otherwise)
+    refused(run, finished, "checkpoint: .* was trained on another text")
 
 
 def test_a_checkpoint_of_something_else_is_said(finished: Path, run: Run, text: Path) -> None:

@@ -191,7 +191,18 @@ def test_update_bias_does_nothing_without_a_rate() -> None:
     router = Router(16, 8, 2, score="sigmoid")
     router.update_bias(torch.arange(8))
     assert router.expert_bias is not None and not router.expert_bias.any()
-    Router(16, 8, 2).update_bias(torch.arange(8))  # no bias at all
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device: expected one of torch's that is here, got 'cuda:99' \("):
+        Router(16, 8, 2, device="cuda:99")
+
+
+def test_update_bias_without_a_bias_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="expert_bias: expected one to update, as bias_update_rate > 0 makes it, got a router"
+    ):
+        Router(16, 8, 2).update_bias(torch.arange(8))
 
 
 def test_forward_changes_no_state() -> None:

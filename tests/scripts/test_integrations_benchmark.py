@@ -69,8 +69,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
     row = integrations.measure_qwen(QWEN, (2, 16), rounds=3, device="cpu")
-    layers, turns = QWEN["num_hidden_layers"], 1 + integrations.WARM_UPS + 3  # the first turn compares the losses
-    assert ran == (["grouped_mm"] * layers + ["blazeproto"] * layers) * turns
+    layers, turns = QWEN["num_hidden_layers"], integrations.WARM_UPS + 3
+    compared = ["grouped_mm"] * layers + ["grouped_mm", "blazeproto"] * layers
+    assert ran == compared + (["grouped_mm"] * layers + ["blazeproto"] * layers) * turns
+    assert set(row["difference"]) == {"out", "x", "scores", "gate_up_proj", "down_proj"}
     assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0} and row["peak_MiB"] == {
         "grouped_mm": 40,
         "blazeproto": 30,
@@ -84,11 +86,25 @@ def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
     assert not any(integrations.claims_of_qwen(slow).values())
 
 
-def test_another_loss_is_refused(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def zeros(experts: Any, *inputs: Any) -> torch.Tensor:
+    return 0 * experts_forward(experts, *inputs)
+
+
+def another_gradient(experts: Any, *inputs: Any) -> torch.Tensor:
+    """The output is right, and so are the other gradients."""
+    out = experts_forward(experts, *inputs)
+    return out + 0.1 * (experts.down_proj.sum() - experts.down_proj.detach().sum())
+
+
+@pytest.mark.parametrize(("wrong", "what"), [(zeros, "'out': 1.0"), (another_gradient, "'out': 0.0")])
+def test_other_experts_of_a_model_are_refused(
+    wrong: Callable[..., torch.Tensor], what: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of zeros too, by which the loss hardly changes."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", lambda _, x, *__: 50 * torch.randn_like(x))
-    with pytest.raises(RuntimeError, match="compute different losses"):
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", wrong)
+    with pytest.raises(RuntimeError, match=f"compute different experts: .*{what}"):
         integrations.measure_qwen(QWEN, (2, 16), rounds=1, device="cpu")
 
 
@@ -96,16 +112,16 @@ def test_experts_are_timed_in_turn(ran: list[str]) -> None:
     row = integrations.measure_gpt_oss(GPT_OSS, tokens=40, rounds=1, device="cpu")
     assert ran == ["grouped_mm", "blazeproto"] * 3
     assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0}
-    assert set(row["difference"]) == {"out", "x", "scores"}
+    assert set(row["difference"]) == {"out", "x", "scores", "gate_up_proj", "down_proj"}
     assert all(integrations.claims_of_gpt_oss(row).values())
     assert not any(integrations.claims_of_gpt_oss(row | {"ms": {"grouped_mm": 2.7, "blazeproto": 2.0}}).values())
 
 
 def test_no_leaf_has_a_gradient_before_a_backward(ran: list[str]) -> None:
-    program = integrations.GptOss(GPT_OSS, 40, "cpu")
+    program = integrations.gpt_oss(GPT_OSS, 40, "cpu")
     call = program.call("blazeproto")
-    first = [tensor.clone() for tensor in call()]
-    assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True)), "gradients were added up"
+    first = {name: tensor.clone() for name, tensor in call().items()}
+    assert all(torch.equal(first[name], again) for name, again in call().items()), "gradients were added up"
     program.clear()
     assert all(leaf.grad is None for leaf in (program.x, program.scores, *program.experts.parameters()))
 
