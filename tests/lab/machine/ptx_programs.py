@@ -48,7 +48,7 @@ class Program:
 
     @property
     def opcodes(self) -> set[str]:
-        """Of the text: what may stand first in a statement."""
+        """What may stand first in a statement of the text."""
         words = (line.strip().split(None, 2) for line in self.text.replace("{", "{\n").replace(";", ";\n").splitlines())
         names = (word[1] if word[0].startswith("@") and len(word) > 1 else word[0] for word in words if word)
         return {name.rstrip(";") for name in names if (name[0].isalpha() and "." in name) or name in ("bra", "ret;")}
