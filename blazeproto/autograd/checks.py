@@ -60,11 +60,11 @@ def check_experts(
         if weight is None and name.endswith("_bias"):
             continue
         _check_tensor(name, weight, FLOAT_DTYPES, device, shape, words)
-        _check_dtype(name, weight, x)
+        _check_dtype(name, weight, x, up[0].dtype)
     if up[-1].dtype != up[0].dtype:
         raise ValueError(f"gate_up_proj[1]: expected dtype {up[0].dtype} as gate_up_proj[0] has, got {up[-1].dtype}")
-    _check_factors("up_factors", up_factors, x, (num_experts, d_expert * halves, d_model))
-    _check_factors("down_factors", down_factors, x, tuple(down_proj.shape))
+    _check_factors("up_factors", up_factors, x, up[0].dtype, (num_experts, d_expert * halves, d_model))
+    _check_factors("down_factors", down_factors, x, up[0].dtype, tuple(down_proj.shape))
     if down_factors is not None and options.combine == "fused":
         raise ValueError("combine: expected 'gather' with down_factors, got 'fused'")
     on_gpu, backend = device.type == "cuda", options.backend
@@ -116,7 +116,9 @@ def check_counts(x: Tensor, counts: Tensor, num_experts: int) -> None:
         raise ValueError("down_proj: expected shape (E, d, n), E >= 1, got no experts")
 
 
-def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: tuple[int, ...]) -> None:
+def _check_factors(
+    name: str, factors: LowRank | None, x: Tensor, dtype: torch.dtype, weight_shape: tuple[int, ...]
+) -> None:
     """weight_shape: (E, out, in)."""
     if factors is None:
         return
@@ -125,7 +127,7 @@ def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: 
     (a, b), (num_experts, width_out, width_in) = factors, weight_shape
     for which, factor in (("a", a), ("b", b)):
         _check_tensor(f"{name}.{which}", factor, FLOAT_DTYPES, x.device)
-        _check_dtype(f"{name}.{which}", factor, x)
+        _check_dtype(f"{name}.{which}", factor, x, dtype)
     if a.dim() != 3 or (a.shape[0], a.shape[2]) != (num_experts, width_in) or not a.shape[1]:
         expected = f"(E, r, in) = ({num_experts}, r, {width_in}), r >= 1"
         raise ValueError(f"{name}.a: expected shape {expected}, got {tuple(a.shape)}")
@@ -133,13 +135,18 @@ def _check_factors(name: str, factors: LowRank | None, x: Tensor, weight_shape: 
     _check_tensor(f"{name}.b", b, FLOAT_DTYPES, None, shape, "(E, out, r)")
 
 
-def _check_dtype(name: str, weight: Tensor, x: Tensor) -> None:
-    """x has the weight's dtype, or is of 16 bits where that is float32. Autocast casts both."""
+def _check_dtype(name: str, weight: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+    """x has the weight's dtype, or is of 16 bits where that is float32. Autocast casts both.
+
+    dtype: the first weight's. What does not fit x is x's fault where it is that, and otherwise the weight's.
+    """
     if autocast_dtype(x.device.type):
         return
     fitting = FLOAT_DTYPES[:3] if weight.dtype == torch.float32 else (weight.dtype,)
     if x.dtype not in fitting:
         expected = " or ".join(map(str, fitting))
+        if weight.dtype != dtype:
+            raise ValueError(f"{name}: expected dtype {dtype} as gate_up_proj has, got {weight.dtype}")
         raise ValueError(
             f"x: expected dtype {expected} with {name} in {weight.dtype} (outside autocast), got {x.dtype}"
         )

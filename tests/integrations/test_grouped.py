@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype of w2": (
         {"w2": torch.ones(4, D, N).half()},
         ValueError,
-        r"down_proj: expected dtype torch\.float32 as x has",
+        r"down_proj: expected dtype torch\.float32 as gate_up_proj has, got torch\.float16",
     ),
     "dtype of w3": (
         {"x": torch.ones(3, D).bfloat16(), "w3": torch.ones(4, N, D).bfloat16()},
