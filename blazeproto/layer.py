@@ -23,7 +23,7 @@ from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import make_router, router_keywords
+from blazeproto.router.router import Router, check_mask, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
 from blazeproto.runtime.shown import Shown
 
@@ -152,17 +152,30 @@ class MoE(nn.Module, Shown):
             if parameter is not None:
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, MoEStats]:
+    def forward(
+        self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, MoEStats]:
         """x (..., d) floating point → out (..., d) of x's dtype, and what the router did.
 
-        token_ids: (...) integers, for hash routing alone. TypeError or ValueError names what does not fit.
+        token_ids: (...) integers, for hash routing alone.
+        mask: (...) bool; default: all True. A token where it is False is padding: its output is 0, from the shared expert too;
+        it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
+        TypeError or ValueError names what does not fit.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.d_model)
-        routing = self.router(tokens) if token_ids is None else self.router(tokens, token_ids)
+        given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
+        if mask is not None:
+            check_mask(mask, len(tokens), x.device)
+            takes = (
+                [] if isinstance(self.router, Router) else [*inspect.signature(self.router.forward).parameters.values()]
+            )
+            if takes and not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
+                raise TypeError(f"mask: expected a router that takes one, got {type(self.router).__name__}")
+        routing = self.router(tokens, **given)
         out = moe_mlp(
             tokens,
             self.up_proj_weight,
@@ -178,7 +191,10 @@ class MoE(nn.Module, Shown):
         )
         if self.shared_expert is not None:
             backend = "torch" if self.options.backend == "torch" else "auto"
-            out = out + self.shared_expert(tokens, backend, self.options.save)
+            if mask is not None:
+                tokens = tokens.where(mask.reshape(-1, 1), 0)
+            shared = self.shared_expert(tokens, backend, self.options.save)
+            out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         overflow = None
         if self.options.row_capacity is not None:
             overflow = (

@@ -32,7 +32,9 @@ ROOMS = (
     *(() if titan.missing() else ("blazeproto.integrations.torchtitan",)),
 )
 SYMBOLS = "T d n E K R P G m parts reduction columns d_model d_expert num_experts any"
-DTYPES = r"\b(bf16|fp16|fp32|fp64|bfloat16|float16|float32|float64|int32|int64|integers?|floating[ -]point|dtype|uint8|bytes)\b"
+DTYPES = (
+    r"\b(bf16|fp(16|32|64)|bfloat16|float(16|32|64)|int(32|64)|integers?|floating[ -]point|dtype|uint8|bool|bytes)\b"
+)
 HEADINGS = {"Args", "Returns", "Raises", "Parameters", "Fields", "Floor", "Source"}
 SOURCES = (
     r"MoEBlaze|SonicMoE|MegaBlocks|DeepSeek-V3|DeepSeekMoE|Switch Transformer|ST-MoE|GShard|Shazeer et al\.|Mixtral"

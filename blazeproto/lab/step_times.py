@@ -112,15 +112,15 @@ def _router(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[st
     weight, logits = router.weight.detach(), routing.logits.detach()
     d_logits = torch.randn_like(logits)
     calls: dict[tuple[str, str], Call] = {
-        ("forward", "router product"): lambda: router_logits.kernel(x, weight),
+        ("forward", "router product"): lambda: router_logits.kernel(x, weight, None),
         ("backward", "router product"): lambda: router_logits_backward.kernel(
-            (True, True), d_logits, x, weight, logits
+            (True, True), d_logits, x, weight, None, logits
         ),
     }
     if of.router != "top_k":
         return calls
     score = (router.score, router.renormalize, router.scale)
-    losses = (router.score, router.aux_loss, router.z_loss)
+    losses = (router.score, router.aux_loss, router.z_loss, False)
     experts, load, top_k = routing.experts, routing.load, layer.top_k
     d_scores, one = torch.randn_like(routing.scores), logits.new_ones(())
     calls["forward", "top-k"] = lambda: ops.route_top_k.kernel(logits, router.expert_bias, top_k, *score)

@@ -1,6 +1,6 @@
 """A choice whose number of experts varies from token to token: its interface, and the steps that the formulas share."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class VaryingChoice:
     def options(self) -> tuple[float, ...]:
         return ()
 
-    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+    def size(self, num_tokens: Any, num_experts: int, top_k: int) -> Any:
+        """An integer of the choice's, from T: the unmasked tokens', which with a mask is a tensor (), as the size is then."""
         return 0
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
@@ -43,20 +44,37 @@ class VaryingChoice:
 
     @staticmethod
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
-        """The formula, in torch, on any device: static shapes, and no wait for the device."""
+        """The formula, in torch, on any device: static shapes, and no wait for the device.
+
+        With a mask the masked tokens come last, with scores 0 and experts -1, and ``size`` is a tensor (); what this says of
+        masked tokens is not looked at.
+        """
         raise NotImplementedError
 
     def crossing(
-        self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, str, tuple[float, ...], int, int]:
-        """What the operator takes, in order: `mask`'s arguments and ``max_pairs``. generator: of `draws`; default: torch's."""
+        self,
+        scores: Tensor,
+        experts: Tensor,
+        generator: torch.Generator | None = None,
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, str, tuple[float, ...], int, int, Tensor | None]:
+        """What the operator takes, in order: `mask`'s arguments, ``max_pairs``, and ``limits``: with ``counted`` (T,) bool, which
+        says what tokens are not masked, (2,) int32 on the device, their number and the size for it.
+
+        generator: of `draws`; default: torch's.
+        """
         (num_tokens, num_experts), top_k = scores.shape, experts.shape[1]
         sizes = num_tokens, num_experts, top_k
-        draws = self.draws(num_experts, scores.device, generator)
-        return scores.detach(), experts, draws, self.by, self.options, self.size(*sizes), self.max_pairs(*sizes)
+        draws, limits = self.draws(num_experts, scores.device, generator), None
+        if counted is not None:
+            limits = torch.zeros(2, dtype=torch.int64, device=scores.device)
+            limits[0] = counted.sum()
+            limits[1] = self.size(limits[0], num_experts, top_k)
+            limits = limits.to(torch.int32)
+        return scores.detach(), experts, draws, self.by, self.options, self.size(*sizes), self.max_pairs(*sizes), limits
 
     def __call__(self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self.mask(*self.crossing(scores, experts, generator)[:-1])  # type: ignore[arg-type]
+        return self.mask(*self.crossing(scores, experts, generator)[:-2])  # type: ignore[arg-type]
 
 
 # --- Steps: rank the tokens of each expert, keep the first so many -----------------------------------------------------------
@@ -77,7 +95,13 @@ def keep_first(order: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(kept).scatter(1, order, kept).t()  # by token
 
 
+def by_expert(experts: Tensor, num_experts: int, values: Any, rest: Any) -> Tensor:
+    """(T, E): ``values``, one or (T, K), at the experts (T, K) of token choice, and ``rest`` elsewhere. Expert -1 is nobody."""
+    at = torch.where(experts < 0, num_experts, experts).long()  # one more column takes it
+    made = torch.full((len(experts), num_experts + 1), rest, device=experts.device)
+    return made.scatter(1, at, values)[:, :num_experts]
+
+
 def choice_mask(experts: Tensor, num_experts: int) -> Tensor:
     """Token choice (T, K) as a mask (T, E)."""
-    mask = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool, device=experts.device)
-    return mask.scatter(1, experts.long(), True)
+    return by_expert(experts, num_experts, True, False)

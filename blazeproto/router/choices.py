@@ -17,7 +17,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from blazeproto.router.choice import VaryingChoice, choice_mask, keep_first, rank_tokens
+from blazeproto.router.choice import VaryingChoice, by_expert, choice_mask, keep_first, rank_tokens
 from blazeproto.router.kinds import DRAWING_RULES, GOLDEN, MASK_32, RULES, Priority, RoundingRule
 from blazeproto.runtime import checks
 
@@ -50,7 +50,7 @@ class TokenRounding(VaryingChoice):
     def by(self) -> str:
         return self.rule
 
-    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+    def size(self, num_tokens: Any, num_experts: int, top_k: int) -> int:
         return self.tile
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
@@ -70,10 +70,10 @@ class TokenRounding(VaryingChoice):
     @staticmethod
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
         """Algorithm 4. by: the rule; size: the tile."""
-        num_tokens, num_experts = scores.shape
-        chosen = choice_mask(experts, num_experts)
+        chosen = choice_mask(experts, scores.shape[1])
         order = rank_tokens(chosen_first_keys(scores, chosen))
         ranked = scores.t().gather(1, order) if by == "nr_s" else None
+        num_tokens = (experts[:, 0] >= 0).sum()  # that are not masked
         counts = chosen.sum(dim=0)
         counts = rounded_counts(counts, size, by, num_tokens=num_tokens, sorted_scores=ranked, draws=draws)
         return keep_first(order, counts)
@@ -99,7 +99,7 @@ def rounded_counts(
     tile: int,
     rule: str,
     *,
-    num_tokens: int,
+    num_tokens: Any,
     sorted_scores: Any = None,
     draws: Any = None,
 ) -> Tensor:
@@ -127,7 +127,7 @@ def rounded_counts(
     elif rule == "sr_f":
         up = draws * tile < counts - floor
     elif rule == "nr_s":
-        place = torch.arange(num_tokens, device=counts.device)
+        place = torch.arange(sorted_scores.shape[1], device=counts.device)
         in_last_tile = (place >= floor[:, None]) & (place < ceil[:, None])
         last_tile = torch.where(in_last_tile, sorted_scores.nan_to_num(), 0.0)
         of_chosen = torch.where(place < counts[:, None], last_tile, 0.0)
@@ -162,14 +162,14 @@ class WithCapacity(VaryingChoice):
         checks.boolean("eval_top_k", self.eval_top_k)
         object.__setattr__(self, "_factor", Fraction(str(self.capacity_factor)).as_integer_ratio())
 
-    def size(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+    def size(self, num_tokens: Any, num_experts: int, top_k: int) -> Any:
         """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3).
 
         Exact: a float counts as the decimal that Python prints for it, so that 1.1 times 10 is 11. (The float nearest to 1.1 is
         a little larger, and would round up to 12.) In integers alone, which torch.compile can trace.
         """
-        numerator, denominator = self._factor
-        return min(num_tokens, -(-numerator * num_tokens * top_k // (denominator * num_experts)))
+        numerator, denominator = self._factor[0] * top_k, self._factor[1] * num_experts  # of the share of T
+        return num_tokens if numerator >= denominator else -(-numerator * num_tokens // denominator)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,9 @@ class ExpertChoice(WithCapacity):
     def mask(scores: Tensor, experts: Tensor, draws: Tensor | None, by: str, options: list[float], size: int) -> Tensor:
         """size: the tokens of each expert, in which the token choice counts by its K alone."""
         keys = torch.where(scores.isnan(), torch.inf, scores)
-        return keep_first(rank_tokens(keys), torch.full((scores.shape[1],), size, device=scores.device))
+        return keep_first(
+            rank_tokens(keys), torch.zeros(scores.shape[1], dtype=torch.int64, device=scores.device) + size
+        )
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Capacity(WithCapacity):
         places = place[:, None].expand_as(experts)
         if by != "token":
             places = places + num_tokens * torch.arange(top_k, device=experts.device)
-        keys = torch.full_like(chosen, -num_tokens * top_k, dtype=torch.int64).scatter(1, experts.long(), -places)
+        keys = by_expert(experts, num_experts, -places, -num_tokens * top_k)
         return keep_first(rank_tokens(keys), chosen.sum(dim=0).clamp(max=size))
 
 

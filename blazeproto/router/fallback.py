@@ -250,22 +250,37 @@ def expert_load(experts: Tensor, num_experts: int) -> Tensor:
     return load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))[:num_experts]
 
 
-def load_balancing_loss(logits: Tensor, load: Tensor, top_k: int, score: str = "softmax_topk") -> Tensor:
+Counted = tuple[Tensor, Tensor]
+"""Which tokens have a part in the losses, (T,) bool, and their number ()."""
+
+
+def _mean(values: Tensor, counted: Counted | None) -> Tensor:
+    """Over the tokens, the first dimension."""
+    if counted is None:
+        return values.sum(dim=0) / max(len(values), 1)
+    which, number = counted
+    return values.where(which.unflatten(0, (-1, *[1] * (values.dim() - 1))), 0).sum(dim=0) / number.clamp(min=1)
+
+
+def load_balancing_loss(
+    logits: Tensor, load: Tensor, top_k: int, score: str = "softmax_topk", counted: Counted | None = None
+) -> Tensor:
     """E * sum_e f_e P_e: Switch Transformer eq. 4 without its coefficient; 1 when the load (E,) is even.
 
     f_e is the fraction of the T*K choices that fell on expert e (eq. 5, for any K), P_e the mean router probability (eq. 6).
     Elementwise scores are first divided by their sum (DeepSeek-V3 §2.1.2). The gradient flows through P alone. Returns a
     scalar; zero for T = 0.
+    counted: the tokens that have a part in it, and T, their number; default: all.
     """
     num_tokens, num_experts = logits.shape
     probabilities = score_named(score).logarithm(logits).softmax(dim=1)
-    fraction = load.to(logits.dtype) / max(num_tokens * top_k, 1)
-    return num_experts * (fraction * probabilities.sum(dim=0)).sum() / max(num_tokens, 1)
+    pairs = max(num_tokens * top_k, 1) if counted is None else load.sum().clamp(min=1)
+    return num_experts * (load.to(logits.dtype) / pairs * _mean(probabilities, counted)).sum()
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """The mean over tokens of logsumexp(logits)²: ST-MoE eq. 5 without its coefficient. Scalar; zero for T = 0."""
-    return torch.logsumexp(logits, dim=1).square().sum() / max(logits.shape[0], 1)
+def z_loss(logits: Tensor, counted: Counted | None = None) -> Tensor:
+    """The mean over the counted tokens of logsumexp(logits)²: ST-MoE eq. 5 without its coefficient. Scalar; zero for T = 0."""
+    return _mean(torch.logsumexp(logits, dim=1).square(), counted)
 
 
 @_of_numpy_too
@@ -276,6 +291,7 @@ def routing_losses(
     score: str = "softmax_topk",
     balance: bool = True,
     z: bool = True,
+    masked: bool = False,
     out: Any = None,
     workspace: Any = None,
     stream: Any = None,
@@ -283,12 +299,16 @@ def routing_losses(
     """load (E,) int32 and the two losses, of the logits' dtype; 0 where one is not asked for."""
     load = expert_load(experts, logits.shape[1])
     infinite_to_nan = logits.masked_fill(~_finite(logits), torch.nan)
-    return load, *_losses(infinite_to_nan, load, experts.shape[1], score, balance, z)
+    options = score, balance, z, experts[:, 0] >= 0 if masked else None
+    return load, *_losses(infinite_to_nan, load, experts.shape[1], *options)
 
 
-def _losses(logits: Tensor, load: Tensor, top_k: int, score: str, balance: bool, z: bool) -> tuple[Tensor, Tensor]:
-    balance_loss = load_balancing_loss(logits, load, top_k, score) if balance else logits.new_zeros(())
-    return balance_loss, z_loss(logits) if z else logits.new_zeros(())
+def _losses(
+    logits: Tensor, load: Tensor, top_k: int, score: str, balance: bool, z: bool, which: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    counted = None if which is None else (which, load.sum() // top_k)
+    balance_loss = load_balancing_loss(logits, load, top_k, score, counted) if balance else logits.new_zeros(())
+    return balance_loss, z_loss(logits, counted) if z else logits.new_zeros(())
 
 
 @_of_numpy_too
@@ -302,11 +322,13 @@ def routing_losses_backward(
     score: str = "softmax_topk",
     balance: bool = True,
     z: bool = True,
+    masked: bool = False,
     out: Any = None,
     stream: Any = None,
 ) -> Tensor:
     """d_logits (T, E) from the gradients () of the two losses."""
-    finite, options = _finite(logits), (load, top_k, score, balance, z)
+    finite = _finite(logits)
+    options = load, top_k, score, balance, z, finite[:, 0] if masked else None
     d_logits = vjp(lambda values: _losses(values, *options), logits.where(finite, 0), (d_balance_loss, d_z_loss))
     return d_logits.masked_fill(~finite, 0)
 

@@ -93,11 +93,11 @@ def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-def _logits_fake(x: Tensor, weight: Tensor) -> Tensor:
+def _logits_fake(x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=_wide(x, weight))
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     ctx.save_for_backward(*inputs, output)
 
 
@@ -105,48 +105,57 @@ def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
     tensors = d_logits, *ctx.saved_tensors
     hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
     backward = router_logits_backward.kernel if hidden else router_logits_backward.gradients
-    return tuple(backward(ctx.needs_input_grad[:2], *tensors))
+    return *backward(ctx.needs_input_grad[:2], *tensors), None
 
 
-@define("router_logits(Tensor x, Tensor weight) -> Tensor", _logits_fake, setup=_setup, backward=_backward)
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+@define(
+    "router_logits(Tensor x, Tensor weight, Tensor? mask) -> Tensor", _logits_fake, setup=_setup, backward=_backward
+)
+def router_logits(x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
     """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast -> (T, E).
 
     A token with a NaN or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
-    Backward keeps x, the weight and the logits.
+    So does one whose mask (T,) bool is False; what x has there reaches no gradient. Backward keeps x, the weight, the mask and
+    the logits.
     """
     with without_autocast(x.device.type):
         if not _on_tensor_cores(x, weight):
             x = x.contiguous()  # so that other strides give the same bits
             wide = _wide(x, weight)
-            return fallback.finish_logits(x.to(wide) @ weight.to(wide).t())
+            return _masked(fallback.finish_logits(x.to(wide) @ weight.to(wide).t()), mask)
         parts = 2 if weight.dtype == torch.float32 else 1
         operand = _split(weight, "high", "low") if parts == 2 else _aligned(weight)
         place, x = place_of(x), _aligned(x)
         logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
         multiply(place, {"E": len(weight), "parts": parts}, x, operand, logits)
-        return finish_kernel(len(weight)).over(len(x), place, (), made=logits)
+        return _masked(finish_kernel(len(weight)).over(len(x), place, (), made=logits), mask)
+
+
+def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if mask is None else logits.masked_fill_(~mask[:, None], torch.nan)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
-def _gradients_fake(needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, logits: Tensor) -> Gradients:
+def _gradients_fake(needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, *_: Any) -> Gradients:
     return [torch.empty_like(t) if need else None for t, need in zip((x, weight), needs, strict=True)]
 
 
 @define(
-    "router_logits_backward(bool[] needs, Tensor d_logits, Tensor x, Tensor weight, Tensor logits) -> Tensor[]",
+    "router_logits_backward(bool[] needs, Tensor d_logits, Tensor x, Tensor weight, Tensor? mask, Tensor logits) -> Tensor[]",
     _gradients_fake,
 )
 def router_logits_backward(
-    needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, logits: Tensor
+    needs: Sequence[bool], d_logits: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, logits: Tensor
 ) -> Gradients:
     """d_logits (T, E) -> those needed of dX (T, d) and dW (E, d), in the dtypes of x and the weight.
 
     A token with NaN logits passes no gradient.
     """
     (needs_x, needs_weight), x, num_experts = needs, x.contiguous(), len(weight)
+    if mask is not None and needs_weight:
+        x = x.masked_fill(~mask[:, None], 0)  # times a gradient of 0 a NaN would be one
     d_x = d_weight = None
     with without_autocast(x.device.type):
         if not _on_tensor_cores(x, weight):

@@ -16,6 +16,7 @@ from blazeproto.runtime.numba_kernel import NumbaKernel
 THREADS = 256  # of a block
 SUM_THREADS = 1024  # of the one block that adds up
 MAX_BLOCKS, MAX_BACKWARD_BLOCKS = 132 * 4, 132 * 8
+OPTIONS = "score", "balance", "z", "masked"
 
 
 def losses_workspace(num_tokens: int, num_experts: int) -> int:
@@ -38,7 +39,9 @@ def _blocks(num_tokens: int, num_experts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tuple[NumbaKernel, NumbaKernel]:
+def forward_kernels(
+    num_experts: int, score: str, balance: bool, z: bool, masked: bool
+) -> tuple[NumbaKernel, NumbaKernel]:
     """`losses_kernels.routing_partials` and `.routing_sums`."""
     from blazeproto.router import losses_kernels
 
@@ -52,6 +55,7 @@ def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tup
         score=score,
         balance=balance,
         z=z,
+        masked=masked,
     )
     sums = NumbaKernel(
         losses_kernels.routing_sums,
@@ -61,12 +65,13 @@ def forward_kernels(num_experts: int, score: str, balance: bool, z: bool) -> tup
         num_experts=num_experts,
         balance=balance,
         z=z,
+        masked=masked,
     )
     return partials, sums
 
 
 @lru_cache(maxsize=256)
-def backward_kernel(num_experts: int, score: str, balance: bool, z: bool) -> RowKernel:
+def backward_kernel(num_experts: int, score: str, balance: bool, z: bool, masked: bool) -> RowKernel:
     """`losses_kernels.routing_losses_backward`."""
     from blazeproto.router import losses_kernels
 
@@ -81,6 +86,7 @@ def backward_kernel(num_experts: int, score: str, balance: bool, z: bool) -> Row
         score=score,
         balance=balance,
         z=z,
+        masked=masked,
     )
 
 
@@ -92,7 +98,7 @@ def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
         raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
     if not sizes.get("K", 1):
         raise ValueError(f"experts: expected (T, K) with K >= 1, got {(num_tokens, 0)}")
-    for name in ("balance", "z"):
+    for name in ("balance", "z", "masked"):
         checks.boolean(name, call[name])
     checks.integer("top_k", call.get("top_k", 1), least=1)
     sizes["workspace"] = losses_workspace(num_tokens, num_experts)
@@ -102,7 +108,7 @@ def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     {"logits": "float32 T E", "experts": "int32 T K"},
     {"load": "int32 E", "balance_loss": "float32", "z_loss": "float32"},
     _check,
-    lambda place, call, *arrays: launch(place, arrays, call["score"], call["balance"], call["z"]),
+    lambda place, call, *arrays: launch(place, arrays, *map(call.get, OPTIONS)),
 )
 def routing_losses(
     logits: Any,
@@ -111,6 +117,7 @@ def routing_losses(
     score: Score = "softmax_topk",
     balance: bool = True,
     z: bool = True,
+    masked: bool = False,
     out: tuple[Any, Any, Any] | None = None,
     workspace: Any = None,
     stream: int | None = None,
@@ -123,6 +130,7 @@ def routing_losses(
     of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
     z-loss is the mean of logsumexp(logits)².
     balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: scores.py says what they are.
+    masked: a token whose first expert is negative has no part in either loss, and T is the number of the others, at least 1.
     out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
@@ -130,14 +138,14 @@ def routing_losses(
     """
 
 
-def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z: bool) -> None:
+def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z: bool, masked: bool) -> None:
     """`routing_losses` of checked arrays: logits, experts; load, the two losses; workspace."""
     logits, experts, *made, workspace = operands
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
     blocks, tokens = _blocks(num_tokens, num_experts)
     size = blocks * num_experts  # of loads and of probabilities; then come squares
     parts = parts_of(workspace, (size, "int32"), (size, "float32"), (blocks, "float32"))
-    partials, sums = forward_kernels(num_experts, score, balance, z)
+    partials, sums = forward_kernels(num_experts, score, balance, z, masked)
     given = map(memory.argument, (logits, experts))
     partials.launch(*place, blocks, 0, *given, *parts, num_tokens, top_k, tokens)
     sums.launch(*place, 1, 0, *parts, *map(memory.argument, made), blocks, num_tokens, top_k)
@@ -147,7 +155,7 @@ def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z
     {"logits": "float32 T E", "load": "int32 E", "d_balance_loss": "float32", "d_z_loss": "float32"},
     {"d_logits": "float32 T E"},
     _check,
-    lambda place, call, *arrays: backward_kernel(call["E"], call["score"], call["balance"], call["z"]).over(
+    lambda place, call, *arrays: backward_kernel(call["E"], *map(call.get, OPTIONS)).over(
         call["T"], place, arrays, call["T"], int(call["top_k"])
     ),
 )
@@ -161,6 +169,7 @@ def routing_losses_backward(
     score: Score = "softmax_topk",
     balance: bool = True,
     z: bool = True,
+    masked: bool = False,
     out: Any = None,
     stream: int | None = None,
 ) -> Any:
@@ -169,7 +178,7 @@ def routing_losses_backward(
     logits (T, E) fp32 and load (E,) int32 of the forward, d_balance_loss () fp32, d_z_loss () fp32 → d_logits (T, E) fp32.
 
     The load passes no gradient, and a token with a NaN or infinite logit gets zeros.
-    top_k: K.  score, balance, z: as in the forward.  out: (T, E) fp32, to fill.
+    top_k: K.  score, balance, z, masked: as in the forward; a masked token's logits have to be NaN.  out: (T, E) fp32, to fill.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
     expected and what came.

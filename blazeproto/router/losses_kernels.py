@@ -11,6 +11,9 @@
 Sums have a fixed order, so that a repetition has the same bits: a few lanes share a token, each with its experts; each lane adds
 up its experts' probabilities over the tokens that its group sees; groups are added in order, then blocks.
 
+masked: a token whose first expert is negative has no part in the sums, and T is the number of the others, at least 1: the sum of
+the load over K. Its logits are NaN, so that its gradient is zero.
+
 Floor: bytes. Forward T·E logits read; backward T·E read and written. At T = 32768, E = 128: 17 MB, 4 us from memory; right after
 the product that made them the logits lie in L2.
 """
@@ -47,7 +50,9 @@ def softmax_of(num_experts: int, lanes: int, per_lane: int, group: Any) -> Any:
     return softmax
 
 
-def routing_partials(threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool) -> Any:
+def routing_partials(
+    threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool, masked: bool
+) -> Any:
     """Each block's part of the load, and of the sums that ``balance`` and ``z`` ask for.
 
     load (B, E) int32; probabilities (B, E) fp32: the softmax, or elementwise scores over their sum; squares (B,) fp32, logsumexp²
@@ -85,6 +90,8 @@ def routing_partials(threads: int, lanes: int, num_experts: int, score: str, bal
             while first < end:
                 token = int64(min(first + mine, end - 1))
                 inside = first + mine < end
+                if masked:
+                    inside = inside and experts[token * top_k] >= 0
                 row = int64(token * num_experts)
                 for i in range(per_lane):
                     values[i] = logits[row + min(int32(i * lanes + lane), int32(num_experts - 1))]
@@ -126,7 +133,7 @@ def routing_partials(threads: int, lanes: int, num_experts: int, score: str, bal
     return routing_partials
 
 
-def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z: bool) -> Any:
+def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z: bool, masked: bool) -> Any:
     """load (E,) int32 and the losses, an fp32 number each, from the parts of all blocks; one block.
 
     balance_loss is E Σ f P / T with f = load / (T K), z_loss the sum of logsumexp² over T; 0 where one is not asked for.
@@ -163,24 +170,34 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
             for block in range(thread, num_blocks, threads):
                 square += squares[block]
         if balance and thread < num_experts:
-            share = float32(count) / float32(num_tokens * top_k) * total
+            share = float32(count) * total if masked else float32(count) / float32(num_tokens * top_k) * total
         sums[thread] = share
         square_sums[thread] = square
+        if masked:
+            counts[thread] = count if thread < num_experts else int32(0)
         cuda.syncthreads()
         for step in range(halvings):  # in pairs, then fours, ...: the order is fixed
             distance = int32(threads >> (step + 1))
             if thread < distance:
                 sums[thread] += sums[thread + distance]
                 square_sums[thread] += square_sums[thread + distance]
+                if masked:
+                    counts[thread] += counts[thread + distance]
             cuda.syncthreads()
         if thread == 0:
-            balance_loss[0] = sums[0] * float32(num_experts) / float32(num_tokens)
-            z_loss[0] = square_sums[0] / float32(num_tokens)
+            tokens, total = float32(num_tokens), sums[0]
+            if masked:
+                pairs = max(counts[0], int32(top_k))
+                tokens, total = float32(pairs // int32(top_k)), total / float32(pairs)
+            balance_loss[0] = total * float32(num_experts) / tokens
+            z_loss[0] = square_sums[0] / tokens
 
     return routing_sums
 
 
-def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool) -> Any:
+def routing_losses_backward(
+    threads: int, lanes: int, num_experts: int, score: str, balance: bool, z: bool, masked: bool
+) -> Any:
     """d_logits (T, E) from the gradients of the two losses.
 
     With p a token's probabilities, c = d_balance E f / T, q the softmax of its logits and l their logsumexp:
@@ -205,11 +222,19 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: s
         slopes = cuda.local.array(per_lane, float32)
         weights = cuda.local.array(per_lane, float32)
 
+        tokens, pairs = float32(num_tokens), float32(num_tokens * top_k)
+        if masked:
+            pairs = float32(0.0)
+            for i in range(per_lane):
+                expert = int32(i * lanes + lane)
+                pairs += float32(load[expert]) if expert < num_experts else float32(0.0)
+            pairs = max(total(pairs), float32(top_k))
+            tokens = pairs / float32(top_k)
         if balance:
-            factor = d_balance[0] * float32(num_experts) / float32(num_tokens)
+            factor = d_balance[0] * float32(num_experts) / tokens
             for i in range(per_lane):
                 count = load[min(int32(i * lanes + lane), int32(num_experts - 1))]
-                weights[i] = factor * (float32(count) / float32(num_tokens * top_k))
+                weights[i] = factor * (float32(count) / pairs)
         first = int64(cuda.blockIdx.x) * groups
         while first < num_tokens:
             token = int64(min(first + (thread >> shift), num_tokens - 1))
@@ -223,7 +248,7 @@ def routing_losses_backward(threads: int, lanes: int, num_experts: int, score: s
             if z:
                 top, whole = softmax(values, lane, powers)
                 log_sum = top + math.log(whole)
-                factor = float32(2.0) * d_z[0] * log_sum / float32(num_tokens) / whole
+                factor = float32(2.0) * d_z[0] * log_sum / tokens / whole
                 for i in range(per_lane):
                     slopes[i] = factor * powers[i]
             if balance:

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
@@ -25,8 +26,6 @@ from blazeproto.router import fallback, hashing, losses, pairs, topk
 from blazeproto.router.choices import varying_choice
 from blazeproto.router.public import place_of
 from blazeproto.router.scores import SCORES
-
-LOSSES = ("score", "balance", "z")
 
 
 def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
@@ -123,7 +122,7 @@ def _times(loss: Tensor, coefficient: float) -> Tensor:
 
 @define(
     "routing_losses_backward(Tensor logits, Tensor load, Tensor d_balance_loss, Tensor d_z_loss, int top_k, str score, "
-    "float balance, float z) -> Tensor",
+    "float balance, float z, bool masked) -> Tensor",
     lambda logits, *_: torch.empty_like(logits),
 )
 def routing_losses_backward(
@@ -135,11 +134,12 @@ def routing_losses_backward(
     score: str,
     balance: float,
     z: float,
+    masked: bool,
 ) -> Tensor:
     """d_logits (T, E) of the two losses."""
-    slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z))
+    slopes, wanted = (_times(d_balance_loss, balance), _times(d_z_loss, z)), (score, bool(balance), bool(z), masked)
     if not (_kernels_take(logits) and len(logits)):
-        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, LOSSES))
+        return fallback.routing_losses_backward(logits, load, *slopes, top_k, **_named(wanted, losses.OPTIONS))
     kernel, num_tokens = losses.backward_kernel(logits.shape[1], *wanted), len(logits)
     given, made = (logits, load, *slopes), torch.empty_like(logits)
     return kernel.over(num_tokens, place_of(logits), given, num_tokens, top_k, made=made)
@@ -150,7 +150,7 @@ def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @define(
-    "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z) "
+    "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z, bool masked) "
     "-> (Tensor balance_loss, Tensor z_loss, Tensor load)",
     _losses_fake,
     **_derivative(
@@ -160,18 +160,21 @@ def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     ),
 )
 def routing_losses(
-    logits: Tensor, experts: Tensor, score: str, balance: float, z: float
+    logits: Tensor, experts: Tensor, score: str, balance: float, z: float, masked: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fallback.load_balancing_loss` and `fallback.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
-    coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load."""
-    wanted = score, bool(balance), bool(z)
+    coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load.
+
+    masked: a token with expert -1 has no part in them; its logits are NaN.
+    """
+    wanted = score, bool(balance), bool(z), masked
     if _kernels_take(logits) and len(logits):
         balance_loss, z_loss, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = experts.to(torch.int32).contiguous()
         losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
-        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, LOSSES))
+        load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, losses.OPTIONS))
     return _times(balance_loss, balance), _times(z_loss, z), load
 
 
@@ -179,13 +182,13 @@ def routing_losses(
 
 
 def _choose_fake(scores: Tensor, experts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    max_pairs = rest[-1]
+    max_pairs = rest[4]
     return _integers(scores, (max_pairs,), (max_pairs,), (scores.shape[0] + 1,), scores.shape[1:])
 
 
 @define(
-    "choose_pairs(Tensor scores, Tensor experts, Tensor? draws, str by, float[] options, SymInt size, SymInt max_pairs) "
-    "-> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets, Tensor load)",
+    "choose_pairs(Tensor scores, Tensor experts, Tensor? draws, str by, float[] options, SymInt size, SymInt max_pairs, "
+    "Tensor? limits) -> (Tensor pair_experts, Tensor pair_tokens, Tensor token_offsets, Tensor load)",
     _choose_fake,
     chooses=True,
 )
@@ -197,19 +200,43 @@ def choose_pairs(
     options: list[float],
     size: int,
     max_pairs: int,
+    limits: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The pairs that a choice makes of scores (T, E) in [0, 1] and the token choice (T, K): see `VaryingChoice.crossing`.
 
     Returns pair_experts (P,), pair_tokens (P,), token_offsets (T + 1,) and load (E,), int32. ValueError for an unknown ``by``.
+    With ``limits``, tokens of expert -1 are masked.
     """
+    if limits is None:
+        return _choose(scores, experts, draws, by, options, size, max_pairs, None)
+    counted = experts[:, 0] >= 0
+    order = torch.argsort(counted.to(torch.int8), descending=True, stable=True)  # masked tokens last
+    chosen = _choose(scores[order], experts[order], draws, by, options, limits[1], max_pairs, limits)
+    pair_experts, pair_tokens, token_offsets, load = chosen
+    pair_tokens = torch.where(pair_experts >= 0, order.to(torch.int32)[pair_tokens], 0)
+    return pair_experts, pair_tokens, token_offsets[F.pad(counted.cumsum(0), (1, 0))], load
+
+
+def _choose(
+    scores: Tensor,
+    experts: Tensor,
+    draws: Tensor | None,
+    by: str,
+    options: list[float],
+    size: Any,
+    max_pairs: int,
+    limits: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """`choose_pairs` where masked tokens come last."""
     choice = varying_choice(by)
     fits = experts.dtype == torch.int32 and max(max_pairs, experts.numel()) < 2**31
     if choice.KERNELS and fits and _kernels_take(scores):
-        made = _choose_fake(scores, experts, max_pairs)
+        made = _choose_fake(scores, experts, draws, by, options, size, max_pairs)
         launch = import_module(choice.KERNELS).launch_choice
-        launch(place_of(scores), (scores, experts.contiguous(), draws, *made), by, options, size)
+        launch(place_of(scores), (scores, experts.contiguous(), draws, *made), by, options, size, limits)
         return made
-    return fallback.pairs_of(choice.mask(scores, experts, draws, by, options, size), max_pairs)
+    mask = choice.mask(scores, experts, draws, by, options, size)
+    return fallback.pairs_of(mask if limits is None else mask & (experts[:, :1] >= 0), max_pairs)
 
 
 @define(

@@ -35,7 +35,7 @@ def pair_rows(num_tokens: int, num_pairs: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
+def choosing_kernels(num_experts: int, top_k: int, by: str, masked: bool) -> tuple[Any, ...]:
     """In the order of their launches; None for `largest_codes` where it isn't needed."""
     from blazeproto.dispatch.tiled import count_pairs
     from blazeproto.router import pair_kernels, select_kernels
@@ -64,10 +64,11 @@ def choosing_kernels(num_experts: int, top_k: int, by: str) -> tuple[Any, ...]:
         ),
         NumbaKernel(
             select_kernels.select_tokens,
-            "uint32* uint32* float32* float32* int32* uint32* int32* int64 int64 int64 int64",
+            "uint32* uint32* float32* float32* int32* uint32* int32* int32* int64 int64 int64 int64",
             threads=SELECT_THREADS,
             by=by,
             code_bits=code_bits,
+            masked=masked,
         ),
         NumbaKernel(pair_kernels.count_tokens, "uint32* int32* int64 int64", threads=THREADS),
         NumbaKernel(
@@ -137,7 +138,7 @@ def _check_scoring(sizes: dict[str, Any], call: dict[str, Any]) -> None:
         "load": "int32 E",
     },
     _check_choosing,
-    lambda place, call, *arrays: launch_choice(place, arrays, call["by"], (), call["size"]),
+    lambda place, call, *arrays: launch_choice(place, arrays, call["by"], (), call["size"], None),
 )
 def choose_pairs(
     scores: Any,
@@ -170,16 +171,19 @@ def choose_pairs(
     """
 
 
-def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Sequence[float], size: int) -> None:
+def launch_choice(
+    place: Place, operands: tuple[Any, ...], by: str, options: Sequence[float], size: Any, limits: Any
+) -> None:
     """`choose_pairs` of checked arrays: scores, experts, draws; pair_experts, pair_tokens, token_offsets, load.
 
-    options: none here; the choice of another module may have some.
+    options: none here; the choice of another module may have some.  limits: with masked tokens, which come last and have expert
+    -1, (2,) int32: the number of the others, and the size for them; else None.
     """
     scores, experts, draws, *outputs = operands
     (num_tokens, num_experts), top_k, max_pairs = scores.shape, experts.shape[1], outputs[0].shape[0]
     # Where there are no draws, any address will do.
-    everything = scores, experts, scores if draws is None else draws, *outputs
-    given, ids, drawn, *lists, counts = map(memory.argument, everything)
+    everything = scores, experts, scores if draws is None else draws, experts if limits is None else limits, *outputs
+    given, ids, drawn, limited, *lists, counts = map(memory.argument, everything)
 
     # The workspace: keys (E, T), bits (groups, E), the count of each expert in chunks of pairs, two numbers a token or chunk.
     groups = -(-num_tokens // WORD)
@@ -195,7 +199,9 @@ def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Seq
     dtypes = "uint32", "uint32", "int32", "uint32", "int32"
     keys, bits, table, seconds, totals = parts_of(workspace, *zip(sizes, dtypes, strict=True))
 
-    turn, largest, count, select, count_tokens, list_pairs = choosing_kernels(num_experts, top_k, by)
+    turn, largest, count, select, count_tokens, list_pairs = choosing_kernels(
+        num_experts, top_k, by, limits is not None
+    )
     tiles = groups * -(-num_experts // TILE_EXPERTS)
     if tiles:
         shared = 4 * TILE_EXPERTS * (WORD + 1)
@@ -206,8 +212,9 @@ def launch_choice(place: Place, operands: tuple[Any, ...], by: str, options: Seq
     if by != "expert_choice":
         counted = ids, table, ids, num_tokens * top_k, num_experts, pair_chunk
         count.launch(*place, pair_chunks, 4 * (num_experts + 1), *counted)
-    selected = keys, seconds, given, drawn, table, bits, counts, num_tokens, num_experts, pair_chunks
-    select.launch(*place, num_experts, 4 * (3 * select.threads + 4), *selected, min(size, MAX_TOKENS))
+    most = MAX_TOKENS if limits is not None else min(size, MAX_TOKENS)  # with limits not read
+    selected = keys, seconds, given, drawn, table, limited, bits, counts, num_tokens, num_experts, pair_chunks, most
+    select.launch(*place, num_experts, 4 * (3 * select.threads + 4), *selected)
     words = groups * num_experts, group_chunk * num_experts
     count_tokens.launch(*place, list_chunks, 8 * count_tokens.threads, bits, totals, *words)
     shared = 4 * (2 * list_pairs.threads + WORD * (-(-num_experts // WORD) + 1))

@@ -34,16 +34,18 @@ class Routing(NamedTuple):
 
     With K experts a token, always: scores and experts are (T, K), in falling order of what was ranked, and
     token_offsets and pair_tokens are None. With a number that varies: scores, experts and pair_tokens are (P,), by
-    token and by ascending expert inside one; places not used come last and hold expert -1, score 0, token 0.
+    token and by ascending expert inside one; places not used come last and hold expert -1, score 0, token 0. A masked
+    token has experts -1 and scores 0, or no pairs.
     """
 
     scores: Tensor  # fp32 (fp64 for an fp64 router), differentiable
     experts: Tensor  # int32
-    logits: Tensor  # (T, E), as scores; a token with a NaN or infinite logit has NaN throughout
+    logits: Tensor  # (T, E), as scores; a masked token, and one with a NaN or infinite logit, has NaN throughout
     load: Tensor  # (E,) int32, pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in: add their sum to the loss
     token_offsets: Tensor | None = None  # (T + 1,) int32, where each token's pairs begin
     pair_tokens: Tensor | None = None  # (P,) int32, the token of each pair
+    mask: Tensor | None = None  # (T,) bool, as it was given
 
 
 class Router(nn.Module):
@@ -146,15 +148,19 @@ class Router(nn.Module):
         choice = "" if self.choice is None else f", choose={self.choice}"
         return f"{self.d_model}, experts={self.num_experts}, top_k={self.top_k}, score={self.score}{choice}"
 
-    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """x (T, d) floating point; token_ids (T,) integers, of any shape, for hash routing alone.
 
+        mask: (T,) bool, in any shape; default: all True. A token where it is False is padding: it chooses no expert, has no part
+        in loads, losses, capacities and rounding, and gets no gradient; what x holds there changes nothing.
         In eval mode a choice with ``eval_top_k`` gives way to plain top-k.
         """
-        self._check_input(x, token_ids)
+        self._check_input(x, token_ids, mask)
         # Past torch's dispatcher, where only it would see the operators.
-        hidden = unobserved((x, self.weight, token_ids)) and not on_another_gpu(x)
-        logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight)
+        hidden = unobserved((x, self.weight, token_ids, mask)) and not on_another_gpu(x)
+        mask = None if mask is None else mask.flatten()
+        padding = None if mask is None else ~mask[:, None]
+        logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight, mask)
         options, choice = (self.score, self.renormalize, self.scale), self.choice
         pair_tokens = token_offsets = load = None
         if isinstance(choice, Hash):
@@ -171,17 +177,23 @@ class Router(nn.Module):
             keys = fallback.selection_keys(logits, self.score, self.expert_bias)
             # The token choice: experts alone, which do not depend on the kind of scores.
             chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
-            crossing = choice.crossing(SCORES[self.score].value(logits.detach()), chosen)
+            ranked = SCORES[self.score].value(logits.detach())
+            if padding is not None:
+                chosen, ranked = chosen.masked_fill(padding, -1), ranked.masked_fill(padding, 0)
+            crossing = choice.crossing(ranked, chosen, counted=mask)
             experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
             scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
+        if padding is not None and pair_tokens is None:
+            scores, experts = scores.masked_fill(padding, 0), experts.masked_fill(padding, -1)
+            chosen = experts
         aux_losses = {}
         if load is None or self.aux_loss or self.z_loss:  # of the token choice, before any rounding or dropping
             losses = ops.routing_losses.entry((logits,), unobserved=hidden)
-            balance, z, token_load = losses(logits, chosen, self.score, self.aux_loss, self.z_loss)
+            balance, z, token_load = losses(logits, chosen, self.score, self.aux_loss, self.z_loss, mask is not None)
             load = token_load if load is None else load
             named = {"load_balancing": (self.aux_loss, balance), "z": (self.z_loss, z)}
             aux_losses = {name: loss for name, (coefficient, loss) in named.items() if coefficient}
-        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens)
+        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens, mask)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -200,7 +212,7 @@ class Router(nn.Module):
         if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
 
-    def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
+    def _check_input(self, x: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
@@ -208,6 +220,8 @@ class Router(nn.Module):
             raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
+        if mask is not None:
+            check_mask(mask, x.shape[0], x.device)
         if not isinstance(self.choice, Hash):
             return
         if token_ids is None:
@@ -220,6 +234,16 @@ class Router(nn.Module):
             raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
         if token_ids.device != x.device:
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+
+
+def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
+    """TypeError or ValueError unless ``mask`` has a bool for each of so many tokens, on this device."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a torch.bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    if mask.numel() != num_tokens:
+        raise ValueError(f"mask: expected {num_tokens} bools, one a token, got shape {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"mask: expected device {device}, x's, got {mask.device}")
 
 
 def router_keywords() -> list[str]:
@@ -268,18 +292,21 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
     """Scalars on the device to log, none of them with a gradient, of what a router returned (``routing``).
 
     "balance" is the largest load over the mean load, 1 at best; "entropy" that of the softmax of the logits, mean over tokens, in
-    nats; and, given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped).
+    nats; and, given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped). Masked
+    tokens do not count.
     AttributeError for what is no `Routing`.
     """
     with torch.no_grad():
-        num_tokens, num_experts = routing.logits.shape
+        (num_tokens, num_experts), mask = routing.logits.shape, routing.mask
         load = routing.load.to(torch.float32)
         total = load.sum()
-        log_p = torch.log_softmax(routing.logits, dim=1)
-        entropy = torch.special.entr(log_p.exp()).sum() / max(num_tokens, 1)
-        stats = {"balance": load.amax() * num_experts / total.clamp(min=1), "entropy": entropy}
+        entropies = torch.special.entr(torch.log_softmax(routing.logits, dim=1).exp())
+        tokens: Any = max(num_tokens, 1)
+        if mask is not None:
+            entropies, tokens = entropies.where(mask[:, None], 0), mask.sum().clamp(min=1)
+        stats = {"balance": load.amax() * num_experts / total.clamp(min=1), "entropy": entropies.sum() / tokens}
         if top_k is not None:
-            stats["pairs"] = total / max(num_tokens * top_k, 1)
+            stats["pairs"] = total / (tokens * top_k)
         return stats
 
 

@@ -186,13 +186,14 @@ def search_of(threads: int, code_bits: int, gated: bool) -> Any:
     return search
 
 
-def select_tokens(threads: int, by: str, code_bits: int) -> Any:
+def select_tokens(threads: int, by: str, code_bits: int, masked: bool) -> Any:
     """bits (T / 32, E): bit t & 31 of word (t / 32, e) says that expert e takes token t; load (E,) counts them.
 
     by: a rule of token rounding, then ``size`` is the tile; or "expert_choice", "slot", "token", "score", then it is the number
     of tokens that an expert takes, at most. code_bits: of the keys' lowest bits, those that may differ.
     seconds (T,): `largest_codes`, for "score".  scores (T, E), draws (E,): for "nr_s", and draws for "sr_f".
     table (chunks, E): how many pairs of each chunk chose each expert (`dispatch.tiled.count_pairs`); not for "expert_choice".
+    masked: T and ``size`` are limits[0] and limits[1]; the tokens from there on are masked, and nobody takes them.
     """
     digit_bits = threads.bit_length() - 1
     searched = -(-code_bits // digit_bits) * digit_bits
@@ -243,11 +244,15 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
         cuda.syncthreads()
         return total
 
-    def select_tokens(keys, seconds, scores, draws, table, bits, load, num_tokens, num_experts, num_chunks, size):
+    def select_tokens(
+        keys, seconds, scores, draws, table, limits, bits, load, num_tokens, num_experts, num_chunks, size
+    ):
         shared = cuda.shared.array(0, int32)  # 3 * threads + 4: a histogram, a scan's scratch, what a search found
         scratch = shared[threads : 3 * threads]
         thread, expert = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
         tokens, tile = int32(num_tokens), int32(size)
+        if masked:
+            tokens, tile = limits[0], limits[1]
         first = int64(expert) * num_tokens
         key, want, ties = uint32(NOBODY), int32(0), int32(0)
         rank = tile
@@ -330,7 +335,7 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
         # In the order of the tokens: all above the threshold, and of those at it the first.
         before = int32(0)
         start = int32(0)
-        while start < tokens:
+        while start < num_tokens:
             token = int32(start + thread)
             inside = token < tokens
             mine = keys[first + token] if inside else uint32(0)
@@ -343,7 +348,7 @@ def select_tokens(threads: int, by: str, code_bits: int) -> Any:
                 tie = tie and before + here <= want
                 before = int32(before + all_here)
             word = ballot(shared, thread, above or tie)
-            if inside and thread & 31 == 0:
+            if token < num_tokens and thread & 31 == 0:
                 bits[int64(token >> 5) * num_experts + expert] = word
             start = int32(start + threads)
         if thread == 0:

@@ -303,6 +303,35 @@ def test_bad_input():
         layer(torch.randn(3, 16, device="meta"))
     with pytest.raises(ValueError, match=r"x: expected dtype torch.bfloat16 or"):
         layer(torch.randn(3, 16, dtype=torch.float64))
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(TypeError, match=r"mask: expected a torch\.bool tensor, got torch\.int64"):
+        layer(x, mask=torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"mask: expected a torch\.bool tensor, got list"):
+        layer(x, mask=[True] * 6)
+    with pytest.raises(ValueError, match=r"mask: expected 6 bools, one a token, got shape \(2, 3, 1, 2\)"):
+        layer(x, mask=torch.ones(2, 3, 1, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask: expected device cpu, x's, got meta"):
+        layer(x, mask=torch.ones(2, 3, dtype=torch.bool, device="meta"))
+
+
+def test_a_router_that_takes_no_mask():
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Router(16, 4, 2)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    class Passing(Plain):
+        def forward(self, x, **options):
+            return self.inner(x, **options)
+
+    x, mask = torch.randn(5, 16), torch.tensor([True, False, True, True, False])
+    with pytest.raises(TypeError, match="mask: expected a router that takes one, got Plain"):
+        MoE(16, 24, 4, 2, router=Plain())(x, mask=mask)
+    out, stats = MoE(16, 24, 4, 2, router=Passing())(x, mask=mask)
+    assert not out[~mask].any() and out[mask].all() and int(stats.load.sum()) == 6
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ against its own parts, to the bit."""
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import reference_router
@@ -18,7 +19,7 @@ from blazeproto import MoE, moe_mlp
 from blazeproto.activations import ACTIVATIONS, activate
 from blazeproto.layer import MoEStats
 from blazeproto.reference import moe_mlp as oracle
-from blazeproto.router.router import Routing
+from blazeproto.router.router import Routing, routing_stats
 
 EXACT = [(F64, F64)]
 ANY = [(F64, F64), (F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F16, F32)]
@@ -51,12 +52,13 @@ def draw_layer(data: Any, case: Case) -> MoE:
     return layer
 
 
-def run(layer: MoE, case: Case, shape: tuple[int, ...]) -> tuple[Tensor, MoEStats, Routing]:
-    """x and its token ids in this shape -> what the layer returns, and its router."""
+def run(layer: MoE, case: Case, shape: tuple[int, ...], mask: Tensor | None = None) -> tuple[Tensor, MoEStats, Routing]:
+    """x, its token ids and the mask in this shape -> what the layer returns, and its router."""
     seen: list[Routing] = []
     handle = layer.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
     torch.manual_seed(0)  # of a rounding that draws
-    out, stats = layer(case.x.view(*shape, case.x.shape[1]), *([] if case.ids is None else [case.ids.view(shape)]))
+    given = {name: t.view(shape) for name, t in (("token_ids", case.ids), ("mask", mask)) if t is not None}
+    out, stats = layer(case.x.view(*shape, case.x.shape[1]), **given)
     handle.remove()
     return out, stats, seen[0]
 
@@ -176,3 +178,45 @@ def try_parts(data: Any) -> None:
 @SHARDS
 def test_layer_is_its_parts(shard: int) -> None:
     check(try_parts, shard, examples=450)
+
+
+def try_mask(data: Any) -> None:
+    """With masked tokens, NaN in x and in d_out, all is as in the batch of the others, and masked tokens have zeros."""
+    case = draw_case(data, EXACT)
+    layer = draw_layer(data, case)
+    share = data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]), "share of masked tokens")
+    mask = torch.rand(len(case.x)) >= share
+    alone = replace(case, x=case.x[mask].contiguous(), ids=None if case.ids is None else case.ids[mask])
+    d_out = torch.randn(case.x.shape, dtype=F64)
+    case.x[~mask] = d_out[~mask] = torch.nan
+
+    def outcome(case: Case, shape: tuple[int, ...], d_out: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
+        x = case.x.requires_grad_()
+        out, stats, routing = run(layer, case, shape, mask)
+        named = {"x": x, **dict(layer.named_parameters())}
+        roots = [(out.view(x.shape), d_out), *((loss, torch.ones_like(loss)) for loss in stats.aux_losses.values())]
+        roots = [(root, slope) for root, slope in roots if root.requires_grad]
+        outputs, slopes = zip(*roots, strict=True)
+        made = torch.autograd.grad(outputs, list(named.values()), slopes, allow_unused=True)
+        return out.view(x.shape).detach(), dict(zip(named, made, strict=True)), stats, routing
+
+    out, got, stats, routing = outcome(case, draw_shape(data, len(mask)), d_out, mask)
+    right_out, right, right_stats, right_routing = outcome(alone, (len(alone.x),), d_out[mask], None)
+    assert not out[~mask].any() and not got["x"][~mask].any()
+    assert torch.equal(stats.load, right_stats.load)
+    assert stats.overflow is None or torch.equal(stats.overflow, right_stats.overflow)
+    assert torch.equal(dense_mask(routing, layer.num_experts)[mask], dense_mask(right_routing, layer.num_experts))
+    got["x"] = got["x"][mask]
+    pairs = {name: (got[name], right[name]) for name in got}
+    pairs |= {name: (loss, right_stats.aux_losses[name]) for name, loss in stats.aux_losses.items()}
+    for name, (a, b) in {"out": (out[mask], right_out), **pairs}.items():
+        a, b = (torch.zeros(()) if t is None else t for t in (a, b))
+        assert (a - b).norm() <= 1e-12 * (1 + b.norm()), name
+    logged, right_logged = (routing_stats(r, layer.top_k) for r in (routing, right_routing))
+    for name, value in logged.items():
+        torch.testing.assert_close(value, right_logged[name], msg=name)
+
+
+@SHARDS
+def test_masked_tokens_might_not_be_there(shard: int) -> None:
+    check(try_mask, shard, examples=250)

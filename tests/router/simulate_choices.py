@@ -27,6 +27,7 @@ from blazeproto.router import (
     score_pairs_backward,
 )
 from blazeproto.router.kinds import RULES, WAYS
+from blazeproto.runtime import arrays
 
 # (T, E, K, kind): no token, one; E = 1; K = E; tokens and experts that are no multiples of a word; more experts than a tile
 SHAPES = [(0, 3, 2, "normal"), (1, 1, 1, "normal"), (70, 5, 2, "normal"), (75, 3, 3, "ties"), (40, 140, 3, "normal")]
@@ -72,6 +73,22 @@ def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: s
             yield f"{kind} T={num_tokens} E={num_experts} K={top_k} {by} {size}: {name}\n{got}\nexpected\n{right}"
 
 
+def check_masked(by: str, num_tokens: int, masked: int) -> Iterator[str]:
+    """With the last tokens masked the pairs are those of the others alone. What lies at masked tokens is not read."""
+    scores, experts = make_scores("ties", num_tokens, 3, 2)
+    draws, kept = np.random.default_rng(0).random(3, dtype=np.float32), num_tokens - masked
+    size = sizes_of(by, kept, 2, 3)[0]
+    right = fallback.choose_pairs(scores[:kept], experts[:kept], by, size, 3 * num_tokens, draws=draws)
+    right = [*right[:2], np.pad(right[2], (0, masked), mode="edge"), right[3]]
+    scores[kept:], experts[kept:] = np.nan, -1
+    made = [np.full(array.shape, -7, np.int32) for array in right]
+    views = [arrays.view(np.ascontiguousarray(array)) for array in (scores, experts, draws, *made)]
+    pairs.launch_choice((0, 0), tuple(views), by, (), 0, arrays.view(np.array([kept, size], np.int32)))
+    for name, got, expected in zip(("pair_experts", "pair_tokens", "token_offsets", "load"), made, right, strict=True):
+        if not np.array_equal(got, expected):
+            yield f"{masked} of {num_tokens} tokens masked, {by} {size}: {name}\n{got}\nexpected\n{expected}"
+
+
 def check_few() -> Iterator[str]:
     """Each way once, of `check_select`'s, and some of `check_scores`'s."""
     pairs.SELECT_THREADS = pairs.THREADS = 32
@@ -80,6 +97,8 @@ def check_few() -> Iterator[str]:
         for by in WAYS:
             for size in sizes_of(by, 36, 2, 3):
                 yield from check_choice("ties", 36, 3, 2, by, size)
+        for by in ("nr_f", "expert_choice", "score"):
+            yield from check_masked(by, 36, 13)
     yield from check_scores([(6, 5)], [(7, 3)])
 
 
@@ -95,6 +114,9 @@ def check_select() -> Iterator[str]:
         for by in ("expert_choice", "slot", "score", "token"):
             for size in (0, 40):  # nothing and everything
                 yield from check_choice("ties", 40, 3, 2, by, size)
+        for by in WAYS:
+            for masked in (1, 30, 35, 36):
+                yield from check_masked(by, 36, masked)
         yield from check_choice("one_expert", 65, 2, 1, "up", 1)
         yield from check_choice("one_expert", 65, 2, 1, "up", 128)  # no multiple fits
 

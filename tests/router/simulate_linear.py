@@ -62,6 +62,29 @@ def check_losses() -> Iterator[str]:
             yield f"{case} d_logits: {d_logits}, expected {right_d}"
 
 
+def check_masked_losses() -> Iterator[str]:
+    """With masked tokens all is as in the batch of the others."""
+    for num_tokens, num_experts, top_k, score, balance, z in CASES:
+        rng = np.random.default_rng(num_tokens)
+        values = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+        everyone = np.tile(np.arange(num_experts, dtype=np.int32), (num_tokens, 1))
+        experts = rng.permuted(everyone, axis=1)[:, :top_k].copy()
+        options, slopes = {"score": score, "balance": balance, "z": z}, (np.float32(0.7), np.float32(-1.3), top_k)
+        for kept in (np.arange(num_tokens) % 3 > 0, np.zeros(num_tokens, bool)):
+            right = fallback.routing_losses(values[kept], experts[kept], **options)
+            right_d = fallback.routing_losses_backward(
+                values[kept], right[0], *map(np.array, slopes[:2]), top_k, **options
+            )
+            values[~kept], experts[~kept] = np.nan, -1
+            for code in (sys.modules[__name__], fallback):
+                made = code.routing_losses(values, experts, **options, masked=True)
+                given = (values, made[0], *map(np.array, slopes[:2]), top_k)
+                d_logits = code.routing_losses_backward(*given, **options, masked=True)
+                same = all(np.allclose(a, b, rtol=1e-5) for a, b in zip(made, right, strict=True))
+                if not same or d_logits[~kept].any() or not np.allclose(d_logits[kept], right_d, rtol=1e-4, atol=1e-6):
+                    yield f"{num_tokens, num_experts, options}, masked: {made}, expected {right}; {d_logits}, {right_d}"
+
+
 def check_logits() -> Iterator[str]:
     for num_tokens, num_experts in ((1, 1), (9, 8), (20, 37), (3, 70)):
         rng = np.random.default_rng(num_experts)
@@ -84,6 +107,6 @@ if __name__ == "__main__":
     losses.THREADS = logits.THREADS = 64  # the simulator runs a Python thread for each CUDA thread
     losses.SUM_THREADS = 128
     losses.MAX_BLOCKS = losses.MAX_BACKWARD_BLOCKS = 2  # so that groups have several tokens
-    wrong = [*check_losses(), *check_logits()]
+    wrong = [*check_losses(), *check_masked_losses(), *check_logits()]
     print("\n".join(wrong) or "as the twins")
     sys.exit(bool(wrong))

@@ -56,12 +56,15 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
         fill(operands[-2:] if isinstance(computed, tuple) else operands[-1:], computed)
         return made
 
-    def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], score: str, balance: bool, z: bool) -> None:
+    def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], *options: Any) -> None:
         launched.add("routing_losses")
         logits, experts, *outputs, _ = operands
-        fill(outputs, fallback.routing_losses(logits.detach(), experts, score=score, balance=balance, z=z))
+        named = dict(zip(losses.OPTIONS, options, strict=True))
+        fill(outputs, fallback.routing_losses(logits.detach(), experts, **named))
 
-    def launch_choice(place: Any, operands: tuple[Any, ...], by: str, options: Sequence[float], size: int) -> None:
+    def launch_choice(
+        place: Any, operands: tuple[Any, ...], by: str, options: Sequence[float], size: Any, limits: Any
+    ) -> None:
         launched.add("choose_pairs")
         scores, experts, draws, *outputs = operands
         fill(outputs, fallback.choose_pairs(scores, experts, by, size, len(outputs[0]), draws=draws))

@@ -44,9 +44,12 @@ def scores_of(kind: str, num_tokens: int, num_experts: int) -> torch.Tensor:
     return torch.softmax(logits, dim=1)
 
 
-def pairs_of(choice: Any, scores: torch.Tensor, experts: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def pairs_of(
+    choice: Any, scores: torch.Tensor, experts: torch.Tensor, seed: int = 0, counted: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """What the operator makes of a choice."""
-    return ops.choose_pairs(*choice.crossing(scores, experts, torch.Generator(scores.device).manual_seed(seed)))
+    generator = torch.Generator(scores.device).manual_seed(seed)
+    return ops.choose_pairs(*choice.crossing(scores, experts, generator, counted))
 
 
 # --- The operators -------------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def test_a_token_with_one_logit_that_is_no_number(score: str, value: float) -> N
     assert torch.equal(scores[others], clean[0][others]) and torch.equal(experts[others], clean[1][others])
     leaf = logits.clone().requires_grad_()
     routed, _ = ops.route_top_k(leaf, None, 2, score, True, 1.0)
-    balance, z, _ = ops.routing_losses(leaf, experts, score, 1.0, 1.0)
+    balance, z, _ = ops.routing_losses(leaf, experts, score, 1.0, 1.0, False)
     assert balance.isnan() and z.isnan()
     for total in (routed.sum(), balance + z):
         (d_logits,) = torch.autograd.grad(total, leaf)
@@ -139,7 +142,7 @@ def test_operators_are_well_formed() -> None:
     scores = scores_of("normal", 12, 4)
     experts = choose_top_k(scores, 2)
     for by in WAYS:
-        torch.library.opcheck(ops.choose_pairs.overload, (scores, experts, torch.rand(4), by, [], 4, 48))
+        torch.library.opcheck(ops.choose_pairs.overload, (scores, experts, torch.rand(4), by, [], 4, 48, None))
     pair_experts, token_offsets = some_pairs(12, 4)
     for score in SCORES:
         logits, options = torch.randn(12, 4, requires_grad=True), (score, True, 1.5)
@@ -172,9 +175,10 @@ def test_the_kernels_are_called_as_the_fallback_is(monkeypatch: pytest.MonkeyPat
 # --- The kernels without a GPU -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=FULL)])
 @pytest.mark.parametrize("by", ["score", *(pytest.param(w, marks=FULL) for w in WAYS if w != "score")])
-def test_choosing_compiles(fresh_cache: None, by: str) -> None:  # noqa: F811
-    kernels = [kernel for kernel in pairs.choosing_kernels(128, 8, by) if kernel is not None]
+def test_choosing_compiles(fresh_cache: None, by: str, masked: bool) -> None:  # noqa: F811
+    kernels = [kernel for kernel in pairs.choosing_kernels(128, 8, by, masked) if kernel is not None]
     assert len(kernels) == (6 if by == "score" else 5)
     for kernel in kernels:
         check_kernel(kernel)

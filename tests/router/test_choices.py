@@ -356,6 +356,6 @@ def test_a_choice_that_there_is_not_raises() -> None:
     scores, experts = torch.rand(6, 4), torch.zeros(6, 1, dtype=torch.int32)
     for choose in (choose_pairs.overload, choose_pairs.kernel):
         with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
-            choose(scores, experts, None, "sloot", [], 2, 24)
+            choose(scores, experts, None, "sloot", [], 2, 24, None)
     with pytest.raises(ValueError, match=r"by: expected one of .*, got 'sloot'; did you mean 'slot'"):
         fallback.choose_pairs(scores, experts, "sloot", 2, 24)

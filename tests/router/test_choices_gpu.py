@@ -74,6 +74,26 @@ def test_the_same_pairs_as_torch(choice: Any, shape: tuple[int, int, int], monke
             assert torch.equal(got, second), f"{kind}: {name}, the second time"
 
 
+@pytest.mark.parametrize("shape", [(20000, 128, 8), (777, 1000, 9), (3, 8, 2)], ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_the_same_pairs_as_torch_with_masked_tokens(
+    choice: Any, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, num_experts, top_k = shape
+    for share, kind in ((0.4, "ties"), (0.9, "nan"), (0.05, "same"), (1.0, "normal")):
+        logits, counted = logits_of(kind, num_tokens, num_experts), torch.rand(num_tokens, device="cuda") >= share
+        scores = SCORES["softmax_topk"].value(logits).masked_fill(~counted[:, None], 0)
+        experts = top_k_of(logits, top_k).masked_fill(~counted[:, None], -1)
+        made = pairs_of(choice, scores, experts, counted=counted)
+        with monkeypatch.context() as patch:
+            without_kernels(patch)
+            right = pairs_of(choice, scores, experts, counted=counted)
+        for name, got, expected in zip(
+            ("pair_experts", "pair_tokens", "token_offsets", "load"), made, right, strict=True
+        ):
+            assert torch.equal(got, expected), f"{kind}: {name}"
+
+
 def test_many_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(8192, 64, device="cuda").softmax(1)
     experts = top_k_of(scores, 4)

@@ -27,10 +27,10 @@ def test_kernels_compile(num_experts, tmp_path, monkeypatch):
     pytest.importorskip("numba.cuda", reason="needs numba-cuda")
     pytest.importorskip("cuda.core", reason="needs cuda.core")
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
-    score = "sigmoid" if num_experts in (37, 128) else "softmax_topk"
+    score, masked = ("sigmoid", False) if num_experts in (37, 128) else ("softmax_topk", True)
     for kernel in (
-        *losses.forward_kernels(num_experts, score, True, True),
-        losses.backward_kernel(num_experts, score, True, True),
+        *losses.forward_kernels(num_experts, score, True, True, masked),
+        losses.backward_kernel(num_experts, score, True, True, masked),
         logits.finish_kernel(num_experts),
         logits.split_kernel(num_experts, 3),
     ):
@@ -54,7 +54,7 @@ def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, mo
         play_kernels(monkeypatch)
         monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)  # float64 too
     values, experts = draw()
-    balance_loss, z_loss, load = ops.routing_losses(values, experts, score, balance, z)
+    balance_loss, z_loss, load = ops.routing_losses(values, experts, score, balance, z, False)
     counts = fallback.expert_load(experts, 7)
     plain = (
         counts,
@@ -70,9 +70,10 @@ def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, mo
 
 def test_operators_are_sound():
     values, experts = draw(num_tokens=5)
-    torch.library.opcheck(torch.ops.blazeproto.routing_losses.default, (values, experts, "sigmoid", 0.5, 0.1))
+    torch.library.opcheck(torch.ops.blazeproto.routing_losses.default, (values, experts, "sigmoid", 0.5, 0.1, True))
     x, weight = torch.randn(5, 16, dtype=torch.float64).requires_grad_(), torch.randn(7, 16).requires_grad_()
-    torch.library.opcheck(torch.ops.blazeproto.router_logits.default, (x, weight))
+    for mask in (None, torch.ones(5, dtype=torch.bool)):  # a NaN is none to opcheck
+        torch.library.opcheck(torch.ops.blazeproto.router_logits.default, (x, weight, mask))
 
 
 # ---- the linear map, its tensor cores played by fp32 products ----------------------------------------------------
@@ -95,7 +96,7 @@ def tensor_cores(monkeypatch):
 
 def check_linear(x, weight, tolerance):
     """Logits and gradients against float64; the relative error, in norms, of what has fp32, and of bf16 beside its rounding."""
-    made = linear.router_logits(x, weight)
+    made = linear.router_logits(x, weight, None)
     d_logits = torch.randn_like(made)
     d_x, d_weight = torch.autograd.grad(made, (x, weight), d_logits)
     x64, w64, d64 = (t.detach().double() for t in (x, weight, d_logits))
@@ -118,15 +119,15 @@ def test_split_operands_keep_the_accuracy(tensor_cores, weight_dtype, num_tokens
 
 def test_a_broken_token_passes_no_gradient(tensor_cores):
     x, weight = torch.randn(50, 40).bfloat16(), torch.randn(7, 40).requires_grad_()
-    clean = linear.router_logits(x, weight)
+    clean = linear.router_logits(x, weight, None)
     x[3, 0] = torch.inf
-    made = linear.router_logits(x, weight)
+    made = linear.router_logits(x, weight, None)
     assert made[3].isnan().all() and torch.equal(made[4:], clean[4:])
     x[3, 0] = 0  # what is multiplied by a gradient of 0 must be finite
     d_logits = torch.ones_like(made)
-    d_weight = linear.router_logits_backward.gradients((False, True), d_logits, x, weight, made)[1]
-    rest = linear.router_logits_backward.gradients((False, True), d_logits[4:], x[4:], weight, made[4:])[1]
-    first = linear.router_logits_backward.gradients((False, True), d_logits[:3], x[:3], weight, made[:3])[1]
+    d_weight = linear.router_logits_backward.gradients((False, True), d_logits, x, weight, None, made)[1]
+    rest = linear.router_logits_backward.gradients((False, True), d_logits[4:], x[4:], weight, None, made[4:])[1]
+    first = linear.router_logits_backward.gradients((False, True), d_logits[:3], x[:3], weight, None, made[:3])[1]
     torch.testing.assert_close(d_weight, rest + first, rtol=1e-5, atol=1e-5)
 
 
@@ -153,16 +154,16 @@ def test_losses_against_float64(sizes, score):
     num_tokens, num_experts, top_k = sizes
     values = (3 * torch.randn(num_tokens, num_experts, device="cuda")).requires_grad_()
     experts = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices.int()
-    made = ops.routing_losses(values, experts, score, 0.5, 0.1)
+    made = ops.routing_losses(values, experts, score, 0.5, 0.1, False)
     exact_values = values.detach().double().requires_grad_()
-    exact = ops.routing_losses(exact_values, experts, score, 0.5, 0.1)
+    exact = ops.routing_losses(exact_values, experts, score, 0.5, 0.1, False)
     for a, b in zip(made, exact, strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=3e-6, atol=1e-12)
     d_values, exact_d = (
         torch.autograd.grad(b + 2 * z, v)[0] for (b, z, _), v in ((made, values), (exact, exact_values))
     )
     assert (d_values - exact_d).norm() <= 1e-5 * exact_d.norm()
-    again = ops.routing_losses(values, experts, score, 0.5, 0.1)
+    again = ops.routing_losses(values, experts, score, 0.5, 0.1, False)
     assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
 
 

@@ -27,7 +27,8 @@ def test_simulated(score: str) -> None:
 def test_kernels_compile(score: str, fresh_cache: None) -> None:  # noqa: F811
     check_kernel(topk.forward_kernel(64, 4, score, True, 1.0, SCORES[score].elementwise, False, True))
     check_kernel(topk.backward_kernel(64, 4, score, True, 1.0, False))
-    for kernel in (*losses.forward_kernels(64, score, True, True), losses.backward_kernel(64, score, True, True)):
+    options = score, True, True, True
+    for kernel in (*losses.forward_kernels(64, *options), losses.backward_kernel(64, *options)):
         check_kernel(kernel)
     for backward in (False, True):
         check_kernel(pairs.score_kernel(64, score, True, 1.0, backward=backward))
@@ -42,7 +43,7 @@ def test_gradients_of_operators(score: str, renormalize: bool) -> None:
     pair_experts, _, token_offsets, _ = fallback.pairs_of(torch.rand(5, 6) < 0.5, 30)
     torch.autograd.gradcheck(lambda v: ops.route_top_k(v, None, 3, *options)[0], logits)
     torch.autograd.gradcheck(lambda v: ops.score_pairs(v, pair_experts, token_offsets, *options), logits)
-    torch.autograd.gradcheck(lambda v: ops.routing_losses(v, experts, score, 0.5, 0.1)[:2], logits)
+    torch.autograd.gradcheck(lambda v: ops.routing_losses(v, experts, score, 0.5, 0.1, False)[:2], logits)
 
 
 def test_an_unknown_score_is_refused() -> None:

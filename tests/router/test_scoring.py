@@ -48,9 +48,9 @@ def test_top_k_is_the_stable_sort(case: tuple[torch.Tensor, int]) -> None:
 def test_logits_that_are_not_finite(value: float, score: str) -> None:
     x = torch.randn(5, 8)
     weight = torch.randn(6, 8)
-    clean = router_logits(x, weight)
+    clean = router_logits(x, weight, None)
     x[2, 3] = value
-    logits = router_logits(x, weight)
+    logits = router_logits(x, weight, None)
     experts = fallback.choose_top_k(fallback.selection_keys(logits, score, None), 6)
     scores = fallback.chosen_scores(logits, experts, score=score, renormalize=False, scale=1.0)
     assert torch.equal(experts.sort(dim=1).values, torch.arange(6, dtype=torch.int32).expand(5, 6))
@@ -65,7 +65,7 @@ def test_one_nan_logit_makes_the_whole_token_nan() -> None:
     weight[1, 0] = math.inf  # one expert's logits alone
     x = torch.randn(3, 8)
     x[0, 0], x[1, 0], x[2, 0] = 1.0, -1.0, 0.0
-    assert router_logits(x, weight).isnan().all()
+    assert router_logits(x, weight, None).isnan().all()
 
 
 def test_logits_save_the_features_as_they_came() -> None:
@@ -78,7 +78,7 @@ def test_logits_save_the_features_as_they_came() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = router_logits(x, weight)
+        logits = router_logits(x, weight, None)
     assert [t.dtype for t in saved if t.shape == x.shape] == [torch.bfloat16]
     with torch.autocast("cpu", dtype=torch.bfloat16):  # backward keeps out of it too
         logits.sum().backward()
