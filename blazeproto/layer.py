@@ -19,7 +19,7 @@ from blazeproto.autograd.backends import backend_on, check_device, device_index,
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
-from blazeproto.autograd.operators import autocast_dtype, cast
+from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
@@ -176,6 +176,8 @@ class MoE(nn.Module, Shown):
             if takes and not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
                 raise TypeError(f"mask: expected a router that takes one, got {type(self.router).__name__}")
         routing = self.router(tokens, **given)
+        if self.shared_expert is not None and torch.compiler.is_compiling():
+            tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
         out = moe_mlp(
             tokens,
             self.up_proj_weight,

@@ -161,3 +161,27 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off inside."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
+@define("rounded(Tensor gradient) -> Tensor", torch.empty_like)
+def rounded(gradient: Tensor) -> Tensor:
+    """A copy, which torch.compile can't fuse with what made the gradient."""
+    return gradient.clone()
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return rounded(gradient)
+
+
+def gradient_rounded(x: Tensor) -> Tensor:
+    """x; the gradients that its uses from here on give are summed and rounded to x's dtype before others are added.
+
+    As eager mode adds them, two at a time. Compiled, three would be added at once and rounded once, to other bits.
+    """
+    return _Rounded.apply(x)  # type: ignore[no-untyped-call]

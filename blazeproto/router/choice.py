@@ -67,10 +67,9 @@ class VaryingChoice:
         sizes = num_tokens, num_experts, top_k
         draws, limits = self.draws(num_experts, scores.device, generator), None
         if counted is not None:
-            limits = torch.zeros(2, dtype=torch.int64, device=scores.device)
-            limits[0] = counted.sum()
-            limits[1] = self.size(limits[0], num_experts, top_k)
-            limits = limits.to(torch.int32)
+            number = counted.sum()
+            size = torch.zeros_like(number) + self.size(number, num_experts, top_k)
+            limits = torch.stack((number, size)).to(torch.int32)
         return scores.detach(), experts, draws, self.by, self.options, self.size(*sizes), self.max_pairs(*sizes), limits
 
     def __call__(self, scores: Tensor, experts: Tensor, generator: torch.Generator | None = None) -> Tensor:

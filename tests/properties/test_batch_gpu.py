@@ -17,6 +17,7 @@ def test_no_token_differs(seed: int) -> None:
     assert not run_case(Case.drawn(seed), QUICK, Counter())
 
 
-def test_no_token_differs_compiled() -> None:
-    case = next(case for case in map(Case.drawn, range(2000, 3000)) if case.T > 100 and not case.elsewhere)
-    assert not run_case(case, ["compiled"], Counter())
+@pytest.mark.parametrize("d_shared", [False, True])
+def test_no_token_differs_compiled(d_shared: bool) -> None:
+    cases = (case for case in map(Case.drawn, range(2000, 3000)) if case.T > 100 and not case.elsewhere)
+    assert not run_case(next(case for case in cases if bool(case.d_shared) == d_shared), ["compiled"], Counter())
