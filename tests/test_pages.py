@@ -15,7 +15,9 @@ from tests import pages
 
 
 def run(page: str, folder: Path, *, hopper: bool) -> None:
-    for package in re.findall(r"^from (transformers|peft)\b", program := pages.program(page, hopper=hopper), re.MULTILINE):
+    for package in re.findall(
+        r"^from (transformers|peft)\b", program := pages.program(page, hopper=hopper), re.MULTILINE
+    ):
         pytest.importorskip(package)
     environment = {**os.environ, "PYTHONPATH": str(pages.ROOT)}
     command = [sys.executable, "-c", program]
