@@ -1,12 +1,27 @@
-"""What the site's API pages show beside docstrings. mkdocstrings loads this extension of griffe by its path (zensical.toml).
+"""What the site's API pages show beside the sources' text. mkdocstrings loads this extension of griffe by its path (zensical.toml).
 
-Examples that begin with ">>>" become blocks of code; a NamedTuple gets its constructor; a field gets the comment behind it.
+Examples that begin with ">>>" become blocks of code; a NamedTuple gets its constructor; a field gets the comment behind it; and
+a docstring or signature that the program makes, as for the options of `MoE`, stands in place of the one in the source.
 """
 
+import inspect
 import re
+from contextlib import suppress
+from enum import Enum
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension, Function, Object, Parameter, ParameterKind, Parameters
+from griffe import (
+    Attribute,
+    Class,
+    Docstring,
+    Extension,
+    Function,
+    Object,
+    Parameter,
+    ParameterKind,
+    Parameters,
+    dynamic_import,
+)
 
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 BEFORE_CODE = re.compile(r"::$", re.MULTILINE)  # reStructuredText's
@@ -27,13 +42,29 @@ def is_field(member: Any) -> bool:
     return isinstance(member, Attribute) and member.annotation is not None and not member.name.startswith("_")
 
 
+def as_parameter(given: inspect.Parameter) -> Parameter:
+    """A parameter as griffe has it."""
+    annotation = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
+    default = str(given.default.value) if isinstance(given.default, Enum) else given.default
+    value = None if given.default is given.empty else repr(default)
+    return Parameter(given.name, annotation=annotation, kind=ParameterKind(given.kind.description), default=value)
+
+
 class ApiPages(Extension):
     """The extension; griffe calls its methods for what it has read."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Turns the object's docstring into Markdown."""
+        """Takes what the program makes of the object, and turns its docstring into Markdown."""
+        made: Any = None
+        if isinstance(obj, Class | Function):
+            with suppress(ImportError):  # of what is not installed here, such as torchtitan
+                made = dynamic_import(obj.path)
+        if isinstance(obj, Function) and (signature := getattr(made, "__signature__", None)):
+            written = {parameter.name: parameter for parameter in obj.parameters}
+            given = signature.parameters.items()
+            obj.parameters = Parameters(*(written.get(name) or as_parameter(parameter) for name, parameter in given))
         if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            obj.docstring.value = as_markdown(made and inspect.getdoc(made) or obj.docstring.value)
 
     def on_class_members(self, *, cls: Class, **_: Any) -> None:
         """Gives fields their comments, and a NamedTuple the constructor that Python makes."""
@@ -43,7 +74,9 @@ class ApiPages(Extension):
                 field.docstring = Docstring(comment, parent=field)
         if "NamedTuple" in map(str, cls.bases):
             kind = ParameterKind.positional_or_keyword
-            given = [Parameter(field.name, annotation=field.annotation, kind=kind, default=field.value) for field in fields]
+            given = [
+                Parameter(field.name, annotation=field.annotation, kind=kind, default=field.value) for field in fields
+            ]
             init = Function("__init__", parent=cls, parameters=Parameters(Parameter("self", kind=kind), *given))
             init.returns = "None"
             cls.set_member("__init__", init)

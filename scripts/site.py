@@ -23,7 +23,9 @@ LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that bec
 STYLE = "docs/site.css"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 ROW = re.compile(r"^\|.*$", re.MULTILINE)  # of a table
-SHAPE = re.compile(r"(?<![\w.])(?:\d+|[TdnEK])(?:, (?:\d+|[TdnEK])(?![\w.]))+")  # "T, d, n, E, K", "40960, 768, 256, 128, 8"
+SHAPE = re.compile(
+    r"(?<![\w.])(?:\d+|[TdnEK])(?:, (?:\d+|[TdnEK])(?![\w.]))+"
+)  # "T, d, n, E, K", "40960, 768, 256, 128, 8"
 COMPLAINT = re.compile(r"^(mkdocstrings|griffe): ", re.MULTILINE)  # zensical's strict mode does not count these
 
 

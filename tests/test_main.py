@@ -157,7 +157,9 @@ def test_without_nvrtc_cuda_is_missing(examine: Examine) -> None:
 def test_without_nvdisasm_nothing_fails(examine: Examine) -> None:
     check = examine(None, VERSIONS, nvdisasm="FileNotFoundError: nvdisasm")["nvdisasm"]
     assert check.verdict == "missing" and check.ok
-    assert check.detail.endswith("pip install nvidia-cuda-nvdisasm, or 'blazeproto[cu13,lab]' for all that the lab needs")
+    assert check.detail.endswith(
+        "pip install nvidia-cuda-nvdisasm, or 'blazeproto[cu13,lab]' for all that the lab needs"
+    )
 
 
 @pytest.mark.parametrize(

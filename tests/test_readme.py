@@ -57,7 +57,9 @@ def test_what_the_layer_runs_on_is_said(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_options_of_train_lm_are_its_own() -> None:
-    options = {word for args in re.findall(r"ARGS='?([^'`]+)", README) for word in args.split() if word.startswith("--")}
+    options = {
+        word for args in re.findall(r"ARGS='?([^'`]+)", README) for word in args.split() if word.startswith("--")
+    }
     assert {"--resume", "--steps", "--sample"} <= options
     command = [sys.executable, "-m", "scripts.train_lm", "--help"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
