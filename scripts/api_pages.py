@@ -1,4 +1,4 @@
-"""What the site's API pages show beside the sources' text. mkdocstrings loads this extension of griffe by its path (zensical.toml).
+"""What the site's API pages show beside the sources' text: an extension of griffe, which mkdocstrings loads (zensical.toml).
 
 Examples that begin with ">>>" become blocks of code; a NamedTuple gets its constructor; a field gets the comment behind it; and
 a docstring or signature that the program makes, as for the options of `MoE`, stands in place of the one in the source.
@@ -64,7 +64,7 @@ class ApiPages(Extension):
             given = signature.parameters.items()
             obj.parameters = Parameters(*(written.get(name) or as_parameter(parameter) for name, parameter in given))
         if obj.docstring is not None:
-            obj.docstring.value = as_markdown(made and inspect.getdoc(made) or obj.docstring.value)
+            obj.docstring.value = as_markdown((made and inspect.getdoc(made)) or obj.docstring.value)
 
     def on_class_members(self, *, cls: Class, **_: Any) -> None:
         """Gives fields their comments, and a NamedTuple the constructor that Python makes."""
