@@ -15,10 +15,12 @@ for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
     sys.modules[name] = types.SimpleNamespace(BasePlugin=object)
 """
 STAND_INS = {"transformers.md": AXOLOTL}  # of what a page's blocks import and no extra brings
-AFTERWARDS = dict.fromkeys(
-    ("transformers.md", "peft.md"),
-    "assert explain(model) and any(parameter.grad is not None for parameter in model.parameters())",
-)
+USED = "assert explain(model) and any(parameter.grad is not None for parameter in model.parameters())"
+MASKED = """
+out = model.model.layers[0].mlp(torch.randn(2, 16, 64, dtype=torch.bfloat16))
+assert out[mask].any(-1).all() and not out[~mask].any()
+"""
+AFTERWARDS = {"transformers.md": USED + MASKED, "peft.md": USED}  # what must be so then
 
 
 def pages() -> list[str]:

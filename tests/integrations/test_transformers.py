@@ -284,7 +284,7 @@ def test_explain_says_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ours, "_weights", lambda experts: (None, FakeWeight(), None, None))
     monkeypatch.setattr(ours, "REFUSED", {})
     monkeypatch.setattr(ours, "_why_grouped_mm", lambda experts: None)
-    assert path(experts) == "in place (hopper)"
+    assert path(experts) == "in place (hopper, batch-invariant)"
     monkeypatch.setattr(FakeWeight, "dtype", torch.float16)
     assert path(experts) == "in place (torch: the kernels need torch.bfloat16 tensors; they are torch.float16)"
 

@@ -92,6 +92,13 @@ def test_readme_and_pages_say_how_to_install() -> None:
     assert {"pip install 'blazeproto[transformers]'", "pip install 'blazeproto[peft]'"} == set(OF_PAGES)
 
 
+def test_the_first_notebook_says_how_to_open_them() -> None:
+    first = (pages.DOCS / "tutorial" / NOTEBOOKS[0]).read_text()
+    assert all(
+        line in first and line in README for line in ("pip install -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
+    )
+
+
 def test_the_package_is_the_wheel(fresh: Environment) -> None:
     place = fresh.here("python -c 'import blazeproto; print(blazeproto.__file__)'")
     assert place.startswith(str(fresh.folder))
