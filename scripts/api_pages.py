@@ -24,12 +24,12 @@ from griffe import (
 )
 
 EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
-BEFORE_CODE = re.compile(r"::$", re.MULTILINE)  # reStructuredText's
+BEFORE_CODE = re.compile(r"^(\S.*?[ :].*?)::?\n\n?(?=    \S)", re.MULTILINE)  # a sentence; a section's title is a word
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring with its examples fenced, each up to the next empty line."""
-    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", BEFORE_CODE.sub(":", docstring))
+    """A docstring with its examples fenced, each up to the next empty line, and other code apart from the sentence before it."""
+    return EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", BEFORE_CODE.sub(r"\1:\n\n", docstring))
 
 
 def comment_of(field: Attribute) -> str:
@@ -39,7 +39,8 @@ def comment_of(field: Attribute) -> str:
 
 
 def is_field(member: Any) -> bool:
-    return isinstance(member, Attribute) and member.annotation is not None and not member.name.startswith("_")
+    plain = isinstance(member, Attribute) and "property" not in member.labels and not member.name.startswith("_")
+    return plain and member.annotation is not None
 
 
 def as_parameter(given: inspect.Parameter) -> Parameter:

@@ -74,6 +74,11 @@ def test_examples_are_code(built: Path) -> None:
     for page in (built / "api").glob("*.html"):
         prose = re.sub(r"<pre>.*?</pre>", "", page.read_text(), flags=re.DOTALL)
         assert "&gt;&gt;&gt;" not in prose and "<blockquote" not in prose, page.name
+    layer = (built / "api/blazeproto.html").read_text()
+    assert any(
+        "gate_up_proj (E, 2n, d), gate rows" in text_of(code)
+        for code in re.findall(r"<pre>.*?</pre>", layer, re.DOTALL)
+    )
     workbench = text_of((built / "api/lab.html").read_text())
     assert '>>> bench.edit("my_kernels")' in workbench and "...     loss.backward()" in workbench
 
@@ -89,6 +94,7 @@ def test_classes_have_their_constructors_and_fields(built: Path, module: str) ->
         assert not given or f"{cls.__name__}(" in shown, cls
         assert not [name for name in given if not re.search(rf"\b{name}\b", shown)], cls
         if public_docs.is_record(cls):
+            assert re.findall(r"[(,]\s*(\w+)(?=:)", shown) == given, cls
             fields = public_docs.commented_fields(cls)
             assert not [name for name in fields if f'id="{module}.{cls.__name__}.{name}"' not in page], cls
 
