@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,65 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", pages.pages())
 def test_the_python_of_a_page_runs_on_a_gpu(page: str, tmp_path: Path) -> None:
     run(page, tmp_path, hopper=True)
+
+
+# --- Examples in docstrings, which the API pages show ------------------------------------------------------------------------
+
+SOURCES = sorted((pages.ROOT / "blazeproto").rglob("*.py"))
+EXAMPLES = [path.relative_to(pages.ROOT).as_posix() for path in SOURCES if ">>> " in path.read_text()]
+NEEDS_A_GPU = re.compile(r"\.(check|time|timeline)\(|\bcounters\(|\brecord\(|\bpicture\b")
+GIVEN = """
+import rich, torch
+from blazeproto import MoE, dispatch as dispatching, gemm
+from blazeproto.gemm.compile import Kernel
+from blazeproto.lab import Workbench
+from blazeproto.runtime.arrays import BFloat16Array
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+num_experts, topk_experts = 16, torch.randint(16, (64, 1), device=device, dtype=torch.int32)
+x = torch.randn(64, 512, device=device, dtype=torch.bfloat16)
+up_proj = torch.randn(16, 512, 512, device=device, dtype=torch.bfloat16)
+dispatch = dispatching.build_dispatch(topk_experts, num_experts)
+bench = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
+layer = MoE(d_model=512, d_expert=64, num_experts=4, top_k=2, device=device, dtype=torch.bfloat16)
+array = BFloat16Array(torch.zeros(4, dtype=torch.uint16).numpy())
+
+
+def criterion(out):
+    return out.float().square().mean()
+"""
+
+
+def run_examples(path: str, *, hopper: bool) -> int:
+    """Runs those of a file's docstrings, and says how many statements they were."""
+    names: dict[str, Any] = {}
+    ran = 0
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(ast.parse((pages.ROOT / path).read_text())):
+        for example in doctest.DocTestParser().get_examples(
+            (isinstance(node, nodes) and ast.get_docstring(node)) or ""
+        ):
+            if not names:
+                exec(GIVEN, names)
+            if hopper or not NEEDS_A_GPU.search(example.source):
+                exec(compile(example.source, path, "single"), names)
+                ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_the_examples_of_a_file_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_examples(path, hopper=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_the_examples_of_a_file_run_on_a_gpu(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "counters" in path:
+        pytest.skip("needs ncu")
+    monkeypatch.chdir(tmp_path)
+    assert run_examples(path, hopper=True)
 
 
 # --- Commands ----------------------------------------------------------------------------------------------------------------
