@@ -9,12 +9,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FOR_A_GPU = "# on a Hopper GPU\n"  # how a block begins that nothing else runs
-AXOLOTL = """
+AXOLOTL = ("axolotl", "axolotl.integrations", "axolotl.integrations.base")
+STAND_IN = f"""
 import sys, types
-for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
-    sys.modules[name] = types.SimpleNamespace(BasePlugin=object)
+sys.modules |= {{name: types.SimpleNamespace(BasePlugin=object) for name in {AXOLOTL}}}
 """
-STAND_INS = {"transformers.md": AXOLOTL}  # of what a page's blocks import and no extra brings
+STAND_INS = {"transformers.md": STAND_IN}  # of what a page's blocks import and no extra brings
 USED = "assert explain(model) and any(parameter.grad is not None for parameter in model.parameters())"
 MASKED = """
 out = model.model.layers[0].mlp(torch.randn(2, 16, 64, dtype=torch.bfloat16))
