@@ -242,8 +242,8 @@ def _our_path(experts: Any) -> str:
         return f"grouped_mm: {why}"
     down = _weights(experts)[1]
     dtype = autocast_dtype(down.device.type) or down.dtype
-    found = what_runs("auto", down.device, dtype, *down.shape)
-    return f"in place ({found}{', batch-invariant' if found == 'hopper' else ''})"
+    backend = what_runs("auto", down.device, dtype, *down.shape)
+    return f"in place ({backend}{', batch-invariant' if backend == 'hopper' else ''})"
 
 
 def experts_forward(
