@@ -23,7 +23,8 @@ pytest.importorskip("zensical")
 pytest.importorskip("mkdocstrings")
 
 COPIED = ("blazeproto", "docs", "results", "scripts", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "zensical.toml")
-OF_HERE = [module for module in MODULES if not module.endswith(".torchtitan")]
+WITHOUT_MEMBERS = {"blazeproto", "blazeproto.lab"}  # whose names are shown where they are defined
+OF_HERE = [module for module in MODULES if module not in WITHOUT_MEMBERS and not module.endswith(".torchtitan")]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +45,29 @@ def text_of(markup: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", markup))
 
 
+def ours(cls: type) -> bool:
+    return cls.__module__.startswith("blazeproto")
+
+
 def of_class(page: str, path: str) -> str:
     """From a class's heading to the end of its signature, or to the next heading where it has none."""
     after = page[page.index(f'id="{path}"') :]
     return text_of(re.split(r"</pre>|<h[2-6]", after, maxsplit=1)[0])
 
 
-def classes(module: str) -> Iterator[type]:
-    """The public ones that it defines, or takes up where it is a package's `__init__`."""
+def classes(module: str) -> Iterator[tuple[str, type]]:
+    """The public ones of a module's page, by name: those that a package takes up, those that another module defines."""
     loaded = importlib.import_module(module)
-    for name in getattr(loaded, "__all__", None) or vars(loaded):
+    listed = getattr(loaded, "__all__", None)
+    for name in listed or vars(loaded):
         thing = getattr(loaded, name)
-        if inspect.isclass(thing) and thing.__module__ == module and not name.startswith("_"):
-            yield thing
+        if (
+            inspect.isclass(thing)
+            and ours(thing)
+            and not name.startswith("_")
+            and (listed or thing.__module__ == module)
+        ):
+            yield name, thing
 
 
 def takes(cls: type) -> list[str]:
@@ -64,10 +75,6 @@ def takes(cls: type) -> list[str]:
     if not (public_docs.is_record(cls) or any("__init__" in vars(base) for base in cls.__mro__ if ours(base))):
         return []
     return [name for name in inspect.signature(cls).parameters if name not in ("args", "kwargs")]
-
-
-def ours(cls: type) -> bool:
-    return cls.__module__.startswith("blazeproto")
 
 
 def test_examples_are_code(built: Path) -> None:
@@ -89,14 +96,14 @@ def test_classes_have_their_constructors_and_fields(built: Path, module: str) ->
         page.stem for page in (ROOT / "docs" / "api").glob("*.md") if f"::: {module}\n" in page.read_text() + "\n"
     )
     page = (built / f"api/{room}.html").read_text()
-    for cls in classes(module):
-        shown, given = of_class(page, f"{module}.{cls.__name__}"), takes(cls)
-        assert not given or f"{cls.__name__}(" in shown, cls
-        assert not [name for name in given if not re.search(rf"\b{name}\b", shown)], cls
+    for name, cls in classes(module):
+        shown, given = of_class(page, f"{module}.{name}"), takes(cls)
+        assert not given or f"{name}(" in shown, cls
+        assert not [parameter for parameter in given if not re.search(rf"\b{parameter}\b", shown)], cls
         if public_docs.is_record(cls):
             assert re.findall(r"[(,]\s*(\w+)(?=:)", shown) == given, cls
             fields = public_docs.commented_fields(cls)
-            assert not [name for name in fields if f'id="{module}.{cls.__name__}.{name}"' not in page], cls
+            assert not [field for field in fields if f'id="{module}.{name}.{field}"' not in page], cls
 
 
 @pytest.mark.parametrize("name", ["MoE", "MoEStats", "Router", "Workbench", "Kernel"])
@@ -133,9 +140,10 @@ LAID_OUT = """() => {
             beyond.push(words.currentNode.textContent.trim().slice(0, 80));
     }
     const cut = [...document.querySelectorAll("pre > code")].filter(code => code.scrollWidth > code.clientWidth + 1);
+    const longest = code => Math.max(...code.textContent.split("\\n").map(line => line.length));
     return { beyond, wider: document.documentElement.scrollWidth > width, cut: cut.length,
              hidden: cut.filter(code => !scrolls(code) || !inside(code)).length,
-             bars: cut.filter(code => getComputedStyle(code).scrollbarColor.startsWith("rgba(0, 0, 0, 0)")).length };
+             short: width > 1000 ? cut.map(longest).filter(columns => columns <= 90) : [] };
 }"""
 
 
