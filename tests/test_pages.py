@@ -55,6 +55,7 @@ SOURCES = sorted((pages.ROOT / "blazeproto").rglob("*.py"))
 EXAMPLES = [path.relative_to(pages.ROOT).as_posix() for path in SOURCES if ">>> " in path.read_text()]
 NEEDS_A_GPU = re.compile(r"\.(check|time|timeline)\(|\bcounters\(|\brecord\(|\bpicture\b")
 GIVEN = """
+from functools import partial
 import rich, torch
 from blazeproto import MoE, dispatch as dispatching, gemm
 from blazeproto.gemm.compile import Kernel
@@ -67,7 +68,8 @@ x = torch.randn(64, 512, device=device, dtype=torch.bfloat16)
 up_proj = torch.randn(16, 512, 512, device=device, dtype=torch.bfloat16)
 dispatch = dispatching.build_dispatch(topk_experts, num_experts)
 bench = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
-layer = MoE(d_model=512, d_expert=64, num_experts=4, top_k=2, device=device, dtype=torch.bfloat16)
+MoE = partial(MoE, device=device)
+layer = MoE(d_model=512, d_expert=64, num_experts=4, top_k=2, dtype=torch.bfloat16)
 array = BFloat16Array(torch.zeros(4, dtype=torch.uint16).numpy())
 
 
