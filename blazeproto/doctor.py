@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 from blazeproto.runtime import optional
-from blazeproto.runtime.optional import CUPY, installed, requirement
+from blazeproto.runtime.optional import CUPY, cuda_major, driver_cuda, installed, or_the_lab, requirement
 
 WANTED = {"numpy": "<2.5", "torch": ">=2.11,<2.16", **optional.WANTED}
 """Versions, as in pyproject.toml."""
@@ -69,7 +69,7 @@ def examine() -> list[Check]:
     """All checks, in the order in which one stands on another. Takes some seconds, more where kernels are compiled first."""
     gpu = find_gpu()
     hopper = gpu is not None and gpu.is_hopper
-    major = "13" if gpu and gpu.cuda >= (13, 0) else "12"
+    major = cuda_major(gpu.cuda if gpu else None)
     mends = {
         "numpy": _pip(f"numpy{WANTED['numpy']}"),
         "torch": _pip(f"torch{WANTED['torch']}"),
@@ -84,7 +84,8 @@ def examine() -> list[Check]:
         runs = dict(zip(wanted, pool.map(probe, wanted), strict=True))
 
     tool = runs["nvdisasm"]
-    missing = Check("nvdisasm", "", MISSING, "for machine code: pip install nvidia-cuda-nvdisasm", needed=False)
+    disassembler = f"for machine code: pip install nvidia-cuda-nvdisasm{or_the_lab(major)}"
+    missing = Check("nvdisasm", "", MISSING, disassembler, needed=False)
     what = "imports" if gpu else "imports; needed on a GPU alone"
     return [
         _python(),
@@ -129,16 +130,13 @@ def find_gpu() -> Gpu | None:
         asked(cuda.cuInit(0))
         if not asked(cuda.cuDeviceGetCount(ctypes.byref(number))):
             return None
-        version = asked(cuda.cuDriverGetVersion(ctypes.byref(number)))
         device = ctypes.c_int(asked(cuda.cuDeviceGet(ctypes.byref(number), 0)))
         asked(cuda.cuDeviceGetName(name, len(name), device))
         # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
         capability = [asked(cuda.cuDeviceGetAttribute(ctypes.byref(number), which, device)) for which in (75, 76)]
     except OSError:
         return None
-    return Gpu(
-        name.value.decode(), (capability[0], capability[1]), _driver_version(), (version // 1000, version % 1000 // 10)
-    )
+    return Gpu(name.value.decode(), (capability[0], capability[1]), _driver_version(), driver_cuda() or (0, 0))
 
 
 def _driver_version() -> str:

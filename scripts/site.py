@@ -20,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "docs"
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LANGUAGE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}  # of files that become pages
+STYLE = "docs/site.css"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+ROW = re.compile(r"^\|.*$", re.MULTILINE)  # of a table
+SHAPE = re.compile(
+    r"(?<![\w.])(?:\d+|[TdnEK])(?:, (?:\d+|[TdnEK])(?![\w.]))+"
+)  # "T, d, n, E, K", "40960, 768, 256, 128, 8"
 COMPLAINT = re.compile(r"^(mkdocstrings|griffe): ", re.MULTILINE)  # zensical's strict mode does not count these
 
 
@@ -54,6 +59,11 @@ def turn_links(text: str, page: str) -> tuple[str, list[str]]:
         return os.path.relpath(place(path), PurePosixPath(place(page)).parent)
 
     return LINK.sub(turn, text), linked
+
+
+def keep_shapes_whole(text: str) -> str:
+    """The text with no-break spaces in the shapes of its tables."""
+    return ROW.sub(lambda row: SHAPE.sub(lambda shape: shape[0].replace(" ", "&nbsp;"), row[0]), text)
 
 
 def source_page(path: str) -> str:
@@ -92,7 +102,7 @@ def write(there: str, content: str | bytes) -> None:
 def stage() -> None:
     """Writes build/docs anew."""
     shutil.rmtree(STAGE, ignore_errors=True)
-    wanted, done = pages(), set[str]()
+    wanted, done = [*pages(), STYLE], set[str]()
     while wanted:
         if (path := wanted.pop()) in done:
             continue
@@ -100,7 +110,7 @@ def stage() -> None:
         suffix, linked = PurePosixPath(path).suffix, list[str]()
         content: str | bytes
         if suffix == ".md":
-            content, linked = turn_links((ROOT / path).read_text(), path)
+            content, linked = turn_links(keep_shapes_whole((ROOT / path).read_text()), path)
         elif suffix == ".ipynb":
             content, linked = notebook_page(path)
         elif suffix in LANGUAGE:

@@ -79,7 +79,8 @@ def examine(monkeypatch: pytest.MonkeyPatch) -> Examine:
 
         monkeypatch.setattr(doctor, "find_gpu", lambda: gpu)
         monkeypatch.setattr(doctor, "probe", probe)
-        monkeypatch.setattr(doctor, "installed", installed)
+        for module in (doctor, optional):
+            monkeypatch.setattr(module, "installed", installed)
         return {check.name: check for check in doctor.examine()}
 
     return run
@@ -106,7 +107,8 @@ def test_a_missing_package(examine: Examine, gpu: Gpu | None, package: str, name
     checks = examine(gpu, {p: version for p, version in VERSIONS.items() if p != package})
     assert checks[name].verdict == "missing"
     assert checks[name].ok == (name == "CuPy" and gpu is None)  # which runs on a GPU alone
-    assert checks[name].mend == (mend if gpu else mend.replace("13x", "12x").replace("cu13", "cu12"))
+    without = gpu is None and package == "cupy-cuda13x"  # then nothing says which CUDA
+    assert checks[name].mend == (mend.replace("cuda13x", "cuda12x") if without else mend)
     assert [check.name for check in checks.values() if not check.ok] == ([] if checks[name].ok else [name])
 
 
@@ -149,12 +151,42 @@ def test_what_does_not_run(examine: Examine, probe: str, name: str) -> None:
 def test_without_nvrtc_cuda_is_missing(examine: Examine) -> None:
     checks = examine(None, VERSIONS, nvrtc="ModuleNotFoundError: No module named 'cuda'")
     assert [checks[name].verdict for name in ("CUDA", "NVRTC")] == ["missing"] * 2
-    assert checks["NVRTC"].mend == "pip install 'cupy-cuda12x[ctk]>=13.6' 'numba-cuda[cu12]>=0.20'"
+    assert checks["NVRTC"].mend == "pip install 'cupy-cuda13x[ctk]>=13.6' 'numba-cuda[cu13]>=0.20'"
 
 
 def test_without_nvdisasm_nothing_fails(examine: Examine) -> None:
     check = examine(None, VERSIONS, nvdisasm="FileNotFoundError: nvdisasm")["nvdisasm"]
-    assert check.verdict == "missing" and check.ok and "nvidia-cuda-nvdisasm" in check.detail
+    assert check.verdict == "missing" and check.ok
+    assert check.detail.endswith(
+        "pip install nvidia-cuda-nvdisasm, or 'blazeproto[cu13,lab]' for all that the lab needs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "packages", "major"),
+    [
+        ((12, 9), {"cuda-bindings": "13.1"}, "12"),
+        ((13, 0), {}, "13"),
+        (None, {"cuda-bindings": "13.1"}, "13"),
+        (None, {"cuda-bindings": "12.9", "cupy-cuda13x": "14.2"}, "12"),
+        (None, {"cupy-cuda13x": "14.2"}, "13"),
+        (None, {}, "12"),
+    ],
+)
+def test_doctor_and_errors_name_the_same_cuda(
+    examine: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: tuple[int, int] | None,
+    packages: dict[str, str],
+    major: str,
+) -> None:
+    gpu = driver and Gpu("NVIDIA H100", (9, 0), "500.1", driver)
+    mend = examine(gpu, packages)["Numba"].mend
+    monkeypatch.setattr(optional, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(optional, "_is_importable", lambda module: False)
+    assert mend == f"pip install 'numba-cuda[cu{major}]>=0.20'"
+    told = optional.missing("numba-cuda")
+    assert told == f"numba-cuda>=0.20, got none: {mend}, or 'blazeproto[cu{major},lab]' for all that the lab needs"
 
 
 def test_exit_codes(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,8 +41,34 @@ def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
     assert "registers" in run.stdout, "that of a kernel"
     assert ".text.up_forward" in run.stdout, "its SASS"
     assert "\n+    return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
-    assert int(run.stdout.split()[-1]) > 0, "registers of the edited kernel, compiled"
+    before, after = (int(line) for line in run.stdout.splitlines() if line.isdigit())
+    assert before < after, "additions in the machine code of the edited kernel, compiled"
     assert (tmp_path / "my_kernels" / "up.cu").exists()
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
+
+
+def test_what_the_layer_runs_on_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(compile(BLOCKS[0], "README.md", "exec"), names)
+    assert "`print(layer)` and `layer.runs_on()`" in README
+    exec("print(layer); found = layer.runs_on()", names)
+    assert f"backend=auto ({names['found']})" in capsys.readouterr().out
+
+
+def test_the_options_of_train_lm_are_its_own() -> None:
+    options = {
+        word for args in re.findall(r"ARGS='?([^'`]+)", README) for word in args.split() if word.startswith("--")
+    }
+    assert {"--resume", "--steps", "--sample"} <= options
+    command = [sys.executable, "-m", "scripts.train_lm", "--help"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert not [option for option in options if option not in listed]
+
+
+def test_why_this_and_not_another() -> None:
+    lines = next(part for part in README.split("\n\n") if part.startswith("Why not")).splitlines()
+    assert len(lines) == 2 and all(name in lines[0] for name in ("grouped_mm", "MegaBlocks"))
 
 
 def test_readme_is_short() -> None:

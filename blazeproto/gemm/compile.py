@@ -1,8 +1,8 @@
 """CUDA C++ to Hopper machine code, and a kernel as an object one can look into.
 
->>> kernel = Kernel("combine.cu", "combine", {"TOP_K": 8, "HAS_SCORES": 1})
->>> kernel.compile()
-Kernel(combine: 40 registers, 0 B spilled, 0 B shared; combine.cu TOP_K=8 HAS_SCORES=1)
+>>> sizes = {"LANES": 32, "VECTORS": 1, "THREADS": 256}
+>>> kernel = Kernel("combine.cu", "combine", {"TOP_K": 8, "HAS_SCORES": 1, **sizes})
+>>> kernel.compile()     # registers, spilled bytes, shared memory, macros
 >>> print(kernel.sass)
 
 NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so

@@ -141,7 +141,7 @@ def include_folders() -> tuple[str, ...]:
     for header in HEADERS:
         folder = next((folder for folder in found + folders if (folder / header).is_file()), None)
         if folder is None:
-            raise CompileError(f"no <{header}>: install blazeproto[cu12] or blazeproto[cu13], or set CUDA_HOME")
+            raise CompileError(f"no <{header}>: pip install 'blazeproto[cu{version()[0]}]', or set CUDA_HOME")
         found.append(folder)
     return tuple(dict.fromkeys(map(str, found)))
 
@@ -152,7 +152,10 @@ def find_tool(name: str) -> str:
     wheels = [path for folder in _wheel_folders() for path in sorted(folder.glob(f"*/bin/{name}"))]
     found = shutil.which(name) or next((str(path) for path in installed + wheels if path.is_file()), None)
     if found is None:
-        raise FileNotFoundError(f"{name} not found: pip install nvidia-cuda-{name}, or set CUDA_HOME")
+        from blazeproto.runtime.optional import or_the_lab
+
+        either = f"pip install nvidia-cuda-{name}{or_the_lab(str(version()[0]))}"
+        raise FileNotFoundError(f"{name} not found: {either}; or set CUDA_HOME")
     return found
 
 

@@ -210,8 +210,9 @@ def explain(model: nn.Module) -> dict[str, str]:
     """Which code path each experts module of a model takes, by its name.
 
     "in place (...)" with the backend in parentheses, "grouped_mm: ..." or "refused: ...", as this file's docstring tells them;
-    with the reason. Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging
-    Face transformers, ``integrations/moe.py``, has the layouts.
+    with the reason. "batch-invariant": a token's output and dx are the same bits in any batch (docs/batch_invariance.md).
+    Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
+    ``integrations/moe.py``, has the layouts.
 
     Args:
         model: a transformers model, or an experts module.
@@ -241,7 +242,8 @@ def _our_path(experts: Any) -> str:
         return f"grouped_mm: {why}"
     down = _weights(experts)[1]
     dtype = autocast_dtype(down.device.type) or down.dtype
-    return f"in place ({what_runs('auto', down.device, dtype, *down.shape)})"
+    backend = what_runs("auto", down.device, dtype, *down.shape)
+    return f"in place ({backend}{', batch-invariant' if backend == 'hopper' else ''})"
 
 
 def experts_forward(

@@ -6,6 +6,7 @@
 Versions are those that pip wrote down, so nothing is imported to learn them. A package that passed is not looked up again.
 """
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -84,13 +85,33 @@ def _is_importable(module: str) -> bool:
         return False
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA (major, minor) that the driver runs; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
+def cuda_major(driver: tuple[int, int] | None) -> str:
+    """The CUDA, "12" or "13", whose packages fit: the driver's; without one that of the packages installed; else "12"."""
+    if driver:
+        return "13" if driver >= (13, 0) else "12"
+    bindings = {version.split(".")[0] for version in installed(("cuda-bindings",)).values()} & {"12", "13"}
+    return max(bindings or {major for major in ("12", "13") if installed((f"cupy-cuda{major}x",))} or {"12"})
+
+
 def command(name: str) -> str:
-    """To mend a package of `WANTED`: for the CUDA whose packages are installed; for either where there are none."""
+    """To mend a package of `WANTED`, with all that the lab needs where it is not installed."""
     if name in INTEGRATIONS:
         return f"pip install 'blazeproto[{name}]'"
-    if majors := {version.split(".")[0] for version in installed(("cuda-bindings",)).values()} & {"12", "13"}:
-        return f"pip install '{requirement(name, majors.pop())}'"
-    if majors := {major for major in ("12", "13") if installed((f"cupy-cuda{major}x",))}:
-        return f"pip install '{requirement(name, max(majors))}'"
-    either = " or ".join(f"'{requirement(name, major)}'" for major in ("12", "13"))
-    return f"pip install {either}, by the driver's CUDA (python -m blazeproto doctor says which)"
+    major = cuda_major(driver_cuda())
+    one = f"pip install '{requirement(name, major)}'"
+    return one if installed(CUPY if name == "cupy" else (name,)) else f"{one}{or_the_lab(major)}"
+
+
+def or_the_lab(major: str) -> str:
+    """The end of a message that says how to install one package that the lab uses: how to install all of them."""
+    return f", or 'blazeproto[cu{major},lab]' for all that the lab needs"

@@ -65,6 +65,8 @@ def test_a_wrong_version_where_it_is_used(
     if distribution != "cuda-bindings":
         fake(tmp_path, "cuda-bindings", "13.1.0")
     code = f"""
+from blazeproto.runtime import optional
+optional.driver_cuda = lambda: None
 from blazeproto.lab import timeline
 from blazeproto.gemm import launch, nvrtc, tickets
 from blazeproto.gemm.compile import Kernel
@@ -96,6 +98,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     found: dict[str, str] = {}
     monkeypatch.setattr(optional, "installed", lambda names: {name: found[name] for name in names if name in found})
     monkeypatch.setattr(optional, "_is_importable", lambda module: False)
+    monkeypatch.setattr(optional, "driver_cuda", lambda: None)
     optional.need.cache_clear()
     yield found
     optional.need.cache_clear()
@@ -105,10 +108,11 @@ def test_a_missing_package(versions: dict[str, str]) -> None:
     with pytest.raises(ImportError) as error:
         optional.need("cupy")
     assert error.value.name == "cupy"
-    either = "pip install 'cupy-cuda12x[ctk]>=13.6' or 'cupy-cuda13x[ctk]>=13.6', by the driver's CUDA"
-    assert str(error.value).startswith(f"expected cupy>=13.6, got none: {either}") and "doctor" in str(error.value)
-    versions["cuda-bindings"] = "12.9.4"
-    assert optional.missing("cupy") == "cupy>=13.6, got none: pip install 'cupy-cuda12x[ctk]>=13.6'"
+    lab = ", or 'blazeproto[cu12,lab]' for all that the lab needs"
+    assert str(error.value) == f"expected cupy>=13.6, got none: pip install 'cupy-cuda12x[ctk]>=13.6'{lab}"
+    versions["cuda-bindings"] = "13.1.0"
+    told = optional.missing("cupy")
+    assert told == f"cupy>=13.6, got none: pip install 'cupy-cuda13x[ctk]>=13.6'{lab.replace('cu12', 'cu13')}"
     versions.update({"cuda-bindings": "11.8.0", "cupy-cuda13x": "14.0"})
     assert (optional.missing("cuda-bindings") or "").endswith("got 11.8.0: pip install 'numba-cuda[cu13]>=0.20'")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def test_what_is_stored_tells_of_no_machine(path: Path) -> None:
             text = notebooks.printed(cell)
             places = ("/tmp", "/home", "/root", "/usr", str(Path.home()), str(notebooks.REPOSITORY))
             assert not [place for place in places if place in text], cell.id
+
+
+def test_results_of_a_gpu_are_stored_for_all_its_cells() -> None:
+    stored = notebooks.RESULTS / notebooks.STORED
+    if not stored.exists():
+        pytest.skip("results/h200/tutorial.json: python -m scripts.checks.notebooks, on an H200")
+    cells = [cell for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells]
+    assert json.loads(stored.read_text())["cells"].keys() >= {cell.id for cell in cells if "gpu" in tags(cell)}
 
 
 @pytest.mark.slow

@@ -1,0 +1,132 @@
+"""A stranger's first hour: an environment made by README's own lines, of the wheel, runs README's lab lines, the notebooks and
+the Python of the pages of docs/."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blazeproto.runtime import optional
+from tests import pages
+from tests.scripts.test_sdist import STEM, built
+
+__all__ = ["built"]
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
+README = (pages.ROOT / "README.md").read_text()
+INSTALL = re.search(r"(?:^    (?:python3 -m venv|pip install) .+\n)+", README, re.MULTILINE)
+OF_PAGES = [
+    line
+    for page in pages.pages()
+    for line in re.findall(r"`(pip install 'blazeproto\[\w+\]')`", (pages.DOCS / page).read_text())
+]
+NOTEBOOKS = sorted(path.name for path in (pages.DOCS / "tutorial").glob("*.ipynb"))
+
+
+class Environment:
+    """A folder with a virtual environment, a copy of docs/ and results/, and no way to this checkout."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = {
+            key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "IPYTHONDIR")
+        }
+        self.variables = {**kept, "HOME": str(folder), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+
+    def run(self, script: str, *, seconds: float = 600, **variables: str) -> str:
+        """What a bash script prints. AssertionError with all of it where it fails."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.folder,
+            env={**self.variables, **variables},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+        return done.stdout
+
+    def here(self, script: str, **variables: str) -> str:
+        """The same in the virtual environment."""
+        return self.run(f"source .venv/bin/activate\n{script}", **variables)
+
+
+@pytest.fixture(scope="module")
+def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    folder = tmp_path_factory.mktemp("fresh")
+    for name in ("docs", "results"):
+        shutil.copytree(pages.ROOT / name, folder / name)
+    made = Environment(folder)
+    reach = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder / "reached"), "rich"]
+    if subprocess.run(reach, capture_output=True, check=False).returncode:
+        pytest.skip("needs a package index")
+    (folder / "constraints.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
+    assert INSTALL is not None
+    wheel = built / f"{STEM}-py3-none-any.whl"
+    lines = re.sub(r"-e '\.\[", f"-q '{wheel}[", INSTALL[0]).replace(
+        "cu12", f"cu{optional.cuda_major(optional.driver_cuda())}"
+    )
+    made.run(
+        "\n".join([lines, *OF_PAGES]),
+        seconds=1800,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        HOME=os.environ.get("HOME", str(folder)),  # pip's settings
+        PIP_CONSTRAINT=str(folder / "constraints.txt"),
+    )
+    return made
+
+
+def hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def test_readme_and_pages_say_how_to_install() -> None:
+    assert INSTALL is not None and "[cu12,lab]" in INSTALL[0]
+    assert {"pip install 'blazeproto[transformers]'", "pip install 'blazeproto[peft]'"} == set(OF_PAGES)
+
+
+def test_the_first_notebook_says_how_to_open_them() -> None:
+    first = (pages.DOCS / "tutorial" / NOTEBOOKS[0]).read_text()
+    assert all(
+        line in first and line in README for line in ("pip install -e '.[cu12,lab]'", "jupyter lab docs/tutorial")
+    )
+
+
+def test_the_package_is_the_wheel(fresh: Environment) -> None:
+    place = fresh.here("python -c 'import blazeproto; print(blazeproto.__file__)'")
+    assert place.startswith(str(fresh.folder))
+
+
+def test_doctor_has_nothing_to_mend(fresh: Environment) -> None:
+    said = fresh.here("python -m blazeproto doctor")
+    assert "To mend it" not in said and "missing" not in said
+
+
+def test_the_lines_of_the_lab(fresh: Environment) -> None:
+    (fresh.folder / "lab.py").write_text(pages.BLOCK.findall(README)[1])
+    said = fresh.here("ipython lab.py", NUMBA_ENABLE_CUDASIM="1", NO_COLOR="1")
+    assert "imbalance" in said and ".text.up_forward" in said and "up + 1.0f" in said
+
+
+def test_the_notebooks_open(fresh: Environment) -> None:
+    assert "`jupyter lab docs/tutorial`" in README
+    assert fresh.here("jupyter lab --version")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook(fresh: Environment, notebook: str) -> None:
+    fresh.here(f"jupyter nbconvert --to notebook --execute --output-dir ran docs/tutorial/{notebook}")
+    assert (fresh.folder / "ran" / notebook).exists()
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_the_python_of_a_page(fresh: Environment, page: str) -> None:
+    (fresh.folder / "page.py").write_text(pages.program(page, hopper=hopper()))
+    fresh.here("python page.py")
