@@ -1,0 +1,378 @@
+"""PTX text to a program: entries, parameters, variables, and instructions with the source lines that they came from.
+
+As NVRTC and Numba write it (PTX ISA §4, "Syntax", and §5, "State spaces, types, and variables"). No call, no function, no local
+memory. What is not known raises here, before anything runs.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import NamedTuple
+
+import numpy as np
+
+BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32}
+BITS |= {"s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64}
+WORDS = {1: np.dtype(np.bool_), 8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
+# Statements that say nothing that an interpreter needs.
+IGNORED = ("version", "target", "address_size", "file", "maxntid", "reqntid", "minnctapersm", "maxnreg", "pragma", "explicitcluster")
+IGNORED += ("reqnctapercluster", "loc", "noreturn")
+
+
+class PtxError(ValueError):
+    """Text that the machine can't run; it names what and the line."""
+
+
+class Register(NamedTuple):
+    index: int
+    bits: int
+
+
+class Immediate(NamedTuple):
+    value: int  # the bits; of a 64-bit word where it is negative
+
+
+class Special(NamedTuple):
+    name: str  # as tid.x
+
+
+class Symbol(NamedTuple):
+    name: str
+
+
+class Address(NamedTuple):
+    """[base + offset], or of TMA [base, {coordinates}]."""
+
+    base: "Operand"
+    offset: int
+    coordinates: tuple["Operand", ...] = ()
+
+
+class Vector(NamedTuple):
+    parts: tuple["Operand", ...]
+
+
+class Pair(NamedTuple):
+    """result|predicate"""
+
+    first: "Operand"
+    second: "Operand"
+
+
+class Nothing(NamedTuple):
+    """_: a result that nobody wants."""
+
+
+Operand = Register | Immediate | Special | Symbol | Address | Vector | Pair | Nothing
+
+
+class Line(NamedTuple):
+    """A place in the source, and where it was inlined, innermost first."""
+
+    places: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        """The first line outside the wrappers of single instructions leads."""
+        if not self.places:
+            return "no source line"
+        lead = next((p for p in self.places if PurePath(p[0]).name not in WRAPPERS), self.places[-1])
+        rest = [p for p in self.places if p != lead]
+        within = f" (by {', '.join(f'{PurePath(file).name}:{line}' for file, line in rest)})" if rest else ""
+        return f"{PurePath(lead[0]).name}:{lead[1]}{within}"
+
+
+WRAPPERS = ("ptx.cuh", "wgmma.cuh", "warp.py")
+
+
+@dataclass
+class Instruction:
+    """``opcode`` with its modifiers apart; guard: (predicate's register, whether it is negated) or None."""
+
+    opcode: str
+    operands: tuple[Operand, ...]
+    guard: tuple[int, bool] | None
+    line: Line
+    text: str
+    number: int  # of the text's line
+    words: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = tuple(self.opcode.split("."))
+
+
+class Variable(NamedTuple):
+    space: str  # shared, global, const
+    name: str
+    alignment: int
+    size: int
+    data: bytes | None
+    external: bool
+
+
+class Parameter(NamedTuple):
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass
+class Entry:
+    """A kernel: its parameters by offset in their block, its registers' widths, its instructions."""
+
+    name: str
+    parameters: list[Parameter]
+    variables: list[Variable]
+    widths: list[int] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return max((p.offset + p.size for p in self.parameters), default=0)
+
+
+@dataclass
+class Program:
+    """What a PTX text holds."""
+
+    entries: dict[str, Entry]
+    variables: list[Variable]
+    text: str
+
+    @classmethod
+    def read(cls, text: str) -> "Program":
+        """PtxError for what the machine does not know, with its text and line."""
+        return _Reader(text).read()
+
+    def entry(self, name: str | None = None) -> Entry:
+        """By its name; the only one where none is given. PtxError where there is no such."""
+        if name is None and len(self.entries) == 1:
+            return next(iter(self.entries.values()))
+        if name not in self.entries:
+            raise PtxError(f"entry: expected one of {', '.join(self.entries)}, got {name!r}")
+        return self.entries[name]
+
+
+_STATEMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\.section\s+[^\n]*\n\s*\{.*?\n\s*\}|[{}]|[^;{}\n]*;|[^\S\n]+|\n", re.DOTALL)
+_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
+_VARIABLE = re.compile(
+    r"(?P<how>(?:\.(?:visible|extern|weak|common)\s+)*)\.(?P<space>shared|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"\.(?P<type>\w+)\s+(?P<name>[\w$]+)(?P<array>\[\d*\])?(?:\s*=\s*(?P<data>.*))?$",
+    re.DOTALL,
+)
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text, self.number = text, 1
+        self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
+        self.entries: dict[str, Entry] = {}
+        self.variables: list[Variable] = []
+        self.entry: Entry | None = None
+        self.scopes: list[dict[str, Operand]] = []
+        self.line = Line(())
+
+    def fail(self, what: str, text: str) -> PtxError:
+        return PtxError(f"line {self.number}: {what}: {' '.join(text.split())[:200]}")
+
+    def read(self) -> Program:
+        place = re.search(r"^\s*\.section\b", self.text, re.MULTILINE)  # debugging data, to the end of the file
+        body = self.text[: place.start()] if place else self.text
+        for statement in self._statements(body):
+            self._take(statement)
+        if not self.entries:
+            raise PtxError("text: expected PTX with an .entry, got none")
+        for entry in self.entries.values():
+            for instruction in entry.instructions:
+                self._check_labels(entry, instruction)
+        return Program(self.entries, self.variables, self.text)
+
+    def _statements(self, body: str) -> Iterator[str]:
+        """Statements without comments; a directive of one line, a label and a brace are statements too."""
+        pending, begun = "", 1
+        for number, line in enumerate(body.splitlines(), 1):
+            rest = line.split("//", 1)[0]
+            while rest.strip() or not rest:
+                text = rest.strip()
+                if not pending:
+                    begun = number
+                    if re.match(r"\.(loc|file|pragma|version|target|address_size|maxntid|minnctapersm|reqntid|maxnreg|"
+                                r"reqnctapercluster|explicitcluster|noreturn)\b", text):
+                        self.number = number
+                        yield text.rstrip(";")
+                        break
+                    if label := re.match(r"([\w$]+):\s*", text):
+                        self.number = number
+                        yield label.group(0).strip()
+                        rest = text[label.end():]
+                        if not rest:
+                            break
+                        continue
+                if not text:
+                    break
+                cut = self._cut(pending, text)
+                if cut is None:
+                    pending += text + " "
+                    break
+                whole, rest = pending + text[:cut], text[cut:]
+                pending, self.number = "", begun
+                yield whole.strip()
+                if not rest:
+                    break
+
+    @staticmethod
+    def _cut(pending: str, text: str) -> int | None:
+        """Where the statement that begins with ``pending`` ends in ``text``: behind a semicolon, a brace of a block, or the
+        parenthesis that closes an entry's parameters."""
+        if pending.startswith((".visible .entry", ".entry", ".weak .entry")) or re.match(r"(\.\w+ )*\.entry", text):
+            return text.index(")") + 1 if ")" in text else None
+        if not pending and text[0] in "{}":
+            return 1
+        return text.index(";") + 1 if ";" in text else None
+
+    def _take(self, statement: str) -> None:
+        text = statement.rstrip(";").strip()
+        if text.startswith(".loc"):
+            self._loc(text)
+        elif text.startswith(".") and text[1:].split()[0] in IGNORED or not text:
+            return
+        elif ".entry" in text.split("(", 1)[0]:
+            self._entry(text)
+        elif text == "{":
+            self.scopes.append({})
+        elif text == "}":
+            self.scopes.pop()
+            if not self.scopes:
+                self.entry = None
+        elif text.endswith(":") and self.entry:
+            self.entry.labels[text[:-1]] = len(self.entry.instructions)
+        elif text.startswith(".reg"):
+            self._registers(text)
+        elif found := _VARIABLE.match(text):
+            self._variable(found, text)
+        elif self.entry and text[0] != ".":
+            self._instruction(text)
+        else:
+            raise self.fail("unknown statement", text)
+
+    # --- Declarations --------------------------------------------------------------------------------------------------------
+
+    def _loc(self, text: str) -> None:
+        """.loc file line column[, function_name label, inlined_at file line column]: the chain hangs together by places."""
+        numbers = [int(n) for n in re.findall(r"(?<![\w$])\d+(?![\w$])", text.split("function_name")[0])]
+        place = self.files.get(numbers[0], "?"), numbers[1]
+        inlined = re.search(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)", text)
+        if not inlined:
+            self.chains = {(numbers[0], *numbers[1:3]): (place,)}
+            self.line = Line((place,))
+            return
+        outer = tuple(map(int, inlined.groups()))
+        chain = getattr(self, "chains", {}).get(outer, ((self.files.get(outer[0], "?"), outer[1]),))
+        self.chains = getattr(self, "chains", {}) | {(numbers[0], *numbers[1:3]): (place, *chain)}
+        self.line = Line((place, *chain))
+
+    def _entry(self, text: str) -> None:
+        name, _, inside = text.partition(".entry")[2].partition("(")
+        parameters, end = [], 0
+        for stated in filter(str.strip, inside.rstrip(") ").split(",")):
+            found = re.match(r"\s*\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr.*?)?\s+([\w$]+)(?:\[(\d+)\])?\s*$", stated)
+            if not found:
+                raise self.fail("unknown parameter", stated)
+            size = BITS[found[2]] // 8 * int(found[4] or 1)
+            alignment = int(found[1] or BITS[found[2]] // 8)
+            begin = -(-end // alignment) * alignment
+            parameters.append(Parameter(found[3], begin, size))
+            end = begin + size
+        self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
+        self.scopes, self.chains = [], {}
+
+    def _registers(self, text: str) -> None:
+        assert self.entry is not None
+        kind, names = text.split(None, 2)[1:]
+        for name in map(str.strip, names.split(",")):
+            found = re.match(r"(%?[\w$]+)(?:<(\d+)>)?$", name)
+            if not found or kind[1:] not in BITS:
+                raise self.fail("unknown register", text)
+            for number in range(int(found[2])) if found[2] else ("",):
+                self.scopes[-1][f"{found[1]}{number}"] = Register(len(self.entry.widths), BITS[kind[1:]])
+                self.entry.widths.append(BITS[kind[1:]])
+
+    def _variable(self, found: re.Match[str], text: str) -> None:
+        kind, count = found["type"], found["array"]
+        if kind not in BITS:
+            raise self.fail("unknown type", text)
+        width = BITS[kind] // 8
+        data = None
+        if found["data"]:
+            values = [int(v, 0) for v in re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found["data"])]
+            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values)
+        size = width * (int(count[1:-1] or 0) if count else 1)
+        made = Variable(
+            found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
+        )
+        (self.entry.variables if self.entry else self.variables).append(made)
+
+    # --- Instructions --------------------------------------------------------------------------------------------------------
+
+    def _instruction(self, text: str) -> None:
+        assert self.entry is not None
+        guard, rest = None, text
+        if text[0] == "@":
+            word, rest = text.split(None, 1)
+            register = self._operand(word.lstrip("@!"), text)
+            if not isinstance(register, Register):
+                raise self.fail("unknown predicate", text)
+            guard = register.index, "!" in word
+        opcode, _, operands = rest.partition(" ")
+        if "\t" in opcode:
+            opcode, _, operands = rest.partition("\t")
+        parts = tuple(self._operand(part, text) for part in _split(operands))
+        self.entry.instructions.append(Instruction(opcode.strip(), parts, guard, self.line, text, self.number))
+
+    def _operand(self, text: str, statement: str) -> Operand:
+        text = text.strip()
+        if text.startswith("{"):
+            return Vector(tuple(self._operand(part, statement) for part in _split(text[1:-1])))
+        if text.startswith("["):
+            base, *coordinates = _split(text[1:-1])
+            found = re.match(r"(.*?)\s*\+\s*(-?\d+)$", base.strip())
+            at, offset = (found[1], int(found[2])) if found else (base.strip(), 0)
+            inside = self._operand(coordinates[0], statement) if coordinates else Vector(())
+            if not isinstance(inside, Vector):
+                raise self.fail("unknown address", statement)
+            return Address(self._operand(at, statement), offset, inside.parts)
+        if "|" in text:
+            first, second = text.split("|")
+            return Pair(self._operand(first, statement), self._operand(second, statement))
+        if text == "_":
+            return Nothing()
+        if _NUMBER.match(text):
+            return Immediate(int(text.rstrip("U"), 0))
+        if found := re.match(r"0[fFdD]([0-9a-fA-F]+)$", text):
+            return Immediate(int(found[1], 16))
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return scope[text]
+        if text.startswith("%"):
+            return Special(text[1:])
+        if re.match(r"[\w$]+$", text):
+            return Symbol(text)
+        raise self.fail(f"unknown operand {text!r}", statement)
+
+    def _check_labels(self, entry: Entry, instruction: Instruction) -> None:
+        if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
+            self.number = instruction.number
+            raise self.fail("unknown label", instruction.text)
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that are in no brace or bracket."""
+    parts, depth, begin = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth:
+            parts.append(text[begin:place])
+            begin = place + 1
+    parts.append(text[begin:])
+    return [part for part in parts if part.strip()]
