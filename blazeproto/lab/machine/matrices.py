@@ -1,0 +1,160 @@
+"""Matrices of the tensor core: where wgmma's operands lie in shared memory, which lane holds which element, and the product.
+
+A matrix descriptor names an operand of wgmma, rows (M or N) x K, in shared memory (PTX ISA 9.7.15.5.1.2, "Shared memory matrix
+layout", whose canonical layouts these are). A *span* is as many bytes as the swizzle, 16 without one. Spans follow each other, eight
+are a core matrix:
+
+    K-major    a span is of one row: some of its K.   Core matrices of the next 8 rows: ``stride`` bytes on.
+               Without swizzle the row's next 16 bytes are ``leading`` bytes on.
+    MN-major   a span is of one k: some rows (M or N). The next rows: ``leading`` bytes on. The next 8 k: ``stride`` bytes on.
+               Without swizzle the two change places.
+
+A swizzle then permutes the 16-byte chunks of 1024 bytes (of 512, of 256), by bits of the absolute address.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+SWIZZLES = (0, 128, 64, 32)  # bytes, by the descriptor's two highest bits
+FIELDS = 0xC000_3FFF_3FFF_3FFF  # the descriptor's bits but for the base offset (49 to 51) and what is unused
+PERIOD = 1024  # bytes after which every swizzle repeats
+NAN = np.uint32(0x7FFF_FFFF).view(np.float32)  # the only one that the tensor core gives
+ROUNDING = 3 * 2.0**-22
+
+
+class Descriptor(NamedTuple):
+    """PTX ISA 9.7.15.5.1.2.2, "Matrix descriptor format". In bytes: where the matrix starts in shared memory, the leading and the
+    stride dimension's byte offsets, and the swizzle, one of 0, 32, 64, 128."""
+
+    address: int
+    leading: int
+    stride: int
+    swizzle: int
+
+    @classmethod
+    def decode(cls, word: int) -> "Descriptor":
+        """Raises ValueError for a base offset and for unused bits, which the machine does not know."""
+        if word & ~FIELDS:
+            raise ValueError(
+                f"matrix descriptor {word:#018x}: expected no base offset (bits 49 to 51) and zeros in unused bits, "
+                f"got {word & ~FIELDS:#x}"
+            )
+        return cls(*((word >> bit & 0x3FFF) << 4 for bit in (0, 16, 32)), SWIZZLES[word >> 62])
+
+
+def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
+    """Where the bytes at these addresses of shared memory lie: bits 4, 5, 6 exclusive or bits 7, 8, 9 for 128 bytes, fewer for
+    fewer (PTX ISA 5.5.7, "Swizzling modes")."""
+    return addresses ^ (addresses >> 3 & max(swizzle - 16, 0))
+
+
+def operand_addresses(
+    descriptor: Descriptor, rows: int, columns: int, transposed: bool, itemsize: int = 2
+) -> np.ndarray:
+    """The byte address in shared memory of each element of an operand of wgmma, int64 (rows, columns).
+
+    rows: M or N.  columns: K, which is 32 / itemsize.  transposed: MN-major, as imm-trans says.  itemsize: bytes of an element.
+    """
+    start = descriptor.address % PERIOD
+    offsets = _operand_offsets(start, *descriptor[1:], rows, columns, transposed, itemsize)
+    return offsets + (descriptor.address - start)
+
+
+@lru_cache(maxsize=1024)
+def _operand_offsets(
+    start: int, leading: int, stride: int, swizzle: int, rows: int, columns: int, transposed: bool, itemsize: int
+) -> np.ndarray:
+    """`operand_addresses` from the last multiple of PERIOD on; higher bits of an address have no part in the swizzle."""
+    span = swizzle or 16
+    row, k = np.ogrid[:rows, :columns]
+    if transposed:
+        width = span // itemsize
+        next_rows, next_k = (leading, stride) if swizzle else (stride, leading)
+        offset = row % width * itemsize + row // width * next_rows + k % 8 * span + k // 8 * next_k
+    else:
+        byte = k * itemsize
+        offset = row % 8 * span + row // 8 * stride + byte % 16 + byte // 16 * (16 if swizzle else leading)
+    return swizzled(start + offset, swizzle)
+
+
+# --- Registers -----------------------------------------------------------------------------------------------------------
+
+
+def fragment_to_matrix(fragment: np.ndarray) -> np.ndarray:
+    """(4 warps, N / 2 registers, 32 lanes) -> (64, N): wgmma's D (PTX ISA 9.7.15.5.1.1.1, "Register fragments", figure of D)."""
+    return fragment.take(_accumulator(fragment.shape[1])[0])
+
+
+def matrix_to_fragment(matrix: np.ndarray) -> np.ndarray:
+    """(64, N) -> (4 warps, N / 2 registers, 32 lanes): the inverse of `fragment_to_matrix`."""
+    return matrix.take(_accumulator(matrix.shape[1] // 2)[1])
+
+
+@lru_cache(maxsize=64)
+def _accumulator(registers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each element of D (64, N) its place in the flat fragment, and of each of the fragment's its place in the flat matrix."""
+    warp, register, lane = np.ogrid[:4, :registers, :32]
+    row = 16 * warp + lane // 4 + 8 * (register // 2 % 2)
+    column = 8 * (register // 4) + 2 * (lane % 4) + register % 2
+    places = row * (2 * registers) + column
+    return places.ravel().argsort().reshape(64, -1), places
+
+
+def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -> np.ndarray:
+    """The byte addresses of what ldmatrix and stmatrix .m8n8.b16 move, int64 (count, 32 lanes, 2 halves of a register, low first).
+
+    lane_addresses: (32,), lane 8 m + r has that of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed: .trans.
+    PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
+    """
+    row, byte = _MATRIX[transposed]
+    return lane_addresses.astype(np.int64).reshape(4, 8)[:count, row] + byte
+
+
+def _matrix(transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Which row of an 8 x 8 matrix a lane's half is of, and its byte in the row: (32 lanes, 2 halves) each."""
+    lane, half = np.mgrid[:32, :2]
+    row, column = lane // 4, 2 * (lane % 4) + half
+    return (column, 2 * row) if transposed else (row, 2 * column)
+
+
+_MATRIX = _matrix(False), _matrix(True)
+
+
+# --- The product ---------------------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
+    """A B^T + C, fp32 (64, N), of wgmma.mma_async.m64nNk16.f32.bf16.bf16 (PTX ISA 9.7.15.5.2).
+
+    a: (64, 16), b: (N, 16), bf16's bits as uint16.  c: (64, N) fp32, or None for zeros.
+
+    Sums are made in float64, which holds them exactly where no addend is 2^24 times another, and rounded once, to nearest. So a sum
+    that fp32 holds is exact, and the bits are the same with every BLAS. A Hopper GPU is less careful: it aligns the 16 products and c
+    to the largest exponent among them, cuts each off below 2^-25 of it, adds, and cuts the sum off to fp32 (P. Xie et al. 2025,
+    arXiv:2511.10909; F. Khattak, M. Mikaitis 2025, arXiv:2512.07004). `truncation_bound` says how far apart the two may be.
+    """
+    product = _wide(a) @ _wide(b).T
+    if c is not None:
+        product += c
+    result = product.astype(np.float32)
+    np.copyto(result, NAN, where=np.isnan(result))
+    return result
+
+
+def truncation_bound(magnitudes: np.ndarray, instructions: int = 1) -> np.ndarray:
+    """How far a sum of `multiply` may be from the GPU's, where nothing over- or underflows.
+
+    magnitudes: the sums of absolute values, |A| |B|^T + |C|, over all of K.  instructions: wgmma that add up one sum.
+
+    Per instruction, of the magnitude: the GPU cuts 17 addends off, 2^-25 each, and the sum, 2^-23; `multiply` rounds, 2^-24. That is
+    11.5 * 2^-24; 12 leaves room for what the error adds to the sums themselves.
+    """
+    return instructions * ROUNDING * magnitudes
+
+
+def _wide(words: np.ndarray) -> np.ndarray:
+    """bf16's bits as float64."""
+    return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
