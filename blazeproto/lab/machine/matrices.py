@@ -1,13 +1,12 @@
 """Matrices of the tensor core: where wgmma's operands lie in shared memory, which lane holds which element, and the product.
 
-A matrix descriptor names an operand of wgmma, rows (M or N) x K, in shared memory (PTX ISA 9.7.15.5.1.2, "Shared memory matrix
-layout", whose canonical layouts these are). A *span* is as many bytes as the swizzle, 16 without one. Spans follow each other, eight
-are a core matrix:
+A matrix descriptor names an operand of wgmma, rows (M or N) x K, in shared memory. It has one of the canonical layouts of PTX ISA
+9.7.15.5.1.2.1.3. A *span* is as many bytes as the swizzle has, or 16 without one. Eight spans follow each other:
 
-    K-major    a span is of one row: some of its K.   Core matrices of the next 8 rows: ``stride`` bytes on.
-               Without swizzle the row's next 16 bytes are ``leading`` bytes on.
-    MN-major   a span is of one k: some rows (M or N). The next rows: ``leading`` bytes on. The next 8 k: ``stride`` bytes on.
-               Without swizzle the two change places.
+    K-major    a span is a part of one row's K, and the eight are of 8 rows. The next 8 rows lie ``stride`` bytes on.
+               Without swizzle the rows' next 16 bytes lie ``leading`` bytes on.
+    MN-major   a span is some rows (M or N) of one k, and the eight are of 8 k. The next rows lie ``leading`` bytes on, the next
+               8 k ``stride`` bytes. Without swizzle the two change places.
 
 A swizzle then permutes the 16-byte chunks of 1024 bytes (of 512, of 256), by bits of the absolute address.
 """
@@ -21,7 +20,7 @@ SWIZZLES = (0, 128, 64, 32)  # bytes, by the descriptor's two highest bits
 FIELDS = 0xC000_3FFF_3FFF_3FFF  # the descriptor's bits but for the base offset (49 to 51) and what is unused
 PERIOD = 1024  # bytes after which every swizzle repeats
 NAN = np.uint32(0x7FFF_FFFF).view(np.float32)  # the only one that the tensor core gives
-ROUNDING = 3 * 2.0**-22
+ERROR = 12 * 2.0**-24  # of the GPU's sum and ours together, as `truncation_bound` counts
 
 
 class Descriptor(NamedTuple):
@@ -41,7 +40,8 @@ class Descriptor(NamedTuple):
                 f"matrix descriptor {word:#018x}: expected no base offset (bits 49 to 51) and zeros in unused bits, "
                 f"got {word & ~FIELDS:#x}"
             )
-        return cls(*((word >> bit & 0x3FFF) << 4 for bit in (0, 16, 32)), SWIZZLES[word >> 62])
+        address, leading, stride = ((word >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+        return cls(address, leading, stride, SWIZZLES[word >> 62])
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
@@ -83,7 +83,7 @@ def _operand_offsets(
 
 
 def fragment_to_matrix(fragment: np.ndarray) -> np.ndarray:
-    """(4 warps, N / 2 registers, 32 lanes) -> (64, N): wgmma's D (PTX ISA 9.7.15.5.1.1.1, "Register fragments", figure of D)."""
+    """(4 warps, N / 2 registers, 32 lanes) -> (64, N): wgmma's D (PTX ISA 9.7.15.5.1.1, "Register fragments")."""
     return fragment.take(_accumulator(fragment.shape[1])[0])
 
 
@@ -94,7 +94,7 @@ def matrix_to_fragment(matrix: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _accumulator(registers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each element of D (64, N) its place in the flat fragment, and of each of the fragment's its place in the flat matrix."""
+    """Places: of each element of D (64, N) in the flat fragment, and of each of the fragment's in the flat matrix."""
     warp, register, lane = np.ogrid[:4, :registers, :32]
     row = 16 * warp + lane // 4 + 8 * (register // 2 % 2)
     column = 8 * (register // 4) + 2 * (lane % 4) + register % 2
@@ -103,7 +103,7 @@ def _accumulator(registers: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -> np.ndarray:
-    """The byte addresses of what ldmatrix and stmatrix .m8n8.b16 move, int64 (count, 32 lanes, 2 halves of a register, low first).
+    """The byte addresses of what ldmatrix and stmatrix .m8n8.b16 move, int64 (count, 32 lanes, 2): a register's low half first.
 
     lane_addresses: (32,), lane 8 m + r has that of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed: .trans.
     PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
@@ -131,9 +131,9 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
 
     a: (64, 16), b: (N, 16), bf16's bits as uint16.  c: (64, N) fp32, or None for zeros.
 
-    Sums are made in float64, which holds them exactly where no addend is 2^24 times another, and rounded once, to nearest. So a sum
-    that fp32 holds is exact, and the bits are the same with every BLAS. A Hopper GPU is less careful: it aligns the 16 products and c
-    to the largest exponent among them, cuts each off below 2^-25 of it, adds, and cuts the sum off to fp32 (P. Xie et al. 2025,
+    Sums are made in float64, which holds them exactly where no addend is 2^24 times another, and rounded once, to nearest. So a
+    sum that fp32 holds is exact, and the bits are the same with every BLAS. A Hopper GPU aligns the 16 products and c to the
+    largest exponent among them, cuts each off below 2^-25 of it, adds, and cuts the sum off to fp32 (P. Xie et al. 2025,
     arXiv:2511.10909; F. Khattak, M. Mikaitis 2025, arXiv:2512.07004). `truncation_bound` says how far apart the two may be.
     """
     product = _wide(a) @ _wide(b).T
@@ -149,10 +149,10 @@ def truncation_bound(magnitudes: np.ndarray, instructions: int = 1) -> np.ndarra
 
     magnitudes: the sums of absolute values, |A| |B|^T + |C|, over all of K.  instructions: wgmma that add up one sum.
 
-    Per instruction, of the magnitude: the GPU cuts 17 addends off, 2^-25 each, and the sum, 2^-23; `multiply` rounds, 2^-24. That is
-    11.5 * 2^-24; 12 leaves room for what the error adds to the sums themselves.
+    An instruction costs, as parts of the magnitude: 2^-25 for each of 17 addends that the GPU cuts off, 2^-23 for its sum, 2^-24
+    for the rounding of `multiply`. That is 11.5 * 2^-24; 12 leaves room for the error's part in later sums.
     """
-    return instructions * ROUNDING * magnitudes
+    return instructions * ERROR * magnitudes
 
 
 def _wide(words: np.ndarray) -> np.ndarray:
