@@ -66,8 +66,8 @@ class TensorMap:
 def transfer(
     tensor_map: TensorMap, coordinates: Sequence[int], shared_address: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each piece of a box lies: byte addresses in global and in shared memory, int64, and whether it lies inside the tensor,
-    bool. 1-D each, in the box's order.
+    """Where each piece of a box lies: byte addresses in global and in shared memory, int64, and whether it lies inside the
+    tensor, bool. 1-D each, in the box's order.
 
     coordinates: of the box's first element, innermost first, signed.  shared_address: in bytes, a multiple of 128.
 
