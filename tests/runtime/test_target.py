@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 
     @property
     def words(self) -> tuple[int, ...]:
-        """Of a kernel that takes words."""
+        """The parameters of a kernel that takes words."""
         return struct.unpack(f"{len(self.parameters) // 8}q", self.parameters)
 
 
@@ -361,7 +361,7 @@ def test_every_product_is_here() -> None:
 
 
 def test_tensor_maps_come_as_boxes(machine: Recorder) -> None:
-    """Of gate and up halves, as TMA counts: innermost first, strides in bytes."""
+    """Gate and up are two halves. As TMA counts: innermost first, strides in bytes."""
     gemm.up_forward(X, UP, DISPATCH, low=(bits(R, 8), bits(E, 2 * N, 8)))
     (made,) = machine.launches
     columns = 2 * N * 2  # bytes of a row of H
