@@ -23,7 +23,7 @@ from blazeproto.gemm.launch import Box, Params
 from blazeproto.gemm.rows import ROWS_PARAMS
 from blazeproto.gemm.tiles import SMEM_LIMIT
 from blazeproto.gemm.weight import WEIGHT_PARAMS
-from blazeproto.runtime import arrays, driver, optional, target
+from blazeproto.runtime import arrays, driver, memory, optional, target
 from blazeproto.runtime.target import launches_on
 from tests.runtime.calls import CALLS
 
@@ -544,6 +544,22 @@ def test_what_a_target_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "simulated", lambda: True)
     with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM"), launches_on(Recorder()):
         none_here()
+
+
+def test_what_lies_on_a_gpu_stays_there(machine: Recorder) -> None:
+    """Its memory, its stream and its launches are asked of CuPy and the driver, also inside."""
+    there = arrays.DeviceArray(1 << 20, (4,), "int32", (1,), 0, None)
+    for ask in (
+        lambda: arrays.empty((4,), "int32", there),
+        lambda: arrays.current_stream(there),
+        lambda: memory.as_cupy(there),
+        lambda: memory.on_stream(there, 0),
+        lambda: memory.clear(there.ptr, 16, there.device, 0),
+        lambda: driver.launch(5, (1, 1), 32, 0, 0, (1,)),
+    ):
+        with pytest.raises(AssertionError, match="a driver or CuPy was asked for"):
+            ask()
+    assert not machine.launches and not machine.made and not machine.cleared
 
 
 def test_bad_input_is_refused_before_a_launch(machine: Recorder) -> None:
