@@ -69,11 +69,11 @@ class Target(Protocol):
 
 _chosen: ContextVar[Target | None] = ContextVar("target", default=None)
 chosen = _chosen.get
-"""The target that this thread's launches from NumPy arrays go to, None for the simulator."""
+"""``chosen()``: the target that this thread's launches from NumPy arrays go to; None where there is none."""
 
 
 def here() -> Target:
-    """The target of what is on a target's device. RuntimeError where this thread has none."""
+    """The target, for a launch that is on a target's device. RuntimeError where this thread has none."""
     if (target := chosen()) is None:
         raise RuntimeError("expected launches_on(...) around a launch on a target, got none in this thread")
     return target
