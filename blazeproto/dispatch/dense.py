@@ -190,7 +190,7 @@ def run(
     columns = (num_tokens, num_experts, tile_tokens, tiles)
     blocks = -(-size // THREADS)
 
-    clear(token_map, cells * ITEM_BYTES[slot_type], stream)
+    clear(token_map, cells * ITEM_BYTES[slot_type], device, stream)
     if pairs:
         marked = (ids, token_map, index_map, copy[0] if copy else ids, pairs, num_experts)
         token_map_kernel.launch(device, stream, -(-pairs // THREADS), 0, *marked)

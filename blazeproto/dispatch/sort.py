@@ -14,6 +14,7 @@ from typing import Any
 
 from blazeproto.runtime.arrays import DeviceArray
 from blazeproto.runtime.memory import as_cupy
+from blazeproto.runtime.target import is_target
 
 
 def workspace_bytes(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -36,7 +37,11 @@ def run(
     device: int,
     stream: int,
 ) -> None:
-    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``."""
+    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``. ValueError on a target."""
+    if is_target(device):
+        raise ValueError(
+            "method: expected 'tiled' or 'dense' where launches go to a target, got 'sort', which CuPy computes"
+        )
     import cupy
 
     def array(address: int, size: int, dtype: str = "int32") -> Any:

@@ -37,6 +37,7 @@ from blazeproto.gemm.nvrtc import Binary, CompileError
 from blazeproto.runtime import cache, driver
 from blazeproto.runtime.arrays import current_device
 from blazeproto.runtime.shown import Shown
+from blazeproto.runtime.target import Handle, is_target
 
 CUDA_SOURCES = Path(__file__).resolve().parent / "cuda"
 # --no-cache: NVRTC keeps a cache of its own where there is a driver, and what comes out of it lacks ptxas's report.
@@ -164,6 +165,11 @@ class Kernel(Shown):
             )
         return done.stdout
 
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return int(self.defines.get("CLUSTER", 1))
+
     def _usage(self, pattern: str) -> list[int]:
         """Numbers that ``pattern`` finds in the part of ptxas's report that is about this entry."""
         _, found, report = self.log.partition(f"Compiling entry function '{self.entry}'")
@@ -188,9 +194,11 @@ class Kernel(Shown):
 
     def function(self, device: int | None = None) -> Any:
         """The ``cupy.cuda.Function`` on a device, by default the current one: call it with ``(grid, block, args, shared_mem,
-        stream)``. ``stream`` is any object whose ``.ptr`` is a cudaStream_t.
+        stream)``. ``stream`` is any object whose ``.ptr`` is a cudaStream_t. On a target's, a `Handle`, and nothing is compiled.
         """
         device = current_device() if device is None else device
+        if is_target(device):
+            return Handle(self)
         if device not in self._functions:
             loaded = driver.load(self.cubin, self.entry, device, self.dynamic_smem)
             # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
@@ -198,7 +206,7 @@ class Kernel(Shown):
             _LOADED.add(self)
         return self._functions[device]
 
-    def handle(self, device: int) -> int:
+    def handle(self, device: int) -> int | Handle:
         """The CUfunction on a device, as an address; loaded the first time."""
         return (self._functions.get(device) or self.function(device)).ptr
 

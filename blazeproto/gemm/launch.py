@@ -17,6 +17,7 @@ from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.tiles import BF16, Element
 from blazeproto.runtime import driver, optional
 from blazeproto.runtime.driver import arguments
+from blazeproto.runtime.target import FIRST_DEVICE, Handle, is_target
 
 MAP_BYTES = 128  # sizeof(CUtensorMap); 64-byte aligned
 _L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
@@ -26,6 +27,8 @@ _SWIZZLE_128B = 3  # CUtensorMapSwizzle: a box's row has 64 elements
 @cache
 def num_sms(device: int) -> int:
     """Multiprocessors of a device."""
+    if is_target(device):
+        return device - FIRST_DEVICE
     runtime = optional.cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
 
@@ -130,12 +133,17 @@ class Plan:
         pack_into(f"{len(numbers)}i", self.template, params.numbers_offset, *numbers)
         self.launch = (kernel.handle(device), (grid, 1), kernel.threads, kernel.dynamic_smem)
         self.encoded = False
+        self.kernel, self.on_target = kernel, is_target(device)
 
-    def fill(self, map_addresses: Sequence[int], words: Sequence[int]) -> tuple[int, tuple[int, int], int, int]:
+    def fill(
+        self, map_addresses: Sequence[int], words: Sequence[int]
+    ) -> tuple[int | Handle, tuple[int, int], int, int]:
         """Write the struct into this thread's buffer; the arguments of `driver.launch`, but for the stream.
 
         map_addresses: of the tensor maps that are used, in order.
         """
+        if self.on_target:
+            return self._for_target(map_addresses, words)
         buffer, size = arguments.bytes, len(self.template)
         buffer[:size] = self.template
         encode, replace = _tensor_maps()
@@ -149,6 +157,15 @@ class Plan:
             self.template[: self.words_offset] = buffer[: self.words_offset]
             self.encoded = True
         return self.launch
+
+    def _for_target(
+        self, map_addresses: Sequence[int], words: Sequence[int]
+    ) -> tuple[Handle, tuple[int, int], int, int]:
+        """As `fill`; the struct, and each tensor map as its box and address, go with the kernel's handle."""
+        struct = self.template.copy()
+        self.words.pack_into(struct, self.words_offset, *words)
+        boxes = {at: (box, address) for (at, box), address in zip(self.boxes.items(), map_addresses, strict=True)}
+        return Handle(self.kernel, bytes(struct), boxes), *self.launch[1:]
 
 
 def _description(box: Box, address: int) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ No torch in here, and Numba in `numba` and `warp` alone.
     memory          a view as a kernel's argument, as a CuPy array; a stream made current
     checks          of options
     driver          cubins loaded, kernels launched by addresses
+    target          where launches go, if not to the driver
     cache           compiled kernels, kept in a folder
     optional        packages that only the kernels need, and their versions
     numba           Numba's names, once its version is checked

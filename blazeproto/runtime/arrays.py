@@ -3,16 +3,17 @@
 `view` takes a torch, CuPy, Numba or JAX array without copying and costs about 1 µs for a torch tensor, where a DLPack exchange
 costs 16. torch is never imported here: a tensor is known by its methods, and its stream asked of the torch that made it.
 
-Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) NumPy arrays take the place of device arrays.
+Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), and where launches go to a target (target.py), NumPy arrays take the place
+of device arrays.
 """
 
-import os
 import sys
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from blazeproto.runtime import optional
+from blazeproto.runtime import optional, target
+from blazeproto.runtime.target import is_target, simulated
 
 ITEM_BYTES = {
     "bfloat16": 2,
@@ -32,14 +33,9 @@ ITEM_BYTES = {
 NO_DEVICE = -1  # the ``device`` of a view of host memory
 
 
-@cache
-def simulated() -> bool:
-    """Whether kernels run in Numba's simulator, on NumPy arrays."""
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
-
-
 class DeviceArray(NamedTuple):
-    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal."""
+    """A view: owns no memory itself, but keeps ``owner`` alive. ``strides`` count elements, ``device`` is a CUDA ordinal, or that
+    of a target of launches."""
 
     ptr: int
     shape: tuple[int, ...]
@@ -104,6 +100,10 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         return _strided(array, array.data.ptr, array.device.id)
     if library == "numpy" and simulated():
         return _strided(array, array.ctypes.data, 0)
+    if library == "numpy" and (machine := target.chosen()) is not None:
+        seen = numpy_view(array, name)
+        dtype = "bfloat16" if seen.dtype == "uint16" else seen.dtype
+        return seen._replace(ptr=machine.address(array), dtype=dtype, device=target.device_of(machine))
     if hasattr(array, "__dlpack_device__"):  # before the other protocol, of which JAX makes an error for bf16
         kind_of_device = int(array.__dlpack_device__()[0])
         if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
@@ -149,8 +149,10 @@ def numpy_output(
 
 
 def current_stream(array: Any = None) -> int:
-    """The raw cudaStream_t that the caller works on: torch's current stream for a torch tensor, else CuPy's."""
+    """The raw cudaStream_t that the caller works on: torch's current stream for a torch tensor, a target's 0, else CuPy's."""
     if type(array) is DeviceArray:
+        if is_target(array.device):
+            return 0
         array = array.owner
     if hasattr(array, "data_ptr") and "torch" in sys.modules:
         return sys.modules["torch"].cuda.current_stream(array.get_device()).cuda_stream
@@ -158,7 +160,9 @@ def current_stream(array: Any = None) -> int:
 
 
 def current_device() -> int:
-    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same."""
+    """The CUDA ordinal of the GPU that this thread launches on; torch and CuPy have the same. Of a target its own."""
+    if (machine := target.chosen()) is not None:
+        return target.device_of(machine)
     return int(optional.cupy().cuda.runtime.getDevice())
 
 
@@ -166,7 +170,8 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
     """Uninitialised memory for a caller that passes no output.
 
     A torch tensor where ``like`` is a view of one, on its device; else a CuPy array on CuPy's current device, with bfloat16 as
-    ``like`` has it, or a BFloat16Array where that has none. In the simulator a NumPy array, of uint16 for bfloat16.
+    ``like`` has it, or a BFloat16Array where that has none. In the simulator a NumPy array, of uint16 for bfloat16; on a
+    target one of the target's, with bfloat16 as ``like`` has it.
     """
     if like is not None and hasattr(like.owner, "new_empty"):
         return like.owner.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
@@ -175,12 +180,15 @@ def empty(shape: tuple[int, ...], dtype: str, like: DeviceArray | None = None) -
         import numpy
 
         return numpy.empty(shape, bits)
-    cupy = optional.cupy()
     owner: Any = None if like is None else like.owner
-    if like is not None and dtype == like.dtype == "bfloat16" and type(owner).__module__.partition(".")[0] == "cupy":
-        return cupy.empty(shape, owner.dtype)
-    made = cupy.empty(shape, bits)
-    return BFloat16Array(made) if dtype == "bfloat16" else made
+    library = type(owner).__module__.partition(".")[0]
+    as_given = like is not None and dtype == like.dtype == "bfloat16" and library in ("cupy", "numpy")
+    bits = owner.dtype if as_given else bits
+    machine = target.chosen()
+    if machine is not None and (like is None or is_target(like.device)):
+        return machine.empty(shape, bits)
+    made = optional.cupy().empty(shape, bits)
+    return BFloat16Array(made) if dtype == "bfloat16" and not as_given else made
 
 
 _BFLOAT16 = " (bfloat16: CuPy 14.1 or later, with ml_dtypes)"

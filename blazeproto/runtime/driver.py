@@ -12,6 +12,7 @@ from struct import Struct
 from typing import Any
 
 from blazeproto.runtime import optional
+from blazeproto.runtime.target import Handle
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -72,18 +73,21 @@ def _words(count: int) -> Struct:
 
 
 def launch(
-    function: int,
+    function: int | Handle,
     grid: tuple[int, int],
     threads: int,
     shared_bytes: int,
     stream: int,
     words: Sequence[int] | None = None,
 ) -> None:
-    """cuLaunchKernel. function: a CUfunction.  stream: a cudaStream_t.
+    """cuLaunchKernel. function: a CUfunction, or a `target.Handle`, which launches on a target.  stream: a cudaStream_t.
 
     words: the arguments of a kernel that takes 8-byte words, addresses and int64 numbers. None: the arguments lie in this
     thread's ``arguments`` already.
     """
+    if type(function) is Handle:
+        parameters = function.parameters if words is None else _words(len(words)).pack(*words)
+        return function.launch(grid, threads, shared_bytes, parameters)
     if words is not None:
         _words(len(words)).pack_into(arguments.bytes, 0, *words)
     driver, pointers = _driver(), arguments.pointers

@@ -4,7 +4,7 @@
     torch, on a GPU            the kernels    torch tensors
     CuPy, Numba                the kernels    CuPy arrays
     JAX, on a GPU              the kernels    JAX arrays, by DLPack; the host waits for them
-    NumPy                      the twin       NumPy arrays
+    NumPy                      the twin       NumPy arrays; inside `launches_on` the kernels, on the target
     torch or JAX, on a CPU     the twin       of that library
 
 A twin is a function of the same signature that a CPU runs. Given float32 and nothing wider, it rounds to bf16 wherever
@@ -20,7 +20,7 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any, TypeVar
 
-from blazeproto.runtime import arrays, memory, optional
+from blazeproto.runtime import arrays, memory, optional, target
 
 F = TypeVar("F", bound=Callable[..., Any])
 WRITTEN = ("out", "workspace")  # by every function that has such a parameter
@@ -67,13 +67,14 @@ def any_library(
 
 
 def library_of(array: Any) -> str | None:
-    """ "numpy", "torch" for a CPU tensor, "jax"; "a GPU's" for what kernels take as it is; None for what is no array."""
+    """ "numpy", "torch" for a CPU tensor, "jax"; "a GPU's" for what kernels take as it is, NumPy's too on a
+    target; None for what is no array."""
     kind = type(array)
     if hasattr(array, "data_ptr"):
         is_tensor = kind is not arrays.DeviceArray and hasattr(array, "get_device") and array.get_device() < 0
         return "torch" if is_tensor and str(array.device) == "cpu" else "a GPU's"
     if "numpy" in sys.modules and isinstance(array, sys.modules["numpy"].ndarray):
-        return "numpy"
+        return "numpy" if target.chosen() is None else "a GPU's"
     name = kind.__module__.partition(".")[0]
     if name in ("jax", "jaxlib"):
         return "jax"

@@ -1,14 +1,15 @@
 """Device arrays handed on: to a kernel as an argument, to CuPy as an array, to a stream as its work.
 
-Under Numba's simulator NumPy arrays take the place of device arrays, and there is one stream, 0.
+Under Numba's simulator, and on a target of launches, NumPy arrays take the place of device arrays, and there is one stream, 0.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from blazeproto.runtime import optional
-from blazeproto.runtime.arrays import ITEM_BYTES, DeviceArray, current_stream, simulated
+from blazeproto.runtime import optional, target
+from blazeproto.runtime.arrays import ITEM_BYTES, DeviceArray, current_stream
+from blazeproto.runtime.target import is_target, simulated
 
 # --- Arguments -------------------------------------------------------------------------------------------------------
 
@@ -25,10 +26,12 @@ def part(memory: Any, first: int, size: int, dtype: str) -> Any:
     return memory.view("uint8")[first : first + size * ITEM_BYTES[dtype]].view(dtype)
 
 
-def clear(memory: Any, size: int, stream: int) -> None:
-    """Zero the ``size`` bytes of an argument, on a stream."""
+def clear(memory: Any, size: int, device: int, stream: int) -> None:
+    """Zero the ``size`` bytes of an argument, on a device's stream."""
     if simulated():
         memory[...] = 0
+    elif is_target(device):
+        target.here().clear(memory, size)
     elif size:
         optional.cupy().cuda.runtime.memsetAsync(memory, 0, size, stream)
 
@@ -37,8 +40,8 @@ def clear(memory: Any, size: int, stream: int) -> None:
 
 
 def as_cupy(array: DeviceArray) -> Any:
-    """The same memory as a CuPy array; in the simulator the NumPy array."""
-    if simulated():
+    """The same memory as a CuPy array; in the simulator, and on a target, the NumPy array."""
+    if simulated() or is_target(array.device):
         return array.owner
     cupy = optional.cupy()
     memory = cupy.cuda.UnownedMemory(array.ptr, max(array.nbytes, 1), array.owner, array.device)
@@ -50,7 +53,7 @@ def on_stream(array: DeviceArray, stream: int | None) -> AbstractContextManager[
 
     stream: a raw cudaStream_t; None: the caller's current one.
     """
-    if simulated():
+    if simulated() or is_target(array.device):
         return nullcontext(0)
     cuda, stream = optional.cupy().cuda, current_stream(array) if stream is None else stream
     there = cuda.runtime.getDevice() == array.device and cuda.get_current_stream().ptr == stream

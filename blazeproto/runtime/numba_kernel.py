@@ -21,7 +21,7 @@ from typing import Any
 
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver, optional
-from blazeproto.runtime.arrays import simulated
+from blazeproto.runtime.target import Handle, is_target, simulated
 
 CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
@@ -35,6 +35,8 @@ class NumbaKernel:
     parameters: one word a parameter: ``int32*``, ``float32*``…  for a pointer, ``int64`` for a number.
     threads: of a block.  min_blocks: resident on a multiprocessor, which bounds the registers.
     """
+
+    cluster = 1  # blocks
 
     def __init__(
         self, make: Callable[..., Any], parameters: str, *, threads: int, min_blocks: int = 1, **constants: Any
@@ -99,7 +101,9 @@ class NumbaKernel:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def load(self, device: int) -> Any:
-        """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time."""
+        """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time; for a target neither."""
+        if is_target(device):
+            return Handle(self)
         if device not in self._functions:
             capability = optional.cupy().cuda.Device(device).compute_capability
             entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.runtime.arrays import simulated
 from blazeproto.runtime.numba import cuda, float64, int32, uint32
+from blazeproto.runtime.target import simulated
 
 device = cuda.jit(device=True, inline="always")
 WARP = 32

@@ -1,0 +1,90 @@
+"""Memory: 64-bit addresses that name NumPy arrays, and every access checked.
+
+Global memory is a set of arrays, each at an address of its own with a gap behind it. Shared memory of the CTA of rank r in its
+cluster begins at address r << 24 (PTX ISA §5.1.7, "Shared state space"): a ``shared::cta`` address is one of ``shared::cluster`` too.
+A parameter block is a global array that nobody may write.
+"""
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+
+POISON = 0xFB  # what memory holds that nobody wrote: bf16 and fp32 numbers of -1e36
+PAGE = 1 << 21  # arrays begin at multiples, the first at 1 << 40
+SHARED_BASE = 1024  # the bytes below belong to the system
+WINDOW = 24  # bits of a CTA's shared addresses
+UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+
+
+class AccessError(RuntimeError):
+    """An address that is nobody's, misaligned, or not to be written."""
+
+
+class Block:
+    """Bytes at an address.
+
+    bytes: (size,) uint8.  written: (size,) bool, or None where all is.  words: its views by the width of an element.
+    """
+
+    def __init__(self, name: str, address: int, data: np.ndarray, *, written: bool = True, read_only: bool = False) -> None:
+        self.name, self.address, self.size, self.read_only = name, address, data.nbytes, read_only
+        self.bytes = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
+        self.written = None if written else np.zeros(self.size, np.bool_)
+        self.shadow: Any = None  # races.py
+        self.stale: np.ndarray | None = None  # of shared memory: where the async proxy does not see what was written ...
+        self.before: np.ndarray | None = None  # ... and what it sees there
+        whole = {width: self.size // width * width for width in UNSIGNED}
+        self.words = {width: self.bytes[: whole[width]].view(dtype) for width, dtype in UNSIGNED.items()}
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
+
+class Memory:
+    """The arrays of a launch, by address."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.starts: list[int] = []
+        self.next = 1 << 40
+
+    def add(self, array: np.ndarray, name: str, *, written: bool = True, read_only: bool = False) -> int:
+        """The address of a contiguous array, which stays the caller's: kernels write to it.
+
+        written: False for an array whose contents nobody may rely on; it is filled with `POISON`.
+        ValueError for one that is not contiguous.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides}")
+        address = self.next
+        if not written:
+            array.reshape(-1).view(np.uint8)[:] = POISON
+        self.blocks.append(Block(name, address, array, written=written, read_only=read_only))
+        self.starts.append(address)
+        self.next += -(-(array.nbytes + 256) // PAGE) * PAGE
+        return address
+
+    def block(self, address: int, size: int = 1) -> Block | None:
+        """Whose bytes these are; None for nobody's."""
+        place = bisect_right(self.starts, address) - 1
+        found = self.blocks[place] if place >= 0 else None
+        return found if found is not None and found.address <= address and address + size <= found.end else None
+
+    def describe(self, address: int) -> str:
+        """Where an address lies, for a message."""
+        place = bisect_right(self.starts, address) - 1
+        if place < 0:
+            return f"address {address:#x}, below all arrays"
+        near = self.blocks[place]
+        beyond = address - near.end
+        where = f"byte {address - near.address}" if beyond < 0 else f"{beyond} bytes beyond the end"
+        return f"address {address:#x}, {where} of {near.name} ({near.size} bytes)"
+
+
+def shared_block(rank: int, size: int) -> Block:
+    """A CTA's shared memory: poisoned, and nobody wrote it."""
+    made = Block("shared memory", (rank << WINDOW) + SHARED_BASE, np.full(size, POISON, np.uint8), written=False)
+    made.stale, made.before = np.zeros(size, np.bool_), np.zeros(size, np.uint8)
+    return made

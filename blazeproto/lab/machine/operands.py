@@ -1,0 +1,96 @@
+"""Operands: how an instruction gets the values of its lanes, and what nobody wrote is followed through arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from blazeproto.lab.machine.ptx import Address, Immediate, Instruction, Operand, Pair, PtxError, Register, Special, Symbol, Vector
+from blazeproto.lab.machine.warp import LANE, LANES, Warp
+
+Fetch = Callable[[Warp], np.ndarray]
+SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special registers"
+    "tid.x": lambda warp: warp.cta.threads_of(warp.number)[0],
+    "tid.y": lambda warp: warp.cta.threads_of(warp.number)[1],
+    "tid.z": lambda warp: warp.cta.threads_of(warp.number)[2],
+    "laneid": lambda warp: LANE,
+    "warpid": lambda warp: warp.number,
+    "clock": lambda warp: warp.clock,
+    "clock64": lambda warp: warp.clock,
+    "globaltimer": lambda warp: warp.clock,
+    "smid": lambda warp: warp.cta.index % 4,
+    "cluster_ctarank": lambda warp: warp.cta.rank,
+    "cluster_nctarank": lambda warp: len(warp.cta.cluster.ctas),
+    "WARP_SZ": lambda warp: LANES,
+    "lanemask_lt": lambda warp: (1 << LANE) - 1,
+}
+for _axis, _letter in enumerate("xyz"):
+    SPECIAL[f"ntid.{_letter}"] = lambda warp, axis=_axis: warp.cta.launch.block[axis]
+    SPECIAL[f"ctaid.{_letter}"] = lambda warp, axis=_axis: warp.cta.place[axis]
+    SPECIAL[f"nctaid.{_letter}"] = lambda warp, axis=_axis: warp.cta.launch.grid[axis]
+
+
+def registers_of(operand: Operand) -> tuple[int, ...]:
+    """All that are read for it."""
+    if isinstance(operand, Register):
+        return (operand.index,)
+    if isinstance(operand, Vector):
+        return tuple(index for part in operand.parts for index in registers_of(part))
+    if isinstance(operand, Address):
+        return registers_of(operand.base) + registers_of(Vector(operand.coordinates))
+    return ()
+
+
+def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
+    """How to get an operand's (32,) values, viewed as this dtype. A register of more bits gives its lowest."""
+    if isinstance(operand, Register):
+        index = operand.index
+        width = 8 * dtype.itemsize if dtype != np.bool_ else 1
+        if width == operand.bits:
+            if dtype.kind in "ub":
+                return lambda warp: warp.registers[index]
+            return lambda warp: warp.registers[index].view(dtype)
+        if operand.bits == 1 or width == 1:
+            raise PtxError(f"operand: expected {dtype}, got a register of {operand.bits} bits")
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        return lambda warp: warp.registers[index].astype(unsigned).view(dtype)
+    if isinstance(operand, Immediate):
+        bits = operand.value % (1 << 8 * dtype.itemsize) if dtype != np.bool_ else bool(operand.value)
+        unsigned = np.dtype(f"u{dtype.itemsize}") if dtype != np.bool_ else dtype
+        constant = np.full(LANES, bits, unsigned).view(dtype)
+        return lambda warp: constant
+    if isinstance(operand, Special):
+        if operand.name not in SPECIAL:
+            raise PtxError(f"operand: unknown special register %{operand.name}")
+        special = SPECIAL[operand.name]
+        return lambda warp: np.broadcast_to(np.asarray(special(warp)), (LANES,)).astype(dtype)
+    if isinstance(operand, Symbol):
+        name = operand.name
+        return lambda warp: np.full(LANES, warp.cta.address_of(name), dtype)
+    raise PtxError(f"operand: expected a value, got {operand}")
+
+
+def address(operand: Operand) -> Fetch:
+    """How to get the (32,) int64 addresses of [base + offset]. Shared addresses of 32 bits are not negative."""
+    assert isinstance(operand, Address)
+    base, offset = operand.base, operand.offset
+    if isinstance(base, Register):
+        index = base.index
+        if base.bits == 64:
+            if not offset:
+                return lambda warp: warp.registers[index].view(np.int64)
+            return lambda warp: warp.registers[index].view(np.int64) + offset
+        return lambda warp: warp.registers[index].astype(np.int64) + offset
+    at = fetch(base, np.dtype(np.int64))
+    return lambda warp: at(warp) + offset
+
+
+def result(instruction: Instruction, place: int = 0) -> tuple[int, int]:
+    """The register that an instruction writes, and its bits; of a pair the first."""
+    operand: Any = instruction.operands[place]
+    operand = operand.first if isinstance(operand, Pair) else operand
+    if not isinstance(operand, Register):
+        raise PtxError(f"line {instruction.number}: expected a register as the result: {instruction.text}")
+    return operand.index, operand.bits

@@ -1,0 +1,128 @@
+"""A warp: 32 lanes with their registers, and who of them goes on where.
+
+Lanes that branch apart form groups, each with a program counter. The group that is furthest back runs until it meets another, which
+it joins; so lanes come together again at the first place that all of them reach (PTX ISA §3.1, independent thread scheduling, leaves
+the order open).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blazeproto.lab.machine.ptx import WORDS
+
+if TYPE_CHECKING:
+    from blazeproto.lab.machine.cta import Cta
+
+LANES = 32
+ALL = np.ones(LANES, np.bool_)
+NONE = np.zeros(LANES, np.bool_)
+LANE = np.arange(LANES)
+POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]) for bits in (1, 16, 32, 64)}
+
+
+class MachineError(RuntimeError):
+    """What a kernel may not do; the message says kernel, source line, warp and lane."""
+
+
+class Wait(NamedTuple):
+    """Why a warp does not go on."""
+
+    over: Callable[[], bool]
+    what: str
+    spinning: bool = False  # it does go on, but asks the same again
+
+
+class Warp:
+    """registers: by their index, (32,) unsigned words.  unwritten: by register, the lanes that nobody wrote.  clock: instructions."""
+
+    def __init__(self, cta: Cta, number: int, threads: int, widths: list[int]) -> None:
+        self.cta, self.number = cta, number
+        self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
+        self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
+        self.alive = LANE < threads
+        self.pc = 0
+        self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
+        self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
+        self.done = False
+        self.wait: Wait | None = None
+        self.clock = 0
+        self.actor: Any = None  # races.py
+
+    @property
+    def name(self) -> str:
+        return f"warp {self.number}"
+
+    def mask(self) -> np.ndarray:
+        return ALL if self.lanes is None else self.lanes
+
+    # --- Control -------------------------------------------------------------------------------------------------------------
+
+    def go(self, pc: int) -> None:
+        """The running lanes go on at ``pc``."""
+        self.pc = pc
+        if self.others:
+            self._regroup()
+
+    def branch(self, taken: np.ndarray, target: int) -> None:
+        """The running lanes that take a branch, and the others."""
+        rest = self.mask() & ~taken
+        if not rest.any():
+            self.go(target)
+        elif not taken.any():
+            self.go(self.pc + 1)
+        else:
+            self.others += [(target, taken), (self.pc + 1, rest)]
+            self._next_group()
+
+    def leave(self, lanes: np.ndarray) -> None:
+        """These lanes are at their end."""
+        rest = self.mask() & ~lanes
+        self.alive = self.alive & ~lanes
+        if rest.any():
+            self.lanes = rest
+            self.go(self.pc + 1)
+        elif self.others:
+            self._next_group()
+        else:
+            self.done = True
+
+    def _regroup(self) -> None:
+        if self.pc >= self.others[-1][0]:
+            self.others.append((self.pc, self.mask()))
+            self._next_group()
+
+    def _next_group(self) -> None:
+        """The lanes that are furthest back, together with all that are at the same place."""
+        self.others.sort(key=lambda group: -group[0])
+        self.pc, lanes = self.others.pop()
+        while self.others and self.others[-1][0] == self.pc:
+            lanes = lanes | self.others.pop()[1]
+        self.lanes = None if lanes.all() else lanes
+
+    # --- Registers -----------------------------------------------------------------------------------------------------------
+
+    def write(self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray | None = None) -> None:
+        """value: (32,), of the register's width."""
+        missing = self.unwritten.pop(register, None)
+        if lanes is not None:
+            value = np.where(lanes, value, self.registers[register])
+            if missing is not None:
+                unwritten = missing & ~lanes if unwritten is None else np.where(lanes, unwritten, missing)
+            elif unwritten is not None:
+                unwritten = unwritten & lanes
+        self.registers[register] = value
+        if unwritten is not None and unwritten.any():
+            self.unwritten[register] = unwritten
+
+    def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray | None:
+        """The lanes of which one of these registers holds what nobody wrote; None where there is none."""
+        found = None
+        for register in registers:
+            missing = self.unwritten.get(register)
+            if missing is not None:
+                found = missing if found is None else found | missing
+        return found
