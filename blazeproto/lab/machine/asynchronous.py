@@ -26,12 +26,21 @@ INT64 = np.dtype(np.int64)
 class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
-    queue: those of one queue happen in its order.  order: what races.py knows of the issue.
+    key: what it is waited for by, with others.  queue: those of one queue happen in its order.  generic: not by the async proxy.
+    order: what races.py knows of the issue.
     """
 
-    def __init__(self, warp: Warp, step: Any, parts: list[Callable[[], None]], queue: list[Transaction] | None = None) -> None:
-        self.warp, self.step, self.parts, self.queue, self.next = warp, step, parts, queue, 0
-        self.order = warp.cta.races.issue(warp) if warp.cta.races else None
+    def __init__(
+        self,
+        warp: Warp,
+        step: Any,
+        parts: list[Callable[[], None]],
+        key: Any,
+        queue: list[Transaction] | None = None,
+        generic: bool = False,
+    ) -> None:
+        self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
+        self.order = warp.cta.races.issue(warp, key) if warp.cta.races else None
         if queue is not None:
             queue.append(self)
         warp.cta.launch.pending.append(self)
@@ -175,7 +184,7 @@ def _copy(instruction: Instruction) -> Made:
                 target.bytes[index] = data.reshape(-1)
                 target.written[index] = True
 
-            made = Transaction(warp, step, [happen], warp.cta.copies_of(warp))
+            made = Transaction(warp, step, [happen], (warp, "copies"), warp.cta.copies_of(warp), generic=True)
             warp.cta.groups_of(warp, "copies").open.append(made)
 
         return run
@@ -200,7 +209,7 @@ def _arrive(instruction: Instruction) -> Made:
                         warp.cta.races.release_transaction(made, barrier)
                     barrier.arrive(1)
 
-            made = Transaction(warp, step, [happen], warp.cta.copies_of(warp))
+            made = Transaction(warp, step, [happen], (warp, "copies"), warp.cta.copies_of(warp), generic=True)
 
         return run
 
@@ -289,7 +298,7 @@ def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], b
                 races.release_transaction(made, one)
             one.complete_bytes(box.bytes)
 
-    made = Transaction(warp, step, [happen])
+    made = Transaction(warp, step, [happen], barriers[0].address)
 
 
 def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
@@ -318,7 +327,7 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         if block.written is not None:
             block.written[index] = True
 
-    made = Transaction(warp, step, [read, write])
+    made = Transaction(warp, step, [read, write], (warp, "bulk"))
     warp.cta.groups_of(warp, "bulk").open.append(made)
 
 

@@ -161,20 +161,24 @@ COMBINE: dict[str, Callable[[int, int, int], int]] = {
     "or": lambda old, new, _: old | new,
     "xor": lambda old, new, _: old ^ new,
     "cas": lambda old, new, other: other if old == new else old,
+    "inc": lambda old, new, _: 0 if old >= new else old + 1,
+    "dec": lambda old, new, _: new if old == 0 or old > new else old - 1,
 }
 
 
 def atom(instruction: Instruction) -> Made:
-    """§9.7.13.5 atom and §9.7.13.7 red, lane after lane."""
+    """§9.7.13.5 atom and §9.7.13.7 red, lane after lane; a vector's elements are atomic each."""
     words, returns = instruction.words, instruction.words[0] == "atom"
-    how = next(word for word in words[1:] if word in COMBINE)
-    kind = words[-1]
+    how, kind = next((word for word in words[1:] if word in COMBINE), ""), words[-1]
     dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(BITS[kind] // 8))
-    target, *given = instruction.operands if returns else (None, *instruction.operands)
-    at, read = address(given[0]), registers_of(given[0])
-    fetches = [fetch(operand, dtype) for operand in given[1:]]
-    sources = tuple(index for operand in given[1:] for index in registers_of(operand))
-    width, combine = dtype.itemsize, COMBINE[how]
+    target, place, *given = instruction.operands if returns else (None, *instruction.operands)
+    at, read = address(place), registers_of(place)
+    vectors = [operand.parts if isinstance(operand, Vector) else (operand,) for operand in given]
+    fetches = [[fetch(part, dtype) for part in parts] for parts in vectors]  # by operand, then by element
+    sources = registers_of(Vector(tuple(given)))
+    count, width, combine = len(vectors[0]), dtype.itemsize, COMBINE[how]
+    if returns and count > 1:
+        raise PtxError("expected no vector")
 
     def made(step: Any) -> Any:
         def run(warp: Warp, running: np.ndarray | None) -> None:
@@ -182,26 +186,26 @@ def atom(instruction: Instruction) -> Made:
             missing = warp.unwritten_among(sources)
             if missing is not None and missing[lanes].any():
                 raise step.error(warp, "an atomic of what nobody wrote", missing)
-            values = [get(warp) for get in fetches]
-            old = np.zeros(LANES, dtype)
-            for block, offsets, of in located(warp, step, _addresses(warp, step, at, read, lanes), lanes, width, store=True):
-                index = bytes_at(offsets, width)
+            values = np.array([[get(warp) for get in parts] for parts in fetches])  # (operands, elements, lanes)
+            old, places = np.zeros(LANES, dtype), _addresses(warp, step, at, read, lanes)
+            for block, offsets, of in located(warp, step, places, lanes, count * width, store=True):
+                index = bytes_at(offsets, count * width)
                 if warp.cta.races:
                     warp.cta.races.atomic(block, index, warp, step)
                 written_by_threads(block, index)
-                if block.written is not None:
-                    if not block.written[index].all():
-                        raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
+                if block.written is not None and not block.written[index].all():
+                    raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
                 memory = block.words[width].view(dtype)
-                for place, lane in zip((offsets // width).tolist(), of.tolist(), strict=True):
-                    old[lane] = memory[place]
-                    new = [value[lane] for value in values]
-                    if dtype.kind == "f":
-                        memory[place] = combine(memory[place], new[0], 0)
-                    else:
-                        made = combine(int(memory[place]), int(new[0]), int(new[-1]))
-                        memory[place] = np.array(made & (1 << 8 * width) - 1, f"u{width}").view(dtype)
-            if returns and target is not None and isinstance(target, Register):
+                for begin, lane in zip((offsets // width).tolist(), of.tolist(), strict=True):
+                    old[lane] = memory[begin]
+                    for i in range(count):
+                        new = values[:, i, lane]
+                        if dtype.kind == "f":
+                            memory[begin + i] = combine(memory[begin + i], new[0], 0)
+                        else:
+                            made = combine(int(memory[begin + i]), int(new[0]), int(new[-1]))
+                            memory[begin + i] = np.array(made & (1 << 8 * width) - 1, f"u{width}").view(dtype)
+            if isinstance(target, Register):
                 warp.write(target.index, old.view(WORDS[target.bits]), running)
             warp.cta.launch.changes += 1
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine import asynchronous, barriers, lanes, loads
+from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
 from blazeproto.lab.machine.operands import fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Entry, Instruction, PtxError, Register
 from blazeproto.lab.machine.warp import MachineError, Wait, Warp
 
 Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]
-FAMILIES = (loads.TABLE, lanes.TABLE, barriers.TABLE, asynchronous.TABLE)
+FAMILIES = (loads.TABLE, lanes.TABLE, barriers.TABLE, asynchronous.TABLE, wgmma.TABLE)
 
 
 class Step:
@@ -115,4 +115,4 @@ def _arithmetic(instruction: Instruction) -> Run:
 
 def registers_of_all(instruction: Instruction) -> tuple[int, ...]:
     """The registers of all operands but the first."""
-    return tuple(index for operand in instruction.operands[1:] for index in registers_of(operand) if isinstance(operand, Register))
+    return tuple(index for operand in instruction.operands[1:] for index in registers_of(operand))

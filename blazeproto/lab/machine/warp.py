@@ -43,6 +43,7 @@ class Warp:
         self.cta, self.number = cta, number
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
+        self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for
         self.alive = LANE < threads
         self.pc = 0
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32

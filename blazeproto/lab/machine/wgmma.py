@@ -27,7 +27,7 @@ class Product(Transaction):
     def __init__(self, warp: Warp, step: Any, group: Warpgroup, run: Callable[[Product], None]) -> None:
         self.issued: dict[int, np.ndarray | None] = {}
         self.orders: list[Any] = []
-        super().__init__(warp, step, [lambda: run(self)], group.queue)
+        super().__init__(warp, step, [lambda: run(self)], group, group.queue)
 
     def ready(self) -> bool:
         return len(self.issued) == WARPS and super().ready()

@@ -1,0 +1,26 @@
+"""An interpreter of PTX in NumPy: a Hopper GPU's warps, async proxies and barriers, run from a seed, its races reported.
+
+It knows PTX and no product. `Machine` takes the package's launches (`runtime.target.launches_on`); `run` takes any program.
+"""
+
+from blazeproto.lab.machine.machine import Machine
+from blazeproto.lab.machine.memory import AccessError, Memory
+from blazeproto.lab.machine.ptx import Program, PtxError
+from blazeproto.lab.machine.races import Race
+from blazeproto.lab.machine.run import Deadlock, Report, run
+from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.warp import MachineError
+
+__all__ = [
+    "AccessError",
+    "Deadlock",
+    "Machine",
+    "MachineError",
+    "Memory",
+    "Program",
+    "PtxError",
+    "Race",
+    "Report",
+    "TensorMap",
+    "run",
+]

@@ -1,0 +1,102 @@
+"""A launch's CTAs and clusters: what their threads share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blazeproto.lab.machine.asynchronous import Groups, Transaction
+from blazeproto.lab.machine.barriers import Mbarrier, Named
+from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW, Block, shared_block
+from blazeproto.lab.machine.ptx import PtxError
+from blazeproto.lab.machine.warp import LANES, Warp
+from blazeproto.lab.machine.wgmma import WARPS, Warpgroup
+
+if TYPE_CHECKING:
+    from blazeproto.lab.machine.run import Launch
+
+
+class Cluster:
+    """CTAs that run at the same time, and reach each other's shared memory. arrivals: at the cluster's barrier, by warp."""
+
+    def __init__(self, launch: Launch, first: int, size: int) -> None:
+        self.mbarriers: dict[int, Mbarrier] = {}  # by address
+        self.arrivals: dict[Warp, int] = {}
+        self.clocks: Any = None  # races.py
+        self.ctas = [Cta(launch, self, first + rank, rank) for rank in range(size)]
+
+    @property
+    def warps(self) -> list[Warp]:
+        return [warp for cta in self.ctas for warp in cta.warps]
+
+
+class Cta:
+    """One CTA: shared memory, named barriers, warps."""
+
+    def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
+        self.launch, self.cluster, self.index, self.rank = launch, cluster, index, rank
+        x, y, _ = launch.grid
+        self.place = index % x, index // x % y, index // (x * y)
+        self.threads = int(np.prod(launch.block))
+        self.name = f"CTA {index}"
+        self.symbols, size = _placed(launch, rank)
+        self.shared = shared_block(rank, size)
+        self.named: dict[int, Named] = {}
+        self.at_barrier: dict[int, Named] = {}
+        self.races: Any = None
+        self.groups: dict[tuple[int, str], Groups] = {}
+        self.copies: dict[int, list[Transaction]] = {}
+        self.warpgroups: dict[int, Warpgroup] = {}
+        widths = launch.entry.widths
+        count = -(-self.threads // LANES)
+        self.warps = [Warp(self, n, min(LANES, self.threads - LANES * n), widths) for n in range(count)]
+
+    def threads_of(self, warp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tid.x, tid.y, tid.z of a warp's lanes."""
+        thread, (x, y, _) = np.arange(LANES * warp, LANES * (warp + 1)), self.launch.block
+        return thread % x, thread // x % y, thread // (x * y)
+
+    def address_of(self, name: str) -> int:
+        """Of a variable or a parameter."""
+        if name in self.symbols:
+            return self.symbols[name]
+        if name in self.launch.symbols:
+            return self.launch.symbols[name]
+        raise PtxError(f"unknown symbol {name}")
+
+    def block(self, address: int, size: int) -> Block | None:
+        """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""
+        if address >> 40:
+            return self.launch.memory.block(address, size)
+        rank = address >> WINDOW
+        if not 0 <= rank < len(self.cluster.ctas):
+            return None
+        shared = self.cluster.ctas[rank].shared
+        return shared if shared.address <= address and address + size <= shared.end else None
+
+    def describe(self, address: int) -> str:
+        if address >> 40:
+            return self.launch.memory.describe(address)
+        offset = (address & (1 << WINDOW) - 1) - SHARED_BASE
+        return f"byte {offset} of the shared memory of rank {address >> WINDOW} ({self.shared.size} bytes)"
+
+    def groups_of(self, warp: Warp, kind: str) -> Groups:
+        return self.groups.setdefault((warp.number, kind), Groups())
+
+    def copies_of(self, warp: Warp) -> list[Transaction]:
+        return self.copies.setdefault(warp.number, [])
+
+    def warpgroup(self, warp: Warp) -> Warpgroup:
+        return self.warpgroups.setdefault(warp.number // WARPS, Warpgroup())
+
+
+def _placed(launch: Launch, rank: int) -> tuple[dict[str, int], int]:
+    """Addresses of shared variables, and the bytes of all: static ones first, dynamic ones behind."""
+    end, symbols = 0, {}
+    shared = [v for v in (*launch.program.variables, *launch.entry.variables) if v.space == "shared"]
+    for variable in sorted(shared, key=lambda v: v.external):
+        end = -(-end // variable.alignment) * variable.alignment
+        symbols[variable.name] = (rank << WINDOW) + SHARED_BASE + end
+        end += 0 if variable.external else variable.size
+    return symbols, end + launch.shared_bytes

@@ -1,0 +1,106 @@
+"""The machine as a target of the package's launches: inside ``launches_on(Machine())`` kernels run from their PTX on NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from blazeproto.lab.machine.memory import Memory
+from blazeproto.lab.machine.ptx import Program
+from blazeproto.lab.machine.run import Report, run
+from blazeproto.lab.machine.tensor_map import TensorMap
+
+
+class Machine:
+    """Runs launches one after the other; `reports` has what each found.
+
+    multiprocessors: CTAs of a persistent kernel, at most.  seed: of the schedule.  races: whether they are watched.
+    progress: called with CTAs done and in all, of every launch.
+    """
+
+    def __init__(
+        self,
+        multiprocessors: int = 2,
+        seed: int = 0,
+        races: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.multiprocessors, self.seed, self.races, self.progress = multiprocessors, seed, races, progress
+        self.memory, self.reports = Memory(), list[Report]()
+        self.arrays: dict[int, tuple[np.ndarray, int]] = {}  # by where the host has them
+        self.programs: dict[str, Program] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array that nobody has written: kernels that read it are told so."""
+        made = np.empty(shape, dtype)
+        self._add(made, written=False)
+        return made
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        made = np.zeros(shape, dtype)
+        self._add(made)
+        return made
+
+    def _add(self, array: np.ndarray, written: bool = True) -> int:
+        name = f"array {len(self.arrays)}, {array.dtype.name}{list(array.shape)}"
+        address = self.memory.add(array, name, written=written)
+        self.arrays[array.__array_interface__["data"][0]] = array, address
+        return address
+
+    def address(self, array: np.ndarray) -> int:
+        """Of the first element: of one of these, or a part of it."""
+        root: Any = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        begin = root.__array_interface__["data"][0]
+        known = self.arrays.get(begin)
+        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root)
+        return base + array.__array_interface__["data"][0] - begin
+
+    def clear(self, address: int, size: int) -> None:
+        block = self.memory.block(address, size)
+        assert block is not None
+        begin = address - block.address
+        block.bytes[begin : begin + size] = 0
+        if block.written is not None:
+            block.written[begin : begin + size] = True
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        block: int,
+        shared_bytes: int,
+        parameters: bytes,
+        boxes: Mapping[int, tuple[Any, int]],
+        cluster: int,
+    ) -> None:
+        """See `blazeproto.runtime.target.Target`. Raises what `run` raises."""
+        text = kernel.ptx() if callable(kernel.ptx) else kernel.ptx
+        program = self.programs.setdefault(text, None) or Program.read(text)  # type: ignore[arg-type]
+        self.programs[text] = program
+        entry = getattr(kernel, "entry", None)
+        maps = {
+            offset: TensorMap(address, box.shape, box.strides, box.box, box.element.bytes)
+            for offset, (box, address) in boxes.items()
+        }
+        for made in self.memory.blocks:
+            made.shadow = None  # one launch after the other
+        self.reports.append(
+            run(
+                program,
+                entry if entry in program.entries else None,
+                grid,
+                (block,),
+                parameters,
+                memory=self.memory,
+                shared_bytes=shared_bytes,
+                cluster=cluster,
+                maps=maps,
+                seed=self.seed,
+                races=self.races,
+                progress=self.progress,
+            )
+        )

@@ -1,0 +1,199 @@
+"""Runs a program: CTAs one cluster after another, their warps in an order that a seed decides.
+
+At every instruction that others can see the schedule may let another warp go first, or let something happen that is under way. What
+nobody waits for may happen late; the seed decides how late. The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from blazeproto.lab.machine.cta import Cluster
+from blazeproto.lab.machine.memory import Memory
+from blazeproto.lab.machine.ptx import Entry, Program
+from blazeproto.lab.machine.races import Race, Races
+from blazeproto.lab.machine.step import Step, compile_entry
+from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.warp import MachineError, Warp
+
+SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
+HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
+
+
+class Deadlock(MachineError):
+    """Nobody can go on."""
+
+
+@dataclass
+class Report:
+    """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again."""
+
+    entry: str
+    seed: int
+    steps: int = 0
+    races: list[Race] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        found = "\n".join(map(str, self.races)) or "no race"
+        return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions; {found}"
+
+
+class Launch:
+    """A kernel with its grid and arguments, while it runs.
+
+    maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        entry: Entry,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        memory: Memory,
+        parameters: bytes,
+        maps: Mapping[int, TensorMap],
+    ) -> None:
+        self.program, self.entry, self.grid, self.block = program, entry, grid, block
+        self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
+        self.pending: list[Any] = []
+        self.symbols: dict[str, int] = {}
+        block_of = np.frombuffer(bytearray(parameters), np.uint8)
+        base = memory.add(block_of, "the parameters", read_only=True)
+        self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
+        for parameter in entry.parameters:
+            self.symbols[parameter.name] = base + parameter.offset
+        for variable in program.variables:
+            if variable.space != "shared":
+                data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
+
+
+def run(
+    program: Program,
+    entry: str | None,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    parameters: bytes,
+    *,
+    memory: Memory,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+    maps: Mapping[int, TensorMap] | None = None,
+    seed: int = 0,
+    races: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Run one launch to its end. Arrays in ``memory`` have the results.
+
+    parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
+    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.  progress: called with CTAs done and in all.
+    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody can go on.
+    """
+    of = program.entry(entry)
+    if len(parameters) < of.parameter_bytes:
+        raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
+    whole_grid, whole_block = ((*size, 1, 1)[:3] for size in (grid, block))
+    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {})
+    steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
+    count = int(np.prod(whole_grid))
+    if count % cluster:
+        raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
+    found: dict[tuple[int, int], Race] = {}
+    for first in range(0, count, cluster):
+        group = Cluster(launch, first, cluster)
+        if races:
+            watched = Races(group, found)
+            for cta in group.ctas:
+                cta.races = watched
+        with np.errstate(all="ignore"):
+            report.steps += _Schedule(launch, group, steps, draw).run()
+        if progress:
+            progress(first + cluster, count)
+    report.races = list(found.values())
+    return report
+
+
+class _Schedule:
+    """The warps of a cluster, and who goes on."""
+
+    def __init__(self, launch: Launch, cluster: Cluster, steps: list[Step], draw: random.Random) -> None:
+        self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
+        self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
+        self.spun: dict[Warp, tuple[int, set[int]]] = {}  # who asked in vain: the launch's changes then, and where
+        self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
+        self.count = 0
+
+    def run(self) -> int:
+        warps, launch, draw = [warp for warp in self.cluster.warps if warp.alive.any()], self.launch, self.draw
+        while True:
+            warps = [warp for warp in warps if not warp.done]
+            if not warps:
+                break
+            able = [warp for warp in warps if self._able(warp)]
+            if able:
+                self._go(able[int(draw.random() * len(able))])
+            elif not self._let_happen():
+                raise Deadlock(self._who_waits(warps))
+        while launch.pending:
+            if not self._let_happen():
+                raise Deadlock(self._who_waits([]))
+        return self.count
+
+    def _able(self, warp: Warp) -> bool:
+        if warp.wait is not None:
+            if not warp.wait.over():
+                return False
+            warp.wait = None
+        if warp in self.stuck and self.spun[warp][0] == self.launch.changes:
+            return False
+        self.stuck.discard(warp)
+        return True
+
+    def _go(self, warp: Warp) -> None:
+        """Until the schedule has another go on, or this one waits."""
+        steps, random_number, switch, happen = self.steps, self.draw.random, self.switch, self.happen
+        pending = self.launch.pending
+        while not warp.done:
+            step = steps[warp.pc]
+            wait = step(warp)
+            self.count += 1
+            warp.clock += 1
+            if wait is not None:
+                if not wait.spinning:
+                    warp.wait = wait
+                    return
+                since, asked = self.spun.get(warp, (-1, set()))
+                if since != self.launch.changes:
+                    asked = set()
+                if id(step) in asked:
+                    self.stuck.add(warp)
+                self.spun[warp] = self.launch.changes, asked | {id(step)}
+                if warp in self.stuck:
+                    return
+            if step.visible:
+                if pending and happen and random_number() < happen:
+                    self._let_happen()
+                if random_number() < switch:
+                    return
+
+    def _let_happen(self) -> bool:
+        """One of the transactions that can: whether there was one."""
+        ready = [one for one in self.launch.pending if one.ready()]
+        if ready:
+            ready[int(self.draw.random() * len(ready))].perform()
+        return bool(ready)
+
+    def _who_waits(self, warps: list[Warp]) -> str:
+        lines = [f"{self.launch.entry.name}: nobody can go on"]
+        for warp in warps:
+            line = self.steps[warp.pc].instruction.line
+            lines.append(f"  {warp.cta.name}, {warp.name} waits at {line}: {warp.wait.what if warp.wait else 'it spins'}")
+        lines += [f"  under way: {one}" for one in self.launch.pending]
+        return "\n".join(lines)
