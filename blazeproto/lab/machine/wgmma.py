@@ -41,7 +41,7 @@ class Warpgroup:
         self.made = [0] * WARPS  # issued by each warp
         self.groups: list[list[int]] = [[] for _ in range(WARPS)]  # of each warp: how many had been issued at each commit
         self.sums: dict[tuple[int, ...], np.ndarray] = {}
-        self.last: dict[tuple[int, ...], int] = {}  # the last product of these registers
+        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(WARPS)]  # of each warp: its last of these registers
 
     def completed(self) -> int:
         return next((i for i, one in enumerate(self.queue) if not one.done), len(self.queue))
@@ -75,7 +75,7 @@ def _wait(instruction: Instruction) -> Made:
             if warp.cta.races:
                 for one in group.queue[:until]:
                     warp.cta.races.finish(warp, one)
-            for registers, last in group.last.items():
+            for registers, last in group.last[mine].items():
                 if last < until and registers[0] in warp.in_flight:
                     rows = matrices.matrix_to_fragment(group.sums[registers])[mine].view(np.uint32)
                     for register, row in zip(registers, rows, strict=True):
@@ -154,7 +154,7 @@ def _multiply(instruction: Instruction) -> Made:
             for register in registers:
                 warp.in_flight[register] = step
                 warp.unwritten[register] = ALL
-            group.last[registers] = number
+            group.last[mine][registers] = number
 
         def happen(warp: Warp, product: Product, given: list[int]) -> None:
             group = warp.cta.warpgroup(warp)
