@@ -65,7 +65,7 @@ def _high_product(kind: np.dtype) -> Function:
     """mul.hi"""
     bits = 4 * kind.itemsize  # of half a word
     if bits < 32:
-        wide = np.dtype(f"{kind.kind}{2 * kind.itemsize}")
+        wide = _wider(kind)
         return lambda a, b: (a.astype(wide) * b.astype(wide) >> 2 * bits).astype(kind)
     mask = (1 << bits) - 1
     unsigned = methodcaller("astype", np.uint64)
@@ -86,7 +86,7 @@ def _wide_product(kind: np.dtype) -> Function:
 
 
 def _wider(kind: np.dtype) -> np.dtype:
-    return np.dtype(f"{kind.kind}{2 * kind.itemsize}")
+    return _KINDS[f"{'s' if kind.kind == 'i' else 'u'}{16 * kind.itemsize}"]
 
 
 def _with(product: Callable[[np.dtype], Function]) -> Callable[[np.dtype], Function]:
@@ -305,7 +305,7 @@ _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 def _comparison(words: tuple[str, ...]) -> Operation:
     """setp.comparison{.and, .or, .xor of a predicate}{.ftz}.type"""
     _, name, *modifiers, of = words
-    kind = _TYPES[of]
+    kind = (_KINDS | _FLOATS)[of]
     compare = (_FLOAT_COMPARISONS if of in _FLOATS else _INTEGER_COMPARISONS)[name]
     if "ftz" in modifiers:
         modifiers.remove("ftz")
@@ -376,11 +376,11 @@ def _conversion(words: tuple[str, ...]) -> Operation:
     _, *modifiers, to, of = words
     mode = next((word for word in modifiers if word in MODES or word in _WHOLE), "")
     sat, ftz = "sat" in modifiers, "ftz" in modifiers
-    if set(modifiers) - {mode, "sat", "ftz"} or (mode and to in _HALVES and mode not in ("rn", "rz")):
+    if set(modifiers) - {mode, "sat", "ftz"}:
         raise KeyError(words)
     if (to, of) == ("f32", "bf16"):
         return Operation((U16,), F32, floats.from_bf16)
-    if halves := _HALVES.get((to, of)):
+    if (halves := _HALVES.get((to, of))) and mode in ("rn", "rz"):
         sources, result, convert = halves
         return Operation(sources, result, lambda *values: convert(*values, mode))
     kinds = _BYTES | _KINDS | _FLOATS
@@ -461,5 +461,5 @@ def operation(words: tuple[str, ...]) -> Operation | None:
             return _comparison(words) if words[0] == "setp" else _conversion(words)
         row = ".".join(words[:-1]) in _ROWS and words[-1][0] in _ROWS[".".join(words[:-1])].letters
         return _row(words) if row else _floating(words)
-    except KeyError:  # a word that the tables lack
+    except (KeyError, ValueError):  # a word that the tables lack, or too few or many of them
         return None

@@ -11,22 +11,23 @@ import numpy as np
 Function = Callable[..., np.ndarray]
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
-# The NaN of every result. PTX leaves float64's open: NumPy's.
-NAN = {F16: np.array([0x7FFF], np.uint16).view(F16), F32: np.array([0x7FFFFFFF], np.uint32).view(F32)}
-TINY = {kind: np.array([np.finfo(kind).tiny]) for kind in (F16, F32, F64)}  # the least that is not subnormal
-ZERO, ONE = np.zeros(1, np.float16), np.ones(1, np.float16)
-LAST_BIT, HALF_LESS, UPPER, SIXTEEN = (np.array([word], np.uint32) for word in (1, 0x7FFF, 0xFFFF0000, 16))
+KINDS = (F16, F32, F64)
+# Constants are arrays without axes: NumPy takes three times as long for Python's numbers.
+NAN = {F16: np.array(0x7FFF, np.uint16).view(F16), F32: np.array(0x7FFFFFFF, np.uint32).view(F32)}  # float64's: as NumPy has it
+ZERO, ONE, DOWN, UP = ({kind: np.array(value, kind) for kind in KINDS} for value in (0, 1, -np.inf, np.inf))
+TINY = {kind: np.array(np.finfo(kind).tiny) for kind in KINDS}  # the least number that is not subnormal
+LAST_BIT, BELOW_HALF, UPPER, SIXTEEN = (np.array(word, np.uint32) for word in (1, 0x7FFF, 0xFFFF0000, 16))
 
 
 def rounded(values: np.ndarray, kind: np.dtype, mode: str) -> np.ndarray:
     """float64 to ``kind``, once. What overflows goes to infinity or to the largest number, as the mode says."""
     result = values.astype(kind)
     if mode == "rz":
-        np.copyto(result, np.nextafter(result, ZERO, dtype=kind), where=np.abs(result) > np.abs(values))
+        np.copyto(result, np.nextafter(result, ZERO[kind]), where=np.abs(result) > np.abs(values))
     elif mode == "rm":
-        np.copyto(result, np.nextafter(result, -np.inf, dtype=kind), where=result > values)
+        np.copyto(result, np.nextafter(result, DOWN[kind]), where=result > values)
     elif mode == "rp":
-        np.copyto(result, np.nextafter(result, np.inf, dtype=kind), where=result < values)
+        np.copyto(result, np.nextafter(result, UP[kind]), where=result < values)
     return result
 
 
@@ -41,22 +42,23 @@ def odd_sum(a: np.ndarray, b: np.ndarray, mode: str = "rn") -> np.ndarray:
     error = (a - (total - second)) + (b - second)  # Knuth's TwoSum: a + b = total + error
     if error.dot(error):  # no error of float32's products is so small that its square is zero
         side = error * total  # NaN where the sum is infinite
-        beyond, bits = side < 0, total.view(np.int64)
+        beyond, bits = side < ZERO[F64], total.view(np.int64)
         bits -= beyond  # towards zero; then the bits that were cut show in the last one
-        bits |= beyond | (side > 0)
+        bits |= beyond | (side > ZERO[F64])
     if mode == "rm":
-        np.copyto(total, -0.0, where=(total == 0) & (np.signbit(a) | np.signbit(b)))
+        np.copyto(total, -0.0, where=(total == ZERO[F64]) & (np.signbit(a) | np.signbit(b)))
     return total
 
 
 def flushed(values: np.ndarray) -> np.ndarray:
     """.ftz: zeros, of the same sign, for what is subnormal."""
-    return np.multiply(values, np.abs(values) >= TINY[values.dtype], dtype=values.dtype)
+    return values * (np.abs(values) >= TINY[values.dtype])
 
 
 def saturated(values: np.ndarray) -> np.ndarray:
     """.sat: within [+0, 1]; NaN gives +0."""
-    return np.fmin(np.fmax(values, ZERO), ONE) + ZERO
+    zero = ZERO[values.dtype]
+    return np.where(values > zero, np.minimum(values, ONE[values.dtype]), zero)
 
 
 def finished(compute: Function, kind: np.dtype, ftz: bool = False, sat: bool = False) -> Function:
@@ -108,7 +110,7 @@ def dividing(kind: np.dtype, mode: str) -> Function:
 
 def inverting(kind: np.dtype, mode: str) -> Function:
     """9.7.3.13"""
-    return lambda a: rounded(1 / a.astype(F64), kind, mode)
+    return lambda a: rounded(ONE[F64] / a.astype(F64), kind, mode)
 
 
 def rooting(kind: np.dtype, mode: str) -> Function:
@@ -140,7 +142,7 @@ def approximating(compute: Function) -> Callable[[np.dtype, str], Function]:
 
 def fast_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """div.approx (9.7.3.8): a * (1/b), where 1/b is flushed, so that it is 0 for 2^126 < |b|, and NaN where a is infinite."""
-    inverse = 1 / b
+    inverse = ONE[F64] / b
     return a * (inverse * (np.abs(inverse) >= TINY[F32]))
 
 
@@ -155,7 +157,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 def bf16_above(values: np.ndarray, mode: str) -> np.ndarray:
     """float32 rounded to bfloat16, in the upper half of a uint32 whose lower half is anything; NaN is 0x7fff. mode: rn or rz."""
     bits = values.view(np.uint32)
-    result = bits + (((bits >> SIXTEEN) & LAST_BIT) + HALF_LESS) if mode == "rn" else bits.copy()
+    result = bits + (((bits >> SIXTEEN) & LAST_BIT) + BELOW_HALF) if mode == "rn" else bits.copy()
     total = values.dot(values)
     if total != total:
         np.copyto(result, NAN[F32].view(np.uint32), where=values != values)
