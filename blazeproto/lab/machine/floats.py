@@ -9,11 +9,16 @@ from collections.abc import Callable
 import numpy as np
 
 Function = Callable[..., np.ndarray]
-F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
+F16: np.dtype = np.dtype(np.float16)
+F32: np.dtype = np.dtype(np.float32)
+F64: np.dtype = np.dtype(np.float64)
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
 KINDS = (F16, F32, F64)
 # Constants are arrays without axes: NumPy takes three times as long for Python's numbers.
-NAN = {F16: np.array(0x7FFF, np.uint16).view(F16), F32: np.array(0x7FFFFFFF, np.uint32).view(F32)}  # float64's: as NumPy has it
+NAN = {
+    F16: np.array(0x7FFF, np.uint16).view(F16),
+    F32: np.array(0x7FFFFFFF, np.uint32).view(F32),
+}  # float64's: as NumPy has it
 ZERO, ONE, DOWN, UP = ({kind: np.array(value, kind) for kind in KINDS} for value in (0, 1, -np.inf, np.inf))
 TINY = {kind: np.array(np.finfo(kind).tiny) for kind in KINDS}  # the least number that is not subnormal
 LAST_BIT, BELOW_HALF, UPPER, SIXTEEN = (np.array(word, np.uint32) for word in (1, 0x7FFF, 0xFFFF0000, 16))
@@ -63,16 +68,15 @@ def saturated(values: np.ndarray) -> np.ndarray:
 
 def finished(compute: Function, kind: np.dtype, ftz: bool = False, sat: bool = False) -> Function:
     """``compute`` with the NaN that the GPU gives, and with .ftz and .sat. Its result must be an array of its own."""
-    nan = NAN.get(kind)
 
     def with_nan(*sources: np.ndarray) -> np.ndarray:
         result = compute(*sources)
         total = result.dot(result)  # the fastest way to see that there is a NaN
         if total != total:
-            np.copyto(result, nan, where=result != result)
+            np.copyto(result, NAN[kind], where=result != result)
         return result
 
-    inner = (lambda *sources: saturated(compute(*sources))) if sat else compute if nan is None else with_nan
+    inner = (lambda *sources: saturated(compute(*sources))) if sat else with_nan if kind in NAN else compute
     return (lambda *sources: flushed(inner(*map(flushed, sources)))) if ftz else inner
 
 
@@ -87,7 +91,9 @@ def adding(kind: np.dtype, mode: str) -> Function:
 
 def subtracting(kind: np.dtype, mode: str) -> Function:
     """9.7.3.4"""
-    return np.subtract if mode == "rn" else lambda a, b: rounded(odd_sum(a.astype(F64), -b.astype(F64), mode), kind, mode)
+    return (
+        np.subtract if mode == "rn" else lambda a, b: rounded(odd_sum(a.astype(F64), -b.astype(F64), mode), kind, mode)
+    )
 
 
 def multiplying(kind: np.dtype, mode: str) -> Function:

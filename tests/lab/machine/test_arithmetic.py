@@ -47,7 +47,9 @@ def perform(operations: Operations, opcode: str, *sources: Iterable) -> np.ndarr
         warnings.simplefilter("error")
         result = found.function(*arrays)
     assert result.dtype == found.result and result.shape == arrays[0].shape, opcode
-    assert all(now.tobytes() == before.tobytes() for now, before in zip(arrays, kept, strict=True)), "a source was changed"
+    assert all(now.tobytes() == before.tobytes() for now, before in zip(arrays, kept, strict=True)), (
+        "a source was changed"
+    )
     return result.view(f"u{result.itemsize}") if result.dtype.kind == "f" else result
 
 
@@ -90,7 +92,9 @@ def round_exactly(number: Fraction, kind: str, mode: str, negative_zero: bool = 
     if whole * unit < Fraction(2) ** beyond:
         return sign * float(whole * unit)
     to_infinity = mode == "rn" or (mode != "rz" and (mode == "rp") == (sign > 0))
-    return sign * (math.inf if to_infinity else float((2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** (beyond - 1)))
+    return sign * (
+        math.inf if to_infinity else float((2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** (beyond - 1))
+    )
 
 
 def fused(a: float, b: float, c: float, kind: str, mode: str) -> float:
@@ -142,15 +146,23 @@ def triples() -> list[tuple[int, int, int]]:
         found.append((scaled(a, 0), scaled(b, 0), scaled(small, -draw.choice((30, 60, 100)))))
         found.append((scaled(a, -80), scaled(b, -draw.randint(60, 80)), scaled(small, -149)))
         sign = draw.choice((1, -1))
-        near = 0x800000 + draw.choice((1, 0, 2, 0x3FF))  # a product of 2^-24 and 2^-47 of it, beside 1: a tie but for the 94th bit
-        found.append((scaled(sign * near, -23 - 12), scaled(0x800001, -23 - 12), scaled(draw.getrandbits(23) | 0x800000, -23)))
-        found.append((scaled(sign * near, -23 - 75), scaled(0x800001, -23 - 75), scaled(draw.getrandbits(22) | 1, -149)))
+        near = 0x800000 + draw.choice(
+            (1, 0, 2, 0x3FF)
+        )  # a product of 2^-24 and 2^-47 of it, beside 1: a tie but for the 94th bit
+        found.append(
+            (scaled(sign * near, -23 - 12), scaled(0x800001, -23 - 12), scaled(draw.getrandbits(23) | 0x800000, -23))
+        )
+        found.append(
+            (scaled(sign * near, -23 - 75), scaled(0x800001, -23 - 75), scaled(draw.getrandbits(22) | 1, -149))
+        )
         a, b = draw.getrandbits(23) | 0x800000, draw.getrandbits(23) | 0x800000
         whole = round_exactly(Fraction(a * b), "f32", "rn")
         found.append((scaled(a, 0), scaled(b, 0), bits_of(-whole)))
         found.append((scaled(a, 60), scaled(sign * b, draw.randint(18, 23)), scaled(a, 104)))
         shift = draw.randint(-160, -130)
-        found.append((scaled(a, shift // 2), scaled(b, shift - shift // 2 - 23), scaled(sign * draw.getrandbits(12), -149)))
+        found.append(
+            (scaled(a, shift // 2), scaled(b, shift - shift // 2 - 23), scaled(sign * draw.getrandbits(12), -149))
+        )
     return found
 
 
@@ -170,7 +182,20 @@ VALUES = [(a,) for a in EDGES_F32 + [b for _, b in PAIRS[-600:]]]
 
 def integers(bits: int, signed: bool, more: int = 40) -> list[int]:
     draw = random.Random(bits)
-    found = [0, 1, 2, 3, 7, bits - 1, bits, 2 ** (bits // 2), 2 ** (bits - 1) - 1, 2 ** (bits - 1), 2 ** (bits - 1) + 1, 2**bits - 1]
+    found = [
+        0,
+        1,
+        2,
+        3,
+        7,
+        bits - 1,
+        bits,
+        2 ** (bits // 2),
+        2 ** (bits - 1) - 1,
+        2 ** (bits - 1),
+        2 ** (bits - 1) + 1,
+        2**bits - 1,
+    ]
     found += [draw.getrandbits(bits) >> draw.choice((0, 0, bits // 2, bits - 5)) for _ in range(more)]
     return [wrap(number, bits, signed) for number in found]
 
@@ -280,7 +305,12 @@ def check_fields(operations: Operations, bits: int) -> None:
             sign = 0 if letter == "u" or not count else word >> min(position + count - 1, bits - 1) & 1
             kept = [word >> position + i & 1 if i < count and position + i < bits else sign for i in range(bits)]
             expected.append(wrap(sum(bit << i for i, bit in enumerate(kept)), bits, letter == "s"))
-        same(f"bfe.{letter}{bits}", perform(operations, f"bfe.{letter}{bits}", *zip(*cases, strict=True)), expected, cases)
+        same(
+            f"bfe.{letter}{bits}",
+            perform(operations, f"bfe.{letter}{bits}", *zip(*cases, strict=True)),
+            expected,
+            cases,
+        )
     words = integers(bits, False, 2)
     inserts = [(a, b, p, n) for a, b in zip(words, words[::-1], strict=True) for p in places for n in places]
     expected = []
@@ -314,9 +344,14 @@ def check_words(operations: Operations) -> None:
         expected.append(int.from_bytes(bytes(given), "little"))
     same("prmt.b32", perform(operations, "prmt.b32", a, b, c), expected, zip(a, b, c, strict=True))
     for table in (0, 0x96, 0xE8, 0xF8, 0xFF, 0x1B):
-        bit = [[table >> ((x >> i & 1) * 4 + (y >> i & 1) * 2 + (z >> i & 1)) & 1 for i in range(32)] for x, y, z in zip(a, b, c, strict=True)]
+        bit = [
+            [table >> ((x >> i & 1) * 4 + (y >> i & 1) * 2 + (z >> i & 1)) & 1 for i in range(32)]
+            for x, y, z in zip(a, b, c, strict=True)
+        ]
         expected = [sum(value << i for i, value in enumerate(row)) for row in bit]
-        same("lop3.b32", perform(operations, "lop3.b32", a, b, c, [table] * len(a)), expected, zip(a, b, c, strict=True))
+        same(
+            "lop3.b32", perform(operations, "lop3.b32", a, b, c, [table] * len(a)), expected, zip(a, b, c, strict=True)
+        )
     amounts = [(7 * n) % 70 for n in range(len(a))]
     for side, how in product("lr", ("wrap", "clamp")):
         by = [n & 31 if how == "wrap" else min(n, 32) for n in amounts]
@@ -356,7 +391,12 @@ def check_comparisons(operations: Operations) -> None:
     for name, compute in ORDERED.items():
         for word, of_nan in ((name, False), (name + "u", True)):
             found = perform(operations, f"setp.{word}.f32", *zip(*PAIRS, strict=True))
-            same(word, found, [of_nan if n else compute(a, b) for (a, b), n in zip(values, unordered, strict=True)], PAIRS)
+            same(
+                word,
+                found,
+                [of_nan if n else compute(a, b) for (a, b), n in zip(values, unordered, strict=True)],
+                PAIRS,
+            )
     for word, expected in (("num", [not n for n in unordered]), ("nan", unordered)):
         same(word, perform(operations, f"setp.{word}.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
     assert perform(operations, "setp.gt.ftz.f32", [1, 0x800000], [0, 0]).tolist() == [False, True]
@@ -416,7 +456,10 @@ def check_extremes_and_signs(operations: Operations) -> None:
         return bits ^ 0x80000000
 
     least = [lesser(a, b) for a, b in PAIRS]
-    most = [NAN["f32"] if math.isnan(value_of(a)) and math.isnan(value_of(b)) else turned(lesser(turned(a), turned(b))) for a, b in PAIRS]
+    most = [
+        NAN["f32"] if math.isnan(value_of(a)) and math.isnan(value_of(b)) else turned(lesser(turned(a), turned(b)))
+        for a, b in PAIRS
+    ]
     for name, expected in (("min", least), ("max", most)):
         same(name, perform(operations, f"{name}.f32", *zip(*PAIRS, strict=True)), expected, PAIRS)
         some = [NAN["f32"] if not_number(*pair) else one for pair, one in zip(PAIRS, expected, strict=True)]
@@ -478,8 +521,15 @@ def check_conversions_of_integers(operations: Operations) -> None:
     for mode, of, width, kind in product(MODES, "su", WIDTHS, ("f32", "f16")):
         draw = random.Random(width)
         near = [1 << draw.randint(25, 62) | 1 << draw.randint(0, 20) | draw.getrandbits(1) for _ in range(300)]
-        halfway = [((1 << 24 | draw.getrandbits(24)) << 1 | 1) << shift | draw.getrandbits(1) for shift in range(38) for _ in range(4)]
-        cases = [(wrap(a, width, of == "s"),) for a in integers(width, False) + (near + halfway if width == 64 else [2**24 + 1, 2**25 + 3])]
+        halfway = [
+            ((1 << 24 | draw.getrandbits(24)) << 1 | 1) << shift | draw.getrandbits(1)
+            for shift in range(38)
+            for _ in range(4)
+        ]
+        cases = [
+            (wrap(a, width, of == "s"),)
+            for a in integers(width, False) + (near + halfway if width == 64 else [2**24 + 1, 2**25 + 3])
+        ]
         opcode = f"cvt.{mode}.{kind}.{of}{width}"
         expected = [bits_of(round_exactly(Fraction(a), kind, mode), kind) for (a,) in cases]
         same(opcode, perform(operations, opcode, *zip(*cases, strict=True)), expected, cases)
@@ -496,7 +546,9 @@ def check_conversions_to_integers(operations: Operations) -> None:
         expected = []
         for value in map(value_of, values):
             limit = high if value > 0 else low
-            expected.append(nan if math.isnan(value) else limit if math.isinf(value) else min(max(compute(value), low), high))
+            expected.append(
+                nan if math.isnan(value) else limit if math.isinf(value) else min(max(compute(value), low), high)
+            )
         opcode = f"cvt.{mode}.{to}{bits}.f32"
         same(opcode, perform(operations, opcode, values), expected, [(value,) for value in values])
         if bits == 32:
@@ -523,7 +575,12 @@ def check_conversions_of_floats(operations: Operations) -> None:
             same(kind + "x2", found, [halves[x] << 16 | halves[y] for x, y in cases], cases)
     words = sorted({bits >> 16 for bits in a})
     assert perform(operations, "cvt.f32.bf16", words).tolist() == [bits << 16 for bits in words]
-    same("f16", perform(operations, "cvt.f32.f16", words), [bits_of(value_of(bits, "f16")) for bits in words], [(x,) for x in words])
+    same(
+        "f16",
+        perform(operations, "cvt.f32.f16", words),
+        [bits_of(value_of(bits, "f16")) for bits in words],
+        [(x,) for x in words],
+    )
     wide = [struct.unpack("<Q", struct.pack("<d", 1 + draw.getrandbits(30) * 2.0**-52))[0] for _ in range(200)]
     for mode in MODES:
         numbers = [struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in wide]
@@ -562,31 +619,66 @@ MUTANTS = [
     ("floats", "    if error.dot(error):", "    if False:", check_fused),  # rounded twice
     ("floats", "bits -= beyond", "bits -= False", check_fused),
     ("floats", "bits |= beyond | (side > ZERO[F64])", "bits |= beyond", check_fused),
-    ("floats", "bits |= beyond | (side > ZERO[F64])", "bits |= ~(side == ZERO[F64])", check_fused),  # infinity becomes NaN
+    (
+        "floats",
+        "bits |= beyond | (side > ZERO[F64])",
+        "bits |= ~(side == ZERO[F64])",
+        check_fused,
+    ),  # infinity becomes NaN
     ("floats", "np.abs(result) > np.abs(values)", "result > values", check_sums_and_products),
     ("floats", "DOWN[kind]), where=result > values", "DOWN[kind]), where=result >= values", check_fused),
     ("floats", "UP[kind]), where=result < values", "UP[kind]), where=result <= values", check_fused),
-    ("floats", 'if mode == "rm":\n        np.copyto(total', 'if False:\n        np.copyto(total', check_sums_and_products),
-    ("floats", "np.copyto(result, nan, where=result != result)", "pass", check_sums_and_products),
+    (
+        "floats",
+        'if mode == "rm":\n        np.copyto(total',
+        "if False:\n        np.copyto(total",
+        check_sums_and_products,
+    ),
+    ("floats", "np.copyto(result, NAN[kind], where=result != result)", "pass", check_sums_and_products),
     ("floats", "if total != total:\n            np", "if False:\n            np", check_extremes_and_signs),
     ("floats", "equal.dot(equal)", "False", check_extremes_and_signs),
     ("floats", "flushed(inner(*map(flushed, sources)))", "flushed(inner(*sources))", check_flushing_and_saturation),
-    ("floats", "flushed(inner(*map(flushed, sources)))", "inner(*map(flushed, sources))", check_flushing_and_saturation),
+    (
+        "floats",
+        "flushed(inner(*map(flushed, sources)))",
+        "inner(*map(flushed, sources))",
+        check_flushing_and_saturation,
+    ),
     ("floats", "values > zero", "values >= zero", check_flushing_and_saturation),
     ("floats", "& LAST_BIT) + BELOW_HALF", "& LAST_BIT) + LAST_BIT", check_conversions_of_floats),
-    ("floats", "((bits >> SIXTEEN) & LAST_BIT) + BELOW_HALF", "LAST_BIT + BELOW_HALF", check_conversions_of_floats),  # ties up
+    (
+        "floats",
+        "((bits >> SIXTEEN) & LAST_BIT) + BELOW_HALF",
+        "LAST_BIT + BELOW_HALF",
+        check_conversions_of_floats,
+    ),  # ties up
     ("floats", "NAN[F32].view(np.uint32), where", "bits, where", check_conversions_of_floats),
-    ("floats", "rounded(half.astype(F64), F16, mode)", 'rounded(half.astype(F64), F16, "rn")', check_conversions_of_floats),
-    ("floats", "rounded(a.astype(F64) / b.astype(F64), kind, mode)", 'rounded(a.astype(F64) / b.astype(F64), kind, "rn")', check_quotients),
+    (
+        "floats",
+        "rounded(half.astype(F64), F16, mode)",
+        'rounded(half.astype(F64), F16, "rn")',
+        check_conversions_of_floats,
+    ),
+    (
+        "floats",
+        "rounded(a.astype(F64) / b.astype(F64), kind, mode)",
+        'rounded(a.astype(F64) / b.astype(F64), kind, "rn")',
+        check_quotients,
+    ),
     ("arithmetic", "rounded(odd_sum((a >> 32)", "rounded(np.add((a >> 32)", check_conversions_of_integers),
-    ("arithmetic", "np.floor_divide(a - np.fmod(a, b), b)", "np.floor_divide(a, b)", check_integers),
-    ("arithmetic", "np.fmod(a, b)\n", "np.remainder(a, b)\n", check_integers),
-    ("arithmetic", "bounds.max, where=values >= beyond", "bounds.max, where=values > beyond", check_conversions_to_integers),
+    ("integers", "np.floor_divide(a - np.fmod(a, b), b)", "np.floor_divide(a, b)", check_integers),
+    ("integers", "np.fmod(a, b)\n", "np.remainder(a, b)\n", check_integers),
+    (
+        "arithmetic",
+        "bounds.max, where=values >= beyond",
+        "bounds.max, where=values > beyond",
+        check_conversions_to_integers,
+    ),
     ("arithmetic", "nan, where=values != values", "0, where=values != values", check_conversions_to_integers),
     ("arithmetic", '"rpi": np.ceil', '"rpi": np.rint', check_conversions_to_integers),
     ("arithmetic", '"ne": lambda a, b: (a < b) | (a > b)', '"ne": np.not_equal', check_comparisons),
     ("arithmetic", '"geu": lambda a, b: ~(a < b)', '"geu": np.greater_equal', check_comparisons),
-    ("arithmetic", "np.minimum(length & 0xFF, width)", "length & 0xFF", check_bits),
+    ("integers", "np.minimum(length & 0xFF, width)", "length & 0xFF", check_bits),
     ("arithmetic", "kind if kind.itemsize == 4 else U32", "U32", check_bits),
 ]
 
@@ -594,7 +686,7 @@ MUTANTS = [
 @pytest.mark.parametrize(("module", "old", "new", "check"), MUTANTS)
 def test_a_mutant_fails(module: str, old: str, new: str, check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, package = Path(arithmetic.__file__).parent, arithmetic.__name__.rpartition(".")[0]
-    for name in ("floats", "arithmetic"):
+    for name in ("floats", "integers", "arithmetic"):
         source = (folder / f"{name}.py").read_text()
         assert name != module or source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}.py"
         made = types.ModuleType(f"{package}.{name}")
@@ -620,11 +712,16 @@ def test_every_opcode_of_the_programs_is_known(instruction: tuple[str, ...]) -> 
     opcode, result, *taken = instruction
     found = operation(tuple(opcode.split(".")))
     assert found is not None
-    assert bits_in(found.result) == BITS[result] and [bits_in(kind) for kind in found.sources] == [BITS[letter] for letter in taken]
+    assert bits_in(found.result) == BITS[result] and [bits_in(kind) for kind in found.sources] == [
+        BITS[letter] for letter in taken
+    ]
     draw = np.random.default_rng(6)
     for single in product((False, True), repeat=len(taken)):
-        sources = [draw.integers(0, 256, (32, max(bits_in(kind) // 8, 1)), np.uint8) for kind in found.sources]
-        sources = [np.ascontiguousarray(a).view(kind)[:, 0] if kind != np.bool_ else a[:, 0] > 99 for a, kind in zip(sources, found.sources, strict=True)]
+        words = [draw.integers(0, 2, (32, kind.itemsize), np.uint8) * 85 for kind in found.sources]
+        sources = [
+            (word % 2).view(kind)[:, 0] if kind == np.bool_ else word.view(kind)[:, 0]
+            for word, kind in zip(words, found.sources, strict=True)
+        ]
         given = [a[:1] if one else a for a, one in zip(sources, single, strict=True)]
         spread = [np.full(32, a[0], a.dtype) if one else a for a, one in zip(sources, single, strict=True)]
         with np.errstate(all="ignore"):
@@ -633,8 +730,9 @@ def test_every_opcode_of_the_programs_is_known(instruction: tuple[str, ...]) -> 
         assert np.broadcast_to(few, 32).tobytes() == all_lanes.tobytes()
 
 
-UNKNOWN = "ret bra.uni ld.global.f32 atom.shared.add.u32 shfl.sync.idx.b32 add.f32x2 add.rm.f64 fma.rn.f64 add.cc.u32 add.rx.f32 cvt.s32"
-UNKNOWN += " setp.lt.pred setp.ltu.s32 shl.s32 and.s32 cvt.rm.bf16.f32 cvt.f32.b7 cvt.relu.rn.bf16.f32 min.f32.f32 mul.wide.s64"
+UNKNOWN = "ret bra.uni ld.global.f32 atom.shared.add.u32 shfl.sync.idx.b32 add.f32x2 add.rm.f64 fma.rn.f64 add.cc.u32"
+UNKNOWN += " add.rx.f32 cvt.s32 setp.lt.pred setp.ltu.s32 shl.s32 and.s32 cvt.rm.bf16.f32 cvt.f32.b7"
+UNKNOWN += " cvt.relu.rn.bf16.f32 min.f32.f32 mul.wide.s64"
 
 
 @pytest.mark.parametrize("opcode", UNKNOWN.split())
@@ -682,7 +780,7 @@ SPECIAL = {  # the ISA's tables, by bits; sources -infinity, -1, -0, +0, +infini
 @pytest.mark.parametrize("opcode", SPECIAL)
 def test_special_values(opcode: str) -> None:
     found = perform(operation, opcode, [INF | NEGATIVE, 0xBF800000, NEGATIVE, 0, INF, 0x7FC00000]).tolist()
-    assert [bits if expected is not None else None for bits, expected in zip(found, SPECIAL[opcode], strict=True)] == list(SPECIAL[opcode])
+    assert not [pair for pair in zip(found, SPECIAL[opcode], strict=True) if pair[1] not in (None, pair[0])]
 
 
 def test_subnormal_numbers_of_approximations() -> None:
