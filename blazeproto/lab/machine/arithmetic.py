@@ -1,0 +1,264 @@
+"""The PTX instructions that compute lane by lane, by families; the sections are those of the PTX ISA 9.0.
+
+``operation(("mad", "lo", "s32"))`` says how the sources' bits are to be viewed, and computes 32 lanes of them at once.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from operator import methodcaller
+from typing import NamedTuple
+
+import numpy as np
+
+from blazeproto.lab.machine import floats
+from blazeproto.lab.machine.floats import F16, F32, F64, MODES, Function, finished, odd_sum, rounded
+from blazeproto.lab.machine.integers import FAMILIES, INTEGERS, Family, wider
+
+BOOL: np.dtype = np.dtype(np.bool_)
+U16: np.dtype = np.dtype(np.uint16)
+U32: np.dtype = np.dtype(np.uint32)
+
+
+class Operation(NamedTuple):
+    """sources: how each source's bits are viewed; 8-bit types stand in the low half of 16-bit words.
+
+    result: of the result's bits. function: arrays (32,), or (1,) for what all lanes share, of ``sources`` to an array of
+    ``result``, which may be a source itself. The caller holds ``np.errstate(all="ignore")``, once around a run.
+    """
+
+    sources: tuple[np.dtype, ...]
+    result: np.dtype
+    function: Function
+
+
+class Bound(NamedTuple):
+    """|result - exact| is at most the larger of ``relative`` * |exact| and ``absolute``."""
+
+    relative: float
+    absolute: float = 0.0
+
+
+# What the ISA allows the hardware, in whose place stands the exact value, rounded. sin and cos: between -2 pi and 2 pi.
+_BOUNDS = {
+    "div.approx": Bound(2**-22),  # 9.7.3.8, 2 ulp, for a divisor of 2^-126 to 2^126
+    "div.full": Bound(2**-22),  # 9.7.3.8, 2 ulp
+    "rcp.approx": Bound(2**-23),  # 9.7.3.13, 1 ulp
+    "sqrt.approx": Bound(2**-23),  # 9.7.3.15
+    "rsqrt.approx": Bound(2**-22.9),  # 9.7.3.16
+    "sin.approx": Bound(0, 2**-20.5),  # 9.7.3.18
+    "cos.approx": Bound(0, 2**-20.5),  # 9.7.3.19
+    "lg2.approx": Bound(2**-22, 2**-22),  # 9.7.3.20
+    "ex2.approx": Bound(2**-22),  # 9.7.3.21, 2 ulp
+    "tanh.approx": Bound(2**-11),  # 9.7.3.22
+}
+APPROXIMATE = {f"{name}{ftz}.f32": bound for name, bound in _BOUNDS.items() for ftz in ("", ".ftz")}
+
+_FLOATS: dict[str, np.dtype] = {"f16": F16, "f32": F32, "f64": F64}
+_NUMBERS = INTEGERS | _FLOATS
+
+
+# --- Integers, bits and moves ---------------------------------------------------------------------------------------------
+
+
+def _of_family(family: Family, of: str) -> Operation:
+    kind = (_NUMBERS | {"pred": BOOL})[of]
+    named = {"t": kind, "n": U32, "p": BOOL, "a": kind if kind.itemsize == 4 else U32}
+    if "w" in family.operands:
+        named["w"] = wider(kind)
+    result, *sources = (named[letter] for letter in family.operands)
+    return Operation(tuple(sources), result, family.make(kind))
+
+
+# --- Comparisons: 9.7.6.2 -------------------------------------------------------------------------------------------------
+
+_LESS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_INTEGER_COMPARISONS = _LESS | {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
+_FLOAT_COMPARISONS: dict[str, Function] = {
+    **_LESS,  # false where one is NaN, but for ne in NumPy
+    "ne": lambda a, b: (a < b) | (a > b),
+    "equ": lambda a, b: ~((a < b) | (a > b)),  # these are true where one is NaN
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: (a == a) & (b == b),
+    "nan": lambda a, b: (a != a) | (b != b),
+}
+_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+def _comparison(words: tuple[str, ...]) -> Operation:
+    """setp.comparison{.and, .or, .xor of a predicate}{.ftz}.type"""
+    _, name, *modifiers, of = words
+    kind = _NUMBERS[of]
+    compare = (_FLOAT_COMPARISONS if of in _FLOATS else _INTEGER_COMPARISONS)[name]
+    if "ftz" in modifiers:
+        modifiers.remove("ftz")
+        return _combined(modifiers, kind, lambda a, b: compare(floats.flushed(a), floats.flushed(b)))
+    return _combined(modifiers, kind, compare)
+
+
+def _combined(modifiers: list[str], kind: np.dtype, compare: Function) -> Operation:
+    if not modifiers:
+        return Operation((kind, kind), BOOL, compare)
+    (logic,) = (_LOGIC[word] for word in modifiers)
+    return Operation((kind, kind, BOOL), BOOL, lambda a, b, p: logic(compare(a, b), p))
+
+
+# --- Floating point -------------------------------------------------------------------------------------------------------
+
+_Maker = Callable[[np.dtype, str], Function]
+_FLOAT_FAMILIES: dict[str, tuple[int, tuple[str, ...], _Maker]] = {  # how many sources, of which types
+    "add": (2, ("f16", "f32", "f64"), floats.adding),
+    "sub": (2, ("f16", "f32", "f64"), floats.subtracting),
+    "mul": (2, ("f16", "f32", "f64"), floats.multiplying),
+    "fma": (3, ("f16", "f32"), floats.fusing),
+    "mad": (3, ("f32",), floats.fusing),
+    "div": (2, ("f32", "f64"), floats.dividing),
+    "abs": (1, ("f16", "f32", "f64"), lambda *_: np.abs),  # 9.7.3.9: of a NaN some NaN, in hardware that of all results
+    "neg": (1, ("f16", "f32", "f64"), lambda *_: np.negative),  # 9.7.3.10
+    "min": (2, ("f16", "f32", "f64"), floats.choosing(np.fmin, np.bitwise_or)),
+    "max": (2, ("f16", "f32", "f64"), floats.choosing(np.fmax, np.bitwise_and)),
+    "min.NaN": (2, ("f16", "f32"), floats.choosing(np.minimum, np.bitwise_or)),
+    "max.NaN": (2, ("f16", "f32"), floats.choosing(np.maximum, np.bitwise_and)),
+    "rcp": (1, ("f32", "f64"), floats.inverting),
+    "sqrt": (1, ("f32", "f64"), floats.rooting),
+    "div.approx": (2, ("f32",), floats.approximating(floats.fast_quotient)),
+    "div.full": (2, ("f32",), floats.approximating(np.divide)),
+    "rcp.approx": (1, ("f32",), floats.approximating(np.reciprocal)),
+    "sqrt.approx": (1, ("f32",), floats.approximating(np.sqrt)),
+    "rsqrt.approx": (1, ("f32",), floats.approximating(lambda a: 1 / np.sqrt(a))),
+    "sin.approx": (1, ("f32",), floats.approximating(np.sin)),
+    "cos.approx": (1, ("f32",), floats.approximating(np.cos)),
+    "lg2.approx": (1, ("f32",), floats.approximating(np.log2)),
+    "ex2.approx": (1, ("f32",), floats.approximating(np.exp2)),
+    "tanh.approx": (1, ("f32",), floats.approximating(np.tanh)),
+}
+_MODIFIERS = (*MODES, "ftz", "sat")
+
+
+def _floating(words: tuple[str, ...]) -> Operation:
+    count, types, make = _FLOAT_FAMILIES[".".join(word for word in words[:-1] if word not in _MODIFIERS)]
+    kind, mode = _FLOATS[words[-1]], next((word for word in words if word in MODES), "rn")
+    if words[-1] not in types or (kind == F64 and mode != "rn"):
+        raise KeyError(words[-1])
+    return Operation((kind,) * count, kind, finished(make(kind, mode), kind, "ftz" in words, "sat" in words))
+
+
+# --- Conversions: 9.7.9.21 ------------------------------------------------------------------------------------------------
+
+_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_BYTES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
+_HALVES: dict[tuple[str, str], tuple[tuple[np.dtype, ...], np.dtype, Callable[..., np.ndarray]]] = {
+    ("bf16x2", "f32"): ((F32, F32), U32, floats.bf16_pair),  # the first source in the upper half
+    ("f16x2", "f32"): ((F32, F32), U32, floats.f16_pair),
+    ("bf16", "f32"): ((F32,), U16, floats.to_bf16),
+}
+
+
+def _conversion(words: tuple[str, ...]) -> Operation:
+    """cvt{.rounding}{.ftz}{.sat}.to.from"""
+    _, *modifiers, to, of = words
+    mode = next((word for word in modifiers if word in MODES or word in _WHOLE), "")
+    sat, ftz = "sat" in modifiers, "ftz" in modifiers
+    if set(modifiers) - {mode, "sat", "ftz"}:
+        raise KeyError(words)
+    if (to, of) == ("f32", "bf16"):
+        return Operation((U16,), F32, floats.from_bf16)
+    if (halves := _HALVES.get((to, of))) and mode in ("rn", "rz"):
+        sources, result, convert = halves
+        return Operation(sources, result, lambda *values: convert(*values, mode))
+    kinds = _BYTES | _NUMBERS
+    source, result = kinds[of], kinds[to]
+    convert = _CONVERSIONS[source.kind == "f", result.kind == "f"](source, result, mode, sat)
+    if ftz and source == F32:
+        convert = _chain(floats.flushed, convert)
+    if ftz and result == F32:
+        convert = _chain(convert, floats.flushed)
+    if of in _BYTES:  # they stand in words of 16 bits
+        source, convert = np.dtype(f"{source.kind}2"), _chain(methodcaller("astype", source), convert)
+    if to in _BYTES:
+        result = np.dtype(f"{result.kind}2")
+        convert = _chain(convert, methodcaller("astype", result))
+    return Operation((source,), result, convert)
+
+
+def _chain(first: Function, second: Function) -> Function:
+    return lambda values: second(first(values))
+
+
+def _between_integers(source: np.dtype, result: np.dtype, _: str, sat: bool) -> Function:
+    """Cut off, or widened by the source's sign; .sat: the nearest number that there is."""
+    ours, theirs = np.iinfo(source), np.iinfo(result)
+    low, high = max(ours.min, theirs.min), min(ours.max, theirs.max)
+    return (lambda a: np.clip(a, low, high).astype(result)) if sat else methodcaller("astype", result)
+
+
+def _to_float(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Function:
+    if source.itemsize < 8 or (mode == "rn" and result != F16):
+        exact = methodcaller("astype", F64)
+        return (
+            methodcaller("astype", result)
+            if mode == "rn" and result != F16
+            else lambda a: rounded(exact(a), result, mode)
+        )
+    if result == F64:
+        raise KeyError(mode)
+    return lambda a: rounded(odd_sum((a >> 32).astype(F64) * 2**32, (a & 0xFFFFFFFF).astype(F64)), result, mode)
+
+
+def _to_integer(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Function:
+    """What is out of range becomes the nearest number that there is; NaN 0, or the highest bit alone in 64 bits or of float64."""
+    whole, bounds = _WHOLE[mode], np.iinfo(result)
+    low, beyond = float(bounds.min), float(bounds.max + 1)
+    nan = np.array([1 << bounds.bits - 1 if bounds.bits == 64 or source == F64 else 0], f"u{result.itemsize}").view(
+        result
+    )
+
+    def convert(a: np.ndarray) -> np.ndarray:
+        values = whole(a.astype(F64))
+        integers = values.astype(result)
+        np.copyto(integers, bounds.max, where=values >= beyond)
+        np.copyto(integers, bounds.min, where=values < low)
+        np.copyto(integers, nan, where=values != values)
+        return integers
+
+    return convert
+
+
+def _between_floats(source: np.dtype, result: np.dtype, mode: str, sat: bool) -> Function:
+    if mode in _WHOLE:
+        convert: Function = _WHOLE[mode]
+    elif result.itemsize < source.itemsize:
+        convert = lambda a: rounded(a.astype(F64), result, mode)  # noqa: E731
+    else:
+        convert = methodcaller("astype", result)
+    return finished(convert, result, sat=sat)
+
+
+_CONVERSIONS = {  # whether the source is a float, whether the result is
+    (False, False): _between_integers,
+    (False, True): _to_float,
+    (True, False): _to_integer,
+    (True, True): _between_floats,
+}
+
+
+@cache
+def operation(words: tuple[str, ...]) -> Operation | None:
+    """What an opcode, split at its points, computes in each lane; None where it is none of these families."""
+    try:
+        if words[0] in ("setp", "cvt"):
+            return _comparison(words) if words[0] == "setp" else _conversion(words)
+        family = FAMILIES.get(".".join(words[:-1]))
+        return _of_family(family, words[-1]) if family and words[-1][0] in family.letters else _floating(words)
+    except (KeyError, ValueError):  # a word that the tables lack, or too few or many of them
+        return None

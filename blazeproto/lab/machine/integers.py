@@ -1,0 +1,246 @@
+"""Integers and bits, lane by lane: what computes each instruction of PTX ISA 9.7.1 and 9.7.8, made for a type.
+
+Shifts by the width or more give zeros, or signs, in NumPy as in PTX. Callers hold ``np.errstate(all="ignore")``.
+"""
+
+from collections.abc import Callable
+from operator import methodcaller
+from typing import NamedTuple
+
+import numpy as np
+
+from blazeproto.lab.machine.floats import Function
+
+INTEGERS: dict[str, np.dtype] = {
+    f"{letter}{bits}": np.dtype(f"{code}{bits // 8}")
+    for letter, code in (("s", "i"), ("u", "u"), ("b", "u"))
+    for bits in (16, 32, 64)
+}
+
+
+def _high_product(kind: np.dtype) -> Function:
+    """mul.hi"""
+    bits = 4 * kind.itemsize  # of half a word
+    if bits < 32:
+        wide = wider(kind)
+        return lambda a, b: (a.astype(wide) * b.astype(wide) >> 2 * bits).astype(kind)
+    mask = (1 << bits) - 1
+    unsigned = methodcaller("astype", np.uint64)
+
+    def high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """By halves, the upper ones signed where the words are: no sum overflows."""
+        (a_high, b_high), (a_low, b_low) = (a >> bits, b >> bits), (a & mask, b & mask)
+        middle = a_high * b_low + (unsigned(a_low) * unsigned(b_low) >> bits).astype(kind)
+        return a_high * b_high + (middle >> bits) + ((middle & mask) + a_low * b_high >> bits)
+
+    return high
+
+
+def _wide_product(kind: np.dtype) -> Function:
+    """mul.wide"""
+    wide = wider(kind)
+    return lambda a, b: a.astype(wide) * b.astype(wide)
+
+
+def wider(kind: np.dtype) -> np.dtype:
+    return INTEGERS[f"{'s' if kind.kind == 'i' else 'u'}{16 * kind.itemsize}"]
+
+
+def _with(product: Callable[[np.dtype], Function]) -> Callable[[np.dtype], Function]:
+    """mad: the product and a summand."""
+
+    def make(kind: np.dtype) -> Function:
+        multiply = product(kind)
+        return lambda a, b, c: multiply(a, b) + c
+
+    return make
+
+
+def _quotient(kind: np.dtype) -> Function:
+    """div, towards zero. By zero, which PTX leaves open, all ones."""
+    ones = np.array([-1]).astype(kind)
+
+    def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        result = np.floor_divide(a - np.fmod(a, b), b)
+        np.copyto(result, ones, where=b == 0)
+        return result
+
+    return divide
+
+
+def _remainder(kind: np.dtype) -> Function:
+    """rem, of the dividend's sign. By zero, which PTX leaves open, all ones."""
+    ones = np.array([-1]).astype(kind)
+
+    def remain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        result = np.fmod(a, b)
+        np.copyto(result, ones, where=b == 0)
+        return result
+
+    return remain
+
+
+def _bit_length(kind: np.dtype) -> Function:
+    """How many bits a number takes; of a negative one, its complement. uint32"""
+    word = np.dtype(f"u{kind.itemsize}")
+    steps = [np.array([1 << n], word) for n in range(3 + kind.itemsize.bit_length() - 1)]
+
+    def length(a: np.ndarray) -> np.ndarray:
+        bits = (a ^ (a >> 8 * kind.itemsize - 1) if kind.kind == "i" else a).view(word)
+        for step in steps:
+            bits = bits | bits >> step
+        return np.bitwise_count(bits).astype(np.uint32)
+
+    return length
+
+
+def _leading_zeros(kind: np.dtype) -> Function:
+    length, width = _bit_length(kind), 8 * kind.itemsize
+    return lambda a: width - length(a)
+
+
+def _find(kind: np.dtype) -> Function:
+    """bfind: where the highest bit is that is no sign; all ones where there is none."""
+    length = _bit_length(kind)
+    return lambda a: length(a) - 1
+
+
+def _find_shift(kind: np.dtype) -> Function:
+    """bfind.shiftamt: by how much that bit is to be shifted to the top."""
+    length, width = _bit_length(kind), 8 * kind.itemsize
+    return lambda a: np.where(found := length(a), width - found, np.uint32(0xFFFFFFFF))
+
+
+def _reversed(kind: np.dtype) -> Function:
+    """brev"""
+
+    def reverse(a: np.ndarray) -> np.ndarray:
+        bits = np.unpackbits(np.ascontiguousarray(a[:, None]).view(np.uint8), axis=1, bitorder="little")
+        return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(kind)[:, 0]
+
+    return reverse
+
+
+def _extract(kind: np.dtype) -> Function:
+    """bfe: the field to the top, and down again, with zeros or its sign."""
+    width = 8 * kind.itemsize
+
+    def extract(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+        rest = (width - np.minimum(length & 0xFF, width)).astype(kind)
+        return a >> (position & 0xFF).astype(kind) << rest >> rest
+
+    return extract
+
+
+def _insert(kind: np.dtype) -> Function:
+    """bfi: a's lowest bits into b."""
+    one = np.ones(1, kind)
+
+    def insert(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+        at = (position & 0xFF).astype(kind)
+        mask = (one << (length & 0xFF).astype(kind)) - one << at
+        return b & ~mask | a << at & mask
+
+    return insert
+
+
+def _lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """lop3: the table's bit 4a + 2b + c; the table is an immediate."""
+    result = a & ~a
+    for n in range(8):
+        if int(table[0]) >> n & 1:
+            result = result | (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
+    return result
+
+
+def _funnel(left: bool, wrap: bool) -> Function:
+    """shf: a word of two, b above a, shifted."""
+
+    def shift(a: np.ndarray, b: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        by = amount & 31 if wrap else np.minimum(amount, 32)
+        return b << by | a >> 32 - by if left else b << 32 - by | a >> by
+
+    return shift
+
+
+_NIBBLES = np.array([[0, 4, 8, 12]], np.uint32)
+
+
+def _permute(a: np.ndarray, b: np.ndarray, selection: np.ndarray) -> np.ndarray:
+    """prmt: each byte one of eight, or the sign of one in all its bits."""
+    chosen = selection[:, None] >> _NIBBLES & 15
+    value = (a | b.astype(np.uint64) << 32)[:, None] >> ((chosen & 7) << 3) & 0xFF
+    return np.where(chosen & 8, (value >> 7) * 0xFF, value).astype(np.uint8).view(np.uint32)[:, 0]
+
+
+def _select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """selp"""
+    return np.where(first, a, b)
+
+
+def _shift(compute: np.ufunc) -> Callable[[np.dtype], Function]:
+    """shl and shr. Amounts have 32 bits: NumPy would widen 16-bit words to theirs."""
+
+    def make(kind: np.dtype) -> Function:
+        return compute if kind.itemsize > 2 else lambda a, by: compute(a, np.minimum(by, 16).astype(kind))
+
+    return make
+
+
+def _same(compute: Function) -> Callable[[np.dtype], Function]:
+    """What NumPy computes alike for all types."""
+    return lambda _: compute
+
+
+class Family(NamedTuple):
+    """letters: of the types that there are: s, u, b, f, p(red). make: a type to what computes.
+
+    operands: the result, then the sources. t: of the type; w: twice as wide; n: uint32; p: predicate; a: a shift's amount.
+    """
+
+    letters: str
+    operands: str
+    make: Callable[[np.dtype], Function]
+
+
+FAMILIES = {
+    "add": Family("su", "ttt", _same(np.add)),  # 9.7.1.1
+    "sub": Family("su", "ttt", _same(np.subtract)),  # 9.7.1.2
+    "mul.lo": Family("su", "ttt", _same(np.multiply)),  # 9.7.1.3
+    "mul.hi": Family("su", "ttt", _high_product),
+    "mul.wide": Family("su", "wtt", _wide_product),
+    "mad.lo": Family("su", "tttt", _with(_same(np.multiply))),  # 9.7.1.4
+    "mad.hi": Family("su", "tttt", _with(_high_product)),
+    "mad.wide": Family("su", "wttw", _with(_wide_product)),
+    "sad": Family("su", "tttt", _same(lambda a, b, c: np.add(c, np.maximum(a, b) - np.minimum(a, b)))),  # 9.7.1.7
+    "div": Family("su", "ttt", _quotient),  # 9.7.1.8
+    "rem": Family("su", "ttt", _remainder),  # 9.7.1.9
+    "abs": Family("s", "tt", _same(np.abs)),  # 9.7.1.10
+    "neg": Family("s", "tt", _same(np.negative)),  # 9.7.1.11
+    "min": Family("su", "ttt", _same(np.minimum)),  # 9.7.1.12
+    "max": Family("su", "ttt", _same(np.maximum)),  # 9.7.1.13
+    "popc": Family("b", "nt", _same(lambda a: np.bitwise_count(a).astype(np.uint32))),  # 9.7.1.14
+    "clz": Family("b", "nt", _leading_zeros),  # 9.7.1.15
+    "bfind": Family("su", "nt", _find),  # 9.7.1.16
+    "bfind.shiftamt": Family("su", "nt", _find_shift),
+    "brev": Family("b", "tt", _reversed),  # 9.7.1.18
+    "bfe": Family("su", "ttnn", _extract),  # 9.7.1.19
+    "bfi": Family("b", "tttnn", _insert),  # 9.7.1.20
+    "copysign": Family("f", "ttt", _same(lambda a, b: np.copysign(b, a))),  # 9.7.3.2, of bits: a NaN keeps its payload
+    "selp": Family("subf", "tttp", _same(_select)),  # 9.7.6.3
+    "and": Family("bp", "ttt", _same(np.bitwise_and)),  # 9.7.8.1
+    "or": Family("bp", "ttt", _same(np.bitwise_or)),  # 9.7.8.2
+    "xor": Family("bp", "ttt", _same(np.bitwise_xor)),  # 9.7.8.3
+    "not": Family("bp", "tt", _same(np.invert)),  # 9.7.8.4
+    "cnot": Family("b", "tt", lambda kind: lambda a: (a == 0).astype(kind)),  # 9.7.8.5
+    "lop3": Family("b", "ttttn", _same(_lookup)),  # 9.7.8.6
+    "shl": Family("b", "tta", _shift(np.left_shift)),  # 9.7.8.8
+    "shr": Family("sub", "tta", _shift(np.right_shift)),  # 9.7.8.9
+    "mov": Family("subfp", "tt", _same(lambda a: a)),  # 9.7.9.3
+    "prmt": Family("b", "tttn", _same(_permute)),  # 9.7.9.7
+}
+FAMILIES |= {  # 9.7.8.7
+    f"shf.{side}.{how}": Family("b", "tttn", _same(_funnel(side == "l", how == "wrap")))
+    for side in "lr"
+    for how in ("wrap", "clamp")
+}
