@@ -16,7 +16,7 @@ from blazeproto.lab.machine.barriers import mbarrier_at
 from blazeproto.lab.machine.loads import bytes_at, located, written_by_threads
 from blazeproto.lab.machine.memory import WINDOW, Block
 from blazeproto.lab.machine.operands import address, fetch, registers_of
-from blazeproto.lab.machine.ptx import Address, Instruction, Operand, PtxError
+from blazeproto.lab.machine.ptx import Address, Operand, PtxError, Statement
 from blazeproto.lab.machine.warp import Wait, Warp
 
 Made = Callable[[Any], Any]
@@ -81,7 +81,7 @@ def _one(warp: Warp, step: Any, operand: Operand, running: np.ndarray | None, ge
     return int(get(warp)[lane])
 
 
-def cp(instruction: Instruction) -> Made:
+def cp(instruction: Statement) -> Made:
     """The family of cp.async."""
     words = instruction.words
     if "bulk" in words:
@@ -117,7 +117,7 @@ def _commit(kind: str) -> Made:
     return lambda step: run
 
 
-def _wait(kind: str, instruction: Instruction, parts: int) -> Made:
+def _wait(kind: str, instruction: Statement, parts: int) -> Made:
     """Until all but the last so many groups have done so many of their parts."""
     number = int(instruction.operands[0].value) if instruction.operands else 0  # type: ignore[union-attr]
 
@@ -147,7 +147,7 @@ def _wait(kind: str, instruction: Instruction, parts: int) -> Made:
 # --- cp.async ----------------------------------------------------------------------------------------------------------------
 
 
-def _copy(instruction: Instruction) -> Made:
+def _copy(instruction: Statement) -> Made:
     """§9.7.9.25.3.1 cp.async: bytes of a lane from global to shared memory; what the source's size leaves out is zero."""
     to, source, *sizes = instruction.operands
     at, of = address(to), address(source)
@@ -172,7 +172,7 @@ def _copy(instruction: Instruction) -> Made:
             def happen() -> None:
                 data = np.zeros((len(lanes), size), np.uint8)
                 for lane in copied.tolist():
-                    block = warp.cta.block(int(sources[lane]), 1)
+                    block: Any = warp.cta.block(int(sources[lane]), 1)
                     begin, amount = int(sources[lane]) - block.address, int(counts[lane])
                     data[lane, :amount] = block.bytes[begin : begin + amount]
                     if warp.cta.races:
@@ -192,7 +192,7 @@ def _copy(instruction: Instruction) -> Made:
     return made
 
 
-def _arrive(instruction: Instruction) -> Made:
+def _arrive(instruction: Statement) -> Made:
     """§9.7.13.15.17 cp.async.mbarrier.arrive.noinc: each lane arrives when its copies so far are done."""
     at = address(instruction.operands[0])
     if "noinc" not in instruction.words:
@@ -219,7 +219,7 @@ def _arrive(instruction: Instruction) -> Made:
 # --- TMA ---------------------------------------------------------------------------------------------------------------------
 
 
-def _tma(instruction: Instruction) -> Made:
+def _tma(instruction: Statement) -> Made:
     """§9.7.9.27.1.2 cp.async.bulk.tensor, between global memory and shared memory, tiled, with multicast; by one lane."""
     words, operands = instruction.words, instruction.operands
     load = words.index("global") > next(i for i, word in enumerate(words) if word.startswith("shared"))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.lab.machine.operands import address, fetch, registers_of, result
-from blazeproto.lab.machine.ptx import WORDS, Immediate, Instruction, Nothing, PtxError
+from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
 from blazeproto.lab.machine.warp import LANES, Wait, Warp
 
 Made = Callable[[Any], Any]
@@ -52,7 +52,8 @@ class Mbarrier:
         return self.phase % 2 != parity
 
     def __str__(self) -> str:
-        return f"mbarrier {self.address:#x}, phase {self.phase}: {self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
+        missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
+        return f"mbarrier {self.address:#x}, phase {self.phase}: {missing}"
 
 
 @dataclass
@@ -83,11 +84,11 @@ def mbarrier_at(warp: Warp, step: Any, place: int) -> Mbarrier:
     return found
 
 
-def mbarrier(instruction: Instruction) -> Made:
+def mbarrier(instruction: Statement) -> Made:
     """§9.7.13.15: init, inval, arrive, arrive.expect_tx, expect_tx, test_wait.parity, try_wait.parity."""
     kind = instruction.words[1]
     operands: list[Any] = list(instruction.operands)
-    goal = operands.pop(0) if kind in ("arrive", "test_wait", "try_wait") else None
+    goal: Any = operands.pop(0) if kind in ("arrive", "test_wait", "try_wait") else None
     if kind in ("test_wait", "try_wait") and "parity" not in instruction.words:
         raise PtxError("expected .parity")
     if kind == "arrive" and not isinstance(goal, Nothing):
@@ -105,13 +106,15 @@ def mbarrier(instruction: Instruction) -> Made:
             places, counts, cluster = at(warp)[lanes].tolist(), number(warp)[lanes].tolist(), warp.cta.cluster
             races, launch = warp.cta.races, warp.cta.launch
             if kind in ("test_wait", "try_wait"):
-                asked = [(mbarrier_at(warp, step, place), parity) for place, parity in set(zip(places, counts, strict=True))]
+                asked = [
+                    (mbarrier_at(warp, step, place), parity) for place, parity in set(zip(places, counts, strict=True))
+                ]
                 over = all(barrier.passed(parity) for barrier, parity in asked)
                 if over or kind == "test_wait":
                     if over and races:
                         for barrier, _ in asked:
                             races.acquire(warp, barrier)
-                    warp.write(goal.index, np.full(LANES, over), running)
+                    warp.write(goal.place, np.full(LANES, over), running)
                 if over:
                     return None
                 barrier, parity = next(pair for pair in asked if not pair[0].passed(pair[1]))
@@ -148,7 +151,7 @@ def mbarrier(instruction: Instruction) -> Made:
     return made
 
 
-def bar(instruction: Instruction) -> Made:
+def bar(instruction: Statement) -> Made:
     """§9.7.13.1 bar and barrier: sync, arrive, red; §9.7.13.2 bar.warp.sync; §9.7.13.4 barrier.cluster.
 
     A warp counts with all its lanes, those that are at their end too.
@@ -176,9 +179,13 @@ def bar(instruction: Instruction) -> Made:
                 if target and begun.outcome:
                     warp.write(target[0], np.full(LANES, begun.outcome[-1], WORDS[target[1]]), running)
                 return None
-            expected = cta.threads if count is None else _single(warp, step, count(warp), running, "a barrier's threads")
+            expected = (
+                cta.threads if count is None else _single(warp, step, count(warp), running, "a barrier's threads")
+            )
             if named.arrived and named.expected != expected:
-                raise step.error(warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}")
+                raise step.error(
+                    warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}"
+                )
             named.expected = expected
             lanes = warp.mask() if running is None else running
             whole = not (warp.alive & ~lanes).any()
@@ -191,7 +198,9 @@ def bar(instruction: Instruction) -> Made:
             now = named.generation
             full = -(-expected // LANES) * LANES
             if named.arrived > full:
-                raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
+                raise step.error(
+                    warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected"
+                )
             if named.arrived == full:
                 if how == "red":
                     combine = {"or": any, "and": all}[words[2]]
@@ -241,7 +250,7 @@ def _cluster(how: str) -> Made:
     return made
 
 
-def fence(instruction: Instruction) -> Made:
+def fence(instruction: Statement) -> Made:
     """§9.7.13.3 membar and fence. fence.proxy.async shows the async proxy what threads wrote to shared memory."""
     proxy = "proxy" in instruction.words
 
@@ -257,12 +266,12 @@ def fence(instruction: Instruction) -> Made:
     return made
 
 
-def nothing(instruction: Instruction) -> Made:
+def nothing(instruction: Statement) -> Made:
     """§9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, and griddepcontrol: they change no value."""
     return lambda step: lambda warp, running: None
 
 
-def trap(instruction: Instruction) -> Made:
+def trap(instruction: Statement) -> Made:
     """§9.7.17.4 trap."""
 
     def made(step: Any) -> Any:

@@ -24,7 +24,7 @@ class Cluster:
         self.mbarriers: dict[int, Mbarrier] = {}  # by address
         self.arrivals: dict[Warp, int] = {}
         self.clocks: Any = None  # races.py
-        self.ctas = [Cta(launch, self, first + rank, rank) for rank in range(size)]
+        self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
 
     @property
     def warps(self) -> list[Warp]:
@@ -35,7 +35,10 @@ class Cta:
     """One CTA: shared memory, named barriers, warps."""
 
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
-        self.launch, self.cluster, self.index, self.rank = launch, cluster, index, rank
+        self.launch: Launch = launch
+        self.cluster: Cluster = cluster
+        self.index: int = index
+        self.rank: int = rank
         x, y, _ = launch.grid
         self.place = index % x, index // x % y, index // (x * y)
         self.threads = int(np.prod(launch.block))
@@ -58,7 +61,7 @@ class Cta:
         return thread % x, thread // x % y, thread // (x * y)
 
     def address_of(self, name: str) -> int:
-        """Of a variable or a parameter."""
+        """Where a variable or a parameter lies."""
         if name in self.symbols:
             return self.symbols[name]
         if name in self.launch.symbols:

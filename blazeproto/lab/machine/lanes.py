@@ -1,4 +1,4 @@
-"""Instructions by which the lanes of a warp exchange values: shfl, vote, redux, elect, bar.warp (PTX ISA §9.7.9.6 and §9.7.13)."""
+"""Instructions by which the lanes of a warp exchange values: shfl, vote, redux, elect (PTX ISA §9.7.9.6 and §9.7.13)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.lab.machine.operands import fetch, registers_of, result
-from blazeproto.lab.machine.ptx import WORDS, Instruction, Nothing, Pair, Register
+from blazeproto.lab.machine.ptx import WORDS, Nothing, Pair, Register, Statement
 from blazeproto.lab.machine.warp import LANE, LANES, Warp
 
 U32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
@@ -33,7 +33,7 @@ def _members(warp: Warp, running: np.ndarray | None, mask: np.ndarray, step: Any
     return named
 
 
-def shfl(instruction: Instruction) -> Callable[[Any], Any]:
+def shfl(instruction: Statement) -> Callable[[Any], Any]:
     """§9.7.9.6 shfl.sync: d|p, a, b, c, membermask."""
     mode = instruction.words[2]
     (register, _), first = result(instruction), instruction.operands[0]
@@ -63,14 +63,14 @@ def shfl(instruction: Instruction) -> Callable[[Any], Any]:
                 raise step.error(warp, "it reads a lane that takes no part", ~members[source] & members)
             warp.write(register, values[source], running, None if missing is None else missing[source])
             if predicate:
-                warp.write(predicate.index, inside, running)
+                warp.write(predicate.place, inside, running)
 
         return run
 
     return made
 
 
-def vote(instruction: Instruction) -> Callable[[Any], Any]:
+def vote(instruction: Statement) -> Callable[[Any], Any]:
     """§9.7.13.8 vote.sync: all, any, uni of predicates; ballot."""
     mode, (register, bits) = instruction.words[2], result(instruction)
     asked, mask = fetch(instruction.operands[1], BOOL), fetch(instruction.operands[2], U32)
@@ -96,12 +96,18 @@ def vote(instruction: Instruction) -> Callable[[Any], Any]:
     return made
 
 
-def redux(instruction: Instruction) -> Callable[[Any], Any]:
+def redux(instruction: Statement) -> Callable[[Any], Any]:
     """§9.7.13.10 redux.sync over the member lanes."""
     (_, _, how, kind), (register, _) = instruction.words, result(instruction)
     dtype = np.dtype(np.int32) if kind == "s32" else U32
     value, mask = fetch(instruction.operands[1], dtype), fetch(instruction.operands[2], U32)
-    reduce = {"max": np.max, "min": np.min, "add": np.sum, "or": np.bitwise_or.reduce, "and": np.bitwise_and.reduce}
+    reduce: dict[str, Callable[[np.ndarray], Any]] = {
+        "max": np.max,
+        "min": np.min,
+        "add": np.sum,
+        "or": np.bitwise_or.reduce,
+        "and": np.bitwise_and.reduce,
+    }
     reduce["xor"] = np.bitwise_xor.reduce
     read = registers_of(instruction.operands[1])
 
@@ -118,7 +124,7 @@ def redux(instruction: Instruction) -> Callable[[Any], Any]:
     return made
 
 
-def elect(instruction: Instruction) -> Callable[[Any], Any]:
+def elect(instruction: Statement) -> Callable[[Any], Any]:
     """§9.7.13.15 elect.sync d|p: the lowest member lane."""
     first = instruction.operands[0]
     mask = fetch(instruction.operands[1], U32)
@@ -129,7 +135,7 @@ def elect(instruction: Instruction) -> Callable[[Any], Any]:
             assert isinstance(first, Pair) and isinstance(first.second, Register)
             if not isinstance(first.first, Nothing):
                 warp.write(result(instruction)[0], np.full(LANES, leader, np.uint32), running)
-            warp.write(first.second.index, LANE == leader, running)
+            warp.write(first.second.place, leader == LANE, running)
 
         return run
 

@@ -1,4 +1,4 @@
-"""Loads and stores by threads: ld, st, atom, red, ldmatrix, stmatrix, and addresses (PTX ISA §9.7.9 and §9.7.13; matrices §9.7.15).
+"""Loads and stores by threads: ld, st, atom, red, ldmatrix, stmatrix, and addresses (PTX ISA §9.7.9, §9.7.13, §9.7.15).
 
 Every access is checked: whose bytes, alignment, whether somebody wrote them, races.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from blazeproto.lab.machine import matrices
-from blazeproto.lab.machine.memory import UNSIGNED, WINDOW, Block
+from blazeproto.lab.machine.memory import WINDOW, Block
 from blazeproto.lab.machine.operands import address, fetch, registers_of, result
-from blazeproto.lab.machine.ptx import BITS, WORDS, Instruction, PtxError, Register, Vector
+from blazeproto.lab.machine.ptx import BITS, WORDS, PtxError, Register, Statement, Vector
 from blazeproto.lab.machine.warp import LANES, Warp
 
 Made = Callable[[Any], Any]
@@ -30,7 +30,9 @@ def located(
     """
     if (addresses & (size - 1)).any():
         bad = int(np.flatnonzero(addresses & (size - 1))[0])
-        raise step.error(warp, f"misaligned by {size} bytes: {warp.cta.describe(int(addresses[bad]))}", lanes[bad : bad + 1])
+        raise step.error(
+            warp, f"misaligned by {size} bytes: {warp.cta.describe(int(addresses[bad]))}", lanes[bad : bad + 1]
+        )
     low, high = int(addresses.min()), int(addresses.max())
     block = warp.cta.block(low, size)
     if block is not None and high + size <= block.end:
@@ -53,7 +55,7 @@ def bytes_at(offsets: np.ndarray, size: int) -> np.ndarray:
     return (offsets[:, None] + np.arange(size)).reshape(-1)
 
 
-def _shape(instruction: Instruction) -> tuple[str, int, str, int]:
+def _shape(instruction: Statement) -> tuple[str, int, str, int]:
     """Space, elements, type, and bytes of one."""
     space = next(word for word in instruction.words if word in SPACES)
     count = next((int(word[1:]) for word in instruction.words if word in ("v2", "v4", "v8")), 1)
@@ -72,7 +74,7 @@ def _addresses(warp: Warp, step: Any, at: Any, read: tuple[int, ...], lanes: np.
     return at(warp)[lanes]
 
 
-def ld(instruction: Instruction) -> Made:
+def ld(instruction: Statement) -> Made:
     """§9.7.9.8 ld. A narrower signed number is extended by its sign."""
     _, count, kind, width = _shape(instruction)
     targets: Any = instruction.operands[0]
@@ -80,7 +82,7 @@ def ld(instruction: Instruction) -> Made:
     if len(parts) != count or not all(isinstance(part, Register) for part in parts):
         raise PtxError(f"expected {count} registers")
     at, read = address(instruction.operands[1]), registers_of(instruction.operands[1])
-    size, signed, element = count * width, np.dtype(f"i{width}"), UNSIGNED[width]
+    size, signed, element = count * width, np.dtype(f"i{width}"), WORDS[8 * width]
     unit = np.arange(count)[:, None]
 
     def made(step: Any) -> Any:
@@ -101,20 +103,20 @@ def ld(instruction: Instruction) -> Made:
                 value = values[i] if word == element else values[i].view(signed).astype(f"i{word.itemsize}").view(word)
                 if word != element and kind[0] != "s":
                     value = values[i].astype(word)
-                warp.write(part.index, value, running, None if missing is None else missing[i])
+                warp.write(part.place, value, running, None if missing is None else missing[i])
 
         return run
 
     return made
 
 
-def st(instruction: Instruction) -> Made:
+def st(instruction: Statement) -> Made:
     """§9.7.9.11 st. What nobody wrote may be stored to shared memory, where it stays that; to global memory it is an error."""
     space, count, _, width = _shape(instruction)
     source: Any = instruction.operands[1]
     parts = source.parts if isinstance(source, Vector) else (source,)
     at, read = address(instruction.operands[0]), registers_of(instruction.operands[0])
-    element, size, unit = UNSIGNED[width], count * width, np.arange(count)[:, None]
+    element, size, unit = WORDS[8 * width], count * width, np.arange(count)[:, None]
     fetches, of_parts = [fetch(part, element) for part in parts], [registers_of(part) for part in parts]
 
     def made(step: Any) -> Any:
@@ -126,7 +128,9 @@ def st(instruction: Instruction) -> Made:
                 for lost in missing:
                     if lost is not None and lost[lanes].any():
                         raise step.error(warp, "it stores what nobody wrote", lost & np.isin(np.arange(LANES), lanes))
-            for block, offsets, of in located(warp, step, _addresses(warp, step, at, read, lanes), lanes, size, store=True):
+            for block, offsets, of in located(
+                warp, step, _addresses(warp, step, at, read, lanes), lanes, size, store=True
+            ):
                 index = bytes_at(offsets, size)
                 if warp.cta.races:
                     warp.cta.races.write(block, index, warp, step)
@@ -166,12 +170,13 @@ COMBINE: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
-def atom(instruction: Instruction) -> Made:
+def atom(instruction: Statement) -> Made:
     """§9.7.13.5 atom and §9.7.13.7 red, lane after lane; a vector's elements are atomic each."""
     words, returns = instruction.words, instruction.words[0] == "atom"
     how, kind = next((word for word in words[1:] if word in COMBINE), ""), words[-1]
     dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(BITS[kind] // 8))
-    target, place, *given = instruction.operands if returns else (None, *instruction.operands)
+    operands: Any = instruction.operands if returns else (None, *instruction.operands)
+    target, place, *given = operands
     at, read = address(place), registers_of(place)
     vectors = [operand.parts if isinstance(operand, Vector) else (operand,) for operand in given]
     fetches = [[fetch(part, dtype) for part in parts] for parts in vectors]  # by operand, then by element
@@ -206,7 +211,7 @@ def atom(instruction: Instruction) -> Made:
                             made = combine(int(memory[begin + i]), int(new[0]), int(new[-1]))
                             memory[begin + i] = np.array(made & (1 << 8 * width) - 1, f"u{width}").view(dtype)
             if isinstance(target, Register):
-                warp.write(target.index, old.view(WORDS[target.bits]), running)
+                warp.write(target.place, old.view(WORDS[target.bits]), running)
             warp.cta.launch.changes += 1
 
         return run
@@ -214,12 +219,12 @@ def atom(instruction: Instruction) -> Made:
     return made
 
 
-def matrix(instruction: Instruction) -> Made:
+def matrix(instruction: Statement) -> Made:
     """§9.7.15.5.15 ldmatrix and §9.7.15.5.16 stmatrix: 8 x 8 matrices of 16 bits, a row's address from each lane."""
     store, words = instruction.words[0] == "stmatrix", instruction.words
     count = next(int(word[1:]) for word in words if word in ("x1", "x2", "x4"))
     operands: Any = instruction.operands[::-1] if store else instruction.operands
-    registers = [part.index for part in (operands[0].parts if isinstance(operands[0], Vector) else operands[:1])]
+    registers = registers_of(operands[0])
     at, read, transposed = address(operands[1]), registers_of(operands[1]), "trans" in words
 
     def made(step: Any) -> Any:
@@ -260,14 +265,14 @@ def matrix(instruction: Instruction) -> Made:
     return made
 
 
-def cvta(instruction: Instruction) -> Made:
+def cvta(instruction: Statement) -> Made:
     """§9.7.9.20 cvta: an address is the same in its space and outside."""
     (register, bits), source = result(instruction), instruction.operands[1]
     value, read = fetch(source, WORDS[bits]), registers_of(source)
     return lambda step: lambda warp, running: warp.write(register, value(warp), running, warp.unwritten_among(read))
 
 
-def mapa(instruction: Instruction) -> Made:
+def mapa(instruction: Statement) -> Made:
     """§9.7.9.23 mapa.shared::cluster: the same place in the shared memory of another CTA of the cluster."""
     register, _ = result(instruction)
     at, rank = (fetch(operand, UINT32) for operand in instruction.operands[1:])
@@ -280,4 +285,13 @@ def mapa(instruction: Instruction) -> Made:
     return lambda step: run
 
 
-TABLE = {"ld": ld, "st": st, "atom": atom, "red": atom, "ldmatrix": matrix, "stmatrix": matrix, "cvta": cvta, "mapa": mapa}
+TABLE = {
+    "ld": ld,
+    "st": st,
+    "atom": atom,
+    "red": atom,
+    "ldmatrix": matrix,
+    "stmatrix": matrix,
+    "cvta": cvta,
+    "mapa": mapa,
+}

@@ -1,4 +1,4 @@
-"""The machine as a target of the package's launches: inside ``launches_on(Machine())`` kernels run from their PTX on NumPy arrays."""
+"""A target of the package's launches: inside ``launches_on(Machine())`` they run on NumPy arrays, from their PTX."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Machine:
         return address
 
     def address(self, array: np.ndarray) -> int:
-        """Of the first element: of one of these, or a part of it."""
+        """Where the first element lies, of an array or a part of one."""
         root: Any = array
         while isinstance(root.base, np.ndarray):
             root = root.base

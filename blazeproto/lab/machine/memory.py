@@ -1,7 +1,7 @@
 """Memory: 64-bit addresses that name NumPy arrays, and every access checked.
 
 Global memory is a set of arrays, each at an address of its own with a gap behind it. Shared memory of the CTA of rank r in its
-cluster begins at address r << 24 (PTX ISA §5.1.7, "Shared state space"): a ``shared::cta`` address is one of ``shared::cluster`` too.
+cluster begins at r << 24 (PTX ISA §5.1.7, "Shared state space"): an address of ``shared::cta`` is one of ``shared::cluster`` too.
 A parameter block is a global array that nobody may write.
 """
 
@@ -27,13 +27,15 @@ class Block:
     bytes: (size,) uint8.  written: (size,) bool, or None where all is.  words: its views by the width of an element.
     """
 
-    def __init__(self, name: str, address: int, data: np.ndarray, *, written: bool = True, read_only: bool = False) -> None:
+    def __init__(
+        self, name: str, address: int, data: np.ndarray, *, written: bool = True, read_only: bool = False
+    ) -> None:
         self.name, self.address, self.size, self.read_only = name, address, data.nbytes, read_only
         self.bytes = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
-        self.written = None if written else np.zeros(self.size, np.bool_)
+        self.written: Any = None if written else np.zeros(self.size, np.bool_)
         self.shadow: Any = None  # races.py
-        self.stale: np.ndarray | None = None  # of shared memory: where the async proxy does not see what was written ...
-        self.before: np.ndarray | None = None  # ... and what it sees there
+        self.stale: Any = None  # of shared memory, bools: where the async proxy does not see what was written ...
+        self.before: Any = None  # ... and what it sees there
         whole = {width: self.size // width * width for width in UNSIGNED}
         self.words = {width: self.bytes[: whole[width]].view(dtype) for width, dtype in UNSIGNED.items()}
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine.ptx import Address, Immediate, Instruction, Operand, Pair, PtxError, Register, Special, Symbol, Vector
+from blazeproto.lab.machine.ptx import (
+    Address,
+    Immediate,
+    Operand,
+    Pair,
+    PtxError,
+    Register,
+    Special,
+    Statement,
+    Symbol,
+    Vector,
+)
 from blazeproto.lab.machine.warp import LANE, LANES, Warp
 
 Fetch = Callable[[Warp], np.ndarray]
@@ -27,15 +39,15 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special register
     "lanemask_lt": lambda warp: (1 << LANE) - 1,
 }
 for _axis, _letter in enumerate("xyz"):
-    SPECIAL[f"ntid.{_letter}"] = lambda warp, axis=_axis: warp.cta.launch.block[axis]
-    SPECIAL[f"ctaid.{_letter}"] = lambda warp, axis=_axis: warp.cta.place[axis]
-    SPECIAL[f"nctaid.{_letter}"] = lambda warp, axis=_axis: warp.cta.launch.grid[axis]
+    SPECIAL[f"ntid.{_letter}"] = partial(lambda axis, warp: warp.cta.launch.block[axis], _axis)
+    SPECIAL[f"ctaid.{_letter}"] = partial(lambda axis, warp: warp.cta.place[axis], _axis)
+    SPECIAL[f"nctaid.{_letter}"] = partial(lambda axis, warp: warp.cta.launch.grid[axis], _axis)
 
 
 def registers_of(operand: Operand) -> tuple[int, ...]:
     """All that are read for it."""
     if isinstance(operand, Register):
-        return (operand.index,)
+        return (operand.place,)
     if isinstance(operand, Vector):
         return tuple(index for part in operand.parts for index in registers_of(part))
     if isinstance(operand, Address):
@@ -46,7 +58,7 @@ def registers_of(operand: Operand) -> tuple[int, ...]:
 def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
     """How to get an operand's (32,) values, viewed as this dtype. A register of more bits gives its lowest."""
     if isinstance(operand, Register):
-        index = operand.index
+        index = operand.place
         width = 8 * dtype.itemsize if dtype != np.bool_ else 1
         if width == operand.bits:
             if dtype.kind in "ub":
@@ -77,7 +89,7 @@ def address(operand: Operand) -> Fetch:
     assert isinstance(operand, Address)
     base, offset = operand.base, operand.offset
     if isinstance(base, Register):
-        index = base.index
+        index = base.place
         if base.bits == 64:
             if not offset:
                 return lambda warp: warp.registers[index].view(np.int64)
@@ -87,10 +99,10 @@ def address(operand: Operand) -> Fetch:
     return lambda warp: at(warp) + offset
 
 
-def result(instruction: Instruction, place: int = 0) -> tuple[int, int]:
+def result(instruction: Statement, place: int = 0) -> tuple[int, int]:
     """The register that an instruction writes, and its bits; of a pair the first."""
     operand: Any = instruction.operands[place]
     operand = operand.first if isinstance(operand, Pair) else operand
     if not isinstance(operand, Register):
         raise PtxError(f"line {instruction.number}: expected a register as the result: {instruction.text}")
-    return operand.index, operand.bits
+    return operand.place, operand.bits

@@ -12,12 +12,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32}
+BITS = {
+    "pred": 1,
+    "b8": 8,
+    "u8": 8,
+    "s8": 8,
+    "b16": 16,
+    "u16": 16,
+    "s16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "b32": 32,
+    "u32": 32,
+}
 BITS |= {"s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64}
-WORDS = {1: np.dtype(np.bool_), 8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
+WORDS = {1: np.dtype(np.bool_)} | {bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
 # Statements that say nothing that an interpreter needs.
-IGNORED = ("version", "target", "address_size", "file", "maxntid", "reqntid", "minnctapersm", "maxnreg", "pragma", "explicitcluster")
-IGNORED += ("reqnctapercluster", "loc", "noreturn")
+IGNORED = (
+    *("version", "target", "address_size", "file", "maxntid", "reqntid", "minnctapersm", "maxnreg", "pragma"),
+    *("explicitcluster", "reqnctapercluster", "loc", "noreturn"),
+)
 
 
 class PtxError(ValueError):
@@ -25,7 +39,7 @@ class PtxError(ValueError):
 
 
 class Register(NamedTuple):
-    index: int
+    place: int  # among the entry's
     bits: int
 
 
@@ -86,7 +100,7 @@ WRAPPERS = ("ptx.cuh", "wgmma.cuh", "warp.py")
 
 
 @dataclass
-class Instruction:
+class Statement:
     """``opcode`` with its modifiers apart; guard: (predicate's register, whether it is negated) or None."""
 
     opcode: str
@@ -110,7 +124,7 @@ class Variable(NamedTuple):
     external: bool
 
 
-class Parameter(NamedTuple):
+class EntryParameter(NamedTuple):
     name: str
     offset: int
     size: int
@@ -121,10 +135,10 @@ class Entry:
     """A kernel: its parameters by offset in their block, its registers' widths, its instructions."""
 
     name: str
-    parameters: list[Parameter]
+    parameters: list[EntryParameter]
     variables: list[Variable]
     widths: list[int] = field(default_factory=list)
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -154,7 +168,7 @@ class Program:
         return self.entries[name]
 
 
-_STATEMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\.section\s+[^\n]*\n\s*\{.*?\n\s*\}|[{}]|[^;{}\n]*;|[^\S\n]+|\n", re.DOTALL)
+_OF_ONE_LINE = re.compile(rf"\.({'|'.join(IGNORED)})\b")
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _VARIABLE = re.compile(
     r"(?P<how>(?:\.(?:visible|extern|weak|common)\s+)*)\.(?P<space>shared|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
@@ -172,6 +186,7 @@ class _Reader:
         self.entry: Entry | None = None
         self.scopes: list[dict[str, Operand]] = []
         self.line = Line(())
+        self.chains: dict[tuple[int, ...], tuple[tuple[str, int], ...]] = {}
 
     def fail(self, what: str, text: str) -> PtxError:
         return PtxError(f"line {self.number}: {what}: {' '.join(text.split())[:200]}")
@@ -197,15 +212,14 @@ class _Reader:
                 text = rest.strip()
                 if not pending:
                     begun = number
-                    if re.match(r"\.(loc|file|pragma|version|target|address_size|maxntid|minnctapersm|reqntid|maxnreg|"
-                                r"reqnctapercluster|explicitcluster|noreturn)\b", text):
+                    if _OF_ONE_LINE.match(text):
                         self.number = number
                         yield text.rstrip(";")
                         break
                     if label := re.match(r"([\w$]+):\s*", text):
                         self.number = number
                         yield label.group(0).strip()
-                        rest = text[label.end():]
+                        rest = text[label.end() :]
                         if not rest:
                             break
                         continue
@@ -235,7 +249,7 @@ class _Reader:
         text = statement.rstrip(";").strip()
         if text.startswith(".loc"):
             self._loc(text)
-        elif text.startswith(".") and text[1:].split()[0] in IGNORED or not text:
+        elif (text.startswith(".") and text[1:].split()[0] in IGNORED) or not text:
             return
         elif ".entry" in text.split("(", 1)[0]:
             self._entry(text)
@@ -268,21 +282,23 @@ class _Reader:
             self.line = Line((place,))
             return
         outer = tuple(map(int, inlined.groups()))
-        chain = getattr(self, "chains", {}).get(outer, ((self.files.get(outer[0], "?"), outer[1]),))
-        self.chains = getattr(self, "chains", {}) | {(numbers[0], *numbers[1:3]): (place, *chain)}
+        chain = self.chains.get(outer, ((self.files.get(outer[0], "?"), outer[1]),))
+        self.chains[(numbers[0], *numbers[1:3])] = (place, *chain)
         self.line = Line((place, *chain))
 
     def _entry(self, text: str) -> None:
         name, _, inside = text.partition(".entry")[2].partition("(")
         parameters, end = [], 0
         for stated in filter(str.strip, inside.rstrip(") ").split(",")):
-            found = re.match(r"\s*\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr.*?)?\s+([\w$]+)(?:\[(\d+)\])?\s*$", stated)
+            found = re.match(
+                r"\s*\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr.*?)?\s+([\w$]+)(?:\[(\d+)\])?\s*$", stated
+            )
             if not found:
                 raise self.fail("unknown parameter", stated)
             size = BITS[found[2]] // 8 * int(found[4] or 1)
             alignment = int(found[1] or BITS[found[2]] // 8)
             begin = -(-end // alignment) * alignment
-            parameters.append(Parameter(found[3], begin, size))
+            parameters.append(EntryParameter(found[3], begin, size))
             end = begin + size
         self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
         self.scopes, self.chains = [], {}
@@ -323,12 +339,12 @@ class _Reader:
             register = self._operand(word.lstrip("@!"), text)
             if not isinstance(register, Register):
                 raise self.fail("unknown predicate", text)
-            guard = register.index, "!" in word
+            guard = register.place, "!" in word
         opcode, _, operands = rest.partition(" ")
         if "\t" in opcode:
             opcode, _, operands = rest.partition("\t")
         parts = tuple(self._operand(part, text) for part in _split(operands))
-        self.entry.instructions.append(Instruction(opcode.strip(), parts, guard, self.line, text, self.number))
+        self.entry.instructions.append(Statement(opcode.strip(), parts, guard, self.line, text, self.number))
 
     def _operand(self, text: str, statement: str) -> Operand:
         text = text.strip()
@@ -360,7 +376,7 @@ class _Reader:
             return Symbol(text)
         raise self.fail(f"unknown operand {text!r}", statement)
 
-    def _check_labels(self, entry: Entry, instruction: Instruction) -> None:
+    def _check_labels(self, entry: Entry, instruction: Statement) -> None:
         if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
             self.number = instruction.number
             raise self.fail("unknown label", instruction.text)

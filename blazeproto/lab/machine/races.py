@@ -1,11 +1,11 @@
 """Races: two accesses to a byte, one of them a write, that nothing waited for orders, whatever this run's order was.
 
-Who acts is an *actor*: a warp, or something asynchronous, named by its issuer and what it is waited for by (a warp's copies, its bulk
-groups, a warpgroup's products, an mbarrier's loads). Every actor counts its epochs. A *clock* says which epochs of every actor are
-known to have ended; barriers, waits and arrivals hand clocks on (FastTrack: Flanagan, Freund 2009).
+Who acts is an *actor*: a warp, or something asynchronous, named by its issuer and by what it is waited for (a warp's copies, its
+bulk groups, a warpgroup's products, an mbarrier's loads). Every actor counts its epochs. A *clock* says which epochs of every
+actor are known to have ended; barriers, waits and arrivals hand clocks on (FastTrack: Flanagan, Freund 2009).
 
-The async proxy sees what threads wrote only behind a fence. So a warp has two clocks: of what it knows, and of what the async proxy
-may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads wrote.
+The async proxy sees what threads wrote only behind a fence. So a warp has two clocks: of what it knows, and of what the async
+proxy may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads wrote.
 
 Lanes of a warp count as ordered. Scope is not judged.
 """
@@ -38,7 +38,7 @@ class Race(NamedTuple):
 
 
 class Shadow:
-    """Of every byte: the last write's actor, epoch and instruction, whether a thread made it, and some reads."""
+    """For every byte the last write's actor, epoch and instruction, whether a thread made it, and some reads."""
 
     def __init__(self, size: int) -> None:
         self.actor, self.epoch, self.site = (np.zeros(size, np.int32) for _ in range(3))
@@ -59,7 +59,8 @@ class Races:
     """The clocks of a cluster, and what was found; ``found`` by the pair of instructions."""
 
     def __init__(self, cluster: Cluster, found: dict[tuple[int, int], Race]) -> None:
-        self.found, self.sites = found, {0: ("the start", None)}
+        self.found = found
+        self.sites: dict[int, tuple[str, Any]] = {0: ("the start", None)}
         self.of_step: dict[tuple[int, str], int] = {}
         self.actors: dict[Any, int] = {"nobody": 0}
         self.size = 64 + 8 * len(cluster.warps)
@@ -110,7 +111,7 @@ class Races:
             self.clocks[warp], self.seen[warp] = np.maximum(self.clocks[warp], known), np.maximum(self.seen[warp], seen)
 
     def fence(self, warp: Warp) -> None:
-        """Of the async proxy: it sees what the warp knows."""
+        """The async proxy sees what the warp knows."""
         self.seen[warp] = np.maximum(self.seen[warp], self.clocks[warp])
 
     def arrive_named(self, warp: Warp, named: Any) -> None:
@@ -181,7 +182,9 @@ class Races:
             clash |= (last_epoch > seen[last]) & shadow.threads[index]
         clash &= last != actor
         if clash.any():
-            self._report(block, int(index[clash][0]), int(shadow.site[index[clash][0]]), site, f"a write, then {how[:-1]}")
+            self._report(
+                block, int(index[clash][0]), int(shadow.site[index[clash][0]]), site, f"a write, then {how[:-1]}"
+            )
         if how == "writes":
             for reader in range(READS):
                 who, when = shadow.readers[reader, index], shadow.read_epochs[reader, index]
@@ -189,14 +192,23 @@ class Races:
                 if clash.any():
                     place = int(index[clash][0])
                     self._report(block, place, int(shadow.read_sites[reader, place]), site, "a read, then a write")
-            shadow.actor[index], shadow.epoch[index], shadow.site[index], shadow.threads[index] = actor, epoch, site, thread
+            shadow.actor[index], shadow.epoch[index], shadow.site[index], shadow.threads[index] = (
+                actor,
+                epoch,
+                site,
+                thread,
+            )
             shadow.read_epochs[:, index] = 0
             return
         for reader in range(READS):  # the first place that is free, or whose read is known to have ended
             who, when = shadow.readers[reader, index], shadow.read_epochs[reader, index]
             free = (when <= known[who]) | (who == actor)
             at = index[free]
-            shadow.readers[reader, at], shadow.read_epochs[reader, at], shadow.read_sites[reader, at] = actor, epoch, site
+            shadow.readers[reader, at], shadow.read_epochs[reader, at], shadow.read_sites[reader, at] = (
+                actor,
+                epoch,
+                site,
+            )
             index = index[~free]
             if not len(index):
                 break

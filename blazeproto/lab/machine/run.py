@@ -1,7 +1,7 @@
 """Runs a program: CTAs one cluster after another, their warps in an order that a seed decides.
 
-At every instruction that others can see the schedule may let another warp go first, or let something happen that is under way. What
-nobody waits for may happen late; the seed decides how late. The same seed gives the same run.
+At every instruction that others can see the schedule may let another warp go first, or let something happen that is under way.
+What nobody waits for may happen late; the seed decides how late. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blazeproto.lab.machine.cta import Cluster
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Entry, Program
 from blazeproto.lab.machine.races import Race, Races
-from blazeproto.lab.machine.step import Step, compile_entry
+from blazeproto.lab.machine.step import Compiled, compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import MachineError, Warp
 
@@ -53,8 +53,8 @@ class Launch:
         self,
         program: Program,
         entry: Entry,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
         shared_bytes: int,
         memory: Memory,
         parameters: bytes,
@@ -94,12 +94,12 @@ def run(
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
     shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.  progress: called with CTAs done and in all.
-    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody can go on.
+    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
-    whole_grid, whole_block = ((*size, 1, 1)[:3] for size in (grid, block))
+    whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
     launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {})
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
@@ -123,7 +123,7 @@ def run(
 class _Schedule:
     """The warps of a cluster, and who goes on."""
 
-    def __init__(self, launch: Launch, cluster: Cluster, steps: list[Step], draw: random.Random) -> None:
+    def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.spun: dict[Warp, tuple[int, set[int]]] = {}  # who asked in vain: the launch's changes then, and where
@@ -194,6 +194,8 @@ class _Schedule:
         lines = [f"{self.launch.entry.name}: nobody can go on"]
         for warp in warps:
             line = self.steps[warp.pc].instruction.line
-            lines.append(f"  {warp.cta.name}, {warp.name} waits at {line}: {warp.wait.what if warp.wait else 'it spins'}")
+            lines.append(
+                f"  {warp.cta.name}, {warp.name} waits at {line}: {warp.wait.what if warp.wait else 'it spins'}"
+            )
         lines += [f"  under way: {one}" for one in self.launch.pending]
         return "\n".join(lines)

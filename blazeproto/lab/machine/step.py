@@ -1,7 +1,7 @@
-"""Instructions as functions of a warp: `compile_entry` makes a `Step` of each, once for a program.
+"""Instructions as functions of a warp: `compile_entry` makes a `Compiled` of each, once for a program.
 
-What computes lane by lane is in arithmetic.py; this file has operands, guards and branches, and asks the tables of the other files
-for the rest (loads.py, lanes.py, barriers.py, asynchronous.py).
+What computes lane by lane is in arithmetic.py; this file has operands, guards and branches, and asks the tables of the other
+files for the rest (loads.py, lanes.py, barriers.py, asynchronous.py, wgmma.py).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
 from blazeproto.lab.machine.operands import fetch, registers_of, result
-from blazeproto.lab.machine.ptx import WORDS, Entry, Instruction, PtxError, Register
+from blazeproto.lab.machine.ptx import WORDS, Entry, PtxError, Statement
 from blazeproto.lab.machine.warp import MachineError, Wait, Warp
 
 Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]
 FAMILIES = (loads.TABLE, lanes.TABLE, barriers.TABLE, asynchronous.TABLE, wgmma.TABLE)
 
 
-class Step:
+class Compiled:
     """One instruction: runs for the lanes of a warp, and moves its program counter.
 
     visible: whether other warps may see what it does, so that another may go first.
     """
 
-    def __init__(self, instruction: Instruction, target: int | None, run: Run | None, visible: bool) -> None:
+    def __init__(self, instruction: Statement, target: int | None, run: Run | None, visible: bool) -> None:
         self.instruction, self.target, self.run, self.visible = instruction, target, run, visible
         self.guard = instruction.guard
 
@@ -66,7 +66,7 @@ class Step:
         return MachineError(f"{warp.cta.launch.entry.name}: {text}")
 
 
-def compile_entry(entry: Entry) -> list[Step]:
+def compile_entry(entry: Entry) -> list[Compiled]:
     """PtxError for an instruction that the machine does not know, with its line and text."""
     steps = []
     for instruction in entry.instructions:
@@ -75,26 +75,26 @@ def compile_entry(entry: Entry) -> list[Step]:
         except (PtxError, KeyError, IndexError, AttributeError, AssertionError) as error:
             said = f": {error}" if isinstance(error, PtxError) else ""
             raise PtxError(f"line {instruction.number}: unknown instruction: {instruction.text[:200]}{said}") from error
-    end = Instruction("ret", (), None, steps[-1].instruction.line, "the end", 0)
-    return [*steps, Step(end, None, None, False)]
+    end = Statement("ret", (), None, steps[-1].instruction.line, "the end", 0)
+    return [*steps, Compiled(end, None, None, False)]
 
 
-def _compile(instruction: Instruction, entry: Entry) -> Step:
+def _compile(instruction: Statement, entry: Entry) -> Compiled:
     name = instruction.words[0]
     if name == "bra":
-        return Step(instruction, entry.labels[instruction.operands[0].name], None, False)  # type: ignore[union-attr]
+        return Compiled(instruction, entry.labels[instruction.operands[0].name], None, False)  # type: ignore[union-attr]
     if name in ("ret", "exit"):
-        return Step(instruction, None, None, False)
+        return Compiled(instruction, None, None, False)
     for table in FAMILIES:
         if name in table:
             made: Any = table[name](instruction)
-            step = Step(instruction, None, None, True)
+            step = Compiled(instruction, None, None, True)
             step.run = made(step)
             return step
-    return Step(instruction, None, _arithmetic(instruction), False)
+    return Compiled(instruction, None, _arithmetic(instruction), False)
 
 
-def _arithmetic(instruction: Instruction) -> Run:
+def _arithmetic(instruction: Statement) -> Run:
     known = operation(instruction.words)
     if known is None:
         raise PtxError("no such opcode")
@@ -113,6 +113,6 @@ def _arithmetic(instruction: Instruction) -> Run:
     return run
 
 
-def registers_of_all(instruction: Instruction) -> tuple[int, ...]:
+def registers_of_all(instruction: Statement) -> tuple[int, ...]:
     """The registers of all operands but the first."""
     return tuple(index for operand in instruction.operands[1:] for index in registers_of(operand))

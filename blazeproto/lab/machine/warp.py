@@ -1,8 +1,7 @@
 """A warp: 32 lanes with their registers, and who of them goes on where.
 
-Lanes that branch apart form groups, each with a program counter. The group that is furthest back runs until it meets another, which
-it joins; so lanes come together again at the first place that all of them reach (PTX ISA §3.1, independent thread scheduling, leaves
-the order open).
+Lanes that branch apart form groups, each with a program counter. The group that is furthest back runs until it meets another,
+which it joins; so lanes come together again at the first place that all of them reach. (PTX ISA §3.1 leaves the order open.)
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Wait(NamedTuple):
 
 
 class Warp:
-    """registers: by their index, (32,) unsigned words.  unwritten: by register, the lanes that nobody wrote.  clock: instructions."""
+    """registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.  clock: instructions."""
 
     def __init__(self, cta: Cta, number: int, threads: int, widths: list[int]) -> None:
         self.cta, self.number = cta, number
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
         self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for
-        self.alive = LANE < threads
+        self.alive = threads > LANE
         self.pc = 0
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
@@ -106,7 +105,9 @@ class Warp:
 
     # --- Registers -----------------------------------------------------------------------------------------------------------
 
-    def write(self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray | None = None) -> None:
+    def write(
+        self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray | None = None
+    ) -> None:
         """value: (32,), of the register's width."""
         missing = self.unwritten.pop(register, None)
         if lanes is not None:

@@ -1,6 +1,6 @@
 """wgmma: four warps multiply tiles of shared memory, beside what they do otherwise (PTX ISA §9.7.15.5).
 
-A warpgroup's instructions happen in their order, each when all four warps have issued it, and read shared memory when they happen.
+A warpgroup's instructions happen in their order, each when all four warps have issued it, and then read shared memory.
 Until a wait, the accumulators are nobody's: reading them is reading what nobody wrote.
 """
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.asynchronous import Transaction, seen_by_async
-from blazeproto.lab.machine.operands import fetch
-from blazeproto.lab.machine.ptx import Immediate, Instruction, PtxError, Vector
+from blazeproto.lab.machine.operands import fetch, registers_of
+from blazeproto.lab.machine.ptx import Immediate, PtxError, Statement, Vector
 from blazeproto.lab.machine.warp import ALL, Wait, Warp
 
 WARPS = 4
 Made = Callable[[Any], Any]
 
 
-class Product(Transaction):
+class Multiplication(Transaction):
     """One wgmma of a warpgroup. issued: of each warp its accumulators' first values, or None where D = A B."""
 
-    def __init__(self, warp: Warp, step: Any, group: Warpgroup, run: Callable[[Product], None]) -> None:
+    def __init__(self, warp: Warp, step: Any, group: Warpgroup, run: Callable[[Multiplication], None]) -> None:
         self.issued: dict[int, np.ndarray | None] = {}
         self.orders: list[Any] = []
         super().__init__(warp, step, [lambda: run(self)], group, group.queue)
@@ -39,15 +39,19 @@ class Warpgroup:
     def __init__(self) -> None:
         self.queue: list[Any] = []
         self.made = [0] * WARPS  # issued by each warp
-        self.groups: list[list[int]] = [[] for _ in range(WARPS)]  # of each warp: how many had been issued at each commit
+        self.groups: list[list[int]] = [
+            [] for _ in range(WARPS)
+        ]  # of each warp: how many had been issued at each commit
         self.sums: dict[tuple[int, ...], np.ndarray] = {}
-        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(WARPS)]  # of each warp: its last of these registers
+        self.last: list[dict[tuple[int, ...], int]] = [
+            {} for _ in range(WARPS)
+        ]  # of each warp: its last of these registers
 
     def completed(self) -> int:
         return next((i for i, one in enumerate(self.queue) if not one.done), len(self.queue))
 
 
-def wgmma(instruction: Instruction) -> Made:
+def wgmma(instruction: Statement) -> Made:
     """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory; fence, commit_group, wait_group (§9.7.15.7)."""
     kind = instruction.words[1]
     if kind == "fence":
@@ -62,7 +66,7 @@ def _commit(warp: Warp, running: np.ndarray | None) -> None:
     group.groups[mine].append(group.made[mine])
 
 
-def _wait(instruction: Instruction) -> Made:
+def _wait(instruction: Statement) -> Made:
     left = int(instruction.operands[0].value)  # type: ignore[union-attr]
 
     def made(step: Any) -> Any:
@@ -90,7 +94,7 @@ def _wait(instruction: Instruction) -> Made:
     return made
 
 
-def _multiply(instruction: Instruction) -> Made:
+def _multiply(instruction: Statement) -> Made:
     words = instruction.words
     shape = words[4]
     columns, depth = (int(number) for number in shape[1:].replace("n", " ").replace("k", " ").split()[1:])
@@ -102,12 +106,12 @@ def _multiply(instruction: Instruction) -> Made:
     scale_a, scale_b, transpose_a, transpose_b = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
         raise PtxError("expected no negated operand")
-    registers = tuple(part.index for part in d.parts)  # type: ignore[union-attr]
+    registers = registers_of(d)
     descriptors = [fetch(operand, np.dtype(np.uint64)) for operand in (a, b)]
     accumulate = fetch(scale_d, np.dtype(np.bool_))
-    read = tuple(operand.index for operand in (a, b, scale_d) if hasattr(operand, "index") and not isinstance(operand, Immediate))
+    read = registers_of(Vector((a, b, scale_d)))
 
-    def operand(warp: Warp, step: Any, word: int, rows: int, transposed: bool, product: Product) -> np.ndarray:
+    def operand(warp: Warp, step: Any, word: int, rows: int, transposed: bool, product: Multiplication) -> np.ndarray:
         try:
             described = matrices.Descriptor.decode(word)
         except ValueError as error:
@@ -120,8 +124,7 @@ def _multiply(instruction: Instruction) -> Made:
         pairs = (places[..., None] + np.arange(2)).reshape(-1)
         if warp.cta.races:
             warp.cta.races.read(shared, pairs, product, step)
-        if not shared.written[pairs].all():
-            product.unwritten = True  # true kernels multiply rows that nobody wrote, and store nothing of them
+        # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
         return seen_by_async(shared, pairs).view(np.uint16).reshape(rows, depth)
 
     def made(step: Any) -> Any:
@@ -135,10 +138,12 @@ def _multiply(instruction: Instruction) -> Made:
             number = group.made[mine]
             if number == len(group.queue):
                 given = [int(get(warp)[0]) for get in descriptors]
-                Product(warp, step, group, lambda product: happen(warp, product, given))
+                Multiplication(warp, step, group, lambda product: happen(warp, product, given))
             product = group.queue[number]
             if product.step is not step:
-                raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({product.step.instruction.line})")
+                raise step.error(
+                    warp, f"another wgmma than other warps of its warpgroup issue ({product.step.instruction.line})"
+                )
             group.made[mine] += 1
             first = None
             if bool(accumulate(warp)[0]) and registers[0] not in warp.in_flight:
@@ -156,7 +161,7 @@ def _multiply(instruction: Instruction) -> Made:
                 warp.unwritten[register] = ALL
             group.last[mine][registers] = number
 
-        def happen(warp: Warp, product: Product, given: list[int]) -> None:
+        def happen(warp: Warp, product: Multiplication, given: list[int]) -> None:
             group = warp.cta.warpgroup(warp)
             first = [product.issued[i] for i in range(WARPS)]
             if all(one is not None for one in first):
@@ -167,7 +172,7 @@ def _multiply(instruction: Instruction) -> Made:
                 operand(warp, step, word, rows, bool(transposed), product)
                 for word, rows, transposed in zip(given, (64, columns), (transpose_a, transpose_b), strict=True)
             ]
-            group.sums[registers] = matrices.multiply(*tiles, sums)
+            group.sums[registers] = matrices.multiply(tiles[0], tiles[1], sums)
 
         return run
 
