@@ -49,12 +49,12 @@ def _resolved(folder: str | Path) -> Path:
 
 
 class EditedSources:
-    """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder."""
+    """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder with a .cu."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = _resolved(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"folder: expected a folder with CUDA sources, got {self.folder}")
+        if not any(self.folder.glob("*.cu")):
+            raise ValueError(f"folder: expected a folder with CUDA sources, as edit() makes it, got {self.folder}")
 
     @classmethod
     def copied(cls, folder: str | Path) -> Self:
@@ -103,11 +103,18 @@ class EditedSources:
         """All of them at a time, in processes of their own: a malformed wgmma can crash the compiler.
 
         CompileError where the compiler refuses one: each error's file, line and the line itself, then all that it said.
+        FileNotFoundError for a .cu that is no longer there.
         """
+        sources = next(kernel.sources for kernel in kernels if kernel.sources)
+        for kernel in kernels:
+            if not kernel.path.is_file():
+                raise FileNotFoundError(
+                    f"{self.folder / kernel.file}: expected the source of kernel {kernel.entry}, got no file; "
+                    f"copy it again from {CUDA_SOURCES}"
+                )
         try:
             compile_many(kernels)
         except CompileError as error:
-            sources = next(kernel.sources for kernel in kernels if kernel.sources)
             raise CompileError(readable(str(error), sources, self.folder)) from None
 
 

@@ -74,7 +74,7 @@ def test_a_folder_is_gone_on_with(bench: Workbench, folder: Path, tmp_path: Path
     (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
     other = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
     assert other.reopen(folder) == folder and "+// mine" in other.diff() and other.diff() == bench.diff()
-    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, got "):
+    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, as "):
         other.reopen(tmp_path / "absent")
     with pytest.raises(TypeError, match="folder: expected a path, got int"):
         other.reopen(3)
@@ -105,6 +105,53 @@ def test_headers_macros_and_new_files_count(bench: Workbench, folder: Path) -> N
     assert "+++ b/mine.cuh" in bench.diff() and "--- /dev/null" in bench.diff()
     (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 3.0f\n")
     assert bench.kernel.cubin != doubled.cubin
+
+
+@pytest.mark.parametrize(
+    ("include", "header"),
+    [
+        ("<mine.cuh>", "mine.cuh"),
+        ('"sub/outer.cuh"', "sub/inner.cuh"),
+        ("MINE", "mine.cuh"),
+        ('"../mine.cuh"', "../mine.cuh"),
+    ],
+)
+def test_an_edited_header_is_compiled_however_it_is_included(
+    bench: Workbench, folder: Path, include: str, header: str
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub/outer.cuh").write_text('#include "inner.cuh"\n')
+    source = (folder / "combine.cu").read_text().replace("weight * bf16_low", "WEIGHT * weight * bf16_low")
+    (folder / header).write_text("#define WEIGHT 2.0f\n")
+    (folder / "combine.cu").write_text(f'#define MINE "mine.cuh"\n#include {include}\n{source}')
+    if header.startswith(".."):
+        with pytest.raises(CompileError, match="cannot open source file"):
+            _ = bench.kernel
+        return
+    doubled = bench.kernel.cubin
+    (folder / header).write_text("#define WEIGHT 3.0f\n")
+    assert bench.kernel.cubin != doubled
+
+
+def test_a_source_that_is_gone_is_named_in_the_users_folder(bench: Workbench, folder: Path) -> None:
+    (folder / "combine.cu").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=rf"^{folder}/combine\.cu: expected the source of kernel combine, got no file"
+    ):
+        _ = bench.kernel
+
+
+def test_a_folder_without_sources_is_not_reopened(bench: Workbench, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"folder: expected a folder with CUDA sources, as edit\(\) makes it, got {tmp_path}"
+    ):
+        bench.reopen(tmp_path)
+
+
+def test_a_comment_that_is_no_utf8_is_compiled(bench: Workbench, folder: Path) -> None:
+    source = folder / "combine.cu"
+    source.write_bytes("// gr\u00fcn\n".encode("latin-1") + source.read_bytes())
+    assert bench.kernel.registers > 0 and "gr\ufffdn" in bench.diff()
 
 
 def test_a_compile_error_shows_the_line_and_the_old_kernel_stays(bench: Workbench, folder: Path) -> None:
