@@ -16,12 +16,22 @@ from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_
 _ERROR = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<said>(?:catastrophic )?error.*)$", re.MULTILINE)
 
 
-@cache
 def _snapshots() -> Path:
     """This process's folder of sources as they were when they were compiled, and of what was made of them."""
+    return _snapshots_of(os.getpid())
+
+
+@cache
+def _snapshots_of(process: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="blazeproto-lab-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, process)
     return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    """At the end of ``process``, not of a child that it has forked."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files_in(folder: Path) -> dict[str, bytes]:

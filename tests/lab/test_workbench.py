@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -192,6 +194,34 @@ def test_an_edited_kernel_never_enters_the_packages_cache(
     (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
     _ = bench.kernel
     assert not compile_cache.folder().exists()
+
+
+FORK = """
+import os, sys
+from blazeproto.lab.edit import EditedSources
+
+sources = EditedSources.copied(sys.argv[1])
+made = sources.snapshot()
+if os.fork() == 0:
+    own = sources.snapshot()
+    assert own != made and own.is_dir()
+    sys.exit()
+assert os.wait()[1] == 0
+assert (made / "up.cu").is_file() and sources.snapshot() == made
+print(made.parent)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_leaves_its_parents_sources(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(tmp_path / "sources")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists() and not [
+        *tmp_path.glob("blazeproto-lab-*")
+    ]  # each has removed its own
 
 
 # ---- which kernels a launch takes ---------------------------------------------------------------------------------
