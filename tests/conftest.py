@@ -94,26 +94,14 @@ def _write_environment(value: dict[str, str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """But for what libraries set, once they are imported or first used."""
+    """But for what libraries, and train_lm, set once they are imported or first used."""
     return {key: value for key, value in os.environ.items() if not key.startswith(LIBRARIES)}
 
 
 LIBRARIES = (
-    "CUBLAS_",
-    "CUDA_",
-    "HF_",
-    "JAX_",
-    "KMP_",
-    "MPL",
-    "NCCL_",
-    "PYTEST_",
-    "PYTORCH_",
-    "TF_",
-    "TOKENIZERS_",
-    "TORCH",
-    "TPU_",
+    *("CUBLAS_", "CUDA_", "DISABLE_CUPTI", "GOMP_", "HF_", "JAX_", "KMP_", "MPL", "NCCL_", "PYTEST_", "PYTORCH_"),
+    *("TEARDOWN_CUPTI", "TF_", "TOKENIZERS_", "TORCH", "TPU_", "TRITON_", "XLA_", "_TORCH"),
 )
-LIBRARIES += ("TRITON_", "XLA_", "_TORCH", "DISABLE_CUPTI", "TEARDOWN_CUPTI")
 
 
 def _gpus() -> tuple[int, ...]:
