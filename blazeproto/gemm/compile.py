@@ -102,6 +102,9 @@ class Kernel(Shown):
     @cached_property
     def source(self) -> str:
         """The macros, then the .cu with each header but CUDA's written out where it is first included."""
+        return self._read()
+
+    def _read(self) -> str:
         lines = [f"#define {macro[2:].replace('=', ' ', 1)}" for macro in self.macros]
         return "\n".join([*lines, _expand(self.path, self.folder, set())])
 
@@ -142,7 +145,7 @@ class Kernel(Shown):
             binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
                 binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
-            if self.complete:
+            if self.complete and self._read() == self.source:  # else somebody has changed it meanwhile
                 cache.write(name, binary.to_bytes(), beside)
         if "C7510" in binary.log or "serialized" in binary.log:
             warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)

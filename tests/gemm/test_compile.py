@@ -160,6 +160,16 @@ def test_a_header_beside_the_users_own_file_counts(
     assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
 
 
+def test_what_was_changed_before_it_was_compiled_is_not_cached_as_what_it_was(source: str) -> None:
+    """`source` is read when it is asked for, and the compiler reads the files again."""
+    kernel = Kernel(source, "second", {"N": 4321})
+    assert "*x = N;" in kernel.source
+    Path(source).write_text(SOURCE.replace("*x = N;", "*x = N + 1;"))
+    kernel.compile()
+    Path(source).write_text(SOURCE)
+    assert Kernel(source, "second", {"N": 4321}).ptx != kernel.ptx
+
+
 def test_headers_that_include_each_other_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.cuh").write_text('#pragma once\n#include "sub/../b.cuh"\n')
