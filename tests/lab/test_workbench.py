@@ -483,6 +483,24 @@ def test_one_wrong_chunk_is_found(name: str) -> None:
             assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {100}
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_bounds_are_a_few_roundings_wide(name: str) -> None:
+    """The largest element of each output, wrong by four roundings of bf16, or in fp32 by a quarter of that, is found."""
+    references = made(name)[1].references
+    values = made(name)[2]
+    for output, value in values.items():
+        place = int(references[output].exact.abs().argmax())
+        wrong = {n: each.clone() for n, each in values.items()}
+        wrong[output].view(-1)[place] *= 1 + (2**-6 if value.dtype == torch.bfloat16 else 2**-8)
+        _, fresh, _ = made(name)
+        fresh.add(wrong)
+        verdict = fresh.verdict(name)
+        assert not verdict and sum(tile.wrong for tile in verdict.tiles) == 1, (
+            output,
+            references[output].bound.view(-1)[place],
+        )
+
+
 def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     case, comparison, values = made("up_forward")
     start = int(case.dispatch.expert_token_offsets[2])
