@@ -275,16 +275,10 @@ class MoE(nn.Module, Shown):
             dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
         return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
 
-    @property
-    def options(self) -> Options:
-        """Those of the experts, together; TypeError where something else is set."""
-        return self._options
-
-    @options.setter
-    def options(self, value: Options) -> None:
-        if not isinstance(value, Options):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "options" and not isinstance(value, Options):
             raise TypeError(f"options: expected blazeproto.autograd.Options, got {type(value).__name__}")
-        self._options = value
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
