@@ -12,7 +12,7 @@ refuses.
 from collections.abc import Sequence
 from typing import Any
 
-from blazeproto.runtime.arrays import DeviceArray
+from blazeproto.runtime.arrays import DeviceArray, simulated
 from blazeproto.runtime.memory import as_cupy
 
 
@@ -36,7 +36,11 @@ def run(
     device: int,
     stream: int,
 ) -> None:
-    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``."""
+    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``. ValueError in the simulator."""
+    if simulated():
+        raise ValueError(
+            "method: expected 'tiled' or 'dense' in Numba's simulator, got 'sort', which needs CuPy and a GPU"
+        )
     import cupy
 
     def array(address: int, size: int, dtype: str = "int32") -> Any:
