@@ -32,6 +32,7 @@ from scripts.bench.common import (
     in_turn,
     part_file,
     settled,
+    stamped,
     write_json,
 )  # fmt: skip
 from scripts.bench.module_tables import router_table
@@ -251,7 +252,7 @@ def main() -> None:
     need_hopper()
     record = begun("router", __doc__)
     for shape in in_turn(options.configs):
-        record["rows"] += measure(shape, options.rounds)
+        record["rows"] += stamped(measure, shape, options.rounds)
         write_json(options.out or part_file("router"), record)
     print("wrote", options.out or finished("router", whole=set(options.configs) == set(ROUTER_SHAPES)))
     print_verdicts(record)
