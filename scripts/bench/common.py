@@ -123,7 +123,9 @@ def bench_parser(
         what = "numbers such as 1-3, or a table: " + ", ".join(TABLES)
         parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
     if resume:
-        parser.add_argument("--resume", action="store_true", help="leave out what the file has of the same kernels and benchmark")
+        parser.add_argument(
+            "--resume", action="store_true", help="leave out what the file has of the same kernels and benchmark"
+        )
     if time_budget or resume:
         what = "skip what would start later"
         parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
@@ -296,7 +298,7 @@ def finished(name: str, *, whole: bool) -> Path:
     return part_file(name).replace(RESULTS / f"{name}.json") if whole else part_file(name)
 
 
-def geometric_mean(values: list[float]) -> float:
+def geometric_mean(values: Sequence[float]) -> float:
     """Geometric mean of positive numbers; NaN of none."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 

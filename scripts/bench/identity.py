@@ -51,7 +51,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 def preprocessed(source: str) -> str:
     """A CUDA source without comments, white space, and what its macros leave out. RuntimeError where it is malformed."""
-    import pcpp
+    import pcpp  # type: ignore[import-untyped]
 
     class Preprocessor(pcpp.Preprocessor):  # type: ignore[misc]
         def on_include_not_found(self, *_: object) -> None:  # CUDA's own headers
@@ -101,7 +101,10 @@ def tree(node: Any) -> str:
     if not isinstance(node, ast.AST):
         return repr(node)
     inside = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
-    if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+    if (
+        isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        and ast.get_docstring(node, clean=False) is not None
+    ):
         inside["body"] = node.body[1:]
     parts = (f"{name}={tree(value)}" for name, value in inside.items() if name not in ASIDE)
     return f"{type(node).__name__}({' '.join(parts)})"
@@ -119,7 +122,8 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 def _module_of(value: Any) -> str:
     """The name of a module, or of what a module defines; of a program that runs, its own."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    return str(sys.modules[name].__spec__.name) if name == "__main__" and sys.modules[name].__spec__ else str(name)
+    program = sys.modules[name].__spec__ if name == "__main__" else None
+    return program.name if program else str(name)
 
 
 class Code:
@@ -159,7 +163,9 @@ class Code:
     def add_members(self, value: type) -> None:
         functions = FunctionType | property | staticmethod | classmethod
         for name, member in vars(value).items():
-            if isinstance(member, functions | int | float | str | tuple) and not name.startswith(("__module", "__doc", "__q", "__match", "__first", "__static")):
+            if isinstance(member, functions | int | float | str | tuple) and not name.startswith(
+                ("__module", "__doc", "__q", "__match", "__first", "__static")
+            ):
                 self.add(f"{value.__qualname__}.{name}", member)
 
     def add_function(self, function: FunctionType) -> None:
@@ -225,8 +231,8 @@ def described(kernel: Kernel | NumbaKernel) -> Description:
         names = ("threads", "min_blocks", "constants")
         make = {"make": f"{kernel.make.__module__}.{kernel.name}", "parameters": " ".join(kernel.parameters)}
         return make | {name: getattr(kernel, name) for name in names}
-    names = ("file", "entry", "dynamic_smem", "threads", "start_registers")
-    values = {name: getattr(kernel, name) for name in names}
+    fixed = ("file", "entry", "dynamic_smem", "threads", "start_registers")
+    values = {name: getattr(kernel, name) for name in fixed}
     return values | {"defines": dict(kernel.defines), "options": [*kernel.options]}
 
 
@@ -257,7 +263,8 @@ def launched() -> Iterator[dict[str, Description]]:
 
     with mock.patch.object(driver, "launch", noted):
         yield found
-    for kernel in (*compile._LOADED, *numba_kernel.LOADED):
+    loaded: list[Kernel | NumbaKernel] = [*compile._LOADED, *numba_kernel.LOADED]
+    for kernel in loaded:
         if any(each.ptr in functions for each in kernel._functions.values()):
             found[identity(kernel)] = described(kernel)
 
@@ -273,7 +280,7 @@ def is_current(name: str) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
-TILE_MACROS = tuple(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n") + ("BN",)
+TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
 
 
 def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -300,7 +307,10 @@ def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
     if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
         return False
     now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"}))
-    return description["entry"] in {entry for entry, *_ in now} and _tiles(description["entry"], description["defines"]) not in now
+    return (
+        description["entry"] in {entry for entry, *_ in now}
+        and _tiles(description["entry"], description["defines"]) not in now
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -314,13 +324,14 @@ def name_of(measure: Callable[..., Any]) -> str:
 def earlier(row: Mapping[str, Any]) -> str:
     """What of a row is no longer what is here: "kernels", "benchmark" or, of a row of today's, "".
 
-    A row that does not say what it is of is of earlier kernels.
+    A row that does not say which kernels were launched is of earlier ones; one that no benchmark timed has no protocol.
     """
     of = row.get("of", {})
     kernels = of.get("kernels")
     if kernels is None or not all(is_current(name) and not other_tiles(name, row.get("cfg", {})) for name in kernels):
         return "kernels"
-    return "" if protocol_identity(of["protocol"]) == of["protocol_identity"] else "benchmark"
+    timed = "protocol" not in of or protocol_identity(of["protocol"]) == of["protocol_identity"]
+    return "" if timed else "benchmark"
 
 
 def rows_in(record: Any) -> Iterator[dict[str, Any]]:

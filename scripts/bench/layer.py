@@ -134,6 +134,7 @@ def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, Any]:
     floor_forward, floor_backward = cost.layer_floor_ms(shape)
     row: dict[str, Any] = {
         "cfg": cfg_of(shape),
+        "rounds": rounds,
         "floor_fwd_ms": round(floor_forward, 4),
         "floor_bwd_ms": round(floor_backward, 4),
         "peers": {},

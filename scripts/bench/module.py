@@ -36,23 +36,20 @@ from scripts.bench.common import (
     MODULE_SHAPES,
     RESULTS,
     SHAPES,
-    TABLES,
     begun,
     bench_parser,
     cfg_of,
-    geometric_mean,
     in_turn,
     read_json,
     rows_of,
     settled,
     stamped,
-    table_of,
     with_row,
     write_json,
 )  # fmt: skip
 from scripts.bench.identity import earlier
 from scripts.bench.layer import FLOOR, input_sets
-from scripts.bench.module_tables import module_table
+from scripts.bench.module_tables import module_table, verdicts
 from scripts.bench.peers import modules
 from scripts.bench.router import router_floor_ms
 from scripts.bench.timing import (
@@ -71,11 +68,6 @@ Row = dict[str, Any]
 Programs = dict[str, list[modules.ModuleProgram]]
 
 QUICK_SHAPES = (SHAPES[0], SHAPES[8], SHAPES[20], EXTRA_SHAPES[0])
-
-# What SonicMoE's time over ours has to be, forward + backward: least on a shape, and the geometric mean of the large ones.
-LEAST_RATIO, LEAST_MEAN = 1.05, 1.07
-CLOSE_SHAPES = dict.fromkeys((SHAPES[3], SHAPES[8], *EXTRA_SHAPES[2:]), 1.03)
-LARGE_TABLES = ("sonicmoe-9a", "moeblaze-1")
 
 ROUNDS = 5
 ROUND_MS = 20.0  # a program's part of a round holds enough calls to last about this long
@@ -117,8 +109,8 @@ def row_differences(a: Tensor, b: Tensor) -> Tensor:
 
 
 def agreement(a: Any, b: Any) -> dict[str, float]:
-    """By how much two programs' outputs and gradients of x differ, in the median over the tokens, and by how much each gradient of
-    a weight that both have; and the share of tokens that went to other experts: SonicMoE's logits are rounded to bf16.
+    """By how much two programs' outputs and gradients of x differ, in the median over the tokens, and by how much the gradient of
+    each weight; and the share of tokens that went to other experts: SonicMoE's logits are rounded to bf16.
 
     RuntimeError where they say that the layers are not the same.
     """
@@ -189,7 +181,7 @@ def measure(shape: Sizes, names: list[str], rounds: int) -> Row:
     saved = saved_bytes(router.forward, router.module.parameters())
     floors = cost.layer_floor_ms(shape), router_floor_ms(shape)
     forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
-    row: Row = {"cfg": cfg_of(shape)}
+    row: Row = {"cfg": cfg_of(shape), "rounds": rounds}
     row |= part_times(programs, rounds)
     row |= gap_times({name: each for name, each in programs.items() if name != "router"}, rounds)
     row |= {"floor_fwd_ms": round(forward, 4), "floor_fwdbwd_ms": round(forward + backward, 4)}
@@ -198,56 +190,15 @@ def measure(shape: Sizes, names: list[str], rounds: int) -> Row:
     return row | {"difference": differences} | ({"absent": absent} if absent else {})
 
 
-# -------------------------------------------------------------------------------------------------- bounds and table
-
-
-def ratio(row: Row, part: str = "fwdbwd") -> float | None:
-    """SonicMoE's time over ours; above 1 we are ahead."""
-    theirs = row.get(f"sonic_{part}_ms")
-    return None if theirs is None else float(theirs / row[f"ours_{part}_ms"])
-
-
-def least_ratio(row: Row) -> float:
-    return CLOSE_SHAPES.get(Sizes(**row["cfg"]), LEAST_RATIO)
-
-
-def bounds(row: Row) -> dict[str, bool | None]:
-    """Whether a row holds what is asked of it, by name; None: not measured."""
-    faster, peaks = ratio(row), [row.get(f"{name}_peak_fwdbwd_MiB") for name in ("ours", "sonic")]
-    return {
-        "time": None if faster is None else faster >= least_ratio(row),
-        "peak": None if peaks[1] is None else peaks[0] <= peaks[1],
-        "saved": row["router_saved_bytes"] <= row["router_may_save_bytes"],
-    }
-
-
-def mean_of_large(rows: list[Row]) -> tuple[float, int]:
-    """Geometric mean of `ratio` over the shapes of LARGE_TABLES, and how many of them were measured."""
-    found = [value for row in rows if table_of(Sizes(**row["cfg"])) in LARGE_TABLES and (value := ratio(row)) is not None]
-    return geometric_mean(found), len(found)
+# ---------------------------------------------------------------------------------------------------------- table
 
 
 def print_verdicts(record: Row) -> None:
     """The table of the documentation, and what holds of the bounds."""
     rows = [row for row in record["rows"] if not earlier(row)]
     print(module_table(record | {"rows": rows}))
-    for name, what in (
-        ("time", "SonicMoE's time over ours, forward + backward, at least its bound"),
-        ("peak", "peak not above SonicMoE's"),
-        ("saved", "the router saves at most x, (T, E) fp32 and (T, K)"),
-    ):
-        failing = [str(Sizes(**row["cfg"])) for row in rows if bounds(row)[name] is False]
-        holding = sum(bounds(row)[name] is True for row in rows)
-        print(
-            verdict(
-                f"{what}: {holding} of {len(rows)} shapes{'; not: ' * bool(failing)}{', '.join(failing)}",
-                holding == len(rows),
-            )
-        )
-    mean, measured = mean_of_large(rows)
-    large = sum(len(TABLES[table]) for table in LARGE_TABLES)
-    what = f"geometric mean of that over {measured} of the {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
-    print(verdict(what, mean >= LEAST_MEAN and measured == large))
+    for what, holds in verdicts(rows):
+        print(verdict(what, holds))
 
 
 def verdict(what: str, holds: bool) -> str:

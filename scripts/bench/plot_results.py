@@ -15,9 +15,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from scripts.bench.common import REPOSITORY, RESULTS
-from scripts.bench.markdown import LABELS, OURS, Record, rows_measured_on
+from scripts.bench.markdown import LABELS, OURS, Record, origin, signs_of
 from scripts.bench.module_tables import compared
-from scripts.bench.result_tables import MARKED, fill, layer_peers, load
+from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
 DOCS = REPOSITORY / "docs"
@@ -35,10 +35,15 @@ COLORS = {
 }
 
 
-def short_name(row: Record) -> str:
+def short_name(row: Record, sign: str) -> str:
     T, d, n, E, K = (row["cfg"][key] for key in "TdnEK")
     tokens = f"{T >> 20}M" if T >= 1 << 20 else f"{T >> 10}k"
-    return f"{tokens}{' †' if 'other_sources' in row else ''}\nd{d}\nn{n}\nE{E}\nK{K}"
+    return f"{tokens}{sign}\nd{d}\nn{n}\nE{E}\nK{K}"
+
+
+def caption(rows: Sequence[Record], *packages: str) -> str:
+    """`origin` as plain text."""
+    return origin(rows, *packages).replace("*", "")
 
 
 def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) -> None:
@@ -48,7 +53,7 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
         heights = [value(row, name) for row in rows]
         places = [place - 0.4 + (index + 0.5) * width for place, height in enumerate(heights) if height is not None]
         axis.bar(places, [h for h in heights if h is not None], width, label=LABELS[name], color=COLORS[name])
-    axis.set_xticks(range(len(rows)), [short_name(row) for row in rows], fontsize=7)
+    axis.set_xticks(range(len(rows)), list(map(short_name, rows, signs_of(rows))), fontsize=7)
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -107,7 +112,7 @@ def plot_panels(record: Record, names: Sequence[str], panels: Mapping[str, Value
         axis.set_ylabel(ylabel)
         axis.set_title(title)
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
-    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
+    figure.supxlabel(caption(record["rows"], *PEERS), fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -135,6 +140,7 @@ def plot_dispatch(record: Record, path: Path) -> bool:
         axis.set(xlabel=variable, ylabel="GPU ms", title=f"dispatch, {fixed}", xscale="log", yscale="log")
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption([row for rows in series.values() for row in rows]), fontsize=8)
     figure.savefig(path, dpi=110)
     return True
 

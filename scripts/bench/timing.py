@@ -117,8 +117,8 @@ def kernel_times(
     burst: how many calls of a name make up its part of a round, which is then their mean; 1 for a name that is left out.
     queued: the GPU is held until the host has queued a call, so that its kernels follow each other without a gap.
 
-    Our layer runs as it does without a profiler. Told of one, it would keep H for whoever looks, instead of writing dH over it, so
-    that times and peaks would be those of two ways through it.
+    Our layer runs as it does without a profiler. Told of one, it would keep H for whoever looks, instead of writing dH over it,
+    and times would not be of the way through it that peaks are of.
     """
     burst = burst or {}
     holds = dict.fromkeys(calls, HOLD_CYCLES)
@@ -138,7 +138,7 @@ def kernel_times(
     holds = {name: 2 * hold for name, hold in holds.items()}  # the profiler slows the host down
     order = [name for _ in range(rounds) for name in calls for _ in range(burst.get(name, 1))]
     torch.cuda.synchronize()
-    untold = mock.patch.object(private, "_profiler_enabled", lambda: False)
+    untold = mock.patch.object(private, "_profiler_enabled", bool)  # False
     with untold, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for name in order:
             run(name)
@@ -176,7 +176,8 @@ def split_by_marker(spans: Sequence[tuple[str, float, float]]) -> list[KernelTim
 def _median_of_rounds(times: Sequence[KernelTime], rounds: int) -> KernelTime:
     each = len(times) // rounds
     parts = [times[index * each : (index + 1) * each] for index in range(rounds)]
-    busy, total = ([statistics.fmean(t[field] for t in part) for part in parts] for field in (0, 1))
+    busy = [statistics.fmean(time.busy for time in part) for part in parts]
+    total = [statistics.fmean(time.total for time in part) for part in parts]
     return KernelTime(statistics.median(busy), statistics.median(total), tuple(busy))
 
 

@@ -70,7 +70,8 @@ def test_a_number_in_a_header_and_a_macro_make_another_kernel(sources: Path) -> 
     debug = gemm.kernel_for("up_forward", sources=sources, debug=("INJECT_DELAYS",))
     tiles = gemm.kernel_for("up_forward", TileConfig(tile_n=128), sources=sources)
     assert len({before, identity.identity(debug), identity.identity(tiles)}) == 3
-    edit(sources / "wgmma.cuh", "64", "65")
+    header = sources / "wgmma.cuh"
+    header.write_text(header.read_text().replace("64", "65"))
     assert identities(sources, "swiglu") != [before]
 
 
@@ -162,7 +163,9 @@ def test_a_kernel_is_made_again_from_its_description() -> None:
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
     assert identity.identity(first) != identity.identity(second)
-    scored = [topk.forward_kernel(128, 8, score, True, 1.0, False, False, True) for score in ("sigmoid", "topk_softmax")]
+    scored = [
+        topk.forward_kernel(128, 8, score, True, 1.0, False, False, True) for score in ("sigmoid", "topk_softmax")
+    ]
     assert len(set(map(identity.identity, scored))) == 2
 
 
@@ -196,7 +199,9 @@ def row_of(*addresses: int) -> dict[str, Any]:
     return {"cfg": {"T": 1024, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
 
 
-def test_a_row_says_what_was_launched_while_it_was_measured(launches: dict[int, Kernel | NumbaKernel], tmp_path: Path) -> None:
+def test_a_row_says_what_was_launched_while_it_was_measured(
+    launches: dict[int, Kernel | NumbaKernel], tmp_path: Path
+) -> None:
     row = common.stamped(row_of, 7, 11, 7)
     assert row["of"]["kernels"] == sorted(identity.identity(launches[address]) for address in (7, 11))
     assert row["of"]["protocol"] == f"{__name__}.row_of" and row["of"]["measured"].endswith(" UTC")
@@ -205,7 +210,9 @@ def test_a_row_says_what_was_launched_while_it_was_measured(launches: dict[int, 
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["kernels"].keys() == set(row["of"]["kernels"])
     identity.KERNELS.clear()
-    assert common.read_json(tmp_path / "a.json")["rows"] == [row] and identity.KERNELS.keys() == set(row["of"]["kernels"])
+    assert common.read_json(tmp_path / "a.json")["rows"] == [row] and identity.KERNELS.keys() == set(
+        row["of"]["kernels"]
+    )
     assert common.stamped(row_of)["of"]["kernels"] == []
 
 
@@ -242,7 +249,14 @@ def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.Monke
 def test_a_benchmark_is_what_it_runs_and_not_what_it_prints() -> None:
     code = identity.Code(module.measure, identity.TIMED_BY)
     text = "\n".join(code.parts)
-    for used in ("kernel_times", "peak_bytes", "make_inputs", "LARGEST_DIFFERENCE = ", "modules.ours", "Rotation.__call__"):
+    for used in (
+        "kernel_times",
+        "peak_bytes",
+        "make_inputs",
+        "LARGEST_DIFFERENCE = ",
+        "modules.ours",
+        "Rotation.__call__",
+    ):
         assert used in text, used
     for not_used in ("module_table", "print_verdicts", "TABLES", "LEAST_RATIO", str(common.REPOSITORY)):
         assert not_used not in text, not_used

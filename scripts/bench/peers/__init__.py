@@ -56,7 +56,9 @@ class Program:
     metadata: Callable[[], object] | None = None  # the dispatch alone
     without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
     kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
-    layouts: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # of the weights' gradients, the last leaves: as ours
+    layouts: tuple[
+        Callable[[torch.Tensor], torch.Tensor], ...
+    ] = ()  # of the weights' gradients, the last leaves: as ours
 
     def forward_backward(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """(output, gradients of the leaves)."""

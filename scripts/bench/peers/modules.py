@@ -31,7 +31,9 @@ class ModuleProgram:
     forward: Callable[[], tuple[Tensor, Tensor]]  # the output and the auxiliary loss
     grad_output: Tensor
     grad_loss: Tensor  # a scalar
-    weights: Callable[[], dict[str, Tensor]] = dict  # by name, the same in every module: their gradients, laid out as ours
+    weights: Callable[[], dict[str, Tensor]] = (
+        dict  # by name, the same in every module: their gradients, laid out as ours
+    )
 
     def forward_backward(self) -> tuple[Tensor, Tensor]:
         """(output, gradient of x); no leaf has a gradient beforehand, so none is added up."""
