@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blazeproto.gemm import Sizes
 from scripts.bench import common, layer
 from scripts.checks import gpu_check
 from scripts.lm import compare_routers
@@ -105,11 +106,33 @@ def test_a_benchmark_of_a_part_leaves_the_whole_alone(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["rounding.json"]
 
 
-def test_rows_that_are_not_measured_again_stay() -> None:
-    earlier = {"measured": "then", "sources_sha256": "a", "rows": [{"cfg": 1}], "skew": [3]}
-    record = layer.resumed({"measured": "now", "sources_sha256": "a", "rows": []}, earlier, again=True)
-    mark = {"measured": "then", "sources_sha256": "a"}
-    assert record["rows"] == [{"other_sources": mark, "cfg": 1}] and record["skew"] == [3]
+@pytest.mark.parametrize("resume", [True, False])
+def test_rows_that_are_not_measured_again_stay(resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With their dates. Under --resume those of today's kernels are not measured again, and the extras likewise."""
+    of = {"gpu": "a GPU", "measured": "then", "versions": "torch 2.11.0"}
+    shapes, peer_names = common.SHAPES[:4], ("blazeproto", "sonic", "bmm_ub", "torch_grouped")
+    rows = [{"cfg": common.cfg_of(shape), "peers": {name: {} for name in peer_names}, "of": of} for shape in shapes]
+    for row in (rows[1], rows[3]):
+        row["of"] = of | {"kernels": []}
+    out = tmp_path / "layer.json"
+    out.write_text(json.dumps({"rows": rows, "skew": [{"of": of}], "workspace": [{"of": of | {"kernels": []}}]}))
+
+    def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, object]:
+        return {"cfg": common.cfg_of(shape), "peers": {}}
+
+    monkeypatch.setattr(layer, "need_hopper", lambda: None)
+    monkeypatch.setattr(layer, "measure", measure)
+    monkeypatch.setattr(layer, "summary", str)
+    monkeypatch.setattr(layer, "print_tables", lambda record: None)
+    extras = {name: lambda rounds: [common.stamped(dict)] for name in ("skew", "workspace")}
+    monkeypatch.setattr(layer, "EXTRAS", extras)
+    words = ["layer", "--configs", "1-2", "--extras", "skew,workspace", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", [*words, *(["--resume"] if resume else [])])
+    layer.main()
+    record = json.loads(out.read_text())
+    dates = [row["of"]["measured"] == "then" for row in record["rows"]]
+    assert dates == [False, resume, True, True]
+    assert [record[name][0]["of"]["measured"] == "then" for name in extras] == [False, resume]
 
 
 def test_checks_that_are_not_run_again_stay() -> None:
