@@ -143,7 +143,7 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_check, "STEPS", steps)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
-    assert hung["outcome"] == "killed after 1 s"
+    assert hung["outcome"] == "failed: killed after 1 s"
     assert hung["last_lines"] == ["1"]
     worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
     assert worked["outcome"] == "ok"

@@ -135,9 +135,29 @@ def test_rows_that_are_not_measured_again_stay(resume: bool, monkeypatch: pytest
     assert [record[name][0]["of"]["measured"] == "then" for name in extras] == [False, resume]
 
 
-def test_checks_that_are_not_run_again_stay() -> None:
-    earlier = {"sources_sha256": "a", "steps": {"fuzz": {"outcome": "ok"}}}
-    assert gpu_check.kept_steps(earlier, "a") == {"fuzz": {"outcome": "ok"}}
-    kept = gpu_check.kept_steps(earlier, "b")
-    assert kept == {"fuzz": {"outcome": "ok", "other_sources": "a"}}
-    assert gpu_check.kept_steps({"sources_sha256": "c", "steps": kept}, "b") == kept
+def test_checks_that_are_not_run_again_stay_and_one_that_failed_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fuzz = {"outcome": "ok", "seconds": 1.0, "sources_sha256": "a"}
+    (tmp_path / "check.json").write_text(json.dumps({"steps": {"fuzz": fuzz, "tests": fuzz}}))
+    bounds = "print('holds  one'); print('FAILS  two: 3')"
+    codes = {"tests": "print('3 failed, 4 passed in 1.5s'); raise SystemExit(1)", "module": bounds}
+    steps = {name: gpu_check.Step(f'python -c "{code}"', 1) for name, code in codes.items()}
+    monkeypatch.setattr(gpu_check, "STEPS", steps)
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_check, "has_no_gpu", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--steps", "tests,module"])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert end.value.code == 1
+    kept = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert kept["fuzz"] == fuzz
+    assert kept["tests"]["outcome"] == "failed: exit code 1" and kept["tests"]["tests"] == "3 failed, 4 passed in 1.5s"
+    assert kept["module"]["outcome"] == "ok" and kept["module"]["bounds_that_fail"] == ["two: 3"]
+    assert {"measured", "gpu", "versions", "sources_sha256"} <= kept["tests"].keys()
+
+
+def test_no_step_of_the_committed_checks_failed() -> None:
+    steps = json.loads((common.RESULTS / "check.json").read_text())["steps"]
+    assert {name: step["outcome"] for name, step in steps.items()} == dict.fromkeys(steps, "ok")
