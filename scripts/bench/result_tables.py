@@ -299,7 +299,7 @@ def lora_table(record: Record) -> str:
 
 
 # name of a table -> (results file, what makes it)
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "readme": ("module", readme_table),
     "module": ("module", module_table),
     "router": ("router", router_table),
@@ -320,8 +320,34 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "train_cpu": ("../cpu/train", training_table),
 }
 
-# name of a sentence -> (results file, what makes it)
-SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {
+
+def experts_longer(layer: Record, module: Record) -> str:
+    """On how many shapes the experts alone, by graph replay, take longer than the whole layer as a sum of kernels; a sentence."""
+    whole = {tuple(row["cfg"].values()): row for row in module["rows"]}
+    said, rows = [], [row for row in layer["rows"] if tuple(row["cfg"].values()) in whole]
+    for name, field, who in (("sonic", "sonic", "SonicMoE's"), (OURS, "ours", "ours")):
+        pairs = [(row["peers"].get(name), whole[tuple(row["cfg"].values())].get(f"{field}_fwdbwd_ms")) for row in rows]
+        ratios = [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]
+        if ratios:
+            longer = sum(ratio > 1 for ratio in ratios)
+            said.append(f"{who} on {longer} of {len(ratios)} shapes, up to {number(max(ratios))} times as long")
+    if not said:
+        return NOT_MEASURED
+    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{in_brackets(rows)}."
+
+
+def curves(record: Record) -> str:
+    """How far the losses of two runs are apart, part of a sentence."""
+    if "losses" not in record:
+        return NOT_MEASURED
+    steps, difference = len(record["losses"]["hopper"]), number(100 * record["largest_difference"])
+    return f"the smoothed losses of {steps} steps differ by at most {difference} %{in_brackets([record])}"
+
+
+# name of a sentence -> (results files, what makes it of them)
+SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
+    "experts_longer": ("layer module", experts_longer),
+    "curves": ("curves", curves),
     "module_claim": ("module", module_claim),
     "module_details": ("module", module_details),
     "router_accuracy": ("router", router_accuracy),
@@ -346,11 +372,11 @@ def fill(text: str, results: Path) -> str:
         known = TABLES | SENTENCES
         if name not in known:
             raise ValueError(f"results marker: expected one of {', '.join(known)}, got {name!r}")
-        file, make = known[name]
-        record = load(file, results)
-        if record is None:
+        files, make = known[name]
+        records = [load(file, results) for file in files.split()]
+        if None in records:
             return found[0]
         space = "\n\n" if name in TABLES else ""
-        return f"<!-- results:{name} -->{space}{make(record)}{space}<!-- /results:{name} -->"
+        return f"<!-- results:{name} -->{space}{make(*records)}{space}<!-- /results:{name} -->"
 
     return MARKED.sub(replacement, text)

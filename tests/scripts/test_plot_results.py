@@ -296,9 +296,27 @@ def test_sentences_of_products_and_dispatch() -> None:
     assert result_tables.experts_growth({"series": {"E": series}}).endswith("K = 8; 1 of 2 of earlier kernels)")
 
 
+def test_where_the_experts_take_longer_than_the_whole_layer() -> None:
+    layer = json.loads(FIXTURE.read_text())  # ours 1.5, SonicMoE 2.0
+    said = result_tables.experts_longer(
+        layer, {"rows": [module_row(8192, 256, 256, 128, 4), module_row(1, 2, 3, 4, 1)]}
+    )
+    assert said.endswith(
+        "above: SonicMoE's on 1 of 1 shapes, up to 1.11 times as long, ours on 0 of 1 shapes, up to 1.00 times as long."
+    )
+    assert result_tables.experts_longer(layer, {"rows": []}) == result_tables.NOT_MEASURED
+
+
+def test_how_far_two_runs_are_apart() -> None:
+    record = {"losses": {"hopper": [1.0] * 500}, "largest_difference": 0.00717}
+    said = result_tables.curves(record | OF)
+    assert said == "the smoothed losses of 500 steps differ by at most 0.72 %"
+    assert result_tables.curves(record).endswith("(of earlier kernels)")
+
+
 def test_sentences_without_their_results_say_so() -> None:
-    for name, (_, make) in result_tables.SENTENCES.items():
-        assert make({"rows": []}) == result_tables.NOT_MEASURED, name
+    for name, (files, make) in result_tables.SENTENCES.items():
+        assert make(*[{"rows": []} for _ in files.split()]) == result_tables.NOT_MEASURED, name
 
 
 def test_the_pages_are_what_the_committed_results_say() -> None:
