@@ -221,18 +221,22 @@ def now() -> str:
 
 
 def stamped(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """The row that a benchmark's function makes, or its list of rows, each with what it is of under "of".
+    """The row that a benchmark's function makes, or its list of rows, each with what it is of: `of_kernels`, and
 
-    measured: when.  gpu, versions.  kernels: the identities of those that were launched (identity.py).
     protocol, protocol_identity: the function, and what it and all that it calls were.
     """
     with identity.launched() as kernels:
         made = measure(*arguments)
-    identity.KERNELS.update(kernels)
-    of: dict[str, Any] = {"measured": now(), "gpu": gpu_name(), "versions": ", ".join(installed_versions())}
-    of |= {"kernels": sorted(kernels), "protocol": identity.name_of(measure)}
-    of["protocol_identity"] = identity.protocol_identity(of["protocol"])
+    name = identity.name_of(measure)
+    of = of_kernels(kernels) | {"protocol": name, "protocol_identity": identity.protocol_identity(name)}
     return [row | {"of": of} for row in made] if isinstance(made, list) else made | {"of": of}
+
+
+def of_kernels(kernels: dict[str, identity.Description]) -> dict[str, Any]:
+    """What a row says under "of". measured: when.  gpu, versions.  kernels: the identities of those that were launched."""
+    identity.KERNELS.update(kernels)
+    of = {"measured": now(), "gpu": gpu_name(), "versions": ", ".join(installed_versions())}
+    return of | {"kernels": sorted(kernels)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from pathlib import Path, PurePath
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 from blazeproto import gemm
 from blazeproto.gemm import Sizes, TileConfig, compile
@@ -246,14 +247,21 @@ def made_again(description: Description) -> Kernel | NumbaKernel:
     return NumbaKernel(make, given.pop("parameters"), **given.pop("constants"), **given)
 
 
+_IDENTITIES: WeakKeyDictionary[Kernel | NumbaKernel, str] = WeakKeyDictionary()
+
+
 def identity(kernel: Kernel | NumbaKernel) -> str:
-    return _cuda_identity(kernel) if isinstance(kernel, Kernel) else _numba_identity(kernel)
+    if kernel not in _IDENTITIES:
+        made = _cuda_identity(kernel) if isinstance(kernel, Kernel) else _numba_identity(kernel)
+        _IDENTITIES[kernel] = made
+    return _IDENTITIES[kernel]
 
 
 @contextmanager
 def launched() -> Iterator[dict[str, Description]]:
     """The kernels of this package that are launched inside, by their identities; filled in at the end. A CUDA graph's are those
     that are launched while it is captured."""
+    importlib.import_module("pcpp")  # before anything is measured that could not be told of
     functions: set[int] = set()
     launch, found = driver.launch, dict[str, Description]()
 
@@ -261,20 +269,28 @@ def launched() -> Iterator[dict[str, Description]]:
         functions.add(function)
         launch(function, *rest)
 
-    with mock.patch.object(driver, "launch", noted):
-        yield found
-    loaded: list[Kernel | NumbaKernel] = [*compile._LOADED, *numba_kernel.LOADED]
-    for kernel in loaded:
-        if any(each.ptr in functions for each in kernel._functions.values()):
-            found[identity(kernel)] = described(kernel)
+    try:
+        with mock.patch.object(driver, "launch", noted):
+            yield found
+    finally:
+        loaded: list[Kernel | NumbaKernel] = [*compile._LOADED, *numba_kernel.LOADED]
+        for kernel in loaded:
+            if any(each.ptr in functions for each in kernel._functions.values()):
+                found[identity(kernel)] = described(kernel)
 
 
 @cache
 def is_current(name: str) -> bool:
     """Whether the kernel of this identity, which KERNELS describes, is the one that the sources here give."""
+    if name not in KERNELS:
+        return False
     try:
-        return name in KERNELS and identity(made_again(KERNELS[name])) == name
-    except (OSError, ImportError, AttributeError, TypeError, RuntimeError):
+        return identity(made_again(KERNELS[name])) == name
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("blazeproto"):
+            return False
+        raise  # what identities are made with is not installed
+    except (OSError, AttributeError, TypeError):  # its file, its function or one of its constants is gone
         return False
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,18 @@ def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.Monke
         monkeypatch.setitem(identity.KERNELS, "f" * identity.DIGITS, description)
         identity.is_current.cache_clear()
         assert not identity.is_current("f" * identity.DIGITS)
+
+
+def test_what_cannot_be_compared_is_not_taken_for_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pcpp nothing is measured, and no page is marked."""
+    described = identity.described(gemm.kernel_for("up_forward"))
+    monkeypatch.setitem(identity.KERNELS, "e" * identity.DIGITS, described)
+    monkeypatch.setitem(sys.modules, "pcpp", None)
+    identity.is_current.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="pcpp"):
+        identity.is_current("e" * identity.DIGITS)
+    with pytest.raises(ModuleNotFoundError, match="pcpp"):
+        common.stamped(lambda: pytest.fail("it was measured"))
 
 
 def test_a_benchmark_is_what_it_runs_and_not_what_it_prints() -> None:
