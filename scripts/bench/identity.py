@@ -33,6 +33,7 @@ from blazeproto import gemm
 from blazeproto.gemm import Sizes, TileConfig, compile
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.product import Variant
+from blazeproto.gemm.tiles import FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -303,18 +304,22 @@ def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
     return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
 
 
+def _by_macros(config: TileConfig) -> dict[str, int]:
+    return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
+
+
 @cache
 def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
-    """The tiles that products have in layers of these sizes, whatever their weights and the number of their tokens."""
+    """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
+    that are made at a time."""
     plain = Variant()
-    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True), plain._replace(rank=16))
-    made = (
-        kernel
-        for variant in variants
-        for product in gemm.PRODUCTS.values()
-        for kernel in product.for_layer(sizes, variant, variant)
-    )
-    return frozenset(_tiles(kernel.entry, kernel.defines) for kernel in made)
+    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
+    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
+    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
+    row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
+    configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
+    described = [(kernel.entry, kernel.defines) for kernel in made]
+    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
 
 
 def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:

@@ -18,6 +18,7 @@ from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
 from blazeproto.gemm import compile
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
+from blazeproto.gemm.product import PACKAGE
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
@@ -232,6 +233,21 @@ def test_a_row_is_earlier_if_a_kernel_or_the_benchmark_is_no_longer_what_it_was(
     identity._tiles_of_layer.cache_clear()
     assert identity.earlier(row) == "kernels"
     identity._tiles_of_layer.cache_clear()
+
+
+@pytest.mark.parametrize("number", range(0, 27, 5))
+def test_no_product_is_taken_for_one_with_other_tiles(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = common.MODULE_SHAPES[number]
+    cfg = common.cfg_of(sizes)
+    for product in gemm.PRODUCTS.values():
+        if product.tiles is None or product.kernel is None:
+            continue
+        described = identity.described(product.kernel(product.tiles(sizes), product.variant, PACKAGE))
+        monkeypatch.setitem(identity.KERNELS, "a", described)
+        assert not identity.other_tiles("a", cfg), product.name
+        monkeypatch.setitem(identity.KERNELS, "a", described | {"defines": described["defines"] | {"STAGES": 2}})
+        assert identity.other_tiles("a", cfg), product.name
+        assert not identity.other_tiles("a", {"E": 8, "hidden_size": 64})  # not a row of a layer
 
 
 def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
