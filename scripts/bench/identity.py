@@ -213,7 +213,7 @@ PEERS = Path(__file__).parent / "peers"  # are imported by name, so that objects
 
 @cache
 def protocol_identity(name: str) -> str:
-    """Of the function that makes a row, by its module and name; "" where there is none of this name."""
+    """The identity of the function that makes a row, by its module and name; "" where there is none of this name."""
     module, _, function = name.rpartition(".")
     try:
         code = Code(getattr(importlib.import_module(module), function), TIMED_BY)

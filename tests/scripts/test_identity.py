@@ -29,7 +29,7 @@ from scripts.bench import common, identity, module
 
 
 def identities(folder: Path, *activations: str) -> list[str]:
-    """Of new kernels: one object reads its source once."""
+    """They are those of new kernels: one object reads its source once."""
     kernels = [gemm.kernel_for("up_forward", sources=folder, activation=name) for name in activations]
     return [identity.identity(replace(kernel)) for kernel in kernels]
 

@@ -88,7 +88,7 @@ def test_both_modules_compute_the_same_layer() -> None:
 
 
 def loss_gradient(program: Any, coefficient: float) -> Tensor:
-    """Of the router's weight, by coefficient E sum_e f_e p_e (Switch Transformer eq. 4), in float64."""
+    """The gradient of the router's weight by coefficient E sum_e f_e p_e (Switch Transformer eq. 4), in float64."""
     weight = program.module.router.weight.detach().double().requires_grad_()
     logits = program.x.detach().double() @ weight.t()
     share = torch.bincount(logits.topk(SMALL.K).indices.flatten(), minlength=SMALL.E) / (SMALL.T * SMALL.K)

@@ -48,7 +48,7 @@ class ModuleProgram:
         self.module.zero_grad(set_to_none=True)
 
     def weight_gradients(self) -> dict[str, Tensor]:
-        """Of all weights, and of the router's by the auxiliary loss alone."""
+        """Those of all weights, and the router's by the auxiliary loss alone."""
         self.forward_backward()
         found = self.weights()
         replace(self, grad_output=torch.zeros_like(self.grad_output)).forward_backward()
