@@ -325,6 +325,22 @@ def test_the_pages_are_what_the_committed_results_say() -> None:
     for page in pages:
         text = page.read_text()
         assert result_tables.fill(text, plot_results.RESULTS) == text, "run python -m scripts.bench.plot_results"
+    assert not plot_results.stale_pictures(plot_results.RESULTS, plot_results.DOCS), (
+        "run python -m scripts.bench.plot_results"
+    )
+
+
+def test_a_picture_of_kernels_that_are_earlier_by_now_is_stale(tmp_path: Path) -> None:
+    record = {"rows": [module_row(8192, 256, 256, 128, 4)]}
+    (tmp_path / "module.json").write_text(json.dumps(record))
+    plot_results.plot_modules(record, tmp_path / "speed.png")
+    assert (
+        plot_results.caption_in(tmp_path / "speed.png") == "a GPU; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; a day."
+    )
+    assert not plot_results.stale_pictures(tmp_path, tmp_path)
+    record["rows"][0] |= EARLIER
+    (tmp_path / "module.json").write_text(json.dumps(record))
+    assert plot_results.stale_pictures(tmp_path, tmp_path) == [tmp_path / "speed.png"]
 
 
 def test_every_table_has_a_place() -> None:
