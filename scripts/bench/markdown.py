@@ -87,14 +87,14 @@ def origin(rows: Iterable[Record], *packages: str) -> str:
     return f"{where}.{''.join(notes)}"
 
 
-def figure(*path: str, digits: int = 2, bold: bool = False) -> Callable[[Record], str]:
+def figure(*path: str, digits: int = 2) -> Callable[[Record], str]:
     """What makes a cell of the number that lies there in a row: a dash where there is none."""
 
     def cell(row: Record) -> str:
         found: Any = row
         for key in path:
             found = found.get(key) if found else None
-        return f"**{number(found, digits)}**" if bold else number(found, digits)
+        return number(found, digits)
 
     return cell
 

@@ -196,7 +196,7 @@ def _left_out(measured: int) -> str:
 def readme_table(record: Record) -> str:
     """Six shapes: forward + backward of both modules, the share of the floor's speed, and the peak."""
     measured = {tuple(row["cfg"][key] for key in ("T", "d", "n", "E", "K")): row for row in compared(record)}
-    columns: list[Column] = [("T, d, n, E, K", plain_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms", bold=True))]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms"))]
     columns += [("SonicMoE, ms", figure("sonic_fwdbwd_ms")), ("SonicMoE / ours", lambda row: number(times_ours(row)))]
     columns += [("floor / ours", lambda row: number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"]))]
     columns += [("peak, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
@@ -213,7 +213,7 @@ def module_table(record: Record) -> str:
 
     columns: list[Column] = [("T, d, n, E, K", plain_shape)]
     for part, name in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
-        columns += [(f"{name}: ours", figure(f"ours_{part}_ms", bold=True)), ("SonicMoE", figure(f"sonic_{part}_ms"))]
+        columns += [(f"{name}: ours", figure(f"ours_{part}_ms")), ("SonicMoE", figure(f"sonic_{part}_ms"))]
         columns.append(("floor", figure(f"floor_{part}_ms")))
     columns += [("SonicMoE / ours: fwd", ratio("fwd")), ("fwd + bwd", ratio("fwdbwd"))]
     columns += [("our router: fwd", figure("router_fwd_ms")), ("fwd + bwd", figure("router_fwdbwd_ms"))]

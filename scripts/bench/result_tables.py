@@ -79,10 +79,6 @@ def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float],
     return [column(name) for name in names]
 
 
-def bolded(column: Column) -> Column:
-    return column[0], lambda row: f"**{column[1](row)}**"
-
-
 def over_ours(field: str) -> Callable[[Record], str]:
     """SonicMoE's figure over ours."""
 
@@ -100,11 +96,11 @@ def layer_table(record: Record) -> str:
     of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
     columns: list[Column] = [
         ("T, d, n, E, K", plain_shape),
-        bolded(of_forward),
+        of_forward,
         *forwards,
         ("floor", figure("floor_fwd_ms")),
     ]
-    columns += [bolded(of_backward), *backwards, ("floor", figure("floor_bwd_ms"))]
+    columns += [of_backward, *backwards, ("floor", figure("floor_bwd_ms"))]
     columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
     means = []
     for name in others:
@@ -270,7 +266,7 @@ def integrations_table(record: Record) -> str:
         if (row := record["parts"].get(part)) is not None:
             ours, theirs = (row["ms"][name] for name in (OURS, "grouped_mm"))
             peak = row["peak_MiB"][OURS] / row["peak_MiB"]["grouped_mm"]
-            rows.append([label, f"**{number(ours)}**", number(theirs), number(theirs / ours), number(peak)])
+            rows.append([label, number(ours), number(theirs), number(theirs / ours), number(peak)])
             of.append(row)
     for line, sign in zip(rows, signs_of(of), strict=True):
         line[0] += sign

@@ -44,7 +44,7 @@ def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
     assert "stale" not in filled
     assert "kept: there are no such results" in filled
     # ours 0.5, SonicMoE 0.8 forward; 1.5 and 2.0 together
-    assert "| 8192, 256, 256, 128, 4 | **0.50** | 0.80 |" in filled
+    assert "| 8192, 256, 256, 128, 4 | 0.50 | 0.80 |" in filled
     assert "| 1.60 | 1.33 |" in filled
     assert "SonicMoE 1.60× forward, 1.20× backward (1 shapes)" in filled
     assert "| 8192, 256, 256, 128, 4 | 36 | 36 | 97 | 80 | 104 | 132 |" in filled
@@ -92,7 +92,7 @@ def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
     assert len(module_tables.README_SHAPES) == 6
     record["rows"] += [module_row(*shape) for shape in module_tables.README_SHAPES]
     table = module_tables.readme_table(record)
-    assert table.count("**1.50** | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
+    assert table.count("1.50 | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
     assert "8192, 256" not in table
 
 
@@ -160,10 +160,10 @@ def test_without_its_results_the_headline_stays(results: Path) -> None:
 def test_the_tables_of_modules_and_router() -> None:
     row = module_row(8192, 256, 256, 128, 4)
     table = module_tables.module_table({"rows": [row]})
-    assert "| **0.50** | 0.60 | 0.40 | **1.50** | 1.80 | 1.20 | 1.20 | 1.20 | 0.05 | 0.15 | 80 | 100 | 3 |" in table
+    assert "| 0.50 | 0.60 | 0.40 | 1.50 | 1.80 | 1.20 | 1.20 | 1.20 | 0.05 | 0.15 | 80 | 100 | 3 |" in table
     without = {name: value for name, value in row.items() if not name.startswith("sonic")}
     table = module_tables.module_table({"rows": [without | EARLIER, row]})
-    assert "| 8192, 256, 256, 128, 4 † | **0.50** | – | 0.40 |" in table and "| – | – | 0.05 |" in table
+    assert "| 8192, 256, 256, 128, 4 † | 0.50 | – | 0.40 |" in table and "| – | – | 0.05 |" in table
     found = {"logits": 1.234e-6, "dX": 2e-3, "dW": 1e-5, "other_tokens": 2, "tokens": 1000}
     router = {"cfg": {"T": 1000, "d": 256, "E": 128, "K": 4}, "weight": "fp32", "fwd_ms": 0.1, "fwdbwd_ms": 0.3}
     router |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.12, "accuracy": {"plain": found, "autocast": found}} | OF
@@ -182,9 +182,7 @@ def test_a_row_of_earlier_kernels_is_marked_where_it_stands(results: Path) -> No
     record["rows"].append(record["rows"][0] | EARLIER)
     path.write_text(json.dumps(record))
     filled = result_tables.fill(page, results)
-    assert (
-        "| 8192, 256, 256, 128, 4 † | **0.50** | 0.80 |" in filled and "| 8192, 256, 256, 128, 4 | **0.50**" in filled
-    )
+    assert "| 8192, 256, 256, 128, 4 † | 0.50 | 0.80 |" in filled and "| 8192, 256, 256, 128, 4 | 0.50" in filled
     assert filled.count(" †: of earlier kernels.") == 2  # under the table of memory too
     assert "(1 of 2 of earlier kernels)<!--" in filled
     path.write_text(json.dumps(record | {"rows": record["rows"][1:]}))  # all of them: said once
