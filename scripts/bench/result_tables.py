@@ -340,10 +340,20 @@ def curves(record: Record) -> str:
     return f"the smoothed losses of {steps} steps differ by at most {difference} %{in_brackets([record])}"
 
 
+def batch(record: Record) -> str:
+    """How many batches gave other bits than the whole; a sentence."""
+    if "differing" not in record:
+        return NOT_MEASURED
+    (first, last), batches = record["seeds"], sum(record["batches"].values())
+    said = f"{len(record['differing'])} of {batches} batches differ in {record['cases']} cases, seeds {first} to {last}"
+    return f"{said}; {origin([record], 'torch')}"
+
+
 # name of a sentence -> (results files, what makes it of them)
 SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts_longer": ("layer module", experts_longer),
     "curves": ("curves", curves),
+    "batch": ("batch_invariance", batch),
     "module_claim": ("module", module_claim),
     "module_details": ("module", module_details),
     "router_accuracy": ("router", router_accuracy),

@@ -312,6 +312,13 @@ def test_how_far_two_runs_are_apart() -> None:
     assert result_tables.curves(record).endswith("(of earlier kernels)")
 
 
+def test_how_many_batches_differ() -> None:
+    record = {"seeds": [0, 499], "cases": 500, "batches": {"eager": 900, "graph": 100}, "differing": []} | OF
+    said = "0 of 1000 batches differ in 500 cases, seeds 0 to 499; a GPU; torch 2.11.0; a day."
+    assert result_tables.batch(record) == said
+    assert result_tables.batch(record | EARLIER).endswith("**Of earlier kernels.**")
+
+
 def test_sentences_without_their_results_say_so() -> None:
     for name, (files, make) in result_tables.SENTENCES.items():
         assert make(*[{"rows": []} for _ in files.split()]) == result_tables.NOT_MEASURED, name
