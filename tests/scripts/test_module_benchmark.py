@@ -21,7 +21,7 @@ from blazeproto.autograd import private
 from blazeproto.gemm import Sizes
 from scripts.bench import common, module, module_tables, router, timing
 from scripts.bench.common import cfg_of
-from scripts.bench.peers import modules
+from scripts.bench.peers import modules, sonic
 from scripts.bench.timing import KernelTime
 
 SMALL = Sizes(64, 32, 16, 8, 2)
@@ -142,6 +142,14 @@ def test_another_layer_is_refused() -> None:
         weight.copy_(torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1))
     with pytest.raises(RuntimeError, match="the programs compute different layers"):
         module.agreement(programs["ours"][0], sonic)
+
+
+def test_gate_and_up_are_put_in_turn_and_back() -> None:
+    weight = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
+    turned = sonic.interleave_gate_up(weight)
+    assert torch.equal(turned[:, ::2], weight[:, :3]) and torch.equal(turned[:, 1::2], weight[:, 3:])
+    for lies in (turned, turned.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+        assert torch.equal(sonic.gate_then_up(lies), weight)
 
 
 def test_without_sonic_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

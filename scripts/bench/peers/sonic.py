@@ -22,9 +22,9 @@ def interleave_gate_up(gate_up_proj: torch.Tensor) -> torch.Tensor:
 
 
 def gate_then_up(interleaved: torch.Tensor) -> torch.Tensor:
-    """The way back of `interleave_gate_up`."""
+    """The way back of `interleave_gate_up`, of a gradient that may lie in any order."""
     num_experts, rows, width = interleaved.shape
-    return interleaved.view(num_experts, rows // 2, 2, width).transpose(1, 2).reshape(num_experts, rows, width)
+    return interleaved.reshape(num_experts, rows // 2, 2, width).transpose(1, 2).reshape(num_experts, rows, width)
 
 
 def build(shape: Sizes, inputs: LayerInputs) -> Program:
