@@ -71,9 +71,8 @@ def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), ro
     runs = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
     graphs = {name: run for name, run in runs.items() if name not in eager}
     times = timing.gpu_ms(graphs, list(graphs), rounds).ms
-    times |= {
-        name: found.total for name, found in timing.kernel_times({name: runs[name] for name in eager}, rounds).items()
-    }
+    if traced := {name: run for name, run in runs.items() if name in eager}:
+        times |= {name: found.total for name, found in timing.kernel_times(traced, rounds).items()}
     return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 
