@@ -8,6 +8,7 @@ python -m blazeproto kernels                 every compiled kernel: registers, s
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from blazeproto.gemm import Kernel, Sizes
 
 CPU_SIZES, GPU_SIZES = "256,128,64,8,2", "24576,1536,512,64,4"  # of `bench`, if none are given
+IN_ASCII = str.maketrans("─–✗", "--x")  # what tables are drawn with
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--products", type=lambda word: word.split(","), metavar="A,B", help="these alone, e.g. up_forward"
     )
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where its encoding lacks a character that a table has
     given = parser.parse_args(arguments)
     try:
         return {"doctor": run_doctor, "bench": run_bench, "kernels": run_kernels}[given.command](given)
@@ -74,7 +78,8 @@ def show(view: Any) -> None:
     if console.is_terminal:
         console.print(view)
     else:
-        print(view.text(width=200))
+        text: str = view.text(width=200)
+        print(text if console.encoding.startswith("utf") else text.translate(IN_ASCII))
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
@@ -115,8 +120,11 @@ def run_bench(given: argparse.Namespace) -> int:
     sizes = given.sizes or sizes_of(GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
     if sizes.K > sizes.E:
         raise ValueError(f"T,d,n,E,K: expected K of at most E={sizes.E}, got {sizes.K}")
-    with waiting("timing"):
-        times = layer_times(sizes)
+    try:
+        with waiting("timing"):
+            times = layer_times(sizes)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"T,d,n,E,K: expected sizes that fit in the GPU's memory, got {error}") from error
     if given.json:
         print(json.dumps(asdict(times) | {"sizes": sizes._asdict()}, indent=2))
     else:

@@ -293,6 +293,11 @@ class MoE(nn.Module, Shown):
             dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
         return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "options" and not isinstance(value, Options):
+            raise TypeError(f"options: expected blazeproto.autograd.Options, got {type(value).__name__}")
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""

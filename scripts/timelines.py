@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from blazeproto.gemm import Sizes
-from scripts.bench.common import REPOSITORY, RESULTS, cfg_of, provenance, write_json
+from scripts.bench.common import REPOSITORY, RESULTS, cfg_of, provenance, stamped, write_json
 from scripts.command import argument_parser, need_hopper, positive
 
 PICTURES = {"up_forward": "timeline_up.svg", "up_backward_weight": "timeline_weight.svg"}
@@ -28,6 +29,19 @@ def shape_of(text: str) -> Sizes:
     return Sizes(*map(int, parts))
 
 
+def draw(product: str, shape: Sizes, tiles: int, cta: int, picture: Path) -> dict[str, Any]:
+    """A product's row; its timeline is drawn into a file."""
+    from blazeproto.lab import Workbench
+
+    timeline = Workbench(product, shape.T, shape.d, shape.n, shape.E, shape.K).timeline(tiles, cta)
+    print(timeline, f"\nwrote {timeline.save(picture)}\n")
+    shares = {
+        role: {what: round(share, 4) for what, share in of_role.items()} for role, of_role in timeline.summary().items()
+    }
+    row = {"product": product, "cfg": cfg_of(shape), "cta": cta, "tiles": tiles}
+    return row | {"cycles": timeline.cycles, "shares": shares}
+
+
 def main() -> None:
     parser = argument_parser("scripts.timelines", __doc__)
     parser.add_argument("--shape", type=shape_of, default=DEFAULT, metavar="T,d,n,E,K")
@@ -37,21 +51,10 @@ def main() -> None:
     options = parser.parse_args()
     need_hopper()
 
-    from blazeproto.lab import Workbench
-
-    s: Sizes = options.shape
     pictures, results = (options.out or folder for folder in (REPOSITORY / "docs", RESULTS))
     pictures.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for product, file in PICTURES.items():
-        timeline = Workbench(product, s.T, s.d, s.n, s.E, s.K).timeline(options.tiles, options.cta)
-        print(timeline, f"\nwrote {timeline.save(pictures / file)}\n")
-        shares = {
-            role: {what: round(share, 4) for what, share in of_role.items()}
-            for role, of_role in timeline.summary().items()
-        }
-        row = {"product": product, "cfg": cfg_of(s), "cta": options.cta, "tiles": options.tiles}
-        rows.append(row | {"cycles": timeline.cycles, "shares": shares})
+    which = (options.shape, options.tiles, options.cta)
+    rows = [stamped(draw, product, *which, pictures / file) for product, file in PICTURES.items()]
     write_json(results / "timeline.json", provenance() | {"rows": rows})
     print(f"wrote {results / 'timeline.json'}")
 

@@ -94,7 +94,14 @@ def _write_environment(value: dict[str, str]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key.startswith(("BLAZEPROTO_", "NUMBA_ENABLE_CUDASIM"))}
+    """But for what libraries, and train_lm, set once they are imported or first used."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(LIBRARIES)}
+
+
+LIBRARIES = (
+    *("CUBLAS_", "CUDA_", "DISABLE_CUPTI", "GOMP_", "HF_", "JAX_", "KMP_", "MPL", "NCCL_", "PYTEST_", "PYTORCH_"),
+    *("TEARDOWN_CUPTI", "TF_", "TOKENIZERS_", "TORCH", "TPU_", "TRITON_", "XLA_", "_TORCH"),
+)
 
 
 def _gpus() -> tuple[int, ...]:
@@ -134,7 +141,8 @@ KEPT = {
     "torch's threads": Kept(torch.get_num_threads, torch.set_num_threads),
     "torch's matmul precision": Kept(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "whether gradients are on": Kept(torch.is_grad_enabled, torch.set_grad_enabled),
-    "BLAZEPROTO_*": Kept(_environment, _write_environment),
+    "os.environ": Kept(_environment, _write_environment),
+    "the current folder": Kept(os.getcwd, os.chdir),
 }
 
 

@@ -41,6 +41,18 @@ def test_slopes_are_the_derivatives(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_goes_through(name: str) -> None:
+    """Functions give NaN. Slopes give NaN, or 1 for a straight piece, as a kernel's ``x <= 0 ? 0 : 1`` does."""
+    chosen = activation_named(name)
+    for nan in (np.full(1, np.nan), torch.full((1,), torch.nan)):
+        for function, slope in ((chosen.f, chosen.slope), (chosen.g, chosen.g_slope)):
+            if function is not None and slope is not None:
+                assert np.isnan(float(function(mathematics(nan), nan, *chosen.values)[0]))
+                at_nan = float(slope(mathematics(nan), nan, *chosen.values)[0])
+                assert np.isnan(at_nan) or at_nan == 1
+
+
 def test_macros_say_all_that_a_kernel_asks() -> None:
     for name in ACTIVATIONS:
         chosen = activation_named(name)

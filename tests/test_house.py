@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,16 @@ LEVELS = (  # nobody imports from a line below its own
     {"lab", "integrations"},
     {"doctor", "__main__"},
 )
+IMPORTERS = ("import_module", "__import__", "any_library")  # functions that are told a module's name
 UPWARDS = {("blazeproto.runtime.shown", "blazeproto.lab")}  # when an object is shown
 
 
-def imports_of(source: str) -> set[str]:
+def imports_of(source: str, package: str) -> set[str]:
     """Modules of the package that a source imports, in functions too, by name as a string, or as attributes of the package.
-    Imports for types alone are left out."""
+    Imports for types alone are left out. package: that the source is in, from which relative imports count."""
     tree = ast.parse(source)
+    imported = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    faces = {FACE, *(alias.asname for alias in imported if alias.name == FACE)}
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -54,22 +59,24 @@ def imports_of(source: str) -> set[str]:
             continue
         if isinstance(node, ast.Import):
             wanted += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            wanted += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == FACE:
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            wanted += [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in faces:
             wanted.append(f"{FACE}.{node.attr}")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "any_library")):
-            wanted += strings_of(node.args[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS):
+            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                wanted += modules_named(argument, package)
     return {module_of(name) for name in wanted if name.partition(".")[0] == FACE} - {FACE}
 
 
-def strings_of(argument: ast.expr) -> list[str]:
-    """The module that a string names; of an f-string that ends in a variable, every module that it may name."""
-    if isinstance(argument, ast.Constant):
-        return [argument.value]
-    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
-        return [name for name in MODULES if name.startswith(argument.values[0].value)]
-    return []
+def modules_named(argument: ast.expr, package: str) -> list[str]:
+    """The module that a string names; every one that an f-string may name, its variables being anything."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return [resolve_name(argument.value, package)]
+    parts = argument.values if isinstance(argument, ast.JoinedStr) else []
+    pattern = "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts)
+    return [name for name in MODULES if re.fullmatch(pattern, name)]
 
 
 def module_of(name: str) -> str:
@@ -81,7 +88,13 @@ def module_of(name: str) -> str:
     return name
 
 
-IMPORTS = {name: imports_of(path.read_text()) - {name} for name, path in MODULES.items() if name != FACE}
+def package_of(name: str) -> str:
+    return name if MODULES[name].stem == "__init__" else name.rpartition(".")[0]
+
+
+IMPORTS = {
+    name: imports_of(path.read_text(), package_of(name)) - {name} for name, path in MODULES.items() if name != FACE
+}
 
 
 @pytest.mark.parametrize(
@@ -94,10 +107,28 @@ IMPORTS = {name: imports_of(path.read_text()) - {name} for name, path in MODULES
         "import importlib\nimportlib.import_module('blazeproto.lab.views')",
         "import_module(f'blazeproto.lab.{name}')",
         "from blazeproto import lab",
+        "from blazeproto import lab as workshop",
+        "import blazeproto as b\nb.lab",
+        "import blazeproto.lab as workshop",
+        "from .. import lab as workshop",
+        "from ..lab import views as v",
+        "from ..lab.views import view",
+        "import_module(f'blazeproto.{room}.views')",
+        "import_module(f'{face}.lab')",
+        "import_module(name='blazeproto.lab')",
+        "import_module('..lab', __package__)",
+        "__import__('blazeproto.lab')",
+        "__import__(f'blazeproto.{room}')",
     ],
 )
 def test_an_import_is_seen_however_it_is_written(source: str) -> None:
-    assert any(name.startswith("blazeproto.lab") for name in imports_of(source)), imports_of(source)
+    found = imports_of(source, "blazeproto.gemm")
+    assert any(name.startswith("blazeproto.lab") for name in found), found
+
+
+def test_what_is_no_import_is_none() -> None:
+    source = "import torch\nf'{a}.{b}'\nblaze.lab\nprint('blazeproto.lab is a room')\nfrom . import up"
+    assert imports_of(source, "blazeproto.gemm") == {"blazeproto.gemm", "blazeproto.gemm.up"} - {"blazeproto.gemm"}
 
 
 def test_no_circle_of_imports() -> None:
@@ -128,10 +159,11 @@ def test_imports_point_one_way() -> None:
 
 @pytest.mark.parametrize("name", [name for name in IMPORTS if name.split(".")[1] in ("dispatch", "gemm", "runtime")])
 def test_rooms_without_torch_import_none(name: str) -> None:
-    tree = ast.walk(ast.parse(MODULES[name].read_text()))
-    modules = [a.name for node in tree if isinstance(node, ast.Import) for a in node.names]
-    tree = ast.walk(ast.parse(MODULES[name].read_text()))
-    modules += [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)]
+    nodes = [*ast.walk(ast.parse(MODULES[name].read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS)]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules += [str(word.value) for call in calls for word in ast.walk(call) if isinstance(word, ast.Constant)]
     assert not [module for module in modules if module.split(".")[0] == "torch"]
 
 

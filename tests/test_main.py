@@ -26,10 +26,10 @@ OLD = Gpu("NVIDIA A100", (8, 0), "535.1", (12, 2))
 VERSIONS = {"numpy": "2.4.6", "torch": "2.13.0+cu130", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
 
 
-def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``python -m blazeproto`` with a folder before all others that are searched for packages."""
+def command(*arguments: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``python -m blazeproto`` with a folder before all others that are searched for packages, and environment variables."""
     paths = os.pathsep.join(str(p) for p in (path, ROOT, os.environ.get("PYTHONPATH")) if p)
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     line = [sys.executable, "-m", "blazeproto", *arguments]
     return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
@@ -279,6 +279,22 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{len(kernels)} kernels" in out and "reduce_scores_grad" in out and "TOP_K=8" in out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize(
+    "arguments", [["kernels", "--products", "bias_score_grad"], ["bench", "16,32,16,4,2"]], ids=["kernels", "bench"]
+)
+def test_a_table_is_printed_in_any_encoding(encoding: str, arguments: list[str]) -> None:
+    done = command(*arguments, PYTHONIOENCODING=encoding, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0 and done.stdout.isascii() and "---" in done.stdout, done.stderr
+    assert "?" not in done.stdout
+
+
+def test_doctor_in_ascii_names_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('libf\u00e4lschung.so')")
+    done = command("doctor", path=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and "x does not work" in done.stdout and "ImportError: libf" in done.stdout, done.stderr
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_all_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +312,8 @@ def test_all_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "1,2,3"], "expected T,d,n,E,K, five ints"),
         (["bench", "16,32,16,4,0"], "expected T,d,n,E,K, five ints"),
         (["bench", "16,32,16,4,5"], "expected K of at most E=4, got 5"),
+        (["bench", "1000000000000,32,16,4,2"], "expected sizes that fit in "),
+        (["bench", "16,1000000,1000000,4,2"], "expected sizes that fit in "),
         (["kernels", "--products", "up_forwards"], "did you mean 'up_forward'"),
         (["doctors"], "invalid choice"),
         ([], "required"),

@@ -12,7 +12,7 @@ refuses.
 from collections.abc import Sequence
 from typing import Any
 
-from blazeproto.runtime.arrays import DeviceArray
+from blazeproto.runtime.arrays import DeviceArray, simulated
 from blazeproto.runtime.memory import as_cupy
 from blazeproto.runtime.target import is_target
 
@@ -37,11 +37,10 @@ def run(
     device: int,
     stream: int,
 ) -> None:
-    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``. ValueError on a target."""
-    if is_target(device):
-        raise ValueError(
-            "method: expected 'tiled' or 'dense' where launches go to a target, got 'sort', which CuPy computes"
-        )
+    """Fill the lists, on CuPy's current device and stream, which are ``device`` and ``stream``. ValueError without a GPU."""
+    if simulated() or is_target(device):
+        where = "in Numba's simulator" if simulated() else "where launches go to a target"
+        raise ValueError(f"method: expected 'tiled' or 'dense' {where}, got 'sort', which needs CuPy and a GPU")
     import cupy
 
     def array(address: int, size: int, dtype: str = "int32") -> Any:

@@ -8,7 +8,8 @@
 NVRTC compiles to a cubin for ``sm_90a`` (CuPy's own ``-arch=sm_90`` has no WGMMA) and needs neither a GPU nor a driver, so
 everything here but `Kernel.function` works on any machine. Cubins are kept in the compile cache (`runtime.cache`) under a
 hash of the source with its headers, the options and the compiler's version. Those of edited sources (`blazeproto.lab.Workbench`)
-are kept beside the sources instead.
+are kept beside the sources instead. A kernel whose source includes a file in a way that is not followed (`Kernel.complete`) is
+compiled again in each process.
 
 A malformed ``wgmma`` can crash the compiler and the process with it: `compile_in_subprocess` survives that.
 """
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -50,6 +52,11 @@ OPTIONS = (
     "--no-cache",
 )
 CACHE_FORMAT = "1"  # part of every key: raise it when `Binary`'s file layout changes
+_INCLUDE = re.compile(
+    r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<beside>[^"\n]+)"|<(?P<listed>[^>\n]+)>)[ \t]*(?P<rest>.*)$', re.MULTILINE
+)
+# Every way to read another file, however it is written; in a comment too.
+_READS = re.compile(r"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import|embed)|__has_(?:include|embed)", re.DOTALL)
 
 
 # --- The kernel ------------------------------------------------------------------------------------------------------
@@ -95,15 +102,30 @@ class Kernel(Shown):
 
     @cached_property
     def source(self) -> str:
-        """The macros, then the .cu with each project header written out where it is first included."""
+        """The macros, then the .cu with each header but CUDA's written out where it is first included."""
+        return self._read()
+
+    def _read(self) -> str:
         lines = [f"#define {macro[2:].replace('=', ' ', 1)}" for macro in self.macros]
         return "\n".join([*lines, _expand(self.path, self.folder, set())])
 
     @cached_property
+    def complete(self) -> bool:
+        """Whether `source` has all that the compiler reads but CUDA's own headers. Not where it includes the value of a macro,
+        asks whether a file is there, or where ``options`` name a header or a folder of headers."""
+        left = [match["beside"] or match["listed"] for match in _INCLUDE.finditer(self.source)]
+        followed = len(left) == len(_READS.findall(self.source.replace("\\\n", "")))
+        cuda_has = all(any((Path(folder) / name).is_file() for folder in nvrtc.include_folders()) for name in left)
+        return followed and cuda_has and not any(re.match("-I|--?(pre-)?include", option) for option in self.options)
+
+    @cached_property
     def key(self) -> str:
-        """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version."""
+        """Name of the cache entry: all that decides the machine code. The CUDA headers count by the compiler's version.
+        Of a kernel that is not `complete` it names nothing: it is another one for each object."""
         start = str((self.start_registers, self.threads))
         parts = [CACHE_FORMAT, str(nvrtc.version()), *OPTIONS, *self.options, start, self.source]
+        parts += [str(self.sources)] if self.sources else []
+        parts += [] if self.complete else [secrets.token_hex()]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @cached_property
@@ -118,13 +140,14 @@ class Kernel(Shown):
 
     def _obtain(self, compiler: Callable[[str, Sequence[str]], Binary]) -> Binary:
         name, beside = f"{self.key}.zip", self.sources.parent if self.sources else None
-        binary = (_cached(name, beside) if beside else None) or _cached(name)
+        binary = _cached(name, beside) if self.complete else None
         if binary is None:
             includes = [f"-I{folder}" for folder in (self.folder, *nvrtc.include_folders())]
             binary = compiler(str(self.path), [*OPTIONS, *self.options, *self.macros, *includes])
             if self.start_registers is not None:
                 binary = binary._replace(cubin=start_with(binary.cubin, self.start_registers, self.threads))
-            cache.write(name, binary.to_bytes(), beside)
+            if self.complete and self._read() == self.source:  # else somebody has changed it meanwhile
+                cache.write(name, binary.to_bytes(), beside)
         if "C7510" in binary.log or "serialized" in binary.log:
             warnings.warn(f"{self.entry} ({' '.join(self.macros)}): wgmma was serialised, see .log", stacklevel=3)
         return binary
@@ -242,19 +265,22 @@ def _cached(name: str, where: Path | None = None) -> Binary | None:
 
 
 def _expand(path: Path, folder: Path, seen: set[Path]) -> str:
-    """The file's text with ``#include "…"`` lines replaced by the files they name, each once (they have ``#pragma once``).
-    A file that isn't there is left for the compiler to name."""
+    """The file's text with each ``#include`` replaced by the file it names, the first time. Files are looked for where NVRTC
+    does: ``"…"`` beside the file that includes it, then, as ``<…>``, in ``folder``. What is in neither stays: CUDA has it, or
+    the compiler says that nobody does. Bytes that are no UTF-8 become escapes, as in a string literal."""
 
     def include(match: re.Match[str]) -> str:
-        header = folder / match[1]
-        if header in seen:
-            return ""
-        if not header.is_file():
+        name = match["beside"] or match["listed"]
+        places = [path.parent, folder] if match["beside"] else [folder]
+        header = next((place / name for place in places if (place / name).is_file()), None)
+        if header is None:
             return match[0]
-        seen.add(header)
-        return f"// ---- {match[1]}\n{_expand(header, folder, seen)}\n// ---- end of {match[1]}"
+        if header.resolve() in seen:
+            return match["rest"]
+        seen.add(header.resolve())
+        return f"// ---- {name}\n{_expand(header, folder, seen)}\n// ---- end of {name}{match['rest']}"
 
-    return re.sub(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', include, path.read_text(), flags=re.MULTILINE)
+    return _INCLUDE.sub(include, path.read_text(encoding="utf-8", errors="backslashreplace"))
 
 
 # --- In another process ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which tiles each product runs with, in one table, and the constants that host and device code share.
 
-Measured on an H200 (`python -m scripts.bench.products --tune`); docs/kernels.md tells why the winners win.
+Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts.bench.products --tune` times them all again.
 """
 
 from dataclasses import dataclass, replace

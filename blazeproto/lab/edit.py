@@ -16,12 +16,22 @@ from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_
 _ERROR = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<said>(?:catastrophic )?error.*)$", re.MULTILINE)
 
 
-@cache
 def _snapshots() -> Path:
     """This process's folder of sources as they were when they were compiled, and of what was made of them."""
+    return _snapshots_of(os.getpid())
+
+
+@cache
+def _snapshots_of(process: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="blazeproto-lab-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, process)
     return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    """At the end of ``process``, not of a child that it has forked."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files_in(folder: Path) -> dict[str, bytes]:
@@ -49,12 +59,12 @@ def _resolved(folder: str | Path) -> Path:
 
 
 class EditedSources:
-    """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder."""
+    """CUDA sources in a folder of one's own. TypeError for what is no path, ValueError for one that is no folder with a .cu."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = _resolved(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"folder: expected a folder with CUDA sources, got {self.folder}")
+        if not any(self.folder.glob("*.cu")):
+            raise ValueError(f"folder: expected a folder with CUDA sources, as edit() makes it, got {self.folder}")
 
     @classmethod
     def copied(cls, folder: str | Path) -> Self:
@@ -103,11 +113,18 @@ class EditedSources:
         """All of them at a time, in processes of their own: a malformed wgmma can crash the compiler.
 
         CompileError where the compiler refuses one: each error's file, line and the line itself, then all that it said.
+        FileNotFoundError for a .cu that is no longer there.
         """
+        sources = next(kernel.sources for kernel in kernels if kernel.sources)
+        for kernel in kernels:
+            if not kernel.path.is_file():
+                raise FileNotFoundError(
+                    f"{self.folder / kernel.file}: expected the source of kernel {kernel.entry}, got no file; "
+                    f"copy it again from {CUDA_SOURCES}"
+                )
         try:
             compile_many(kernels)
         except CompileError as error:
-            sources = next(kernel.sources for kernel in kernels if kernel.sources)
             raise CompileError(readable(str(error), sources, self.folder)) from None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.gemm import Sizes
 from blazeproto.lab.explanation import explain
 from blazeproto.lab.step_times import cold_ms
-from blazeproto.lab.tables import Table, View, in_ms
+from blazeproto.lab.tables import Table, View, in_bytes, in_ms
 from blazeproto.layer import MoE
 
 ROUNDS = 10
@@ -56,10 +58,16 @@ def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
 
     On a GPU in bf16, each call alone with a cold L2 cache, by CUDA events: an eager layer below a millisecond waits for the
     host, whose time is then in it where it is longer than what the GPU was held for. On a CPU in float32, by the clock.
-    Medians of ``rounds`` calls, after three that are not counted. ValueError where K > E.
+    Medians of ``rounds`` calls, after three that are not counted. ValueError where K > E, and for sizes that the device's memory
+    cannot hold.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    least, memory = least_bytes(sizes, dtype), memory_of(device)
+    if least > memory:
+        raise ValueError(
+            f"T,d,n,E,K: expected sizes that fit in {in_bytes(memory)} of memory, got ones that need at least {in_bytes(least)}"
+        )
     layer = MoE(sizes.d, sizes.n, sizes.E, sizes.K, device=device, dtype=dtype)
     hopper = missing_for_hopper(device, dtype, sizes.E, sizes.d, sizes.n) is None
     x = torch.randn(sizes.T, sizes.d, device=device, dtype=dtype, requires_grad=True)
@@ -89,6 +97,21 @@ def layer_times(sizes: Sizes, rounds: int = ROUNDS) -> LayerTimes:
         None if floors is None else floors.totals("forward").floor_ms,
         None if floors is None else floors.totals().floor_ms,
     )
+
+
+def least_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
+    """The weights and their gradients; x, the output and dx; H: what is there at once at the end of a backward or before it."""
+    weights = sizes.E * sizes.d * (3 * sizes.n + 1)
+    return dtype.itemsize * (2 * weights + 3 * sizes.T * sizes.d + 2 * sizes.T * sizes.K * sizes.n)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a GPU, or this machine, has in all; no bound where the operating system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def wall_ms(call: Callable[[], object], rounds: int = ROUNDS) -> float:

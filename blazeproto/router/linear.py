@@ -1,4 +1,4 @@
-"""The router's linear map, logits = x W^T, accurate as in fp32: by bf16 tensor cores on a Hopper GPU, in fp32 elsewhere.
+"""The router's linear map, logits = x W^T: by bf16 tensor cores with fp32 sums on a Hopper GPU, in fp32 elsewhere.
 
 A product of two bf16 numbers is exact in fp32, and a number in fp32 is the sum of two in bf16 but for 2^-16 of it. So an fp32
 operand becomes two bf16 ones (logits_kernels.py has the formulas).

@@ -98,7 +98,7 @@ def _check_experts(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     simulated=False,
 )
 def logits_product(x: Any, weight: Any, parts: int = 1, *, out: Any = None, stream: int | None = None) -> Any:
-    """x times the sum of the weight's ``parts`` (1 or 2), transposed; sums as accurate as fp32's, in an order that d decides.
+    """x times the sum of the weight's ``parts`` (1 or 2), transposed; in fp32 sums, in an order that d decides.
 
     x (T, d) bf16, weight (parts E, d) bf16, one part over the other → logits (T, E) fp32.
 

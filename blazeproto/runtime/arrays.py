@@ -99,7 +99,7 @@ def view(array: Any, name: str = "array") -> DeviceArray:
     if library == "cupy":
         return _strided(array, array.data.ptr, array.device.id)
     if library == "numpy" and simulated():
-        return _strided(array, array.ctypes.data, 0)
+        return _strided(_plain(array, name), array.ctypes.data, 0)
     if library == "numpy" and (machine := target.chosen()) is not None:
         seen = numpy_view(array, name)
         dtype = "bfloat16" if seen.dtype == "uint16" else seen.dtype
@@ -127,12 +127,18 @@ def _strided(array: Any, address: int, device: int) -> DeviceArray:
     return DeviceArray(address, array.shape, dtype, strides, device, array)
 
 
-def numpy_view(array: Any, name: str = "array") -> DeviceArray:
-    """A NumPy array as `view` shows a device array, so that `expect` checks the twins' arguments too. TypeError for others."""
+def _plain(array: Any, name: str) -> Any:
+    """``array``; TypeError unless it is a NumPy array whose operators and values mean what others' do."""
     import numpy
 
-    if not isinstance(array, numpy.ndarray):
+    if not isinstance(array, numpy.ndarray) or isinstance(array, numpy.matrix | numpy.ma.MaskedArray):
         raise TypeError(f"{name}: expected a NumPy array, got {type(array).__qualname__}")
+    return array
+
+
+def numpy_view(array: Any, name: str = "array") -> DeviceArray:
+    """A NumPy array as `view` shows a device array, so that `expect` checks the twins' arguments too. TypeError for others."""
+    array = _plain(array, name)
     strides = tuple(stride // max(array.itemsize, 1) for stride in array.strides)
     dtype = array.dtype.name if array.dtype.isnative else str(array.dtype)
     return DeviceArray(array.ctypes.data, array.shape, dtype, strides, NO_DEVICE, array)
@@ -142,8 +148,12 @@ def numpy_output(
     name: str, array: Any, dtype: str | tuple[str, ...], shape: tuple[int | None, ...] | None
 ) -> DeviceArray:
     """The checked view of a NumPy array that a twin writes to. ValueError for one that is read-only, otherwise as `expect`."""
-    a = expect(name, numpy_view(array, name), dtype, shape, alignment=1)
-    if not array.flags.writeable:
+    return _writable(expect(name, numpy_view(array, name), dtype, shape, alignment=1), name)
+
+
+def _writable(a: DeviceArray, name: str) -> DeviceArray:
+    """The view of a NumPy array; ValueError where that is read-only."""
+    if not a.owner.flags.writeable:
         raise ValueError(f"{name}: expected an array to write to, got a read-only one")
     return a
 
@@ -242,7 +252,8 @@ def output(
     like: an input, on whose device it must be, and whose library makes a new one.
     """
     array = empty(shape, dtype, like) if array is None else array
-    return array, expect(name, array, dtype, shape, device=None if like is None else like.device, alignment=alignment)
+    a = expect(name, array, dtype, shape, device=None if like is None else like.device, alignment=alignment)
+    return array, _writable(a, name) if simulated() else a
 
 
 def overlap(a: DeviceArray, b: DeviceArray) -> bool:

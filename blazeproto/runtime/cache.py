@@ -4,12 +4,19 @@
 
 A name is a hash of all that decides a file's bytes, so a file never goes out of date. A cache that cannot be read or written,
 also for want of a home folder, costs time and is no error.
+
+What lies there is run as machine code. So nothing is read from a folder or a file that belongs to another user, or that group or
+others may write: a RuntimeWarning says so once, and kernels are compiled instead.
 """
 
 import contextlib
 import os
+import stat
 import tempfile
+import warnings
 from pathlib import Path
+
+_REFUSED: set[Path] = set()  # folders that a warning was given for
 
 
 def folder() -> Path:
@@ -26,9 +33,13 @@ def folder() -> Path:
 
 
 def read(name: str, where: Path | None = None) -> bytes | None:
-    """A file's bytes; None where there is none, or none that can be read. where: another folder than `folder`."""
+    """A file's bytes; None where there is none, or none that can be read or trusted. where: another folder than `folder`."""
     try:
-        return ((where or folder()) / name).read_bytes()
+        where = where or folder()
+        if not _trusted(where, where.stat(), where):
+            return None
+        with (where / name).open("rb") as file:
+            return file.read() if _trusted(where / name, os.fstat(file.fileno()), where) else None
     except OSError:
         return None
 
@@ -38,7 +49,9 @@ def write(name: str, data: bytes, where: Path | None = None) -> None:
     beside = None
     try:
         where = where or folder()
-        where.mkdir(parents=True, exist_ok=True)
+        where.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not _trusted(where, where.stat(), where):
+            return
         handle, beside = tempfile.mkstemp(dir=where, suffix=".partial")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -47,3 +60,24 @@ def write(name: str, data: bytes, where: Path | None = None) -> None:
         if beside is not None:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
+
+
+def _trusted(path: Path, found: os.stat_result, where: Path) -> bool:
+    """Whether this user alone may change ``path``, the folder ``where`` or a file in it; where not, a warning, one a folder.
+    Without POSIX's owners and modes it is trusted."""
+    if os.name != "posix":
+        return True
+    own = found.st_uid == os.geteuid()
+    if own and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return True
+    if where not in _REFUSED:
+        _REFUSED.add(where)
+        mend = f"chmod go-w {path}" if own else "set BLAZEPROTO_CACHE to a folder of your own"
+        got = f"one of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+        warnings.warn(
+            f"{path}: expected a folder or file that user {os.geteuid()} alone may write, got {got}. Compiled kernels are not "
+            f"read from it, but compiled again: {mend}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return False

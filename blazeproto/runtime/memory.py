@@ -15,8 +15,12 @@ from blazeproto.runtime.target import is_target, simulated
 
 
 def argument(array: Any) -> Any:
-    """A checked array, a view or a tensor, as a kernel takes it: its address; in the simulator the NumPy array, flat."""
-    return array.owner.reshape(-1) if simulated() else array.data_ptr()
+    """A checked array, a view or a tensor, as a kernel takes it: its address. In the simulator the NumPy array, flat, which gets
+    every argument back: of a read-only one, which is an input, a copy."""
+    if not simulated():
+        return array.data_ptr()
+    flat = array.owner.reshape(-1)
+    return flat if flat.flags.writeable else flat.copy()
 
 
 def part(memory: Any, first: int, size: int, dtype: str) -> Any:

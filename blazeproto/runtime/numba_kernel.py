@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver, optional
@@ -109,6 +110,7 @@ class NumbaKernel:
             entry, code = self.cubin((int(capability[:-1]), int(capability[-1])))
             # Of two threads the first one's stays: replacing it would unload code that the other may be launching.
             self._functions.setdefault(device, driver.load(code, entry, device))
+            LOADED.add(self)
         return self._functions[device]
 
     # --- Launching ---------------------------------------------------------------------------------------------------
@@ -125,6 +127,9 @@ class NumbaKernel:
         else:
             function = self._functions.get(device) or self.load(device)
             driver.launch(function.ptr, (blocks, 1), self.threads, shared_bytes, stream, arguments)
+
+
+LOADED: WeakSet[NumbaKernel] = WeakSet()  # on any device
 
 
 # --- The sources of a kernel -----------------------------------------------------------------------------------------

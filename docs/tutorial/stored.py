@@ -10,14 +10,14 @@ TUTORIAL = RESULTS / "tutorial.json"
 
 
 def provenance(record: dict) -> str:
-    """Which GPU, when, and with which sources."""
+    """Which GPU, when, and with which sources of the package."""
     return f"{record['gpu']}; {record['measured']}; sources {record['sources_sha256'][:12]}"
 
 
 def show_stored(name: str) -> None:
     """Print what the cell of this id printed on the GPU, after a line that says which and when."""
-    record = json.loads(TUTORIAL.read_text()) if TUTORIAL.exists() else {"cells": {}}
-    if name in record["cells"]:
-        print(f"Stored result. {provenance(record)}.\n\n{record['cells'][name]}")
+    cells = json.loads(TUTORIAL.read_text())["cells"] if TUTORIAL.exists() else {}
+    if name in cells:
+        print(f"Stored result. {provenance(cells[name])}.\n\n{cells[name]['text']}")
     else:
         print(f"No result of {name!r} is stored yet: python -m scripts.checks.notebooks stores it, on a Hopper GPU.")

@@ -14,7 +14,7 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from blazeproto.gemm import Sizes
+from scripts.bench import identity
 from scripts.command import argument_parser, positive
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -122,7 +123,9 @@ def bench_parser(
         what = "numbers such as 1-3, or a table: " + ", ".join(TABLES)
         parser.add_argument("--configs", type=partial(parse_shapes, shapes=configs), help=what)
     if resume:
-        parser.add_argument("--resume", action="store_true", help="leave out what the file has of the same sources")
+        parser.add_argument(
+            "--resume", action="store_true", help="leave out what the file has of the same kernels and benchmark"
+        )
     if time_budget or resume:
         what = "skip what would start later"
         parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
@@ -217,9 +220,39 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def stamped(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """The row that a benchmark's function makes, or its list of rows, each with what it is of: `of_kernels`, and
+
+    protocol, protocol_identity: the function, and what it and all that it calls were.
+    """
+    with identity.launched() as kernels:
+        made = measure(*arguments)
+    name = identity.name_of(measure)
+    of = of_kernels(kernels) | {"protocol": name, "protocol_identity": identity.protocol_identity(name)}
+    return [row | {"of": of} for row in made] if isinstance(made, list) else made | {"of": of}
+
+
+def of_kernels(kernels: dict[str, identity.Description]) -> dict[str, Any]:
+    """What a row says under "of". measured: when.  gpu, versions.  kernels: the identities of those that were launched."""
+    identity.KERNELS.update(kernels)
+    of = {"measured": now(), "gpu": gpu_name(), "versions": ", ".join(installed_versions())}
+    return of | {"kernels": sorted(kernels)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A results file; the kernels that it describes are known from now on."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    identity.KERNELS.update(record.get("kernels", {}))
+    return record
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all: a run cut short leaves the last complete file."""
+    """Write a record, with the descriptions of its rows' kernels, whole or not at all: a run cut short leaves the last complete
+    file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    names = {name for row in identity.rows_in(record) for name in row["of"].get("kernels", ())}
+    if names:
+        record = record | {"kernels": {name: identity.KERNELS[name] for name in sorted(names)}}
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)
@@ -233,8 +266,8 @@ def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, 
 
 
 def rows_of(shape: Sizes, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A shape's rows that were measured with these sources."""
-    return [row for row in rows if row["cfg"] == cfg_of(shape) and "other_sources" not in row]
+    """A shape's rows that are of the kernels and the benchmark that are here."""
+    return [row for row in rows if row["cfg"] == cfg_of(shape) and not identity.earlier(row)]
 
 
 def in_turn(wanted: Iterable[Any], seconds: float = math.inf) -> Iterator[Any]:
@@ -269,7 +302,7 @@ def finished(name: str, *, whole: bool) -> Path:
     return part_file(name).replace(RESULTS / f"{name}.json") if whole else part_file(name)
 
 
-def geometric_mean(values: list[float]) -> float:
+def geometric_mean(values: Sequence[float]) -> float:
     """Geometric mean of positive numbers; NaN of none."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 

@@ -27,7 +27,7 @@ from blazeproto.dispatch import build_dispatch, workspace_bytes
 from blazeproto.gemm import Sizes
 from blazeproto.router import topk_route, topk_route_backward
 from scripts.bench import timing
-from scripts.bench.common import RESULTS, begun, route, write_json
+from scripts.bench.common import RESULTS, begun, route, stamped, write_json
 from scripts.bench.routing_tables import dispatch_table, experts_growth, small_dispatch_table, topk_table
 from scripts.bench.timing import host_ms
 from scripts.command import argument_parser, need_hopper
@@ -71,9 +71,8 @@ def gpu_ms(programs: Mapping[str, Sequence[Call]], eager: Sequence[str] = (), ro
     runs = {name: partial(run_all, [*calls] * 4) for name, calls in programs.items()}
     graphs = {name: run for name, run in runs.items() if name not in eager}
     times = timing.gpu_ms(graphs, list(graphs), rounds).ms
-    times |= {
-        name: found.total for name, found in timing.kernel_times({name: runs[name] for name in eager}, rounds).items()
-    }
+    if traced := {name: run for name, run in runs.items() if name in eager}:
+        times |= {name: found.total for name, found in timing.kernel_times(traced, rounds).items()}
     return {name: times[name] / (4 * len(calls)) for name, calls in programs.items()}
 
 
@@ -139,25 +138,22 @@ def dispatch_row(
 def table3(models: Sequence[tuple[str, int, int, float | None, float | None]]) -> list[dict[str, Any]]:
     rows = []
     for name, num_experts, top_k, paper_sort, paper_hash in models:
-        row = dispatch_row(T, num_experts, top_k, ("tiled", "dense", "sort", "torch_sort"))
+        row = stamped(dispatch_row, T, num_experts, top_k, ("tiled", "dense", "sort", "torch_sort"))
         rows.append({"name": name, **row, "paper_sort_ms": paper_sort, "paper_hash_ms": paper_hash})
         torch.cuda.empty_cache()
     return rows
 
 
-def small_batches(sizes: Sequence[int]) -> list[dict[str, Any]]:
+def small_row(num_tokens: int) -> dict[str, Any]:
     """GPU and host time where a call is short."""
-    rows = []
-    for num_tokens in sizes:
-        experts = random_experts(num_tokens, 128, 8)
-        call = prepared(experts, 128, "tiled")
-        call()
-        row: dict[str, Any] = {"T": num_tokens, "E": 128, "K": 8}
-        row["gpu_us"] = 1e3 * gpu_ms({"tiled": [call]})["tiled"]
-        row["host_us"] = 1e3 * host_ms(call)
-        row["host_us_allocating"] = 1e3 * host_ms(partial(build_dispatch, experts, 128))
-        rows.append(row)
-    return rows
+    experts = random_experts(num_tokens, 128, 8)
+    call = prepared(experts, 128, "tiled")
+    call()
+    row: dict[str, Any] = {"T": num_tokens, "E": 128, "K": 8}
+    row["gpu_us"] = 1e3 * gpu_ms({"tiled": [call]})["tiled"]
+    row["host_us"] = 1e3 * host_ms(call)
+    row["host_us_allocating"] = 1e3 * host_ms(partial(build_dispatch, experts, 128))
+    return row
 
 
 # -------------------------------------------------------------------------------------------------------------- top-k
@@ -223,19 +219,19 @@ def main() -> None:
     torch.manual_seed(0)
     record = begun("dispatch", (__doc__ or "").rpartition("\n\n")[0])
     record["rows"] = table3(MODELS[:3] if options.quick else MODELS)
-    record["small"] = small_batches([1, 1024, 8192, 65536])
+    record["small"] = [stamped(small_row, num_tokens) for num_tokens in (1, 1024, 8192, 65536)]
     record["series"] = {}
     if not options.quick:
         methods = ("tiled", "dense", "torch_sort")
         record["series"] = {
-            "T": [dispatch_row(2**power, 128, 8, methods, rounds=7) for power in range(12, 23, 2)],
-            "E": [dispatch_row(T, experts, 8, methods, rounds=7) for experts in (8, 16, 32, 64, 128, 256, 512)],
+            "T": [stamped(dispatch_row, 2**power, 128, 8, methods, 7) for power in range(12, 23, 2)],
+            "E": [stamped(dispatch_row, T, experts, 8, methods, 7) for experts in (8, 16, 32, 64, 128, 256, 512)],
         }
     write_json(dispatch_file, record)
     print(f"{dispatch_table(record)}\n\n{small_dispatch_table(record)}\n\n{experts_growth(record)}\n", flush=True)
-    rows = [topk_row(*row) for row in (TOPK[:2] if options.quick else TOPK)]
+    rows = [stamped(topk_row, *row) for row in (TOPK[:2] if options.quick else TOPK)]
     record = {key: value for key, value in record.items() if key not in ("small", "series")}
-    record |= {"benchmark": "topk", **rows[0], "rows": rows}
+    record |= {"benchmark": "topk", "rows": rows}
     write_json(topk_file, record)
     print(f"{topk_table(record)}\n\nwrote {dispatch_file} and {topk_file.name}")
 

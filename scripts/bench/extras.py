@@ -11,7 +11,7 @@ import torch
 
 from blazeproto.gemm import Sizes
 from scripts.bench import peers
-from scripts.bench.common import MIB, TABLES, cfg_of, in_turn
+from scripts.bench.common import MIB, TABLES, cfg_of, in_turn, stamped
 from scripts.bench.peers import ours
 from scripts.bench.timing import gpu_ms, interleaved_ms, peak_bytes
 
@@ -98,13 +98,13 @@ def by_shape(measure: Callable[[Sizes, int], Row], shapes: Sequence[Sizes], roun
     """A row a shape, each printed."""
     rows = []
     for shape in in_turn(shapes):
-        rows.append(measure(shape, rounds))
+        rows.append(stamped(measure, shape, rounds))
         print(rows[-1], flush=True)
     return rows
 
 
 EXTRAS: dict[str, Callable[[int], Any]] = {
     "workspace": partial(by_shape, bounded_workspace, LARGE_SHAPES),
-    "four_million_tokens": four_million_tokens,
+    "four_million_tokens": partial(stamped, four_million_tokens),
     "skew": partial(by_shape, skewed_routing, SKEW_SHAPES),
 }

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.lab.times import elapsed_ms
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, now, write_json
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, in_turn, read_json, stamped, write_json
 from scripts.bench.module import times_of, verdict
 from scripts.bench.result_tables import integrations_table
 from scripts.bench.timing import Rotation, peak_bytes, relative_difference
@@ -135,7 +134,7 @@ def programs_of(model: Any, ids: Tensor) -> list[Program]:
 
 
 def measure_qwen(
-    sizes: dict[str, int] = QWEN, batch: tuple[int, int] = QWEN_BATCH, rounds: int = ROUNDS, device: str = "cuda"
+    rounds: int = ROUNDS, sizes: dict[str, int] = QWEN, batch: tuple[int, int] = QWEN_BATCH, device: str = "cuda"
 ) -> Row:
     """The row of "qwen". RuntimeError where an experts module's outputs or gradients differ by more than `SAME_OUTPUT`."""
     torch.manual_seed(0)
@@ -201,7 +200,7 @@ def gpt_oss(sizes: dict[str, int], tokens: int, device: str) -> Program:
 
 
 def measure_gpt_oss(
-    sizes: dict[str, int] = GPT_OSS, tokens: int = GPT_OSS_TOKENS, rounds: int = ROUNDS, device: str = "cuda"
+    rounds: int = ROUNDS, sizes: dict[str, int] = GPT_OSS, tokens: int = GPT_OSS_TOKENS, device: str = "cuda"
 ) -> Row:
     """The row of "gpt_oss". RuntimeError where outputs or gradients differ by more than `SAME_OUTPUT`."""
     program = gpt_oss(sizes, tokens, device)
@@ -244,24 +243,14 @@ class Part:
 
 
 PARTS = {
-    "qwen": Part(lambda rounds: measure_qwen(rounds=rounds), claims_of_qwen),
-    "gpt_oss": Part(lambda rounds: measure_gpt_oss(rounds=rounds), claims_of_gpt_oss),
+    "qwen": Part(measure_qwen, claims_of_qwen),
+    "gpt_oss": Part(measure_gpt_oss, claims_of_gpt_oss),
 }
 
 
 def ratio(values: dict[str, float]) -> float:
     """grouped_mm's over ours."""
     return values["grouped_mm"] / values["blazeproto"]
-
-
-def kept(earlier: dict[str, Any], sources: str) -> dict[str, Row]:
-    """The rows of an earlier file; those of other sources say of which."""
-    if earlier["sources_sha256"] == sources:
-        return dict(earlier["parts"])
-    mark = {"sources_sha256": earlier["sources_sha256"]}
-    return {
-        name: {"other_sources": mark | {"measured": row["measured"]}} | row for name, row in earlier["parts"].items()
-    }
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -282,9 +271,9 @@ def main() -> None:
     record = begun("integrations", __doc__, 3) | {"parts": {}}
     del record["rows"]
     if options.out.exists():
-        record["parts"] = kept(json.loads(options.out.read_text()), record["sources_sha256"])
+        record["parts"] = read_json(options.out)["parts"]
     for part in in_turn(options.parts):
-        record["parts"][part] = PARTS[part].measure(options.rounds) | {"measured": now()}
+        record["parts"][part] = stamped(PARTS[part].measure, options.rounds)
         write_json(options.out, record)
     rows = {part: record["parts"][part] for part in options.parts}
     print(integrations_table(record | {"parts": rows}))

@@ -33,13 +33,15 @@ from scripts.bench.common import (
     bench_parser,
     cfg_of,
     in_turn,
+    read_json,
     rows_of,
     settled,
-    table_of,
+    stamped,
     with_row,
     write_json,
 )  # fmt: skip
 from scripts.bench.extras import EXTRAS
+from scripts.bench.identity import earlier, rows_in
 from scripts.bench.markdown import number
 from scripts.bench.result_tables import eager_table, layer_table, memory_table
 from scripts.bench.timing import (
@@ -132,7 +134,7 @@ def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, Any]:
     floor_forward, floor_backward = cost.layer_floor_ms(shape)
     row: dict[str, Any] = {
         "cfg": cfg_of(shape),
-        "table": table_of(shape),
+        "rounds": rounds,
         "floor_fwd_ms": round(floor_forward, 4),
         "floor_bwd_ms": round(floor_backward, 4),
         "peers": {},
@@ -196,7 +198,7 @@ def summary(row: dict[str, Any]) -> str:
 
 def print_tables(record: dict[str, Any]) -> None:
     """Those of the documentation, and what the host takes."""
-    rows = [row for row in record["rows"] if "other_sources" not in row]
+    rows = [row for row in record["rows"] if not earlier(row)]
     if rows:
         print("\n\n".join(make(record | {"rows": rows}) for make in (layer_table, eager_table, memory_table)))
         exact = sum(row["peers"][OURS]["saved_bytes"] == row["peers"][OURS]["saved_bytes_by_design"] for row in rows)
@@ -207,20 +209,6 @@ def print_tables(record: dict[str, Any]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- main
-
-
-def resumed(record: dict[str, Any], earlier: dict[str, Any], again: bool = False) -> dict[str, Any]:
-    """``record``, just begun, with the rows and extras of an earlier file; those of other sources are marked.
-
-    again: all are, so that they are measured again; what is not, is there still.
-    """
-    if earlier["sources_sha256"] == record["sources_sha256"] and not again:
-        return earlier
-    where = {key: earlier[key] for key in ("measured", "sources_sha256")}
-    extras = {name: earlier[name] for name in EXTRAS if name in earlier}
-    marks = {name: earlier.get("extras_of_other_sources", {}).get(name, where) for name in extras}
-    rows = [{"other_sources": where} | row for row in earlier["rows"]]
-    return record | extras | {"rows": rows} | ({"extras_of_other_sources": marks} if marks else {})
 
 
 def arguments() -> argparse.Namespace:
@@ -246,22 +234,24 @@ def main() -> None:
     need_hopper()
     record = begun("layer", PROTOCOL.format(rounds=options.rounds), floor=FLOOR)
     if options.out.exists():
-        record = resumed(record, json.loads(options.out.read_text()), again=not options.resume)
-    kept = record.get("extras_of_other_sources", {})
+        kept = read_json(options.out)
+        record |= {name: kept[name] for name in ("rows", *EXTRAS) if name in kept}
 
     def has(row: dict[str, Any]) -> bool:
-        return set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
+        return options.resume and set(options.peers) <= row["peers"].keys() | row.get("absent", {}).keys()
+
+    def is_there(name: str) -> bool:
+        return options.resume and name in record and not any(map(earlier, rows_in(record[name])))
 
     left = [shape for shape in options.configs if not any(map(has, rows_of(shape, record["rows"])))]
-    left += [name for name in options.extras if not (options.resume and name in record and name not in kept)]
+    left += [name for name in options.extras if not is_there(name)]
     for each in in_turn(left, options.time_budget):
         if isinstance(each, Sizes):
-            row = measure(each, options.peers, options.rounds)
+            row = stamped(measure, each, options.peers, options.rounds)
             record["rows"] = with_row(record["rows"], row)
             print(summary(row), flush=True)
         else:
             record[each] = EXTRAS[each](options.rounds)
-            kept.pop(each, None)
         write_json(options.out, record)
     print_tables(record)
 

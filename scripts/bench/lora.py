@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from blazeproto.autograd import LowRank, moe_mlp
 from blazeproto.gemm import Sizes
 from scripts.bench import peers
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, settled, write_json
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, settled, stamped, write_json
 from scripts.bench.module import ROUNDS, agreement, part_times, verdict
 from scripts.bench.result_tables import lora_table
 from scripts.bench.timing import peak_bytes
@@ -65,7 +65,8 @@ def ours(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, ba
     def forward() -> Tensor:
         return moe_mlp(inputs.x, *weights, inputs.scores, inputs.experts, **options)
 
-    return peers.Program(forward, (inputs.x, inputs.scores, *up, *down), inputs.grad_output, weights)
+    leaves = (inputs.x, inputs.scores, *up, *down)
+    return peers.Program(forward, leaves, inputs.grad_output, weights, layouts=(Tensor.detach,) * 4)
 
 
 def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank, implementation: str) -> peers.Program:
@@ -97,12 +98,16 @@ def by_peft(shape: Sizes, inputs: peers.LayerInputs, up: LowRank, down: LowRank,
         made: Tensor = wrapper(inputs.x, index, scores)
         return made
 
-    return peers.Program(
-        forward,
-        (inputs.x, scores, *leaves),
-        inputs.grad_output,
-        (experts.gate_up_proj, experts.down_proj),
+    layouts = tuple(
+        as_ours
+        for factors in (up, down)
+        for as_ours in (
+            lambda a, like=factors.a: a.view_as(like),
+            lambda b, like=factors.b: b.view(like.shape[1], -1, len(like)).permute(2, 0, 1),
+        )
     )
+    weights = (experts.gate_up_proj, experts.down_proj)
+    return peers.Program(forward, (inputs.x, scores, *leaves), inputs.grad_output, weights, layouts=layouts)
 
 
 def build_programs(
@@ -177,7 +182,7 @@ def main() -> None:
     need_hopper()
     record = begun("lora", __doc__)
     for shape in in_turn([QUICK_SHAPE if options.quick else SHAPE]):
-        record["rows"].append(measure(shape, options.rank, options.rounds))
+        record["rows"].append(stamped(measure, shape, options.rank, options.rounds))
     write_json(options.out, record)
     print_table(record)
     print("wrote", options.out)

@@ -1,10 +1,12 @@
-"""Markdown of results: tables, numbers, shapes, and where and when a record was measured."""
+"""Markdown of results: tables, numbers, shapes, and where, when and with which kernels rows were measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from scripts.bench.identity import earlier
 
 Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
@@ -20,7 +22,18 @@ LABELS = {
 }
 
 
-NOT_MEASURED = "Not measured with these sources."
+NOT_MEASURED = "Not measured."
+
+
+EARLIER = {"kernels": "of earlier kernels", "benchmark": "by an earlier form of the benchmark"}
+SIGNS = {"kernels": " †", "benchmark": " ‡"}
+NAMES = {
+    "torch": "torch",
+    "sonic-moe": "SonicMoE",
+    "quack-kernels": "QuACK",
+    "transformers": "transformers",
+    "peft": "peft",
+}
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -30,19 +43,58 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def signs_of(rows: Sequence[Record]) -> list[str]:
+    """What marks each row that is not of today's kernels; nothing where `origin` says the same of all."""
+    reasons = [earlier(row) for row in rows]
+    return [SIGNS.get(reason, "") if len(set(reasons)) > 1 else "" for reason in reasons]
+
+
 def table(rows: Iterable[Record], columns: Sequence[Column]) -> str:
-    """A line a row; a column is its name and what makes a cell of a row."""
-    return markdown_table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    """A line a row; a column is its name and what makes a cell of a row. The first cell has a row's mark."""
+    rows = list(rows)
+    lines = [[cell(row) for _, cell in columns] for row in rows]
+    for line, sign in zip(lines, signs_of(rows), strict=True):
+        line[0] += sign
+    return markdown_table([name for name, _ in columns], lines)
 
 
-def figure(*path: str, digits: int = 2, bold: bool = False) -> Callable[[Record], str]:
+def versions_of(rows: Sequence[Record], names: Sequence[str]) -> str:
+    """The versions of packages with which rows were measured: "torch 2.11.0, SonicMoE 0.1.2"."""
+    pairs = {tuple(each.split(" ", 1)) for row in rows for each in row["of"]["versions"].split(", ")}
+    return ", ".join(f"{NAMES[name]} {version}" for name in names for found, version in sorted(pairs) if found == name)
+
+
+def caveat(rows: Sequence[Record]) -> str:
+    """Which rows are not of today's kernels: "of earlier kernels", or "3 of 27 of earlier kernels"; empty where all are."""
+    reasons = [earlier(row) for row in rows]
+    counts = {said: reasons.count(reason) for reason, said in EARLIER.items() if reason in reasons}
+    return ", ".join(said if count == len(rows) else f"{count} of {len(rows)} {said}" for said, count in counts.items())
+
+
+def origin(rows: Iterable[Record], *packages: str) -> str:
+    """Where, when and with which ``packages`` rows were measured, and which of them are not of today's kernels."""
+    rows = list(rows)
+    if not rows:
+        return ""
+    gpus, dates = sorted({row["of"]["gpu"] for row in rows}), sorted({row["of"]["measured"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0].removesuffix(' UTC')} to {dates[-1]}"
+    where = "; ".join(filter(None, [*gpus, versions_of(rows, packages), when]))
+    reasons = {reason: sign.strip() for reason, sign in SIGNS.items() if reason in map(earlier, rows)}
+    if not any(signs_of(rows)):
+        notes = [f" **{said[0].upper()}{said[1:]}.**" for reason, said in EARLIER.items() if reason in reasons]
+    else:
+        notes = [f" {sign}: {EARLIER[reason]}." for reason, sign in reasons.items()]
+    return f"{where}.{''.join(notes)}"
+
+
+def figure(*path: str, digits: int = 2) -> Callable[[Record], str]:
     """What makes a cell of the number that lies there in a row: a dash where there is none."""
 
     def cell(row: Record) -> str:
         found: Any = row
         for key in path:
             found = found.get(key) if found else None
-        return f"**{number(found, digits)}**" if bold else number(found, digits)
+        return number(found, digits)
 
     return cell
 
@@ -66,24 +118,3 @@ def words(fields: Iterable[str]) -> list[Column]:
         return field, lambda row: str(row[field])
 
     return [column(field) for field in fields]
-
-
-def layer_shape(row: Record) -> str:
-    """Marked where the row was measured with other sources than the rest."""
-    return ", ".join(shape_of(row)) + (" †" if "other_sources" in row else "")
-
-
-def measured_on(record: Record) -> str:
-    return f"{record['gpu']}; {record['measured']}; sources `{record['sources_sha256'][:12]}`."
-
-
-def dagger(marks: Iterable[Record]) -> str:
-    """A note on what was measured with other sources than the rest, empty where nothing was."""
-    marked = sorted({(mark["measured"], mark["sources_sha256"][:12]) for mark in marks})
-    return " ".join(f"†: {measured}, sources `{sources}`." for measured, sources in marked)
-
-
-def rows_measured_on(record: Record) -> str:
-    """`measured_on` of a layer record, and a note on its marked rows."""
-    marks = [row["other_sources"] for row in record["rows"] if "other_sources" in row]
-    return f"{measured_on(record)} {dagger(marks)}".rstrip()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
-from scripts.bench.common import MODULE_SHAPES
+from blazeproto.gemm import Sizes
+from scripts.bench.common import EXTRA_SHAPES, MODULE_SHAPES, SHAPES, TABLES, geometric_mean, table_of
 from scripts.bench.markdown import (
     NOT_MEASURED,
     Column,
     Record,
+    caveat,
     figure,
-    layer_shape,
-    markdown_table,
-    measured_on,
     number,
-    rows_measured_on,
+    origin,
+    plain_shape,
     table,
+    versions_of,
 )
 
 # The rows of README's table: small and large experts, and from few wide to many narrow ones.
@@ -29,6 +31,67 @@ README_SHAPES = (
     (8192, 4096, 1536, 256, 6),
 )
 METHOD = "Sum of kernel durations by the profiler, an overlap counted once; ms."
+PACKAGES = ("sonic-moe", "quack-kernels", "torch")
+
+# What SonicMoE's time over ours has to be, forward + backward: least on a shape, and the geometric mean of the large ones.
+LEAST_RATIO, LEAST_MEAN = 1.05, 1.07
+CLOSE_SHAPES = dict.fromkeys((SHAPES[3], SHAPES[8], *EXTRA_SHAPES[2:]), 1.03)
+LARGE_TABLES = ("sonicmoe-9a", "moeblaze-1")
+TINY = "moeblaze-2"  # one tiny layer with five numbers of tokens
+
+
+# -------------------------------------------------------------------------------------------------------------- bounds
+
+
+def ratio(row: Record, part: str = "fwdbwd", kind: str = "ms") -> float | None:
+    """SonicMoE's time over ours; above 1 we are ahead."""
+    theirs = row.get(f"sonic_{part}_{kind}")
+    return None if theirs is None else float(theirs / row[f"ours_{part}_{kind}"])
+
+
+def sizes_of(row: Record) -> Sizes:
+    return Sizes(**row["cfg"])
+
+
+def bounds(row: Record) -> dict[str, bool | None]:
+    """Whether a row holds what is asked of it, by name; None: not measured."""
+    faster, peaks = ratio(row), [row.get(f"{name}_peak_fwdbwd_MiB") for name in ("ours", "sonic")]
+    return {
+        "time": None if faster is None else faster >= CLOSE_SHAPES.get(sizes_of(row), LEAST_RATIO),
+        "peak": None if peaks[1] is None else peaks[0] <= peaks[1],
+        "saved": row["router_saved_bytes"] <= row["router_may_save_bytes"],
+    }
+
+
+def mean_of_large(rows: list[Record]) -> tuple[float, int]:
+    """Geometric mean of `ratio` over the shapes of LARGE_TABLES, and how many of them were measured."""
+    large = [row for row in rows if table_of(sizes_of(row)) in LARGE_TABLES]
+    found = [value for row in large if (value := ratio(row)) is not None]
+    return geometric_mean(found), len(found)
+
+
+def verdicts(rows: list[Record]) -> list[tuple[str, bool]]:
+    """Each bound in words, on how many shapes it holds, and whether on all."""
+    made = []
+    for name, what in (
+        (
+            "time",
+            f"SonicMoE's time over ours, forward + backward, at least {LEAST_RATIO}, or 1.03 on four close shapes",
+        ),
+        ("peak", "our peak not above SonicMoE's"),
+        ("saved", "the router saves at most x, (T, E) fp32 and (T, K)"),
+    ):
+        failing = [str(sizes_of(row)) for row in rows if bounds(row)[name] is False]
+        holding = sum(bounds(row)[name] is True for row in rows)
+        said = f"{what}: {holding} of {len(rows)} shapes{'; not: ' * bool(failing)}{', '.join(failing)}"
+        made.append((said, holding == len(rows)))
+    mean, measured = mean_of_large(rows)
+    large = sum(len(TABLES[table]) for table in LARGE_TABLES)
+    what = f"geometric mean of SonicMoE's time over ours, {measured} of {large} large shapes: {mean:.3f}, at least {LEAST_MEAN}"
+    return [*made, (what, mean >= LEAST_MEAN and measured == large)]
+
+
+# ----------------------------------------------------------------------------------------------- sentences and tables
 
 
 def compared(record: Record) -> list[Record]:
@@ -46,19 +109,82 @@ def peak_ratio(row: Record) -> float:
     return float(row["ours_peak_fwdbwd_MiB"] / row["sonic_peak_fwdbwd_MiB"])
 
 
+def span(values: Sequence[float]) -> str:
+    """ "(1.03 to 1.20)"."""
+    return f"({number(min(values))} to {number(max(values))})"
+
+
+def mean_and_span(values: Sequence[float]) -> str:
+    return f"{number(geometric_mean(values))} in the geometric mean {span(values)}"
+
+
 def module_claim(record: Record) -> str:
-    """On how many shapes the module is faster than SonicMoE's, and how much memory it takes; a sentence, of README's headline."""
+    """How much longer SonicMoE's module takes, one tiny layer apart, and how much memory; README's headline."""
     rows = compared(record)
     if not rows:
         return NOT_MEASURED
-    times, peaks = [times_ours(row) for row in rows], [peak_ratio(row) for row in rows]
-    return (
-        "A whole layer, `MoE` with its router and auxiliary loss, forward and backward, is faster than SonicMoE's module on "
-        f"{sum(time > 1 for time in times)} of {len(times)} shapes, {number(statistics.geometric_mean(times))} times in the "
-        f"geometric mean ({number(min(times))} to {number(max(times))}), at {number(statistics.geometric_mean(peaks))} of its "
-        f"peak memory ({number(min(peaks))} to {number(max(peaks))}). Both in bf16, router weights too; logits, scores and "
-        f"losses of ours have fp32's accuracy.{_left_out(len(rows))}"
+    parts = []
+    for tiny, what in ((False, "shapes"), (True, "sizes of one tiny layer")):
+        times = [times_ours(row) for row in rows if (table_of(sizes_of(row)) == TINY) is tiny]
+        if times:
+            mean = f"{number(geometric_mean(times))} times{'' if tiny else ' in the geometric mean'}"
+            parts.append(f"on {sum(time > 1 for time in times)} of {len(times)} {what}, {mean} {span(times)}")
+    peaks = [peak_ratio(row) for row in rows]
+    said = (
+        "A whole layer, `MoE` with its router and auxiliary loss, forward and backward, is faster than SonicMoE's module "
+        f"({versions_of(rows, PACKAGES)}) {', and '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory "
+        f"{span(peaks)}. All in bf16, router weights too.{_left_out(len(rows))}"
     )
+    return f"{said} **({note[0].upper()}{note[1:]}.)**" if (note := caveat(rows)) else said
+
+
+def module_details(record: Record) -> str:
+    """Which of the benchmark's bounds hold, how far a ratio moves from round to round, and times with gaps between kernels."""
+    rows = compared(record)
+    if not rows:
+        return NOT_MEASURED
+    held = [f"{'holds' if holds else 'fails'}: {what}" for what, holds in verdicts(rows)]
+    said = [f"The benchmark's own bounds. {'. '.join(line[0].upper() + line[1:] for line in held)}."]
+    spreads = [max(moved) / min(moved) - 1 for row in rows if (moved := _rounds(row))]
+    if spreads:
+        middle, most = (number(100 * value, 1) for value in (statistics.median(spreads), max(spreads)))
+        said.append(
+            f"From round to round a shape's ratio moves by {middle} % in the median of {len(spreads)} shapes, {most} % at most."
+        )
+    else:
+        said.append("One run; what single rounds took was not recorded.")
+    gaps = [value for row in rows if (value := ratio(row, kind="gpu_ms")) is not None]
+    if gaps:
+        graphs = sum(row["gpu_fwdbwd_method"] == "graph" for row in rows if "gpu_fwdbwd_method" in row)
+        said.append(
+            f"With the gaps between kernels SonicMoE's time over ours is {mean_and_span(gaps)}: {graphs} of {len(gaps)} shapes "
+            "by graph replay, the others from the first kernel to the last."
+        )
+    else:
+        said.append("With the gaps between kernels, by graph replay, whole layers have not been timed.")
+    return " ".join(said)
+
+
+def _rounds(row: Record) -> list[float]:
+    """SonicMoE's time over ours in each round, forward + backward."""
+    pairs = zip(row.get("sonic_fwdbwd_rounds_ms", ()), row.get("ours_fwdbwd_rounds_ms", ()), strict=True)
+    return [theirs / ours for theirs, ours in pairs]
+
+
+def router_accuracy(record: Record) -> str:
+    """How far logits are from float64's, and torch's in fp32 beside them; a sentence."""
+    rows = record["rows"]
+    if not rows:
+        return NOT_MEASURED
+
+    def least_and_most(values: list[float]) -> str:
+        return f"{min(values):.1e} to {max(values):.1e}"
+
+    errors = least_and_most([row["accuracy"]["plain"]["logits"] for row in rows])
+    torch = [row["torch_fp32_logits"] for row in rows if "torch_fp32_logits" in row]
+    said = f"Our logits differ from float64's by {errors} of their norm"
+    said += f", torch's in fp32 by {least_and_most(torch)}" if torch else ""
+    return f"{said} ({note})." if (note := caveat(rows)) else f"{said}."
 
 
 def _left_out(measured: int) -> str:
@@ -70,12 +196,12 @@ def _left_out(measured: int) -> str:
 def readme_table(record: Record) -> str:
     """Six shapes: forward + backward of both modules, the share of the floor's speed, and the peak."""
     measured = {tuple(row["cfg"][key] for key in ("T", "d", "n", "E", "K")): row for row in compared(record)}
-    columns: list[Column] = [("T, d, n, E, K", layer_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms", bold=True))]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms"))]
     columns += [("SonicMoE, ms", figure("sonic_fwdbwd_ms")), ("SonicMoE / ours", lambda row: number(times_ours(row)))]
     columns += [("floor / ours", lambda row: number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"]))]
-    columns += [("peak memory, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
-    rows = filter(None, map(measured.get, README_SHAPES))
-    return f"{table(rows, columns)}\n\n{METHOD} {rows_measured_on(record)}"
+    columns += [("peak, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
+    rows = list(filter(None, map(measured.get, README_SHAPES)))
+    return f"{table(rows, columns)}\n\nKernel time, ms. {origin(rows)}".rstrip()
 
 
 def module_table(record: Record) -> str:
@@ -85,30 +211,46 @@ def module_table(record: Record) -> str:
     def ratio(part: str) -> Callable[[Record], str]:
         return lambda row: number(times_ours(row, part) if row in measured else None)
 
-    columns: list[Column] = [("T, d, n, E, K", layer_shape)]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
     for part, name in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
-        columns += [(f"{name}: ours", figure(f"ours_{part}_ms", bold=True)), ("SonicMoE", figure(f"sonic_{part}_ms"))]
+        columns += [(f"{name}: ours", figure(f"ours_{part}_ms")), ("SonicMoE", figure(f"sonic_{part}_ms"))]
         columns.append(("floor", figure(f"floor_{part}_ms")))
     columns += [("SonicMoE / ours: fwd", ratio("fwd")), ("fwd + bwd", ratio("fwdbwd"))]
     columns += [("our router: fwd", figure("router_fwd_ms")), ("fwd + bwd", figure("router_fwdbwd_ms"))]
+    if any("ours_fwdbwd_gpu_ms" in row for row in record["rows"]):
+        columns += [
+            ("fwd + bwd with gaps: ours", figure("ours_fwdbwd_gpu_ms")),
+            ("SonicMoE", figure("sonic_fwdbwd_gpu_ms")),
+        ]
     columns += [("peak MiB: ours", figure("ours_peak_fwdbwd_MiB", digits=0))]
     columns += [("SonicMoE", figure("sonic_peak_fwdbwd_MiB", digits=0))]
     columns += [("router saves MiB", lambda row: number(row["router_saved_bytes"] / 2**20, 0))]
-    return f"{table(record['rows'], columns)}\n\n{METHOD} {rows_measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\n{METHOD} {origin(record['rows'], *PACKAGES)}".rstrip()
 
 
 def router_table(record: Record) -> str:
     """The router's time against its floor, and its errors against float64."""
-    rows = []
-    for row in record["rows"]:
-        plain = row["accuracy"]["plain"]
-        line = [", ".join(str(row["cfg"][key]) for key in "TdEK"), row["weight"]]
-        for part in ("fwd", "fwdbwd"):
-            line += [number(row[f"{part}_ms"], 3), number(row[f"floor_{part}_ms"], 3)]
-        line += [f"{plain[name]:.1e}" for name in ("logits", "dX", "dW")]
-        other = sum(found["other_tokens"] for found in row["accuracy"].values())
-        rows.append([*line, f"{other} of {sum(found['tokens'] for found in row['accuracy'].values())}"])
-    header = ["T, d, E, K", "router weight", "forward ms", "floor", "forward + backward ms", "floor"]
-    header += ["error of logits", "of dX", "of dW", "tokens that chose otherwise than float64"]
+    columns: list[Column] = [
+        ("T, d, E, K", lambda row: ", ".join(str(row["cfg"][key]) for key in "TdEK")),
+        ("router weight", itemgetter("weight")),
+        ("forward ms", figure("fwd_ms", digits=3)),
+        ("floor", figure("floor_fwd_ms", digits=3)),
+        ("forward + backward ms", figure("fwdbwd_ms", digits=3)),
+        ("floor", figure("floor_fwdbwd_ms", digits=3)),
+    ]
+
+    def error(name: str) -> Callable[[Record], str]:
+        return lambda row: f"{row['accuracy']['plain'][name]:.1e}"
+
+    def of_torch(row: Record) -> str:
+        return f"{row['torch_fp32_logits']:.1e}" if "torch_fp32_logits" in row else number(None)
+
+    def other_choice(row: Record) -> str:
+        found = [row["accuracy"][how] for how in ("plain", "autocast")]
+        return f"{sum(each['other_tokens'] for each in found)} of {sum(each['tokens'] for each in found)}"
+
+    columns += [("error of logits", error("logits")), ("torch's in fp32", of_torch)]
+    columns += [("of dX", error("dX")), ("of dW", error("dW"))]
+    columns.append(("tokens that chose otherwise than float64", other_choice))
     note = "GPU time. Errors: norm of the difference from float64 over its norm; dX is bf16, dW has the weight's type."
-    return f"{markdown_table(header, rows)}\n\n{note} {measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\n{note} {origin(record['rows'], 'torch')}"

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
-from scripts.bench.markdown import LABELS, OURS, Record, rows_measured_on
+from scripts.bench.identity import rows_in
+from scripts.bench.markdown import LABELS, OURS, Record, origin, signs_of
 from scripts.bench.module_tables import compared
-from scripts.bench.result_tables import MARKED, fill, layer_peers, load
+from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
 DOCS = REPOSITORY / "docs"
+
+CAPTION = "Description"  # among a PNG file's texts
 
 Value = Callable[[Record, str], float | None]  # of a row, and a program's name
 Share = Callable[[str, Record, str], float | None]  # of "fwd" or "fwdbwd", a row, and a program's name
@@ -35,10 +39,28 @@ COLORS = {
 }
 
 
-def short_name(row: Record) -> str:
+def short_name(row: Record, sign: str) -> str:
     T, d, n, E, K = (row["cfg"][key] for key in "TdnEK")
     tokens = f"{T >> 20}M" if T >= 1 << 20 else f"{T >> 10}k"
-    return f"{tokens}{' †' if 'other_sources' in row else ''}\nd{d}\nn{n}\nE{E}\nK{K}"
+    return f"{tokens}{sign}\nd{d}\nn{n}\nE{E}\nK{K}"
+
+
+def caption(record: Record) -> str:
+    """What stands below a picture: `origin` of what is drawn, as plain text."""
+    rows = [*rows_in(record.get("series") or record["rows"])]
+    return origin(rows, *(("torch",) if "series" in record else PEERS)).replace("*", "")
+
+
+def save(figure: Figure, record: Record, path: Path) -> None:
+    """With its caption, which the file has as text too."""
+    figure.supxlabel(caption(record), fontsize=8)
+    figure.savefig(path, dpi=110, metadata={CAPTION: caption(record)})
+
+
+def caption_in(path: Path) -> str | None:
+    """The caption of a picture that `save` has written."""
+    with Image.open(path) as picture:
+        return picture.info.get(CAPTION)
 
 
 def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) -> None:
@@ -48,7 +70,7 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
         heights = [value(row, name) for row in rows]
         places = [place - 0.4 + (index + 0.5) * width for place, height in enumerate(heights) if height is not None]
         axis.bar(places, [h for h in heights if h is not None], width, label=LABELS[name], color=COLORS[name])
-    axis.set_xticks(range(len(rows)), [short_name(row) for row in rows], fontsize=7)
+    axis.set_xticks(range(len(rows)), list(map(short_name, rows, signs_of(rows))), fontsize=7)
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -107,8 +129,7 @@ def plot_panels(record: Record, names: Sequence[str], panels: Mapping[str, Value
         axis.set_ylabel(ylabel)
         axis.set_title(title)
     axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.2), frameon=False)
-    figure.supxlabel(rows_measured_on(record).replace("`", ""), fontsize=8)
-    figure.savefig(path, dpi=110)
+    save(figure, record, path)
 
 
 def plot_dispatch(record: Record, path: Path) -> bool:
@@ -135,7 +156,7 @@ def plot_dispatch(record: Record, path: Path) -> bool:
         axis.set(xlabel=variable, ylabel="GPU ms", title=f"dispatch, {fixed}", xscale="log", yscale="log")
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    save(figure, record, path)
     return True
 
 
@@ -152,6 +173,12 @@ def marked_pages(readme: Path, docs: Path) -> list[Path]:
     return [page for page in (readme, *sorted(docs.glob("*.md"))) if page.exists() and MARKED.search(page.read_text())]
 
 
+def stale_pictures(results: Path, docs: Path) -> list[Path]:
+    """Pictures whose captions no longer say of what they are."""
+    pictures = ((load(name, results), docs / picture) for name, _, picture in PICTURES)
+    return [path for record, path in pictures if record and path.exists() and caption_in(path) != caption(record)]
+
+
 def main() -> None:
     parser = argument_parser("scripts.bench.plot_results", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -164,6 +191,7 @@ def main() -> None:
     filled = {page: fill(page.read_text(), options.results) for page in marked_pages(options.readme, options.docs)}
     stale = [page for page, text in filled.items() if page.read_text() != text]
     if options.check:
+        stale += stale_pictures(options.results, options.docs)
         if stale:
             sys.exit(f"out of date: {', '.join(map(str, stale))}")
         print("all pages are up to date")

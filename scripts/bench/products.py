@@ -34,6 +34,7 @@ from scripts.bench.common import (
     provenance,
     route,
     settled,
+    stamped,
     write_json,
 )  # fmt: skip
 from scripts.bench.result_tables import products_table
@@ -194,7 +195,7 @@ def main() -> None:
         if arrays is None or arrays.shape != shape:
             arrays = None  # before others are made
             arrays = Arrays(shape)
-        record["rows"].append(row_of(product, arrays, options.rounds))
+        record["rows"].append(stamped(row_of, product, arrays, options.rounds))
         write_json(out, record)
     if options.out is None and record["rows"]:
         out = finished(name, whole=chosen == every and len(record["rows"]) == len(every))

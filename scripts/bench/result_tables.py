@@ -6,31 +6,37 @@ stands between empty lines, or by a sentence, which stands in its paragraph. Whe
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from scripts.bench.common import read_json
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
     OURS,
     Column,
     Record,
-    dagger,
+    caveat,
     figure,
-    layer_shape,
     markdown_table,
-    measured_on,
     number,
+    origin,
     plain_shape,
-    rows_measured_on,
     shape_of,
+    signs_of,
     table,
 )
-from scripts.bench.module_tables import module_claim, module_table, readme_table, router_table
+from scripts.bench.module_tables import (
+    module_claim,
+    module_details,
+    module_table,
+    readme_table,
+    router_accuracy,
+    router_table,
+)
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
@@ -43,9 +49,10 @@ from scripts.bench.routing_tables import (
 
 def load(name: str, results: Path) -> Record | None:
     path = results / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
+PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
 HOST_FIGURES = {
     "host_fwdbwd_without_dispatch_ms": "with autograd's thread",
     "host_fwdbwd_single_thread_ms": "in one thread",
@@ -55,12 +62,6 @@ HOST_FIGURES = {
 
 def backward_ms(figures: Record) -> float:
     return float(figures["gpu_fwdbwd_ms"] - figures["gpu_fwd_ms"])
-
-
-def with_extra_note(table: str, record: Record, name: str) -> str:
-    """An extra's table, with a note if it was measured with other sources than the rows of its file."""
-    mark = record.get("extras_of_other_sources", {}).get(name)
-    return f"{table}\n\nMeasured {mark['measured']}, sources `{mark['sources_sha256'][:12]}`." if mark else table
 
 
 def layer_peers(record: Record) -> list[str]:
@@ -76,10 +77,6 @@ def of_peers(names: Sequence[str], first: str, value: Callable[[Record], float],
         return head, lambda row: number(value(row["peers"][name]) if name in row["peers"] else None, digits)
 
     return [column(name) for name in names]
-
-
-def bolded(column: Column) -> Column:
-    return column[0], lambda row: f"**{column[1](row)}**"
 
 
 def over_ours(field: str) -> Callable[[Record], str]:
@@ -98,12 +95,12 @@ def layer_table(record: Record) -> str:
     of_forward, *forwards = of_peers([OURS, *others], "forward ms", itemgetter("gpu_fwd_ms"))
     of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
     columns: list[Column] = [
-        ("T, d, n, E, K", layer_shape),
-        bolded(of_forward),
+        ("T, d, n, E, K", plain_shape),
+        of_forward,
         *forwards,
         ("floor", figure("floor_fwd_ms")),
     ]
-    columns += [bolded(of_backward), *backwards, ("floor", figure("floor_bwd_ms"))]
+    columns += [of_backward, *backwards, ("floor", figure("floor_bwd_ms"))]
     columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
     means = []
     for name in others:
@@ -111,7 +108,7 @@ def layer_table(record: Record) -> str:
         forward = statistics.geometric_mean([peer["gpu_fwd_ms"] / ours["gpu_fwd_ms"] for peer, ours in pairs])
         backward = statistics.geometric_mean([backward_ms(peer) / backward_ms(ours) for peer, ours in pairs])
         means.append(f"{LABELS[name]} {number(forward)}× forward, {number(backward)}× backward ({len(pairs)} shapes)")
-    note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {rows_measured_on(record)}"
+    note = f"GPU time, ms. Times of ours, geometric means: {'; '.join(means)}. {origin(record['rows'], *PEERS)}"
     return f"{table(record['rows'], columns)}\n\n{note}"
 
 
@@ -126,18 +123,23 @@ def layer_claim(record: Record) -> str:
         f"faster than SonicMoE's on {sum(time > 1 for time in times)} of {len(times)} shapes of both papers, "
         f"{number(statistics.geometric_mean(times))} times in the geometric mean ({number(min(times))} to "
         f"{number(max(times))}), at {number(statistics.geometric_mean(peaks))} of its peak memory "
-        f"({number(min(peaks))} to {number(max(peaks))})"
+        f"({number(min(peaks))} to {number(max(peaks))}){in_brackets(record['rows'])}"
     )
+
+
+def in_brackets(rows: Sequence[Record]) -> str:
+    """`caveat` at the end of a sentence."""
+    return f" ({said})" if (said := caveat(rows)) else ""
 
 
 def eager_table(record: Record) -> str:
     """Eager time, host time included, of the same programs."""
     names = [OURS, *layer_peers(record)]
-    columns: list[Column] = [("T, d, n, E, K", layer_shape), *of_peers(names, "forward ms", itemgetter("fwd_ms"))]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape), *of_peers(names, "forward ms", itemgetter("fwd_ms"))]
     columns += of_peers(names, "forward + backward ms", lambda figures: figures["fwd_ms"] + figures["bwd_ms"])
     columns.append(("host ms of ours", figure("peers", OURS, "host_fwdbwd_ms")))
     known = [row["peers"][OURS] for row in record["rows"] if row["peers"][OURS].keys() >= HOST_FIGURES.keys()]
-    note = rows_measured_on(record)
+    note = origin(record["rows"], *PEERS)
     if known:
         medians = [
             f"{what} {number(statistics.median(r[field] for r in known))}" for field, what in HOST_FIGURES.items()
@@ -150,7 +152,7 @@ def eager_table(record: Record) -> str:
 def memory_table(record: Record) -> str:
     """Saved and peak MiB by shape."""
     others = layer_peers(record)
-    columns: list[Column] = [("T, d, n, E, K", layer_shape)]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
     columns += of_peers([OURS, *others], "saved MiB", itemgetter("saved_MiB"), 0)
     columns += of_peers([OURS, *others], "peak MiB", itemgetter("peak_fwdbwd_MiB"), 0)
     means = []
@@ -160,7 +162,7 @@ def memory_table(record: Record) -> str:
         span = f"{number(min(ratios))} to {number(max(ratios))}"
         means.append(f"{number(statistics.geometric_mean(ratios))} of {LABELS[name]} ({span})")
     note = f"Our peak, geometric means: {'; '.join(means)}. " if means else ""
-    return f"{table(record['rows'], columns)}\n\n{note}{rows_measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\n{note}{origin(record['rows'], *PEERS)}"
 
 
 def workspace_table(record: Record) -> str:
@@ -171,14 +173,14 @@ def workspace_table(record: Record) -> str:
         return LABELS.get(row["name"], f"blazeproto, workspace {number(bound / 2**20, 0)} MiB")
 
     programs = [
-        {"cfg": row["cfg"], "name": name, **program}
+        {"cfg": row["cfg"], "of": row["of"], "name": name, **program}
         for row in record.get("workspace", [])
         for name, program in row["programs"].items()
     ]
     columns: list[Column] = [("T (d = n = 256, E = 128, K = 4)", lambda row: shape_of(row)[0]), ("program", label)]
     columns += [("forward + backward ms", figure("gpu_fwdbwd_ms")), ("peak MiB", figure("peak_fwdbwd_MiB", digits=0))]
     columns += [("time / unbounded", figure("time_to_unbounded")), ("peak / SonicMoE", figure("peak_to_sonic"))]
-    return with_extra_note(table(programs, columns), record, "workspace")
+    return f"{table(programs, columns)}\n\n{origin(programs, *PEERS)}".rstrip()
 
 
 def skew_table(record: Record) -> str:
@@ -192,7 +194,8 @@ def skew_table(record: Record) -> str:
             (f"{name}: fwd ×", figure(kind, "fwd_to_uniform")),
             ("fwd + bwd ×", figure(kind, "fwdbwd_to_uniform")),
         ]
-    return with_extra_note(table(record.get("skew", []), columns), record, "skew")
+    rows = record.get("skew", [])
+    return f"{table(rows, columns)}\n\n{origin(rows)}".rstrip()
 
 
 def many_tokens(record: Record) -> str:
@@ -202,6 +205,7 @@ def many_tokens(record: Record) -> str:
     return (
         f"{number(row['cfg']['T'], 0)} tokens at (d, n, E, K) = ({', '.join(shape_of(row)[1:])}): forward + backward "
         f"{number(row['fwdbwd_ms'])} ms, peak {number(row['peak_fwdbwd_MiB'], 0)} of the GPU's {number(row['gpu_MiB'], 0)} MiB"
+        f"{in_brackets([row])}"
     )
 
 
@@ -215,7 +219,7 @@ def gather_cost(record: Record) -> str:
         return NOT_MEASURED
     by_rows, weights = (min(found) for found in speeds.values())
     least = f"gathered rows reach at least {number(by_rows, 3)} of the speed of contiguous rows in the products by rows"
-    return f"{least}, and at least {number(weights, 3)} in the weight gradients"
+    return f"{least}, and at least {number(weights, 3)} in the weight gradients{in_brackets(record['rows'])}"
 
 
 def products_table(record: Record) -> str:
@@ -235,7 +239,7 @@ def products_table(record: Record) -> str:
         "layer_to_floor": "layer / floor",
     }
     columns += [(name, figure(field)) for field, name in ratios.items()]
-    return f"{table(record['rows'], columns)}\n\nms of GPU time. {measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\nms of GPU time. {origin(record['rows'], 'torch')}"
 
 
 def training_table(record: Record) -> str:
@@ -245,8 +249,7 @@ def training_table(record: Record) -> str:
     row += [number(summary["parameters"] / 1e6, 1), str(summary["steps"])]
     row += [number(summary["seconds"], 0), number(summary["val_loss"], 3)]
     header = ["device", "d, n, E, K", "parameters, millions", "steps", "seconds", "validation loss, nats a byte"]
-    origin = measured_on({"gpu": record.get("machine"), **record})
-    return f"{markdown_table(header, [row])}\n\n{origin}"
+    return f"{markdown_table(header, [row])}\n\n{origin([record], 'torch')}"
 
 
 PARTS = {  # of integrations.json
@@ -257,16 +260,18 @@ PARTS = {  # of integrations.json
 
 def integrations_table(record: Record) -> str:
     """Our experts beside transformers' grouped_mm, by part: milliseconds, and peak memory."""
-    rows = []
+    rows: list[list[str]] = []
+    of: list[Record] = []
     for part, label in PARTS.items():
         if (row := record["parts"].get(part)) is not None:
             ours, theirs = (row["ms"][name] for name in (OURS, "grouped_mm"))
             peak = row["peak_MiB"][OURS] / row["peak_MiB"]["grouped_mm"]
-            marked = label + (" †" if "other_sources" in row else "")
-            rows.append([marked, f"**{number(ours)}**", number(theirs), number(theirs / ours), number(peak)])
+            rows.append([label, number(ours), number(theirs), number(theirs / ours), number(peak)])
+            of.append(row)
+    for line, sign in zip(rows, signs_of(of), strict=True):
+        line[0] += sign
     header = ["", "blazeproto, ms", "grouped_mm, ms", "grouped_mm / ours", "peak memory, ours / grouped_mm"]
-    notes = dagger(row["other_sources"] for row in record["parts"].values() if "other_sources" in row)
-    return f"{markdown_table(header, rows)}\n\n{measured_on(record)} {notes}".rstrip()
+    return f"{markdown_table(header, rows)}\n\n{origin(of, 'torch', 'transformers')}"
 
 
 LORA = {  # programs of lora.json
@@ -286,11 +291,11 @@ def lora_table(record: Record) -> str:
             figures = (row[f"{name}_fwd_ms"], both, both / row["lora_fwdbwd_ms"])
             rows.append([label, *map(number, figures), number(row[f"{name}_peak_fwdbwd_MiB"], 0)])
     header = ["", "forward, ms", "forward + backward, ms", "forward + backward / first row", "peak memory, MiB"]
-    return f"{markdown_table(header, rows)}\n\n{measured_on(record)}"
+    return f"{markdown_table(header, rows)}\n\n{origin([row], 'torch', 'transformers', 'peft')}"
 
 
 # name of a table -> (results file, what makes it)
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "readme": ("module", readme_table),
     "module": ("module", module_table),
     "router": ("router", router_table),
@@ -311,9 +316,47 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     "train_cpu": ("../cpu/train", training_table),
 }
 
-# name of a sentence -> (results file, what makes it)
-SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {
+
+def experts_longer(layer: Record, module: Record) -> str:
+    """On how many shapes the experts alone, by graph replay, take longer than the whole layer as a sum of kernels; a sentence."""
+    whole = {tuple(row["cfg"].values()): row for row in module["rows"]}
+    said, rows = [], [row for row in layer["rows"] if tuple(row["cfg"].values()) in whole]
+    for name, field, who in (("sonic", "sonic", "SonicMoE's"), (OURS, "ours", "ours")):
+        pairs = [(row["peers"].get(name), whole[tuple(row["cfg"].values())].get(f"{field}_fwdbwd_ms")) for row in rows]
+        ratios = [experts["gpu_fwdbwd_ms"] / ms for experts, ms in pairs if experts and ms]
+        if ratios:
+            longer = sum(ratio > 1 for ratio in ratios)
+            said.append(f"{who} on {longer} of {len(ratios)} shapes, up to {number(max(ratios))} times as long")
+    if not said:
+        return NOT_MEASURED
+    return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{in_brackets(rows)}."
+
+
+def curves(record: Record) -> str:
+    """How far the losses of two runs are apart, part of a sentence."""
+    if "losses" not in record:
+        return NOT_MEASURED
+    steps, difference = len(record["losses"]["hopper"]), number(100 * record["largest_difference"])
+    return f"the smoothed losses of {steps} steps differ by at most {difference} %{in_brackets([record])}"
+
+
+def batch(record: Record) -> str:
+    """How many batches gave other bits than the whole; a sentence."""
+    if "differing" not in record:
+        return NOT_MEASURED
+    (first, last), batches = record["seeds"], sum(record["batches"].values())
+    said = f"{len(record['differing'])} of {batches} batches differ in {record['cases']} cases, seeds {first} to {last}"
+    return f"{said}; {origin([record], 'torch')}"
+
+
+# name of a sentence -> (results files, what makes it of them)
+SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
+    "experts_longer": ("layer module", experts_longer),
+    "curves": ("curves", curves),
+    "batch": ("batch_invariance", batch),
     "module_claim": ("module", module_claim),
+    "module_details": ("module", module_details),
+    "router_accuracy": ("router", router_accuracy),
     "layer_claim": ("layer", layer_claim),
     "many_tokens": ("layer", many_tokens),
     "gather_cost": ("products", gather_cost),
@@ -335,11 +378,11 @@ def fill(text: str, results: Path) -> str:
         known = TABLES | SENTENCES
         if name not in known:
             raise ValueError(f"results marker: expected one of {', '.join(known)}, got {name!r}")
-        file, make = known[name]
-        record = load(file, results)
-        if record is None:
+        files, make = known[name]
+        records = [load(file, results) for file in files.split()]
+        if None in records:
             return found[0]
         space = "\n\n" if name in TABLES else ""
-        return f"<!-- results:{name} -->{space}{make(record)}{space}<!-- /results:{name} -->"
+        return f"<!-- results:{name} -->{space}{make(*records)}{space}<!-- /results:{name} -->"
 
     return MARKED.sub(replacement, text)

@@ -45,6 +45,7 @@ from scripts.bench.common import (
     in_turn,
     part_file,
     settled,
+    stamped,
     write_json,
 )
 from scripts.bench.peers.modules import AUX_LOSS, router_weight
@@ -214,7 +215,7 @@ def main() -> None:
     need_hopper()
     record = begun("rounding", __doc__, 2, tile=TILE, rule="nr_f")
     for subfigure, shape in in_turn(options.configs):
-        row = measure(subfigure, shape, options.rounds)
+        row = stamped(measure, subfigure, shape, options.rounds)
         record["rows"].append(row)
         write_json(options.out or part_file("rounding"), record)
         both, whole = row["fwdbwd_gain"], row["layers"]["fwdbwd_gain"]

@@ -32,6 +32,7 @@ from scripts.bench.common import (
     in_turn,
     part_file,
     settled,
+    stamped,
     write_json,
 )  # fmt: skip
 from scripts.bench.module_tables import router_table
@@ -120,6 +121,17 @@ def in_float64(x: Tensor, weight: Tensor, experts: Tensor, d_scores: Tensor) -> 
     return Results(*(tensor.detach() for tensor in made), *gradients)
 
 
+def error_of_torch(router: Router, x: Tensor) -> float:
+    """The error of logits that torch computes of x and the weight in fp32, without TF32."""
+    x, weight = x.detach(), router.weight.detach()
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return relative_difference(x.float() @ weight.float().t(), x.double() @ weight.double().t())
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 def choices(experts: Tensor, logits: Tensor) -> dict[str, int]:
     """How experts (T, K) compare with the K largest of float64 logits (T, E).
 
@@ -194,7 +206,8 @@ def measure(shape: Sizes, rounds: int) -> list[dict[str, Any]]:
         case = make_case(shape, dtype)
         found = {how: accuracy(*case, autocast=how == "autocast") for how in ("plain", "autocast")}
         cfg = {key: value for key, value in cfg_of(shape).items() if key != "n"}
-        rows.append({"cfg": cfg, "weight": name, **timed[name], **floor, "accuracy": found})
+        made = {"accuracy": found, "torch_fp32_logits": error_of_torch(*case[:2])}
+        rows.append({"cfg": cfg, "weight": name, **timed[name], **floor, **made})
     return rows
 
 
@@ -251,7 +264,7 @@ def main() -> None:
     need_hopper()
     record = begun("router", __doc__)
     for shape in in_turn(options.configs):
-        record["rows"] += measure(shape, options.rounds)
+        record["rows"] += stamped(measure, shape, options.rounds)
         write_json(options.out or part_file("router"), record)
     print("wrote", options.out or finished("router", whole=set(options.configs) == set(ROUTER_SHAPES)))
     print_verdicts(record)

@@ -8,9 +8,10 @@ from scripts.bench.markdown import (
     NOT_MEASURED,
     Column,
     Record,
+    caveat,
     figure,
-    measured_on,
     number,
+    origin,
     plain_shape,
     table,
     words,
@@ -34,7 +35,7 @@ def dispatch_table(record: Record) -> str:
     paper = (
         "; the columns marked H100 are the paper's own times (MoEBlaze, Table 3)" if "paper_sort_ms" in fields else ""
     )
-    return f"{table(record['rows'], columns)}\n\nms of GPU time{paper}. {measured_on(record)}"
+    return f"{table(record['rows'], columns)}\n\nms of GPU time{paper}. {origin(record['rows'], 'torch')}"
 
 
 def experts_growth(record: Record) -> str:
@@ -43,9 +44,10 @@ def experts_growth(record: Record) -> str:
     if not rows:
         return NOT_MEASURED
     least, most = rows[0], rows[-1]
+    conditions = "; ".join(filter(None, [f"T = {least['T']}, K = {least['K']}", caveat([least, most])]))
     return (
         f"A dispatch for {most['E']} experts takes {number(most['tiled_ms'] / least['tiled_ms'])} times one for "
-        f"{least['E']} (T = {least['T']}, K = {least['K']})"
+        f"{least['E']} ({conditions})"
     )
 
 
@@ -55,8 +57,8 @@ def topk_table(record: Record) -> str:
     columns += [(f"{name} ms", figure(f"{name}_ms", digits=3)) for name in ("fused", "torch", "floor")]
     columns += [("fused / floor", lambda row: number(row["fused_ms"] / row["floor_ms"]))]
     columns += [("torch / fused", lambda row: number(row["torch_ms"] / row["fused_ms"], 1))]
-    made = table(record.get("rows", [record]), columns)
-    return f"{made}\n\nms of GPU time; torch: its topk and softmax or sigmoid. {measured_on(record)}"
+    note = "ms of GPU time; torch: its topk and softmax or sigmoid."
+    return f"{table(record['rows'], columns)}\n\n{note} {origin(record['rows'], 'torch')}"
 
 
 def small_dispatch_table(record: Record) -> str:
@@ -64,7 +66,7 @@ def small_dispatch_table(record: Record) -> str:
     columns: list[Column] = [*words("TEK"), ("GPU µs", figure("gpu_us", digits=1))]
     columns += [("host µs, into arrays given", figure("host_us", digits=1))]
     columns += [("host µs, allocating", figure("host_us_allocating", digits=1))]
-    return f"{table(record['small'], columns)}\n\n{measured_on(record)}"
+    return f"{table(record['small'], columns)}\n\n{origin(record['small'])}"
 
 
 GAINS: list[Column] = [
@@ -84,17 +86,15 @@ def rounding_table(record: Record) -> str:
     for part, name in (("fwd", "forward"), ("bwd", "backward")):
         columns += [(f"{name}: top-k", figure("top_k", f"{part}_tflops", digits=0))]
         columns += [("rounded", figure("rounded", f"{part}_tflops", digits=0))]
-    return f"{table(record['rows'], columns + GAINS)}\n\nModel TFLOP/s. {measured_on(record)}"
+    return f"{table(record['rows'], columns + GAINS)}\n\nModel TFLOP/s. {origin(record['rows'])}"
 
 
 def rounding_layers_table(record: Record) -> str:
     """The same in whole layers: time with each router, and the gain in model TFLOP/s."""
-    rows = [{"cfg": row["cfg"], **row["layers"]} for row in record["rows"] if "layers" in row]
+    rows = [{"cfg": row["cfg"], "of": row["of"], **row["layers"]} for row in record["rows"] if "layers" in row]
     columns: list[Column] = [("T, d, n, E, K", plain_shape)]
     for part, name in (("gpu_fwd_ms", "forward ms"), ("gpu_fwdbwd_ms", "forward + backward ms")):
         routers = {"top_k": f"{name}: top-k", "rounded": "rounded", "down": "DOWN", "up": "UP"}
         columns += [(head, figure(router, part)) for router, head in routers.items()]
     made = table(rows, columns + GAINS)
-    return (
-        f"{made}\n\nGPU time; gain: model TFLOP/s, rounded over top-k. {measured_on(record)}" if rows else NOT_MEASURED
-    )
+    return f"{made}\n\nGPU time; gain: model TFLOP/s, rounded over top-k. {origin(rows)}" if rows else NOT_MEASURED

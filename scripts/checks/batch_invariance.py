@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE, moe_mlp
-from scripts.bench.common import now, provenance, write_json
+from scripts.bench.common import of_kernels, write_json
+from scripts.bench.identity import launched
 from scripts.command import argument_parser, need_hopper, positive
 
 WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
@@ -216,26 +217,23 @@ def main() -> int:
         parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
     need_hopper()
     begin, ways, lines, done = time.monotonic(), Counter[str](), list[str](), 0
-    for seed in range(options.seed, options.seed + options.cases):
-        if time.monotonic() - begin > options.seconds:
-            break
-        found = run_case(Case.drawn(seed), chosen, ways)
-        lines += found
-        done += 1
-        for line in found:
-            print(line, flush=True)
-        torch.cuda.empty_cache()
-        torch.compiler.reset()
+    with launched() as kernels:
+        for seed in range(options.seed, options.seed + options.cases):
+            if time.monotonic() - begin > options.seconds:
+                break
+            found = run_case(Case.drawn(seed), chosen, ways)
+            lines += found
+            done += 1
+            for line in found:
+                print(line, flush=True)
+            torch.cuda.empty_cache()
+            torch.compiler.reset()
     counts = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
     print(
         f"{done} of {options.cases} cases in {time.monotonic() - begin:.0f} s, {len(lines)} batches differ ({counts})"
     )
     if options.out:
-        record = provenance() | {
-            "measured": now(),
-            "seeds": [options.seed, options.seed + done - 1],
-            "batches": dict(ways),
-        }
+        record = {"of": of_kernels(kernels), "seeds": [options.seed, options.seed + done - 1], "batches": dict(ways)}
         write_json(options.out, record | {"cases": done, "differing": lines})
     return 1 if lines or done < options.cases else 0
 

@@ -65,6 +65,7 @@ OTHERS = [
     for factor, drift in ((1.3, 1.0), (0.36, 0.76), (0.57, -0.41))
     if row.parameters
 ]
+OTHERS += ["alternating(swiglu)", "alternating(geglu_tanh)"]  # gate and up in turn
 BACKENDS = ["hopper", "torch"]  # of moe_mlp
 # (E, K) of ``moe_mlp``: few, for Numba compiles the dispatch's kernels for each. K > E: most experts are elsewhere.
 EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]

@@ -6,10 +6,11 @@ time limit.
 
 By default tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
 
-A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: date, GPU, driver,
-versions, a hash of the package's sources, and for each step its command, outcome, seconds and last lines. With --out,
-results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in check.json as they
-were, marked where they ran with other sources.
+A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: for each step its command,
+outcome, seconds and last lines, when and on which GPU it ran, versions, and a hash of the package's sources. An outcome is "ok",
+"skipped: ..." or "failed: ..."; the exit code is 1 unless all are ok. A benchmark whose own bounds fail is ok, and its step names
+them. With --out, results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in
+check.json as they were.
 """
 
 from __future__ import annotations
@@ -158,14 +159,14 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
                 words, cwd=REPOSITORY, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
             )
         except OSError as error:
-            return {"command": command, "outcome": f"not started: {error}", "seconds": 0.0, "last_lines": []}
+            return {"command": command, "outcome": f"failed: not started: {error}", "seconds": 0.0, "last_lines": []}
         try:
             code = process.wait(timeout=limit)
-            outcome = "ok" if code == 0 else f"exit code {code}"
+            outcome = "ok" if code == 0 else f"failed: exit code {code}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            outcome = f"killed after {limit:.0f} s"
+            outcome = f"failed: killed after {limit:.0f} s"
     with log.open("rb") as source:
         source.seek(start)
         lines = source.read().decode(errors="replace").replace(f"{REPOSITORY}/", "").splitlines()
@@ -182,14 +183,16 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
             record["findings"] = int(found[1] or found[2])
         if re.search(r"\d+ (passed|failed|skipped).* in [\d.]+s", line):
             record["tests"] = line.strip("= ")
+        if line.startswith("FAILS "):  # a bound of a benchmark
+            record.setdefault("bounds_that_fail", []).append(line.removeprefix("FAILS ").strip())
     print(f"--- {name}: {outcome}, {record['seconds']} s", flush=True)
     return record
 
 
-def kept_steps(earlier: dict[str, Any], sources: str) -> dict[str, Any]:
-    """The steps of an earlier check.json; those of other sources say of which."""
-    mark = {"other_sources": earlier["sources_sha256"]} if earlier["sources_sha256"] != sources else {}
-    return {name: mark | step for name, step in earlier["steps"].items()}
+def has_no_gpu() -> int:
+    """0, or the exit code of what refuses. In a process of its own, which takes its memory on the GPU with it."""
+    probe = [sys.executable, "-c", "from scripts.command import need_hopper; need_hopper()"]
+    return subprocess.run(probe, cwd=REPOSITORY, check=False).returncode
 
 
 def main() -> None:
@@ -204,13 +207,11 @@ def main() -> None:
     if unknown := set(names) - STEPS.keys():
         parser.error(f"--steps: expected some of {', '.join([*STEPS, *GROUPS])}, got {', '.join(sorted(unknown))}")
 
-    # In a process of its own, which takes its memory on the GPU with it.
-    probe = [sys.executable, "-c", "from scripts.command import need_hopper; need_hopper()"]
-    if code := subprocess.run(probe, cwd=REPOSITORY, check=False).returncode:
+    if code := has_no_gpu():
         sys.exit(code)
     end = time.monotonic() + 60 * options.minutes
-    record = provenance() | {"steps": {}}
-    print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
+    where = provenance()
+    print(where["gpu"], "|", ", ".join(where["versions"]), "|", where["sources_sha256"][:12], flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     log = (options.out or RESULTS) / "check.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -221,13 +222,12 @@ def main() -> None:
         if left < 10:
             made[name] = {"outcome": "skipped: no time left"}
         else:
-            made[name] = run(name, options.full, left, log) | {"measured": now()}
-        if (RESULTS / "check.json").exists():  # read anew: another run, on another GPU, may have written to it
-            record["steps"] |= kept_steps(json.loads((RESULTS / "check.json").read_text()), record["sources_sha256"])
-        record["steps"] |= {
-            name: step for name, step in made.items() if "seconds" in step or name not in record["steps"]
-        }
-        write_json(RESULTS / "check.json", record)
+            made[name] = run(name, options.full, left, log) | where | {"measured": now()}
+        kept = RESULTS / "check.json"
+        # Read anew: another run, on another GPU, may have written to it.
+        steps = json.loads(kept.read_text())["steps"] if kept.exists() else {}
+        steps |= {name: step for name, step in made.items() if "seconds" in step or name not in steps}
+        write_json(kept, {"steps": steps})
         if options.out:  # after every step: the machine may go at any time
             shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
         if options.fail_fast and made[name]["outcome"] != "ok":

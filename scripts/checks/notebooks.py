@@ -85,6 +85,12 @@ def printed(cell: Any) -> str:
     return "\n".join(text.rstrip() for text in texts)
 
 
+def printed_on_the_gpu(notebook: Any) -> dict[str, Any]:
+    """What each cell for a GPU printed, by the cell's id, and where, when and with which sources."""
+    cells = [cell for cell in notebook.cells if "gpu" in cell.metadata.get("tags", [])]
+    return {cell.id: {"text": printed(cell), **provenance()} for cell in cells}
+
+
 def main() -> None:
     parser = argument_parser("scripts.checks.notebooks", __doc__)
     parser.add_argument("which", nargs="*", metavar="NOTEBOOK", help="how its name begins; default: all")
@@ -95,13 +101,13 @@ def main() -> None:
     import nbformat
 
     stored = RESULTS / STORED
-    cells: dict[str, str] = json.loads(stored.read_text())["cells"] if stored.exists() else {}
+    cells: dict[str, Any] = json.loads(stored.read_text())["cells"] if stored.exists() else {}
     for path in chosen:
         notebook = run(path)
         print(f"ran {path.name}")
         if has_hopper():
-            cells |= {cell.id: printed(cell) for cell in notebook.cells if "gpu" in cell.metadata.get("tags", [])}
-            write_json(stored, {**provenance(), "cells": cells})
+            cells |= printed_on_the_gpu(notebook)
+            write_json(stored, {"cells": cells})
         else:
             nbformat.write(notebook, path)
 

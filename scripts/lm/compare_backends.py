@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import REPOSITORY, RESULTS, provenance, write_json
+from scripts.bench.common import REPOSITORY, RESULTS, of_kernels, write_json
 from scripts.command import argument_parser, need_hopper, positive, refuse, run_module
 
 BACKENDS = ("hopper", "torch")
@@ -46,14 +46,15 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, i
     return differences[step], step
 
 
-def losses_of(backend: str, options: Sequence[str]) -> list[float]:
-    """Train in a process of its own; the loss of each step."""
+def losses_of(backend: str, options: Sequence[str]) -> tuple[list[float], dict[str, Any]]:
+    """Train in a process of its own; the loss of each step, and the kernels that were launched."""
     with tempfile.TemporaryDirectory() as out:
+        kernels = Path(out) / "kernels.json"
         command = ["scripts.train_lm", "--backend", backend, "--out", out, "--name", backend, *options]
-        if code := run_module(*command):
+        if code := run_module("scripts.bench.launched", str(kernels), *command):
             refuse(f"the run with backend {backend} ended with exit code {code}; nothing was written")
         lines = (Path(out) / backend / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+        return [json.loads(line)["loss"] for line in lines], json.loads(kernels.read_text())
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -88,9 +89,11 @@ def main() -> int:
         options = ["--batch", str(args.batch), "--lr", str(args.lr)]
         for name in ("--steps", "--val-every", "--checkpoint-every"):
             options += [name, str(args.steps)]
-        losses = {backend: losses_of(backend, options) for backend in BACKENDS}
+        runs = {backend: losses_of(backend, options) for backend in BACKENDS}
+        losses = {backend: losses for backend, (losses, _) in runs.items()}
+        of = {"of": of_kernels({name: each for _, kernels in runs.values() for name, each in kernels.items()})}
         difference, step = largest_difference(losses["hopper"], losses["torch"])
-        write_json(args.results, provenance() | {"largest_difference": difference, "at_step": step, "losses": losses})
+        write_json(args.results, of | {"largest_difference": difference, "at_step": step, "losses": losses})
     if not args.results.is_file():
         refuse(f"--results: expected the losses of two runs, but there is no {args.results}; --train makes it")
     record = json.loads(args.results.read_text())

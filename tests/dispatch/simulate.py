@@ -1,6 +1,6 @@
 """The kernels themselves in Numba's simulator: small shapes, small blocks, compared with the twin. Prints what differs.
 
-    NUMBA_ENABLE_CUDASIM=1 python simulate.py few|tiled|dense|strict
+    NUMBA_ENABLE_CUDASIM=1 python simulate.py few|input|tiled|dense|strict
 
 A process of its own, because Numba looks at that variable when it is first imported. The simulator runs a Python
 thread for each CUDA thread, so blocks are cut to 32 of them.
@@ -179,6 +179,40 @@ def check_few() -> Iterator[str]:
         yield from check_method(method, FEW)
 
 
+def check_input() -> Iterator[str]:
+    """Read-only ids are read; what the simulator cannot take is refused by name."""
+    ids = make_routing("random", 20, 8, 2)
+    expected = reference.build_dispatch(ids, 8)
+    ids.flags.writeable = False
+    for method in ("tiled", "dense"):
+        yield from differences(build_dispatch(ids, 8, method=method, validate=True), expected)
+    varying = make_varying(40, 9)
+    for array in varying:
+        array.flags.writeable = False
+    yield from differences(build_dispatch_varying(*varying, 9), reference.build_dispatch_varying(*varying, 9))
+    sealed = np.zeros(ids.size, np.int32)
+    sealed.flags.writeable = False
+    refused = [
+        (ids, {"method": "sort"}, ValueError, "method: expected 'tiled' or 'dense' in Numba's simulator, got 'sort'"),
+        (np.int32(3), {}, TypeError, "topk_experts: expected a NumPy array, got int32"),
+        (ids.view(np.matrix), {}, TypeError, "topk_experts: expected a NumPy array, got matrix"),
+        (np.ma.masked_array(ids), {}, TypeError, "topk_experts: expected a NumPy array, got MaskedArray"),
+        (
+            ids,
+            {"out": (sealed, np.zeros(9, np.int32), sealed.copy())},
+            ValueError,
+            "expert_pair_indices: expected an array to write to, got a read-only one",
+        ),
+    ]
+    for given, options, error, message in refused:
+        try:
+            build_dispatch(given, 8, **options)
+            yield f"taken, not refused: {message}"
+        except error as raised:
+            if message not in str(raised):
+                yield f"expected {message!r}, got {raised!r}"
+
+
 def main(what: str) -> None:
     set_sizes(
         count_threads=32,
@@ -195,7 +229,7 @@ def main(what: str) -> None:
         few_chunks=0,
     )
     dense.THREADS, dense.SCAN_THREADS, dense.TILE_TOKENS, dense.MAX_TILES = 32, 32, 16, 12
-    checks = {"few": check_few, "strict": check_strictly}
+    checks = {"few": check_few, "input": check_input, "strict": check_strictly}
     lines = list(checks[what]() if what in checks else check_method(what))
     if what == "tiled":  # again, with blocks that sum the table themselves
         assert tiled.plan(75, 2, 8).scanned

@@ -14,7 +14,9 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["few", *(pytest.param(what, marks=FULL) for what in ("tiled", "dense", "strict"))])
+@pytest.mark.parametrize(
+    "what", ["few", "input", *(pytest.param(what, marks=FULL) for what in ("tiled", "dense", "strict"))]
+)
 def test_simulated(what):
     simulate(Path(__file__).with_name("simulate.py"), what)
 

@@ -123,6 +123,77 @@ def test_the_key_covers_headers(source: str, tmp_path: Path) -> None:
     assert Kernel(source, "first", {"N": 64}).key != before
 
 
+@pytest.mark.parametrize(
+    ("include", "header", "complete"),
+    [
+        ('"mine.cuh"', "mine.cuh", True),
+        ('"sub/outer.cuh"', "sub/mine.cuh", True),  # beside the header that includes it
+        ('"ptx.cuh"', "ptx.cuh", True),  # before the package's of the same name
+        ("MINE", "mine.cuh", False),
+        ('"mine.cuh" // and no other', "mine.cuh", True),
+        ('"mine.cuh" // a second #include', "mine.cuh", False),
+        ('\\\n"mine.cuh"', "mine.cuh", False),
+        ('/* mine */ "mine.cuh"', "mine.cuh", False),
+        ("<mine.cuh>", "elsewhere/mine.cuh", False),
+    ],
+)
+def test_a_header_beside_the_users_own_file_counts(
+    include: str, header: str, complete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is included: it is in the key, or the machine code is not cached."""
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path / "cache"))
+    options = (f"-I{tmp_path / 'elsewhere'}",) if "elsewhere" in header else ()
+    (tmp_path / header).parent.mkdir(exist_ok=True)
+    (tmp_path / "sub").mkdir(exist_ok=True)
+    (tmp_path / "sub/outer.cuh").write_text('#include "mine.cuh"\n')
+    path = tmp_path / "mine.cu"
+    path.write_text(
+        f'#define MINE "mine.cuh"\n#include {include}\nextern "C" __global__ void mine(int* x) {{ *x = WIDTH; }}\n'
+    )
+    made = []
+    for width in ("4321", "4322"):
+        (tmp_path / header).write_text(f"#define WIDTH {width}\n")
+        kernel = Kernel(str(path), "mine", options=options)
+        assert width in kernel.ptx and kernel.complete == complete and (width in kernel.source or not complete)
+        made.append(kernel)
+    assert made[0].key != made[1].key
+    assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
+
+
+def test_what_was_changed_before_it_was_compiled_is_not_cached_as_what_it_was(source: str) -> None:
+    """`source` is read when it is asked for, and the compiler reads the files again."""
+    kernel = Kernel(source, "second", {"N": 4321})
+    assert "*x = N;" in kernel.source
+    Path(source).write_text(SOURCE.replace("*x = N;", "*x = N + 1;"))
+    kernel.compile()
+    Path(source).write_text(SOURCE)
+    assert Kernel(source, "second", {"N": 4321}).ptx != kernel.ptx
+
+
+def test_headers_that_include_each_other_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include "sub/../b.cuh"\n')
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "sub/../a.cuh"\nconstexpr int WIDTH = 4321;\n')
+    (tmp_path / "mine.cu").write_text('#include "a.cuh"\nextern "C" __global__ void mine(int* x) { *x = WIDTH; }\n')
+    kernel = Kernel(str(tmp_path / "mine.cu"), "mine")
+    assert "4321" in kernel.ptx and kernel.source.count("4321") == 1
+
+
+def test_a_source_that_is_no_utf8_is_compiled(tmp_path: Path) -> None:
+    path = tmp_path / "mine.cu"
+    keys = set()
+    for letter in ("\u00e9", "\u00e8"):
+        path.write_bytes(f'// {letter}\nextern "C" __global__ void mine(int* x) {{ *x = 1; }}\n'.encode("latin-1"))
+        kernel = Kernel(str(path), "mine").compile()
+        assert kernel.source.isascii()
+        keys.add(kernel.key)
+    assert len(keys) == 2
+
+
+def test_the_packages_own_kernels_are_followed() -> None:
+    assert all(kernel.complete for kernel in gemm.all_kernels())
+
+
 def encrypted(data: bytes) -> bytes:
     """As one changed bit says: the flag of the first file in the archive's list."""
     at = data.index(b"PK\x01\x02") + 8

@@ -10,7 +10,7 @@ import torch
 from blazeproto import gemm
 from blazeproto.gemm import Sizes
 from blazeproto.lab.accuracy import Pool
-from blazeproto.lab.bounds import reference
+from blazeproto.lab.bounds import Bounds, reference
 from blazeproto.lab.calls import CALLS, LAYER, Case
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, run_kernels, stray_writes
 from blazeproto.reference import moe_mlp
@@ -74,6 +74,28 @@ def test_products_are_within_their_bounds(name: str, transposed: bool) -> None:
     for output, (exact, bound) in reference(name, case, stage).items():
         got = case.in_use(output, result[output]).double()
         assert ((got - exact).abs() <= bound).all(), output
+
+
+@pytest.mark.parametrize("name", ["down_forward", "combine", "up_backward_act", "down_backward_weight"])
+def test_an_error_of_two_roundings_is_beyond_the_bound(name: str) -> None:
+    """Bounds that are far too wide hold of everything: nearly all numbers are found that are wrong by twice a bf16 rounding."""
+    case = case_of(biases=False)
+    for output, (exact, bound) in reference(name, case, evaluate(YARDSTICK, case)).items():
+        found = 2 * 2.0**-8 * exact.abs() > bound
+        assert found[exact != 0].double().mean() > 0.9, output
+
+
+def test_an_error_of_twice_what_truncation_can_cost_is_beyond_the_bound() -> None:
+    """wgmma adds 16 products at a time, and each addition may lose 2^-22 of what is there."""
+    case = case_of(biases=False)
+    bounds = Bounds(case)
+    rows = case.x.double()[case.row_pair // SIZES.K]
+    exact, error = bounds.product(bounds.gather(case.x), case.up_proj, transposed=False)
+    experts = case.row_expert.long()
+    absolute = torch.einsum("rd,rod->ro", rows.abs(), case.up_proj.double().abs()[experts])
+    torch.testing.assert_close(exact, torch.einsum("rd,rod->ro", rows, case.up_proj.double()[experts]))
+    lost = (SIZES.d / 16 + 16) * 2.0**-22 * absolute
+    assert (error >= 0.99 * lost).all() and (error < 2 * lost).all()
 
 
 def test_each_product_is_called_once_by_its_own_name() -> None:

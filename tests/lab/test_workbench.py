@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -74,7 +76,7 @@ def test_a_folder_is_gone_on_with(bench: Workbench, folder: Path, tmp_path: Path
     (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
     other = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
     assert other.reopen(folder) == folder and "+// mine" in other.diff() and other.diff() == bench.diff()
-    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, got "):
+    with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, as "):
         other.reopen(tmp_path / "absent")
     with pytest.raises(TypeError, match="folder: expected a path, got int"):
         other.reopen(3)
@@ -105,6 +107,53 @@ def test_headers_macros_and_new_files_count(bench: Workbench, folder: Path) -> N
     assert "+++ b/mine.cuh" in bench.diff() and "--- /dev/null" in bench.diff()
     (folder / "mine.cuh").write_text("#pragma once\n#define WEIGHT 3.0f\n")
     assert bench.kernel.cubin != doubled.cubin
+
+
+@pytest.mark.parametrize(
+    ("include", "header"),
+    [
+        ("<mine.cuh>", "mine.cuh"),
+        ('"sub/outer.cuh"', "sub/inner.cuh"),
+        ("MINE", "mine.cuh"),
+        ('"../mine.cuh"', "../mine.cuh"),
+    ],
+)
+def test_an_edited_header_is_compiled_however_it_is_included(
+    bench: Workbench, folder: Path, include: str, header: str
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub/outer.cuh").write_text('#include "inner.cuh"\n')
+    source = (folder / "combine.cu").read_text().replace("weight * bf16_low", "WEIGHT * weight * bf16_low")
+    (folder / header).write_text("#define WEIGHT 2.0f\n")
+    (folder / "combine.cu").write_text(f'#define MINE "mine.cuh"\n#include {include}\n{source}')
+    if header.startswith(".."):
+        with pytest.raises(CompileError, match="cannot open source file"):
+            _ = bench.kernel
+        return
+    doubled = bench.kernel.cubin
+    (folder / header).write_text("#define WEIGHT 3.0f\n")
+    assert bench.kernel.cubin != doubled
+
+
+def test_a_source_that_is_gone_is_named_in_the_users_folder(bench: Workbench, folder: Path) -> None:
+    (folder / "combine.cu").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=rf"^{folder}/combine\.cu: expected the source of kernel combine, got no file"
+    ):
+        _ = bench.kernel
+
+
+def test_a_folder_without_sources_is_not_reopened(bench: Workbench, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"folder: expected a folder with CUDA sources, as edit\(\) makes it, got {tmp_path}"
+    ):
+        bench.reopen(tmp_path)
+
+
+def test_a_comment_that_is_no_utf8_is_compiled(bench: Workbench, folder: Path) -> None:
+    source = folder / "combine.cu"
+    source.write_bytes("// gr\u00fcn\n".encode("latin-1") + source.read_bytes())
+    assert bench.kernel.registers > 0 and "gr\ufffdn" in bench.diff()
 
 
 def test_a_compile_error_shows_the_line_and_the_old_kernel_stays(bench: Workbench, folder: Path) -> None:
@@ -145,6 +194,34 @@ def test_an_edited_kernel_never_enters_the_packages_cache(
     (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
     _ = bench.kernel
     assert not compile_cache.folder().exists()
+
+
+FORK = """
+import os, sys
+from blazeproto.lab.edit import EditedSources
+
+sources = EditedSources.copied(sys.argv[1])
+made = sources.snapshot()
+if os.fork() == 0:
+    own = sources.snapshot()
+    assert own != made and own.is_dir()
+    sys.exit()
+assert os.wait()[1] == 0
+assert (made / "up.cu").is_file() and sources.snapshot() == made
+print(made.parent)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_leaves_its_parents_sources(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(tmp_path / "sources")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists() and not [
+        *tmp_path.glob("blazeproto-lab-*")
+    ]  # each has removed its own
 
 
 # ---- which kernels a launch takes ---------------------------------------------------------------------------------
@@ -404,6 +481,24 @@ def test_one_wrong_chunk_is_found(name: str) -> None:
         assert 1 <= sum(tile.wrong for tile in verdict.tiles) <= 8
         if lines.shape[0] > 1:
             assert len(verdict.tiles) == 1 and {m.index[0] for m in verdict.mismatches} == {100}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bounds_are_a_few_roundings_wide(name: str) -> None:
+    """The largest element of each output, wrong by four roundings of bf16, or in fp32 by a quarter of that, is found."""
+    references = made(name)[1].references
+    values = made(name)[2]
+    for output, value in values.items():
+        place = int(references[output].exact.abs().argmax())
+        wrong = {n: each.clone() for n, each in values.items()}
+        wrong[output].view(-1)[place] *= 1 + (2**-6 if value.dtype == torch.bfloat16 else 2**-8)
+        _, fresh, _ = made(name)
+        fresh.add(wrong)
+        verdict = fresh.verdict(name)
+        assert not verdict and sum(tile.wrong for tile in verdict.tiles) == 1, (
+            output,
+            references[output].bound.view(-1)[place],
+        )
 
 
 def test_a_tile_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,17 @@ def test_router_module_and_options():
     assert MoE(16, 24, 4, 2, router=Router(16, 4, 2))(torch.randn(5, 16))[1].aux_loss == 0.0
 
 
+def test_options_are_options():
+    layer = MoE(16, 24, 4, 2)
+    for wrong in ({}, None, {"save": "paper"}):
+        with pytest.raises(
+            TypeError, match=rf"options: expected blazeproto.autograd.Options, got {type(wrong).__name__}"
+        ):
+            layer.options = wrong
+    layer.options = type(layer.options)(save="paper")
+    assert layer.save == "paper" and layer(torch.randn(3, 16))[0].shape == (3, 16)
+
+
 def test_shared_expert():
     layer = MoE(16, 24, 4, 2, d_shared=32, dtype=torch.float64)
     x = torch.randn(9, 16, dtype=torch.float64)

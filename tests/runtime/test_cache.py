@@ -61,3 +61,43 @@ def test_a_folder_that_cannot_be_is_no_error(folder: Path) -> None:
     folder.write_text("a file where the folder would be")
     cache.write("one.cubin", b"code")
     assert cache.read("one.cubin") is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's owners and modes")
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("mode", [0o020, 0o002, None], ids=["group", "others", "another user"])
+def test_what_somebody_else_may_write_is_not_read(
+    folder: Path, what: str, mode: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning says why, and what mends it."""
+    cache.write("one.cubin", b"code")
+    path = folder if what == "folder" else folder / "one.cubin"
+    if mode is None:
+        owner, stat = path.stat().st_uid, os.stat_result
+        other = stat([*path.stat()[:4], owner + 1, *path.stat()[5:]])
+        if what == "folder":
+            monkeypatch.setattr(Path, "stat", lambda *_, **__: other)
+        else:
+            monkeypatch.setattr(os, "fstat", lambda _: other)
+        mend = "set BLAZEPROTO_CACHE to a folder of your own"
+    else:
+        path.chmod(path.stat().st_mode | mode)
+        mend = f"chmod go-w {path}"
+    with pytest.warns(
+        RuntimeWarning, match=f"{path}: expected a folder or file .* alone may write, .*: {mend}"
+    ) as given:
+        assert cache.read("one.cubin") is None and cache.read("one.cubin") is None
+    assert len(given) == 1
+    if what == "folder":
+        cache.write("two.cubin", b"code")
+        assert sorted(path.name for path in folder.iterdir()) == ["one.cubin"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX's owners and modes")
+def test_what_is_written_is_read_whatever_the_umask(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache.write("one.cubin", b"code")
+    finally:
+        os.umask(before)
+    assert cache.read("one.cubin") == b"code"

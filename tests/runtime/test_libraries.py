@@ -367,3 +367,26 @@ def test_jax_arrays_come_back_as_jax_arrays(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen["x"] is x.values and seen["map"] is rows.token_index_map.values and waited == [7]
     filled = scaled(x, rows, out=out)
     assert type(filled) is JaxArray and np.array_equal(filled.values, 2 * x.values) and not out.values.any()
+
+
+@pytest.mark.parametrize("kind", [np.matrix, np.ma.MaskedArray])
+@pytest.mark.parametrize(("room", "name"), NAMES)
+def test_arrays_whose_operators_or_values_mean_something_else_are_refused(
+    room: str, name: str, kind: type[np.ndarray]
+) -> None:
+    """Whichever argument it is; a matrix has two dimensions."""
+    given = arguments_of(room, name)
+    changed = 0
+    for argument, array in given.items():
+        if isinstance(array, np.ndarray) and (kind is not np.matrix or array.ndim == 2):
+            with pytest.raises(TypeError, match=rf"^{argument}: expected a NumPy array, got (matrix|MaskedArray)$"):
+                run(room, name, {**given, argument: array.view(kind)})
+            changed += 1
+    assert changed or kind is np.matrix
+
+
+def test_a_memory_map_is_an_array() -> None:
+    given = arguments_of("gemm", "up_forward")
+    right = run("gemm", "up_forward", given)
+    made = run("gemm", "up_forward", {**given, "x": given["x"].view(np.memmap)})
+    np.testing.assert_array_equal(made[0], right[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -38,12 +41,16 @@ def test_one_bit_of_one_token_differs() -> None:
     assert differing(whole, part, places)["out"] == 2
 
 
-def test_a_program_that_runs_fewer_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_runs_fewer_cases_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batch_invariance, "need_hopper", lambda: None)
     monkeypatch.setattr(batch_invariance, "run_case", lambda case, chosen, ways: [])
     for words, code in ((["--cases", "3"], 0), (["--cases", "3", "--seconds", "-1"], 1)):
         monkeypatch.setattr("sys.argv", ["batch_invariance", *words])
         assert batch_invariance.main() == code
+    monkeypatch.setattr("sys.argv", ["batch_invariance", "--cases", "2", "--out", str(tmp_path / "a.json")])
+    assert batch_invariance.main() == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["of"]["kernels"] == [] and record["seeds"] == [0, 1] and record["differing"] == []
 
 
 @pytest.mark.parametrize(

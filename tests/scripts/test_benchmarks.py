@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from blazeproto.gemm import Sizes
 from blazeproto.lab import times
-from scripts.bench import common, layer, peers, rounding, timing
+from scripts.bench import common, peers, rounding, timing
 from scripts.checks import gpu_check
 
 
@@ -60,16 +61,18 @@ def test_a_replay_is_compared_scalars_included() -> None:
     assert math.isnan(timing.relative_difference(torch.tensor(math.nan), torch.tensor(2.0)))
 
 
-def test_what_is_resumed_of_other_sources_is_marked() -> None:
-    rows = [{"cfg": 1}, {"cfg": 2, "other_sources": {"measured": "first", "sources_sha256": "a"}}]
-    earlier = {"measured": "then", "sources_sha256": "b", "rows": rows, "skew": [3]}
-    assert layer.resumed({"measured": "now", "sources_sha256": "b", "rows": []}, earlier) is earlier
-    record = layer.resumed({"measured": "now", "sources_sha256": "c", "rows": []}, earlier)
-    then = {"measured": "then", "sources_sha256": "b"}
-    assert record["rows"] == [{"cfg": 1, "other_sources": then}, rows[1]]
-    assert (record["measured"], record["skew"], record["extras_of_other_sources"]) == ("now", [3], {"skew": then})
-    again = layer.resumed({"measured": "later", "sources_sha256": "d", "rows": []}, record)
-    assert again["extras_of_other_sources"] == {"skew": then}
+def test_the_sources_hash_is_of_every_file_that_is_compiled_or_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = shutil.copytree(common.REPOSITORY / "blazeproto" / "gemm", tmp_path / "blazeproto" / "gemm")
+    monkeypatch.setattr(common, "REPOSITORY", tmp_path)
+    seen = {common.source_hash()}
+    for name in ("up.py", "cuda/up.cu", "cuda/mainloop.cuh"):
+        (package / name).write_text((package / name).read_text() + " ")
+        assert common.source_hash() not in seen, name
+        seen.add(common.source_hash())
+    (package / "notes.txt").write_text("not a source")
+    assert common.source_hash() in seen
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "half_on_one"])
@@ -140,7 +143,7 @@ def test_a_step_is_ended_at_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_check, "STEPS", steps)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     hung = gpu_check.run("hangs", full=False, seconds_left=1.0, log=tmp_path / "log")
-    assert hung["outcome"] == "killed after 1 s"
+    assert hung["outcome"] == "failed: killed after 1 s"
     assert hung["last_lines"] == ["1"]
     worked = gpu_check.run("works", full=False, seconds_left=30.0, log=tmp_path / "log")
     assert worked["outcome"] == "ok"

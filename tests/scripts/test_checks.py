@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -65,6 +65,43 @@ def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatc
         assert fuzz.check_experts(seed, totals) == []
     assert not missing and not factors
     assert totals["torch"].totals.keys() >= {"d_up_a", "d_up_b", "d_down_a", "d_down_b"}
+
+
+def test_the_fuzzer_draws_weights_that_lie_transposed_and_low_rank_terms_and_gate_and_up_in_turn() -> None:
+    drawn = [options for _, options in map(fuzz.draw_products, range(400))]
+    assert {(options["transposed"], bool(options["rank"])) for options in drawn} == {*product((True, False), repeat=2)}
+    in_turn = {options["activation"] for options in drawn if options["activation"].startswith("alternating")}
+    assert len(in_turn) >= 3
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_fuzzer_counts_what_failed_and_its_exit_code_says_so(
+    pooled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that fails, and a bound that all runs together break where each alone holds it."""
+    checked: list[int] = []
+
+    def check(seed: int, totals: dict[str, Pool]) -> list[str]:
+        checked.append(seed)
+        exact = torch.ones(4, 4, dtype=torch.float64)
+        totals["pool"].add("out", exact + pooled, exact + 0.1, exact)
+        return ["out: norm"] if seed in (1, 3) and not pooled else []
+
+    part = fuzz.Part(lambda seed: (seed,), lambda seeds: [], check, ("pool",))
+    monkeypatch.setattr(fuzz, "PARTS", {"part": part})
+    monkeypatch.setattr(fuzz, "need_hopper", lambda: None)
+    assert fuzz.run("part", range(5), 60.0) == (3 if pooled else 2)
+    printed = capsys.readouterr().out
+    assert checked == [0, 1, 2, 3, 4] and f"5 runs in 0.0 s: {0 if pooled else 2} failed" in printed
+    assert ("all runs, pool: out: norm" in printed) is pooled and (
+        "part, seed 3: 3\nout: norm" in printed
+    ) is not pooled
+    for seed, code in ((1, 1), (2, int(pooled))):
+        monkeypatch.setattr("sys.argv", ["fuzz", "--parts", "part", "--runs", "1", "--seed", str(seed)])
+        assert fuzz.main() == code
+    most = fuzz.Part(lambda seed: (seed,), lambda seeds: [], lambda seed, totals: ["wrong"], ("pool",))
+    monkeypatch.setattr(fuzz, "PARTS", {"part": most})
+    assert fuzz.run("part", range(50), 60.0) == fuzz.MOST_FAILURES  # then it stops
 
 
 def test_the_fuzzer_compiles_what_its_runs_launch() -> None:

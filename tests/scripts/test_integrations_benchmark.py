@@ -68,7 +68,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_training_step_is_timed_in_turn(ran: list[str]) -> None:
-    row = integrations.measure_qwen(QWEN, (2, 16), rounds=3, device="cpu")
+    row = integrations.measure_qwen(sizes=QWEN, batch=(2, 16), rounds=3, device="cpu")
     layers, turns = QWEN["num_hidden_layers"], integrations.WARM_UPS + 3
     compared = ["grouped_mm"] * layers + ["grouped_mm", "blazeproto"] * layers
     assert ran == compared + (["grouped_mm"] * layers + ["blazeproto"] * layers) * turns
@@ -105,11 +105,11 @@ def test_other_experts_of_a_model_are_refused(
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", wrong)
     with pytest.raises(RuntimeError, match=f"compute different experts: .*{what}"):
-        integrations.measure_qwen(QWEN, (2, 16), rounds=1, device="cpu")
+        integrations.measure_qwen(sizes=QWEN, batch=(2, 16), rounds=1, device="cpu")
 
 
 def test_experts_are_timed_in_turn(ran: list[str]) -> None:
-    row = integrations.measure_gpt_oss(GPT_OSS, tokens=40, rounds=1, device="cpu")
+    row = integrations.measure_gpt_oss(sizes=GPT_OSS, tokens=40, rounds=1, device="cpu")
     assert ran == ["grouped_mm", "blazeproto"] * 3
     assert row["ms"] == {"grouped_mm": 3.0, "blazeproto": 2.0}
     assert set(row["difference"]) == {"out", "x", "scores", "gate_up_proj", "down_proj"}
@@ -134,30 +134,31 @@ def test_other_experts_are_refused(ran: list[str], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "blazeproto", halved)
     with pytest.raises(RuntimeError, match="compute different experts"):
-        integrations.measure_gpt_oss(GPT_OSS, tokens=40, rounds=1, device="cpu")
+        integrations.measure_gpt_oss(sizes=GPT_OSS, tokens=40, rounds=1, device="cpu")
 
 
 def test_parts_that_are_not_asked_for_stay(
     ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "integrations.json"
-    old = {"sources_sha256": "a", "parts": {name: {"ms": {}, "measured": "then"} for name in ("qwen", "gpt_oss")}}
-    file.write_text(json.dumps(old))
+    then = {"gpu": "a GPU", "measured": "then", "versions": "torch 2.11.0"}
+    file.write_text(json.dumps({"parts": {name: {"ms": {}, "of": then} for name in ("qwen", "gpt_oss")}}))
     monkeypatch.setattr(integrations, "need_hopper", lambda: None)
     row = {"cfg": {}, "ms": {"grouped_mm": 3.0, "blazeproto": 2.0}, "peak_MiB": {"grouped_mm": 4.0, "blazeproto": 3.0}}
-    part = integrations.Part(lambda rounds: row | {"rounds": rounds}, integrations.claims_of_gpt_oss)
+
+    def measure(rounds: int) -> dict[str, Any]:
+        return row | {"rounds": rounds}
+
+    part = integrations.Part(measure, integrations.claims_of_gpt_oss)
     monkeypatch.setitem(integrations.PARTS, "gpt_oss", part)
     monkeypatch.setattr("sys.argv", ["", "--parts", "gpt_oss", "--rounds", "2", "--out", str(file)])
     integrations.main()
     record = json.loads(file.read_text())
-    mark = {"sources_sha256": "a", "measured": "then"}
-    assert record["parts"]["qwen"] == {"other_sources": mark, "ms": {}, "measured": "then"}
-    assert integrations.kept(record, "b")["qwen"]["other_sources"] == mark
-    assert "other_sources" not in integrations.kept(record, record["sources_sha256"])["gpt_oss"]
-    assert record["parts"]["gpt_oss"]["rounds"] == 2 and record["parts"]["gpt_oss"]["measured"]
+    assert record["parts"]["qwen"] == {"ms": {}, "of": then}
+    assert record["parts"]["gpt_oss"]["rounds"] == 2 and record["parts"]["gpt_oss"]["of"]["measured"].endswith("UTC")
     assert record["sources_sha256"] and record["protocol"].startswith("qwen: a whole training step")
     assert "holds  gpt_oss: 1.500 x as fast as grouped_mm, at least 1.4" in capsys.readouterr().out
-    qwen = row | {"other_sources": mark, "measured": "then"}
-    table = result_tables.integrations_table(record | {"parts": {**record["parts"], "qwen": qwen}})
-    assert "| gpt-oss's experts, forward + backward | **2.00** | 3.00 | 1.50 | 0.75 |" in table
-    assert "| training step of Qwen3-MoE, 4 layers † | **2.00** |" in table and "†: then, sources `a`." in table
+    gpt_oss = row | {"of": then | {"kernels": []}}
+    table = result_tables.integrations_table({"parts": {"qwen": row | {"of": then}, "gpt_oss": gpt_oss}})
+    assert "| gpt-oss's experts, forward + backward | 2.00 | 3.00 | 1.50 | 0.75 |" in table
+    assert "| training step of Qwen3-MoE, 4 layers † | 2.00 |" in table and "then. †: of earlier kernels." in table

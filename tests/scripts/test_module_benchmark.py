@@ -9,7 +9,7 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blazeproto.autograd import private
 from blazeproto.gemm import Sizes
-from scripts.bench import common, module, router, timing
+from scripts.bench import common, module, module_tables, router, timing
 from scripts.bench.common import cfg_of
+from scripts.bench.peers import modules, sonic
 from scripts.bench.timing import KernelTime
 
 SMALL = Sizes(64, 32, 16, 8, 2)
+OF = {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
+EARLIER = {"gpu": "a GPU", "measured": "the day before", "versions": "torch 2.11.0"}
 
 
 class SonicMoE(nn.Module):
@@ -74,13 +78,49 @@ def test_both_modules_compute_the_same_layer() -> None:
     ours, sonic = programs["ours"][1], programs["sonic"][1]
     found = module.agreement(ours, sonic)
     assert found["median_out"] < 0.01 and found["other_experts"] < 0.1
-    gradients = {}
-    for name, program, weight in (("ours", ours, "router.weight"), ("sonic", sonic, "router.weight")):
-        program.forward_backward()
-        gradients[name] = dict(program.module.named_parameters())[weight].grad
-    assert gradients["ours"].shape == (SMALL.E, SMALL.d)
-    # With the auxiliary loss's coefficient in both: without, the router's gradients would be a hundred times apart.
-    assert float((gradients["ours"] - gradients["sonic"]).norm() / gradients["sonic"].norm()) < 0.1
+    assert max(found[name] for name in ("router", "up", "down", "router_by_loss")) < 0.1
+    # The auxiliary loss comes back, in both with its coefficient: of zeros as the output's gradient nothing else does.
+    by_loss = [program.weight_gradients()["router_by_loss"] for program in (ours, sonic)]
+    wanted = loss_gradient(ours, modules.AUX_LOSS)
+    for gradient in by_loss:
+        assert gradient.shape == (SMALL.E, SMALL.d)
+        assert timing.relative_difference(gradient, wanted) < 0.05
+
+
+def loss_gradient(program: Any, coefficient: float) -> Tensor:
+    """The gradient of the router's weight by coefficient E sum_e f_e p_e (Switch Transformer eq. 4), in float64."""
+    weight = program.module.router.weight.detach().double().requires_grad_()
+    logits = program.x.detach().double() @ weight.t()
+    share = torch.bincount(logits.topk(SMALL.K).indices.flatten(), minlength=SMALL.E) / (SMALL.T * SMALL.K)
+    (gradient,) = torch.autograd.grad(coefficient * SMALL.E * (share * logits.softmax(dim=1).mean(dim=0)).sum(), weight)
+    return gradient
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize("weight", ["router", "up", "down", "router_by_loss"])
+def test_a_weight_s_gradient_that_differs_is_refused(weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of x agree all the while."""
+    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    ours, sonic = programs["ours"][0], programs["sonic"][0]
+    gradients = modules.ModuleProgram.weight_gradients
+
+    def wrong(program: modules.ModuleProgram) -> dict[str, Tensor]:
+        found = gradients(program)
+        return found | ({weight: 1.5 * found[weight]} if program is sonic else {})
+
+    monkeypatch.setattr(modules.ModuleProgram, "weight_gradients", wrong)
+    with pytest.raises(RuntimeError, match=f"compute different layers: {weight} of"):
+        module.agreement(ours, sonic)
+
+
+@pytest.mark.usefixtures("stub")
+def test_outputs_that_differ_by_a_tenth_are_refused() -> None:
+    programs, _ = module.build_programs(SMALL, ["ours", "sonic"], sets=1, device="cpu")
+    ours, sonic = programs["ours"][0], programs["sonic"][0]
+    with torch.no_grad():
+        sonic.module.c_proj.weight *= 1.1
+    with pytest.raises(RuntimeError, match="compute different layers: median_out, median_x_grad"):
+        module.agreement(ours, sonic)
 
 
 @pytest.mark.usefixtures("stub")
@@ -104,6 +144,14 @@ def test_another_layer_is_refused() -> None:
         module.agreement(programs["ours"][0], sonic)
 
 
+def test_gate_and_up_are_put_in_turn_and_back() -> None:
+    weight = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
+    turned = sonic.interleave_gate_up(weight)
+    assert torch.equal(turned[:, ::2], weight[:, :3]) and torch.equal(turned[:, 1::2], weight[:, 3:])
+    for lies in (turned, turned.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+        assert torch.equal(sonic.gate_then_up(lies), weight)
+
+
 def test_without_sonic_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sonicmoe", None)
     programs, absent = module.build_programs(SMALL, ["ours", "router", "sonic"], sets=1, device="cpu")
@@ -115,8 +163,17 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
     def kernel_times(calls: dict[str, timing.Rotation], rounds: int, **_: Any) -> dict[str, KernelTime]:
         for call in calls.values():
             call()
-        return {name: KernelTime(2.0 + rounds, 3.0) for name in calls}
+        return {name: KernelTime(2.0 + rounds, 3.0, (6.5, 7.5)) for name in calls}
 
+    def captured(call: Any, pool: Any) -> Any:
+        raise RuntimeError("synchronises")
+
+    def interleaved_ms(calls: dict[str, Any], rounds: int, warmups: int = 5, *, queued: bool) -> dict[str, float]:
+        return {name: 4.0 for name in calls if queued}
+
+    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(timing, "interleaved_ms", interleaved_ms)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     build = module.build_programs
     monkeypatch.setattr(module, "build_programs", lambda *words: build(*words, device="cpu"))
     monkeypatch.setattr(module, "input_sets", lambda shape: 1)
@@ -126,9 +183,14 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
     fields = {f"{name}_{part}_ms" for name in ("ours", "sonic", "router", "floor") for part in ("fwd", "fwdbwd")}
     assert fields <= row.keys() and row["cfg"] == cfg_of(SMALL)
     assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0
-    assert row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0
+    assert (
+        row["ours_fwdbwd_ms"] == 7.0 and row["ours_fwdbwd_sum_ms"] == 3.0 and row["sonic_fwd_rounds_ms"] == [6.5, 7.5]
+    )
+    assert row["ours_fwdbwd_gpu_ms"] == row["sonic_fwdbwd_gpu_ms"] == 4.0 and row["gpu_fwdbwd_method"] == "events"
+    assert row["not_captured_fwd"] == dict.fromkeys(("ours", "sonic"), "RuntimeError: synchronises")
+    assert row["rounds"] == 5
     assert 0 <= row["floor_fwd_ms"] <= row["floor_fwdbwd_ms"]
-    module.print_verdicts(common.provenance() | {"rows": [row]})
+    module.print_verdicts({"rows": [row | {"of": OF}]})
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -139,14 +201,14 @@ def measured(shape: Sizes, ratio: float, peak: float = 1.0, saved: int = 0) -> d
     times |= {"sonic_fwd_ms": ratio, "sonic_fwdbwd_ms": ratio, "floor_fwd_ms": 0.5, "floor_fwdbwd_ms": 0.8}
     peaks = {"ours_peak_fwdbwd_MiB": 100.0 * peak, "sonic_peak_fwdbwd_MiB": 100.0}
     saves = {"router_saved_bytes": saved, "router_may_save_bytes": module.router_saves(shape)}
-    return {"cfg": cfg_of(shape), "table": common.table_of(shape), **times, **peaks, **saves}
+    return {"cfg": cfg_of(shape), **times, **peaks, **saves, "of": OF}
 
 
 def test_the_shapes_and_which_may_be_close() -> None:
     assert len(module.MODULE_SHAPES) == 27 and set(module.QUICK_SHAPES) <= set(module.MODULE_SHAPES)
     close = {(24576, 1536, 256, 128, 8), (32768, 4096, 1024, 64, 4), (8192, 4096, 1536, 256, 6)}
     close |= {(16384, 5120, 1536, 160, 6)}
-    assert {shape[:5] for shape in module.CLOSE_SHAPES} == close
+    assert {shape[:5] for shape in module_tables.CLOSE_SHAPES} == close
     assert module.arguments(["--configs", "24-27"]).configs == list(module.EXTRA_SHAPES)
     assert module.arguments(["--only-ours"]).out.name == module.arguments(["--quick"]).out.name == "module-quick.json"
     with pytest.raises(SystemExit):
@@ -155,16 +217,16 @@ def test_the_shapes_and_which_may_be_close() -> None:
 
 @pytest.mark.parametrize(("number", "ratio", "holds"), [(0, 1.05, True), (0, 1.0499, False), (3, 1.03, True)])
 def test_the_bound_of_a_shape(number: int, ratio: float, holds: bool) -> None:
-    assert module.bounds(measured(common.SHAPES[number], ratio))["time"] is holds
+    assert module_tables.bounds(measured(common.SHAPES[number], ratio))["time"] is holds
 
 
 def test_bounds_of_memory_and_of_what_is_not_measured() -> None:
     row = measured(SMALL, 2.0, peak=1.0, saved=module.router_saves(SMALL))
-    assert module.bounds(row) == {"time": True, "peak": True, "saved": True}
+    assert module_tables.bounds(row) == {"time": True, "peak": True, "saved": True}
     row = measured(SMALL, 2.0, peak=1.01, saved=module.router_saves(SMALL) + 1)
-    assert module.bounds(row) == {"time": True, "peak": False, "saved": False}
+    assert module_tables.bounds(row) == {"time": True, "peak": False, "saved": False}
     alone = {name: value for name, value in row.items() if not name.startswith("sonic")}
-    assert module.bounds(alone) == {"time": None, "peak": None, "saved": False}
+    assert module_tables.bounds(alone) == {"time": None, "peak": None, "saved": False}
 
 
 def test_what_a_router_may_save() -> None:
@@ -174,24 +236,24 @@ def test_what_a_router_may_save() -> None:
 
 def test_the_mean_is_of_the_large_shapes_alone(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [measured(shape, 1.08) for shape in common.SHAPES[:18]] + [measured(common.SHAPES[20], 5.0)]
-    assert module.mean_of_large(rows) == (pytest.approx(1.08), 18)
+    assert module_tables.mean_of_large(rows) == (pytest.approx(1.08), 18)
     module.print_verdicts(common.provenance() | {"rows": rows})
     printed = capsys.readouterr().out
     assert printed.count("holds  ") == 4 and "FAILS" not in printed
     module.print_verdicts(common.provenance() | {"rows": rows[:17]})  # one of the 18 is missing
-    assert "FAILS  geometric mean of that over 17 of the 18" in capsys.readouterr().out
-    assert math.isnan(module.mean_of_large([])[0])
+    assert "FAILS  geometric mean of SonicMoE's time over ours, 17 of 18" in capsys.readouterr().out
+    assert math.isnan(module_tables.mean_of_large([])[0])
 
 
 def test_one_shape_measured_again_keeps_the_others() -> None:
     rows = [measured(shape, 1.1) for shape in (module.EXTRA_SHAPES[0], common.SHAPES[2])]
     again = common.with_row(rows, measured(module.EXTRA_SHAPES[0], 1.2))
     assert [row["cfg"]["T"] for row in again] == [40960, 16384]  # in the order of the shapes
-    assert [module.ratio(row) for row in again] == [1.1, 1.2]
+    assert [module_tables.ratio(row) for row in again] == [1.1, 1.2]
     names = ["ours", "router", "sonic"]
     assert not module.wanted(common.SHAPES[2], again, names)
     assert module.wanted(common.SHAPES[3], again, names)
-    assert module.wanted(common.SHAPES[2], [row | {"other_sources": {}} for row in again], names)
+    assert module.wanted(common.SHAPES[2], [row | {"of": EARLIER} for row in again], names)
     without = {name: value for name, value in again[0].items() if not name.startswith("sonic")}
     assert module.wanted(common.SHAPES[2], [without], names)
     assert not module.wanted(common.SHAPES[2], [without | {"absent": {"sonic": "an error"}}], names)
@@ -216,7 +278,7 @@ def test_a_run_of_a_part_goes_on_with_the_file(
     out.write_text(json.dumps(common.provenance() | {"rows": rows}))
     module.main()
     assert ran == list(common.SHAPES[1:2] if resume else common.SHAPES[:2])
-    ratios = [module.ratio(row) for row in json.loads(out.read_text())["rows"]]
+    ratios = [module_tables.ratio(row) for row in json.loads(out.read_text())["rows"]]
     assert ratios == [1.1 if resume else 1.2, 1.2, 1.3]
 
 
@@ -274,7 +336,36 @@ def test_kernels_are_summed_by_call(monkeypatch: pytest.MonkeyPatch, queued: boo
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
     calls = {name: lambda name=name: log.append((name, next(durations[name]))) for name in "AB"}
     found = timing.kernel_times(calls, 3, burst={"B": 2}, queued=queued)
-    assert found == {"A": KernelTime(1.0, 1.0), "B": KernelTime(3.0, 3.0)}
+    assert found == {"A": KernelTime(1.0, 1.0, (1.0,) * 3), "B": KernelTime(3.0, 3.0, (3.0,) * 3)}
+
+
+def test_a_layer_is_timed_on_the_way_that_its_peak_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is told of a profiler does not write dH over H; here a real profiler runs."""
+    seen, profile = [], torch.profiler.profile
+
+    class Profile:
+        def __init__(self) -> None:
+            self.inner = profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+        def __enter__(self) -> Profile:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *raised: Any) -> None:
+            self.inner.__exit__(*raised)
+
+        def events(self) -> list[Any]:
+            span = SimpleNamespace(start=0.0, end=1.0)
+            kinds = {"device_type": torch.autograd.DeviceType.CUDA, "time_range": span}
+            return [SimpleNamespace(name=name, **kinds) for name in ("kernel", timing.MARKER)]
+
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not private.unobserved(())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    timing.kernel_times({"A": lambda: seen.append(private.unobserved(()))}, 1)
+    assert seen == [True]
 
 
 # -------------------------------------------------------------------------------------------------------------- router
@@ -321,7 +412,7 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(router.failures(row | {"accuracy": {"plain": found | worse, "autocast": found}})) == 1, worse
     rounded = found | {"dW": 2e-3, "dW_of_rounding": 1.0}
     assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
-    router.print_verdicts(common.provenance() | {"rows": [row]})
+    router.print_verdicts({"rows": [row | {"of": OF}]})
     assert "holds  {'T': 32768" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blazeproto.gemm import Sizes
 from scripts.bench import common, layer
 from scripts.checks import gpu_check
 from scripts.lm import compare_routers
@@ -105,16 +106,58 @@ def test_a_benchmark_of_a_part_leaves_the_whole_alone(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["rounding.json"]
 
 
-def test_rows_that_are_not_measured_again_stay() -> None:
-    earlier = {"measured": "then", "sources_sha256": "a", "rows": [{"cfg": 1}], "skew": [3]}
-    record = layer.resumed({"measured": "now", "sources_sha256": "a", "rows": []}, earlier, again=True)
-    mark = {"measured": "then", "sources_sha256": "a"}
-    assert record["rows"] == [{"other_sources": mark, "cfg": 1}] and record["skew"] == [3]
+@pytest.mark.parametrize("resume", [True, False])
+def test_rows_that_are_not_measured_again_stay(resume: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With their dates. Under --resume those of today's kernels are not measured again, and the extras likewise."""
+    of = {"gpu": "a GPU", "measured": "then", "versions": "torch 2.11.0"}
+    shapes, peer_names = common.SHAPES[:4], ("blazeproto", "sonic", "bmm_ub", "torch_grouped")
+    rows = [{"cfg": common.cfg_of(shape), "peers": {name: {} for name in peer_names}, "of": of} for shape in shapes]
+    for row in (rows[1], rows[3]):
+        row["of"] = of | {"kernels": []}
+    out = tmp_path / "layer.json"
+    out.write_text(json.dumps({"rows": rows, "skew": [{"of": of}], "workspace": [{"of": of | {"kernels": []}}]}))
+
+    def measure(shape: Sizes, names: list[str], rounds: int) -> dict[str, object]:
+        return {"cfg": common.cfg_of(shape), "peers": {}}
+
+    monkeypatch.setattr(layer, "need_hopper", lambda: None)
+    monkeypatch.setattr(layer, "measure", measure)
+    monkeypatch.setattr(layer, "summary", str)
+    monkeypatch.setattr(layer, "print_tables", lambda record: None)
+    extras = {name: lambda rounds: [common.stamped(dict)] for name in ("skew", "workspace")}
+    monkeypatch.setattr(layer, "EXTRAS", extras)
+    words = ["layer", "--configs", "1-2", "--extras", "skew,workspace", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", [*words, *(["--resume"] if resume else [])])
+    layer.main()
+    record = json.loads(out.read_text())
+    dates = [row["of"]["measured"] == "then" for row in record["rows"]]
+    assert dates == [False, resume, True, True]
+    assert [record[name][0]["of"]["measured"] == "then" for name in extras] == [False, resume]
 
 
-def test_checks_that_are_not_run_again_stay() -> None:
-    earlier = {"sources_sha256": "a", "steps": {"fuzz": {"outcome": "ok"}}}
-    assert gpu_check.kept_steps(earlier, "a") == {"fuzz": {"outcome": "ok"}}
-    kept = gpu_check.kept_steps(earlier, "b")
-    assert kept == {"fuzz": {"outcome": "ok", "other_sources": "a"}}
-    assert gpu_check.kept_steps({"sources_sha256": "c", "steps": kept}, "b") == kept
+def test_checks_that_are_not_run_again_stay_and_one_that_failed_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fuzz = {"outcome": "ok", "seconds": 1.0, "sources_sha256": "a"}
+    (tmp_path / "check.json").write_text(json.dumps({"steps": {"fuzz": fuzz, "tests": fuzz}}))
+    bounds = "print('holds  one'); print('FAILS  two: 3')"
+    codes = {"tests": "print('3 failed, 4 passed in 1.5s'); raise SystemExit(1)", "module": bounds}
+    steps = {name: gpu_check.Step(f'python -c "{code}"', 1) for name, code in codes.items()}
+    monkeypatch.setattr(gpu_check, "STEPS", steps)
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_check, "has_no_gpu", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--steps", "tests,module"])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert end.value.code == 1
+    kept = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert kept["fuzz"] == fuzz
+    assert kept["tests"]["outcome"] == "failed: exit code 1" and kept["tests"]["tests"] == "3 failed, 4 passed in 1.5s"
+    assert kept["module"]["outcome"] == "ok" and kept["module"]["bounds_that_fail"] == ["two: 3"]
+    assert {"measured", "gpu", "versions", "sources_sha256"} <= kept["tests"].keys()
+
+
+def test_no_step_of_the_committed_checks_failed() -> None:
+    steps = json.loads((common.RESULTS / "check.json").read_text())["steps"]
+    assert {name: step["outcome"] for name, step in steps.items()} == dict.fromkeys(steps, "ok")

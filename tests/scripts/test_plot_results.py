@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import module, module_tables, plot_results, result_tables
+from scripts.bench import markdown, module, module_tables, plot_results, result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -44,7 +44,7 @@ def test_tables_are_filled_and_the_rest_is_left_alone(results: Path) -> None:
     assert "stale" not in filled
     assert "kept: there are no such results" in filled
     # ours 0.5, SonicMoE 0.8 forward; 1.5 and 2.0 together
-    assert "| 8192, 256, 256, 128, 4 | **0.50** | 0.80 |" in filled
+    assert "| 8192, 256, 256, 128, 4 | 0.50 | 0.80 |" in filled
     assert "| 1.60 | 1.33 |" in filled
     assert "SonicMoE 1.60× forward, 1.20× backward (1 shapes)" in filled
     assert "| 8192, 256, 256, 128, 4 | 36 | 36 | 97 | 80 | 104 | 132 |" in filled
@@ -73,7 +73,9 @@ def test_the_claim_counts_the_shapes_that_are_behind() -> None:
     assert result_tables.layer_claim(record).startswith("faster than SonicMoE's on 1 of 2 shapes")
 
 
-ORIGIN = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
+VERSIONS = "torch 2.11.0, triton 3.6.0, sonic-moe 0.1.2, quack-kernels 0.3.11"
+OF = {"of": {"gpu": "a GPU", "measured": "a day", "versions": VERSIONS, "kernels": []}}  # no kernels: none are earlier
+EARLIER = {"of": {"gpu": "a GPU", "measured": "the day before", "versions": VERSIONS}}
 
 
 def module_row(*shape: int) -> dict[str, Any]:
@@ -81,16 +83,16 @@ def module_row(*shape: int) -> dict[str, Any]:
     times = {"ours_fwd_ms": 0.5, "ours_fwdbwd_ms": 1.5, "sonic_fwd_ms": 0.6, "sonic_fwdbwd_ms": 1.8}
     times |= {"router_fwd_ms": 0.05, "router_fwdbwd_ms": 0.15, "floor_fwd_ms": 0.4, "floor_fwdbwd_ms": 1.2}
     bytes_ = {"ours_peak_fwdbwd_MiB": 80.0, "sonic_peak_fwdbwd_MiB": 100.0, "router_saved_bytes": 3 << 20}
-    return {"cfg": dict(zip("TdnEK", shape, strict=True))} | times | bytes_
+    return {"cfg": dict(zip("TdnEK", shape, strict=True)), "router_may_save_bytes": 3 << 20} | times | bytes_ | OF
 
 
 def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
-    record = {"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}
+    record = {"rows": [module_row(8192, 256, 256, 128, 4)]}
     assert "Not measured" in module_tables.readme_table(record)  # 8192 tokens are not among them
     assert len(module_tables.README_SHAPES) == 6
     record["rows"] += [module_row(*shape) for shape in module_tables.README_SHAPES]
     table = module_tables.readme_table(record)
-    assert table.count("**1.50** | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
+    assert table.count("1.50 | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
     assert "8192, 256" not in table
 
 
@@ -100,53 +102,119 @@ def test_the_benchmark_measures_the_shapes_of_readme() -> None:
 
 
 def test_the_headline_is_the_module_s() -> None:
-    record = {"rows": [module_row(8192, 256, 256, 128, 4), module_row(4096, 256, 256, 128, 4)]}
+    record = {"rows": [module_row(8192, 2048, 8192, 8, 4), module_row(4096, 256, 256, 128, 4)]}
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
     said = module_tables.module_claim(record)
-    assert "faster than SonicMoE's module on 1 of 2 shapes, 0.98 times in the geometric mean (0.80 to 1.20)" in said
-    assert "at 0.80 of its peak memory" in said
+    assert (
+        "faster than SonicMoE's module (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0) on 1 of 2 shapes, 0.98 times"
+        in said
+    )
+    assert (
+        "in the geometric mean (0.80 to 1.20), at 0.80 of its peak memory (0.80 to 0.80)" in said
+        and "25 of the benchmark's 27 shapes have not" in said
+    )
+    assert "tiny layer" not in said and "earlier" not in said
+    record["rows"].append(module_row(32768, 256, 256, 128, 4) | {"sonic_fwdbwd_ms": 3.0})
+    apart = module_tables.module_claim(record)
+    assert "on 1 of 2 shapes, 0.98 times" in apart and ", and on 1 of 1 sizes of one tiny layer, 2.00 times (" in apart
     without = {name: value for name, value in record["rows"][0].items() if not name.startswith("sonic")}
     assert module_tables.module_claim({"rows": [without]}) == result_tables.NOT_MEASURED
+    assert module_tables.module_details({"rows": [without]}) == result_tables.NOT_MEASURED
+
+
+def test_which_bounds_hold_and_how_far_rounds_are_apart_is_computed() -> None:
+    rows = [module_row(*shape[:5]) for shape in module.MODULE_SHAPES]
+    rows[4]["sonic_fwdbwd_ms"] = 1.5  # as long as ours
+    said = module_tables.module_details({"rows": rows})
+    assert "Fails: SonicMoE's time over ours" in said and "26 of 27 shapes; not: T24576-d1536-n512-E64-K4" in said
+    assert "Holds: our peak not above SonicMoE's: 27 of 27 shapes." in said
+    assert "what single rounds took was not recorded" in said and "have not been timed" in said
+    for row in rows:
+        row |= {"ours_fwdbwd_rounds_ms": [1.0, 1.0], "sonic_fwdbwd_rounds_ms": [1.2, 1.212]}
+        row |= {"ours_fwdbwd_gpu_ms": 2.0, "sonic_fwdbwd_gpu_ms": 2.5, "gpu_fwdbwd_method": "events"}
+    rows[0] |= {"sonic_fwdbwd_rounds_ms": [1.0, 1.1], "gpu_fwdbwd_method": "graph"}
+    said = module_tables.module_details({"rows": rows})
+    assert "a shape's ratio moves by 1.0 % in the median of 27 shapes, 10.0 % at most." in said
+    assert "time over ours is 1.25 in the geometric mean (1.25 to 1.25): 1 of 27 shapes by graph replay" in said
+    assert "fwd + bwd with gaps: ours | SonicMoE |" in module_tables.module_table({"rows": rows})
+
+
+def test_the_logits_accuracy_is_the_measured_one() -> None:
+    rows = [{"accuracy": {"plain": {"logits": error}}} | OF for error in (2.4e-6, 2.5e-6)]
+    said = module_tables.router_accuracy({"rows": rows})
+    assert said == "Our logits differ from float64's by 2.4e-06 to 2.5e-06 of their norm."
+    rows[0] |= {"torch_fp32_logits": 1e-7} | EARLIER
+    assert module_tables.router_accuracy({"rows": rows}).endswith(
+        "of their norm, torch's in fp32 by 1.0e-07 to 1.0e-07 (1 of 2 of earlier kernels)."
+    )
+    assert module_tables.router_accuracy({"rows": []}) == result_tables.NOT_MEASURED
 
 
 def test_without_its_results_the_headline_stays(results: Path) -> None:
     page = "<!-- results:module_claim -->As it was.<!-- /results:module_claim -->"
     assert result_tables.fill(page, results) == page
-    (results / "module.json").write_text(json.dumps({"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}))
+    (results / "module.json").write_text(json.dumps({"rows": [module_row(8192, 256, 256, 128, 4)]}))
     assert "A whole layer" in result_tables.fill(page, results)
 
 
 def test_the_tables_of_modules_and_router() -> None:
     row = module_row(8192, 256, 256, 128, 4)
-    table = module_tables.module_table({"rows": [row], **ORIGIN})
-    assert "| **0.50** | 0.60 | 0.40 | **1.50** | 1.80 | 1.20 | 1.20 | 1.20 | 0.05 | 0.15 | 80 | 100 | 3 |" in table
+    table = module_tables.module_table({"rows": [row]})
+    assert "| 0.50 | 0.60 | 0.40 | 1.50 | 1.80 | 1.20 | 1.20 | 1.20 | 0.05 | 0.15 | 80 | 100 | 3 |" in table
     without = {name: value for name, value in row.items() if not name.startswith("sonic")}
-    table = module_tables.module_table({"rows": [without | {"other_sources": ORIGIN}], **ORIGIN})
-    assert "| 8192, 256, 256, 128, 4 † | **0.50** | – | 0.40 |" in table and "| – | – | 0.05 |" in table
+    table = module_tables.module_table({"rows": [without | EARLIER, row]})
+    assert "| 8192, 256, 256, 128, 4 † | 0.50 | – | 0.40 |" in table and "| – | – | 0.05 |" in table
     found = {"logits": 1.234e-6, "dX": 2e-3, "dW": 1e-5, "other_tokens": 2, "tokens": 1000}
     router = {"cfg": {"T": 1000, "d": 256, "E": 128, "K": 4}, "weight": "fp32", "fwd_ms": 0.1, "fwdbwd_ms": 0.3}
-    router |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.12, "accuracy": {"plain": found, "autocast": found}}
-    table = module_tables.router_table({"rows": [router], **ORIGIN})
-    assert "| fp32 | 0.100 | 0.040 | 0.300 | 0.120 | 1.2e-06 | 2.0e-03 | 1.0e-05 | 4 of 2000 |" in table
+    router |= {"floor_fwd_ms": 0.04, "floor_fwdbwd_ms": 0.12, "accuracy": {"plain": found, "autocast": found}} | OF
+    table = module_tables.router_table({"rows": [router]})
+    assert "| fp32 | 0.100 | 0.040 | 0.300 | 0.120 | 1.2e-06 | – | 2.0e-03 | 1.0e-05 | 4 of 2000 |" in table
+    table = module_tables.router_table({"rows": [router | {"torch_fp32_logits": 3e-7}]})
+    assert "| 1.2e-06 | 3.0e-07 | 2.0e-03 |" in table
 
 
-def test_a_row_of_other_sources_is_marked(results: Path) -> None:
+def test_a_row_of_earlier_kernels_is_marked_where_it_stands(results: Path) -> None:
     path = results / "layer.json"
     record = json.loads(path.read_text())
-    record["rows"][0]["other_sources"] = {"measured": "the day before", "sources_sha256": "0123456789abcdef"}
+    page = f"{README}<!-- results:layer_claim --><!-- /results:layer_claim -->"
+    filled = result_tables.fill(page, results)
+    assert "earlier" not in filled and "†" not in filled
+    record["rows"].append(record["rows"][0] | EARLIER)
     path.write_text(json.dumps(record))
-    filled = result_tables.fill(README, results)
-    assert "| 8192, 256, 256, 128, 4 † | **0.50** | 0.80 |" in filled
-    assert " †: the day before, sources `0123456789ab`." in filled
-    assert "| 8192, 256, 256, 128, 4 † | 36 |" in filled  # in the table of memory too
+    filled = result_tables.fill(page, results)
+    assert "| 8192, 256, 256, 128, 4 † | 0.50 | 0.80 |" in filled and "| 8192, 256, 256, 128, 4 | 0.50" in filled
+    assert filled.count(" †: of earlier kernels.") == 2  # under the table of memory too
+    assert "(1 of 2 of earlier kernels)<!--" in filled
+    path.write_text(json.dumps(record | {"rows": record["rows"][1:]}))  # all of them: said once
+    filled = result_tables.fill(page, results)
+    assert "†" not in filled and filled.count("the day before. **Of earlier kernels.**") == 2
+    assert "(of earlier kernels)<!--" in filled
 
 
-def test_an_extra_of_other_sources_says_so(results: Path) -> None:
+def test_a_row_of_an_earlier_benchmark_has_a_mark_of_its_own() -> None:
+    row = module_row(8192, 256, 256, 128, 4)
+    other = {"of": OF["of"] | {"protocol": "scripts.bench.module.measure", "protocol_identity": "0"}}
+    table = module_tables.module_table({"rows": [row, row | other, row | EARLIER]})
+    assert [line.count("†") + 2 * line.count("‡") for line in table.splitlines()[2:5]] == [0, 2, 1]
+    assert table.endswith("†: of earlier kernels. ‡: by an earlier form of the benchmark.")
+    assert markdown.caveat([row, row | other]) == "1 of 2 by an earlier form of the benchmark"
+
+
+def test_where_and_when_rows_were_measured() -> None:
+    later = {"of": OF["of"] | {"measured": "the next day"}}
+    assert markdown.origin([OF, later], "torch") == "a GPU; torch 2.11.0; a day to the next day."
+    assert markdown.origin([]) == ""
+
+
+def test_an_extra_has_its_own_origin(results: Path) -> None:
     record = json.loads((results / "layer.json").read_text())
-    assert "Measured" not in result_tables.skew_table(record)
-    record["extras_of_other_sources"] = {"skew": {"measured": "the day before", "sources_sha256": "0123456789abcdef"}}
-    assert result_tables.skew_table(record).endswith("\n\nMeasured the day before, sources `0123456789ab`.")
-    assert "the day before" not in result_tables.workspace_table(record)
+    shape = {"cfg": record["rows"][0]["cfg"]} | EARLIER
+    programs = {"sonic": {"workspace_bytes": None, "gpu_fwdbwd_ms": 2.0, "peak_fwdbwd_MiB": 3.0}}
+    assert "the day before. **Of earlier" in result_tables.workspace_table(
+        {"workspace": [shape | {"programs": programs}]}
+    )
+    assert "the day before. **Of earlier" in result_tables.skew_table({"skew": [shape]})
+    assert result_tables.skew_table(record) == result_tables.NOT_MEASURED
 
 
 def test_an_unknown_table_is_refused(results: Path) -> None:
@@ -157,12 +225,12 @@ def test_an_unknown_table_is_refused(results: Path) -> None:
 def test_plots_are_drawn(results: Path) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     record = json.loads(FIXTURE.read_text())
-    modules = {"rows": [module_row(8192, 256, 256, 128, 4)], **ORIGIN}
+    modules = {"rows": [module_row(8192, 256, 256, 128, 4)]}
     for draw in (plot_results.plot_experts, plot_results.plot_memory, plot_results.plot_modules):
         path = results / f"{draw.__name__}.png"
         draw(modules if draw is plot_results.plot_modules else record, path)
         assert path.stat().st_size > 5000
-    series = [{"T": T, "E": 128, "K": 8, "tiled_ms": T / 1e6, "floor_ms": T / 4e6} for T in (8192, 65536)]
+    series = [{"T": T, "E": 128, "K": 8, "tiled_ms": T / 1e6, "floor_ms": T / 4e6} | OF for T in (8192, 65536)]
     assert plot_results.plot_dispatch({"rows": [], "series": {"T": series}}, results / "dispatch.png")
     assert not plot_results.plot_dispatch({"rows": []}, results / "none.png")
 
@@ -173,21 +241,28 @@ def test_the_tables_of_products_and_dispatch() -> None:
         "cfg": {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1},
         "floor_ms": 0.1,
         "layer_ms": 0.104,
-    }
-    origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
-    table = result_tables.products_table({"rows": [product | {"layer_to_floor": 1.04}], **origin})
+    } | OF
+    table = result_tables.products_table({"rows": [product | {"layer_to_floor": 1.04}]})
     assert "| combine | 8, 8, 8, 2, 1 | – | – | – | 0.104 | 0.100 | – | – | 1.04 |" in table
-    row = {"name": "Qwen3", "T": 1048576, "E": 128, "K": 8, "tiled_ms": 0.06, "torch_sort_ms": 0.96, "floor_ms": 0.02}
-    table = result_tables.dispatch_table({"rows": [row], **origin})
+    row = {
+        "name": "Qwen3",
+        "T": 1048576,
+        "E": 128,
+        "K": 8,
+        "tiled_ms": 0.06,
+        "torch_sort_ms": 0.96,
+        "floor_ms": 0.02,
+    } | OF
+    table = result_tables.dispatch_table({"rows": [row]})
     assert "| Qwen3 | 1048576 | 128 | 8 | 0.060 | 0.960 | 0.020 | 3.00 |" in table
-    small = {"T": 8192, "E": 128, "K": 8, "gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15}
-    table = result_tables.small_dispatch_table({"small": [small], **origin})
+    small = {"T": 8192, "E": 128, "K": 8, "gpu_us": 5.43, "host_us": 30.2, "host_us_allocating": 38.15} | OF
+    table = result_tables.small_dispatch_table({"small": [small]})
     assert "| 8192 | 128 | 8 | 5.4 | 30.2 | 38.1 |" in table
-    table = result_tables.dispatch_table({"rows": [row | {"paper_sort_ms": 5.1, "paper_hash_ms": 2.1}], **origin})
+    table = result_tables.dispatch_table({"rows": [row | {"paper_sort_ms": 5.1, "paper_hash_ms": 2.1}]})
     assert "| MoEBlaze sorting (H100) | MoEBlaze hash (H100) |" in table
     assert "the columns marked H100 are the paper's own times" in table
     topk = {"T": 1048576, "E": 128, "K": 8, "fused_ms": 0.2, "torch_ms": 6.0, "floor_ms": 0.13}
-    table = result_tables.topk_table(topk | {"score": "sigmoid", "dtype": "float32", **origin})
+    table = result_tables.topk_table({"rows": [topk | {"score": "sigmoid", "dtype": "float32"} | OF]})
     assert "| sigmoid | float32 | 1048576 | 128 | 8 | 0.200 | 6.000 | 0.130 | 1.54 | 30.0 |" in table
 
 
@@ -195,32 +270,58 @@ def test_the_table_of_rounding() -> None:
     plain = {"rows": 1000, "padded_rows": 1100, "fwd_tflops": 400.0, "bwd_tflops": 300.0}
     rounded = {"rows": 1024, "padded_rows": 1024, "fwd_tflops": 440.0, "bwd_tflops": 315.0}
     cfg = {"T": 8, "d": 8, "n": 8, "E": 2, "K": 1}
-    row = {"cfg": cfg, "top_k": plain, "rounded": rounded, "fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
-    origin = {"gpu": "a GPU", "measured": "a day", "sources_sha256": "0" * 64}
-    table = result_tables.rounding_table({"rows": [row], **origin})
+    row = {"cfg": cfg, "top_k": plain, "rounded": rounded, "fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066} | OF
+    table = result_tables.rounding_table({"rows": [row]})
     assert "| 8, 8, 8, 2, 1 | 10.0 | 400 | 440 | 300 | 315 | 1.100 | 1.050 | 1.066 |" in table
-    assert result_tables.rounding_layers_table({"rows": [row], **origin}) == result_tables.NOT_MEASURED
+    assert result_tables.rounding_layers_table({"rows": [row]}) == result_tables.NOT_MEASURED
     times = {"top_k": (1, 3), "rounded": (0.9, 2.8), "down": (0.8, 2.6), "up": (1.1, 3.3)}
     layers = {name: {"gpu_fwd_ms": forward, "gpu_fwdbwd_ms": both} for name, (forward, both) in times.items()}
     gains = {"fwd_gain": 1.1, "bwd_gain": 1.05, "fwdbwd_gain": 1.066}
-    table = result_tables.rounding_layers_table({"rows": [row | {"layers": layers | gains}], **origin})
+    table = result_tables.rounding_layers_table({"rows": [row | {"layers": layers | gains}]})
     assert "| 1.00 | 0.90 | 0.80 | 1.10 | 3.00 | 2.80 | 2.60 | 3.30 | 1.100 | 1.050 | 1.066 |" in table
 
 
 def test_sentences_of_products_and_dispatch() -> None:
     speeds = {"up_forward": 0.97, "down_backward_weight": 0.95, "up_backward_act": None}
-    rows = [{"product": name, "gathered_to_plain_speed": speed} for name, speed in speeds.items()]
+    rows = [{"product": name, "gathered_to_plain_speed": speed} | OF for name, speed in speeds.items()]
     said = result_tables.gather_cost({"rows": rows})
     assert "at least 0.970 of the speed of contiguous rows in the products by rows" in said
     assert said.endswith("at least 0.950 in the weight gradients")
-    series = [{"T": 1048576, "E": E, "K": 8, "tiled_ms": ms} for E, ms in ((512, 0.075), (8, 0.05))]
+    series = [{"T": 1048576, "E": E, "K": 8, "tiled_ms": ms} | OF for E, ms in ((512, 0.075), (8, 0.05))]
     said = result_tables.experts_growth({"series": {"E": series}})
     assert said == "A dispatch for 512 experts takes 1.50 times one for 8 (T = 1048576, K = 8)"
+    series[0] |= EARLIER
+    assert result_tables.experts_growth({"series": {"E": series}}).endswith("K = 8; 1 of 2 of earlier kernels)")
+
+
+def test_where_the_experts_take_longer_than_the_whole_layer() -> None:
+    layer = json.loads(FIXTURE.read_text())  # ours 1.5, SonicMoE 2.0
+    said = result_tables.experts_longer(
+        layer, {"rows": [module_row(8192, 256, 256, 128, 4), module_row(1, 2, 3, 4, 1)]}
+    )
+    assert said.endswith(
+        "above: SonicMoE's on 1 of 1 shapes, up to 1.11 times as long, ours on 0 of 1 shapes, up to 1.00 times as long."
+    )
+    assert result_tables.experts_longer(layer, {"rows": []}) == result_tables.NOT_MEASURED
+
+
+def test_how_far_two_runs_are_apart() -> None:
+    record = {"losses": {"hopper": [1.0] * 500}, "largest_difference": 0.00717}
+    said = result_tables.curves(record | OF)
+    assert said == "the smoothed losses of 500 steps differ by at most 0.72 %"
+    assert result_tables.curves(record).endswith("(of earlier kernels)")
+
+
+def test_how_many_batches_differ() -> None:
+    record = {"seeds": [0, 499], "cases": 500, "batches": {"eager": 900, "graph": 100}, "differing": []} | OF
+    said = "0 of 1000 batches differ in 500 cases, seeds 0 to 499; a GPU; torch 2.11.0; a day."
+    assert result_tables.batch(record) == said
+    assert result_tables.batch(record | EARLIER).endswith("**Of earlier kernels.**")
 
 
 def test_sentences_without_their_results_say_so() -> None:
-    for name, (_, make) in result_tables.SENTENCES.items():
-        assert make({"rows": []}) == result_tables.NOT_MEASURED, name
+    for name, (files, make) in result_tables.SENTENCES.items():
+        assert make(*[{"rows": []} for _ in files.split()]) == result_tables.NOT_MEASURED, name
 
 
 def test_the_pages_are_what_the_committed_results_say() -> None:
@@ -229,6 +330,22 @@ def test_the_pages_are_what_the_committed_results_say() -> None:
     for page in pages:
         text = page.read_text()
         assert result_tables.fill(text, plot_results.RESULTS) == text, "run python -m scripts.bench.plot_results"
+    assert not plot_results.stale_pictures(plot_results.RESULTS, plot_results.DOCS), (
+        "run python -m scripts.bench.plot_results"
+    )
+
+
+def test_a_picture_of_kernels_that_are_earlier_by_now_is_stale(tmp_path: Path) -> None:
+    record = {"rows": [module_row(8192, 256, 256, 128, 4)]}
+    (tmp_path / "module.json").write_text(json.dumps(record))
+    plot_results.plot_modules(record, tmp_path / "speed.png")
+    assert (
+        plot_results.caption_in(tmp_path / "speed.png") == "a GPU; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; a day."
+    )
+    assert not plot_results.stale_pictures(tmp_path, tmp_path)
+    record["rows"][0] |= EARLIER
+    (tmp_path / "module.json").write_text(json.dumps(record))
+    assert plot_results.stale_pictures(tmp_path, tmp_path) == [tmp_path / "speed.png"]
 
 
 def test_every_table_has_a_place() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import exercises
+import numpy as np
 import pytest
 import wrong_cuda
 import wrong_numpy
@@ -65,6 +66,27 @@ def test_what_a_solution_raises_is_in_the_report(raised: Exception) -> None:
     assert not outcome and f"{type(raised).__name__}: {raised}" in outcome.report
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda array: array + 1.0, "expert_pair_indices[0] is 6.0, expected 5 ("),
+        (lambda array: array + 0.5, "expert_pair_indices[0] is 5.5, expected 5 ("),
+        (lambda array: array.astype(float) * np.nan, "expert_pair_indices[0] is nan, expected 5 ("),
+        (lambda array: array.astype(str), "expert_pair_indices: expected numbers, got dtype <U"),
+    ],
+)
+def test_wrong_numbers_of_another_type_are_shown(change: Callable[[np.ndarray], np.ndarray], message: str) -> None:
+    right = solution("dispatch_lists")
+    assert callable(right)
+
+    def wrong(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, ...]:
+        rows, offsets, index_map = right(ids, num_experts)
+        return change(rows), offsets, index_map
+
+    outcome = check_exercise("dispatch_lists", wrong)
+    assert not outcome and message in outcome.report, outcome.report
+
+
 def test_nan_is_wrong() -> None:
     right = solution("score_gradient")
     assert callable(right)
@@ -112,19 +134,56 @@ def test_an_edited_region_is_all_that_changes(tmp_path: Path) -> None:
         EXERCISES["silu_by_exp"].edit(tmp_path, "// again")
 
 
+@pytest.fixture
+def on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "has_hopper", lambda: False)
+
+
+@pytest.mark.usefixtures("on_a_laptop")
 @pytest.mark.parametrize("name", wrong_cuda.WRONG)
-def test_solutions_in_cuda_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "has_hopper", lambda: False)
-    outcome = check_exercise(name, str(solution(name)))
-    assert outcome.passed is None and not outcome
-    assert " registers, 0 B spilled." in outcome.report, repr(outcome)
+@pytest.mark.parametrize("whose", ["the solution", "the package"])
+def test_solutions_in_cuda_are_right(name: str, whose: str) -> None:
+    text = EXERCISES[name].region if whose == "the package" else str(solution(name))
+    outcome = check_exercise(name, text)
+    assert outcome, repr(outcome)
+    assert " registers, 0 B spilled." in outcome.report and "takes a Hopper GPU" in outcome.report
 
 
-@pytest.mark.full
+@pytest.mark.usefixtures("on_a_laptop")
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name, those in wrong_cuda.WRONG.items() for what in those])
-def test_wrong_solutions_in_cuda_compile(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "has_hopper", lambda: False)
-    assert check_exercise(name, wrong_cuda.WRONG[name][what]).passed is None
+def test_wrong_solutions_in_cuda_are_found(name: str, what: str) -> None:
+    """By the inputs of one call, what came and what was right."""
+    outcome = check_exercise(name, wrong_cuda.WRONG[name][what])
+    assert outcome.passed is False and " B spilled. gate=" in outcome.report, repr(outcome)
+    assert " is " in outcome.report and ", expected " in outcome.report
+
+
+@pytest.mark.usefixtures("on_a_laptop")
+@pytest.mark.parametrize(
+    ("act", "passed"),
+    [
+        ("(gate > 99.0f ? 0.5f : 1.0f) * gate * up / (1.0f + __expf(-gate))", True),
+        ("fminf(gate, 1e9f) * up * __fdividef(1.0f, 1.0f + __expf(-gate))", True),
+        ("fmaxf(gate, 0.0f) * up", False),
+        ("gate < -9.0f ? 0.0f : gate * up * reciprocal_approx(1.0f + __expf(-gate))", "bra"),
+        ("__int_as_float(__float_as_int(gate) + 1) * up", "add.s32"),
+    ],
+)
+def test_what_is_computed_from_ptx(act: str, passed: bool | str) -> None:
+    """Selection, and other ways to divide. What is not computed, here by the instruction's name, is not judged, and says so."""
+    outcome = check_exercise("silu_by_exp", f"DEVICE float act_of(float gate, float up) {{ return {act}; }}")
+    if isinstance(passed, bool):
+        assert outcome.passed is passed, repr(outcome)
+    else:
+        assert outcome.passed is None and passed in outcome.report, repr(outcome)
+        assert "is not computed: it has " in outcome.report and "A Hopper GPU judges it" in outcome.report
+
+
+@pytest.mark.usefixtures("on_a_laptop")
+def test_what_the_notebook_begins_with_is_wrong() -> None:
+    zeros = "        d_score[h] += 0.0f * (value + slope + up + up_slope);\n        return {0.0f, 0.0f, 0.0f};\n"
+    outcome = check_exercise("swiglu_backward", zeros)
+    assert outcome.passed is False and "d_gate is 0, expected " in outcome.report, repr(outcome)
 
 
 def test_what_does_not_compile_is_wrong() -> None:

@@ -1,4 +1,4 @@
-// A router's logits: rows times one matrix, in fp32, as accurate as sums of fp32 numbers.
+// A router's logits: rows times one matrix, in fp32 sums, in an order that the widths alone decide.
 //
 //   logits[t] = x[t] . (W_0 + W_1)^T      x (T, d) bf16, W (parts, E, d) bf16, logits (T, E) fp32
 //

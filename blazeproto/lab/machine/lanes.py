@@ -135,7 +135,8 @@ def elect(instruction: Statement) -> Callable[[Any], Any]:
             assert isinstance(first, Pair) and isinstance(first.second, Register)
             if not isinstance(first.first, Nothing):
                 warp.write(result(instruction)[0], np.full(LANES, leader, np.uint32), running)
-            warp.write(first.second.place, leader == LANE, running)
+            elected: Any = leader == LANE
+            warp.write(first.second.place, elected, running)
 
         return run
 

@@ -56,11 +56,20 @@ class Program:
     metadata: Callable[[], object] | None = None  # the dispatch alone
     without_dispatch: Callable[[], torch.Tensor] | None = None  # forward on a dispatch made beforehand
     kernels: Callable[[], object] | None = None  # of a forward and a backward on such a dispatch, without autograd
+    layouts: tuple[
+        Callable[[torch.Tensor], torch.Tensor], ...
+    ] = ()  # of the weights' gradients, the last leaves: as ours
 
     def forward_backward(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """(output, gradients of the leaves)."""
         out = self.forward()
         return out, torch.autograd.grad(out, self.leaves, self.grad_output)
+
+    def weight_gradients(self) -> dict[str, torch.Tensor]:
+        """By place, laid out as ours; none without ``layouts``."""
+        gradients = self.forward_backward()[1][-len(self.layouts) :] if self.layouts else ()
+        pairs = zip(self.layouts, gradients, strict=True)
+        return {f"weight_{place}": as_ours(gradient) for place, (as_ours, gradient) in enumerate(pairs)}
 
 
 def layer_program(inputs: LayerInputs, forward: Callable[[], torch.Tensor], **others: Any) -> Program:

@@ -7,8 +7,8 @@ too, and the same tokens, which require a gradient. Their routers have no z-loss
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from blazeproto import MoE
 from blazeproto.gemm import Sizes
 from blazeproto.router import Router
 from scripts.bench.peers import LayerInputs
-from scripts.bench.peers.sonic import interleave_gate_up
+from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
 
 AUX_LOSS = 0.01  # coefficient of the load-balancing loss
 
@@ -31,6 +31,9 @@ class ModuleProgram:
     forward: Callable[[], tuple[Tensor, Tensor]]  # the output and the auxiliary loss
     grad_output: Tensor
     grad_loss: Tensor  # a scalar
+    weights: Callable[[], dict[str, Tensor]] = (
+        dict  # by name, the same in every module: their gradients, laid out as ours
+    )
 
     def forward_backward(self) -> tuple[Tensor, Tensor]:
         """(output, gradient of x); no leaf has a gradient beforehand, so none is added up."""
@@ -43,6 +46,15 @@ class ModuleProgram:
     def clear(self) -> None:
         self.x.grad = None
         self.module.zero_grad(set_to_none=True)
+
+    def weight_gradients(self) -> dict[str, Tensor]:
+        """Those of all weights, and the router's by the auxiliary loss alone."""
+        self.forward_backward()
+        found = self.weights()
+        replace(self, grad_output=torch.zeros_like(self.grad_output)).forward_backward()
+        found["router_by_loss"] = self.weights()["router"]
+        self.clear()
+        return found
 
 
 def router_weight(shape: Sizes, inputs: LayerInputs, seed: int = 0) -> Tensor:
@@ -72,7 +84,10 @@ def ours(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
         out, stats = layer(x)
         return out, torch.as_tensor(stats.aux_loss)
 
-    return ModuleProgram(layer, x, call, inputs.grad_output, torch.ones((), device=x.device))
+    def weights() -> dict[str, Tensor]:
+        return _gradients(router=router.weight, up=layer.up_proj_weight, down=layer.down_proj)
+
+    return ModuleProgram(layer, x, call, inputs.grad_output, torch.ones((), device=x.device), weights)
 
 
 def router_of(program: ModuleProgram, grad_scores: Tensor) -> ModuleProgram:
@@ -105,8 +120,17 @@ def sonic(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
     layer = layer.to(torch.bfloat16)
     up = interleave_gate_up(inputs.gate_up_proj)
     _load((layer.router.weight, weight), (layer.c_fc.weight, up), (layer.c_proj.weight, inputs.down_proj))
-    x = inputs.x
-    return ModuleProgram(layer, x, lambda: layer(x), inputs.grad_output, torch.tensor(AUX_LOSS, device=x.device))
+    x, loss = inputs.x, torch.tensor(AUX_LOSS, device=inputs.x.device)
+
+    def weights() -> dict[str, Tensor]:
+        found = _gradients(router=layer.router.weight, up=layer.c_fc.weight, down=layer.c_proj.weight)
+        return found | {"up": gate_then_up(found["up"])}
+
+    return ModuleProgram(layer, x, lambda: layer(x), inputs.grad_output, loss, weights)
+
+
+def _gradients(**weights: Any) -> dict[str, Tensor]:
+    return {name: weight.grad for name, weight in weights.items()}
 
 
 @torch.no_grad()

@@ -21,6 +21,12 @@ def interleave_gate_up(gate_up_proj: torch.Tensor) -> torch.Tensor:
     )
 
 
+def gate_then_up(interleaved: torch.Tensor) -> torch.Tensor:
+    """The way back of `interleave_gate_up`, of a gradient that may lie in any order."""
+    num_experts, rows, width = interleaved.shape
+    return interleaved.reshape(num_experts, rows // 2, 2, width).transpose(1, 2).reshape(num_experts, rows, width)
+
+
 def build(shape: Sizes, inputs: LayerInputs) -> Program:
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import (

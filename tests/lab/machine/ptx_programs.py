@@ -460,7 +460,7 @@ def tma_store(seed: int) -> Program:
     text = Text(shared=SHARED_BYTES, with_map=True)
     fill_shared(text, size, LANES)
     text.add("fence.proxy.async.shared::cta", "bar.sync 0", "setp.eq.s32 %p1, %r0, 0")
-    places = [choose.choice((0, 8, 40)), *(choose.randint(-1, length) for length in of.shape[1:])]
+    places = [choose.choice((0, 8, 40)), *(choose.randint(0, length) for length in of.shape[1:])]
     text.add(*(f"mov.u32 %r{40 + index}, {place}" for index, place in enumerate(places)))
     at = ", ".join(f"%r{40 + index}" for index in range(dims))
     text.add(f"@%p1 cp.async.bulk.tensor.{dims}d.global.shared::cta.bulk_group [%d4, {{{at}}}], [%r1]")

@@ -1,0 +1,364 @@
+"""What a figure is a figure of: the kernels that were launched while it was measured, and the benchmark that measured it.
+
+An identity is a hash that a comment, white space, a docstring and other host code leave as it is. It is made of
+
+    CUDA kernels     what the preprocessor leaves of the source for the kernel's macros: code of other variants is not in it
+    Numba kernels    the syntax trees of the kernel and of the device functions that it calls, and the values of their constants
+    benchmarks       the syntax trees of the function that makes a row and of all that it calls in scripts/, and their constants
+
+A results file has every kernel's description beside its identity. `is_current` makes the kernel of the description again, from
+the sources that are here, and compares. What else decides a time, and is in no identity: libraries, whose versions each row has,
+grids, and which of several kernels the host chooses; but `other_tiles` says whether a product has tiles that it no longer takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache
+from pathlib import Path, PurePath
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+from blazeproto import gemm
+from blazeproto.gemm import Sizes, TileConfig, compile
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.product import Variant
+from blazeproto.gemm.tiles import FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
+from blazeproto.runtime import driver, numba_kernel
+from blazeproto.runtime.numba_kernel import NumbaKernel
+
+Description = dict[str, Any]  # of a kernel: what it is made again from
+
+DIGITS = 16  # of an identity
+KERNELS: dict[str, Description] = {}
+"""The description of every kernel that a row has, by its identity: of rows made here, and of files that were read."""
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:DIGITS]
+
+
+# ------------------------------------------------------------------------------------------------------- CUDA kernels
+
+
+def preprocessed(source: str) -> str:
+    """A CUDA source without comments, white space, and what its macros leave out. RuntimeError where it is malformed."""
+    import pcpp  # type: ignore[import-untyped]
+
+    class Preprocessor(pcpp.Preprocessor):  # type: ignore[misc]
+        def on_include_not_found(self, *_: object) -> None:  # CUDA's own headers
+            raise pcpp.OutputDirective(pcpp.Action.IgnoreAndPassThrough)
+
+        def on_error(self, file: str, line: int, message: str) -> None:
+            raise RuntimeError(f"{file}:{line}: {message}")
+
+    made, text = Preprocessor(), io.StringIO()
+    made.line_directive = None
+    made.parse(source)
+    made.write(text)
+    return "".join(text.getvalue().split())
+
+
+def _cuda_identity(kernel: Kernel) -> str:
+    options = [option for option in kernel.options if not option.startswith("-D")]
+    defines = (option[2:].replace("=", " ", 1) for option in kernel.options if option.startswith("-D"))
+    source = "\n".join([*(f"#define {define}" for define in defines), kernel.source])
+    launch = (kernel.threads, kernel.start_registers, kernel.dynamic_smem)
+    return _digest([kernel.entry, str(launch), *compile.OPTIONS, *options, preprocessed(source)])
+
+
+# ------------------------------------------------------------------------------------------- Python: kernels, benchmarks
+
+
+@cache
+def _functions_of(file: str) -> dict[tuple[str, int], list[Any]]:
+    """The functions and lambdas of a file by name and first line, decorators included."""
+    found: dict[tuple[str, int], list[Any]] = {}
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            line = min(each.lineno for each in (node, *node.decorator_list))
+            found.setdefault((node.name, line), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), []).append(node)
+    return found
+
+
+ASIDE = ("annotation", "returns", "decorator_list")  # of a syntax tree
+
+
+def tree(node: Any) -> str:
+    """A syntax tree as text, the same for every version of Python; without docstrings, annotations and decorators."""
+    if isinstance(node, list):
+        return f"[{' '.join(map(tree, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    inside = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
+    if (
+        isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        and ast.get_docstring(node, clean=False) is not None
+    ):
+        inside["body"] = node.body[1:]
+    parts = (f"{name}={tree(value)}" for name, value in inside.items() if name not in ASIDE)
+    return f"{type(node).__name__}({' '.join(parts)})"
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, but for what `tree` leaves out."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ast.AST) and name not in ASIDE:
+                yield from _nodes(each)
+
+
+def _module_of(value: Any) -> str:
+    """The name of a module, or of what a module defines; of a program that runs, its own."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
+    program = sys.modules[name].__spec__ if name == "__main__" else None
+    return program.name if program else str(name)
+
+
+class Code:
+    """All code of some packages that a function uses, found from the objects: what its closure and its globals hold.
+
+    parts: syntax trees of functions, and values of constants by name.
+    """
+
+    def __init__(self, root: Any, packages: tuple[str, ...]) -> None:
+        self.packages, self.parts, self.seen = packages, set[str](), dict[int, Any]()
+        self.add("", root)
+
+    @property
+    def identity(self) -> str:
+        return _digest(sorted(self.parts))
+
+    def add(self, name: str, value: Any) -> None:
+        # What Numba's device functions, its intrinsics and functools wrap.
+        for wrapper in ("py_func", "_defn", "__wrapped__", "fget", "__func__"):
+            value = getattr(value, wrapper, value)
+        if isinstance(value, functools.partial):
+            value = (value.func, value.args, value.keywords)
+        if isinstance(value, Mapping):
+            value = (*value.items(),)
+        if isinstance(value, set | frozenset):
+            value = (*sorted(value, key=repr),)
+        if isinstance(value, tuple | list) and len(value):
+            for index, each in enumerate(value):
+                self.add(f"{name}[{index}]", each)
+        elif isinstance(value, FunctionType | type) and _module_of(value).startswith(self.packages):
+            if id(value) not in self.seen:
+                self.seen[id(value)] = value
+                self.add_members(value) if isinstance(value, type) else self.add_function(value)
+        elif not isinstance(value, ModuleType | FunctionType):
+            self.parts.add(f"{name} = {_text_of(value)}")
+
+    def add_members(self, value: type) -> None:
+        functions = FunctionType | property | staticmethod | classmethod
+        for name, member in vars(value).items():
+            if isinstance(member, functions | int | float | str | tuple) and not name.startswith(
+                ("__module", "__doc", "__q", "__match", "__first", "__static")
+            ):
+                self.add(f"{value.__qualname__}.{name}", member)
+
+    def add_function(self, function: FunctionType) -> None:
+        code, where = function.__code__, f"{_module_of(function)}.{function.__qualname__}"
+        if code.co_filename.startswith("<"):  # what dataclasses and named tuples make
+            return
+        # Those of several lambdas in one line are all taken.
+        trees = _functions_of(code.co_filename).get((code.co_name, code.co_firstlineno), [])
+        self.parts.update(f"{where}: {tree(each)}" for each in trees)
+        nodes = [node for each in trees for node in _nodes(each)]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        own = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        known = function.__globals__
+        used = {name.id: known[name.id] for name in names if name.id in known and name.id not in own}
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        used |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        for name, value in used.items():
+            if isinstance(value, ModuleType) and _module_of(value).startswith(self.packages):
+                for attribute in attributes & vars(value).keys():
+                    self.add(f"{name}.{attribute}", vars(value)[attribute])
+            else:
+                self.add(f"{where} {name}", value)
+
+
+def _text_of(value: Any) -> str:
+    """A constant as text that tells it from others, on every machine."""
+    if value is None or isinstance(value, int | float | str | bytes):
+        return repr(value)
+    text = value.name if isinstance(value, PurePath) else getattr(value, "__name__", None) or str(value)
+    return type(value).__name__ if " at 0x" in text else str(text)
+
+
+def _numba_identity(kernel: NumbaKernel) -> str:
+    code = Code(kernel.function, ("blazeproto.",)).identity
+    return _digest([kernel.name, str(kernel.parameters), str((kernel.threads, kernel.min_blocks)), code])
+
+
+TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
+PEERS = Path(__file__).parent / "peers"  # are imported by name, so that objects don't lead to them
+
+
+@cache
+def protocol_identity(name: str) -> str:
+    """The identity of the function that makes a row, by its module and name; "" where there is none of this name."""
+    module, _, function = name.rpartition(".")
+    try:
+        code = Code(getattr(importlib.import_module(module), function), TIMED_BY)
+    except (ImportError, AttributeError):
+        return ""
+    if any(part.startswith("scripts.bench.peers") for part in code.parts):
+        code.parts |= {tree(ast.parse(file.read_bytes())) for file in PEERS.glob("*.py")}
+    return code.identity
+
+
+# ------------------------------------------------------------------------------------------------ kernels of both kinds
+
+
+def described(kernel: Kernel | NumbaKernel) -> Description:
+    """What `made_again` makes the kernel of."""
+    if isinstance(kernel, NumbaKernel):
+        names = ("threads", "min_blocks", "constants")
+        make = {"make": f"{kernel.make.__module__}.{kernel.name}", "parameters": " ".join(kernel.parameters)}
+        return make | {name: getattr(kernel, name) for name in names}
+    fixed = ("file", "entry", "dynamic_smem", "threads", "start_registers")
+    values = {name: getattr(kernel, name) for name in fixed}
+    return values | {"defines": dict(kernel.defines), "options": [*kernel.options]}
+
+
+def made_again(description: Description) -> Kernel | NumbaKernel:
+    """The kernel of a description, from the sources that are here. ImportError, AttributeError, TypeError where there is none."""
+    given = dict(description)
+    if "file" in given:
+        return Kernel(**given | {"options": tuple(given["options"])})
+    module, _, name = given.pop("make").rpartition(".")
+    make = getattr(importlib.import_module(module), name)
+    return NumbaKernel(make, given.pop("parameters"), **given.pop("constants"), **given)
+
+
+_IDENTITIES: WeakKeyDictionary[Kernel | NumbaKernel, str] = WeakKeyDictionary()
+
+
+def identity(kernel: Kernel | NumbaKernel) -> str:
+    if kernel not in _IDENTITIES:
+        made = _cuda_identity(kernel) if isinstance(kernel, Kernel) else _numba_identity(kernel)
+        _IDENTITIES[kernel] = made
+    return _IDENTITIES[kernel]
+
+
+@contextmanager
+def launched() -> Iterator[dict[str, Description]]:
+    """The kernels of this package that are launched inside, by their identities; filled in at the end. A CUDA graph's are those
+    that are launched while it is captured. Meanwhile a launch takes the host some tenths of a microsecond more."""
+    importlib.import_module("pcpp")  # before anything is measured that could not be told of
+    functions: set[int] = set()
+    launch, found = driver.launch, dict[str, Description]()
+
+    def noted(function: int, *rest: Any) -> None:
+        functions.add(function)
+        launch(function, *rest)
+
+    try:
+        with mock.patch.object(driver, "launch", noted):
+            yield found
+    finally:
+        loaded: list[Kernel | NumbaKernel] = [*compile._LOADED, *numba_kernel.LOADED]
+        for kernel in loaded:
+            if any(each.ptr in functions for each in kernel._functions.values()):
+                found[identity(kernel)] = described(kernel)
+
+
+@cache
+def is_current(name: str) -> bool:
+    """Whether the kernel of this identity, which KERNELS describes, is the one that the sources here give."""
+    if name not in KERNELS:
+        return False
+    try:
+        return identity(made_again(KERNELS[name])) == name
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("blazeproto"):
+            return False
+        raise  # what identities are made with is not installed
+    except (OSError, AttributeError, TypeError):  # its file, its function or one of its constants is gone
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------- tiles
+
+TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
+
+
+def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
+    return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
+
+
+def _by_macros(config: TileConfig) -> dict[str, int]:
+    return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
+
+
+@cache
+def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
+    """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
+    that are made at a time."""
+    plain = Variant()
+    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
+    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
+    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
+    row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
+    configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
+    described = [(kernel.entry, kernel.defines) for kernel in made]
+    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
+
+
+def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
+    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
+    description = KERNELS[name]
+    if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
+        return False
+    now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"}))
+    return (
+        description["entry"] in {entry for entry, *_ in now}
+        and _tiles(description["entry"], description["defines"]) not in now
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def name_of(measure: Callable[..., Any]) -> str:
+    """A function's module and name, also where the module is the program that runs."""
+    return f"{_module_of(measure)}.{measure.__name__}"
+
+
+def earlier(row: Mapping[str, Any]) -> str:
+    """What of a row is no longer what is here: "kernels", "benchmark" or, of a row of today's, "".
+
+    A row that does not say which kernels were launched is of earlier ones; one that no benchmark timed has no protocol.
+    """
+    of = row.get("of", {})
+    kernels = of.get("kernels")
+    if kernels is None or not all(is_current(name) and not other_tiles(name, row.get("cfg", {})) for name in kernels):
+        return "kernels"
+    timed = "protocol" not in of or protocol_identity(of["protocol"]) == of["protocol_identity"]
+    return "" if timed else "benchmark"
+
+
+def rows_in(record: Any) -> Iterator[dict[str, Any]]:
+    """Every row of a record, wherever it stands: what says what it is of."""
+    if isinstance(record, dict) and "of" in record:
+        yield record
+    elif isinstance(record, dict | list):
+        for each in record.values() if isinstance(record, dict) else record:
+            yield from rows_in(each)
