@@ -168,7 +168,7 @@ def triples() -> list[tuple[int, int, int]]:
 
 def pairs() -> list[tuple[int, int]]:
     draw = random.Random(1)
-    found = draw.sample(list(product(EDGES_F32, EDGES_F32)), 1200)
+    found = [(0, 1 << 31), (1 << 31, 0)] * 9 + draw.sample(list(product(EDGES_F32, EDGES_F32)), 1200)
     for _ in range(200):
         found.append((draw.getrandbits(32), draw.getrandbits(32)))
         found.append((draw.randint(0x3F000000, 0x40FFFFFF), draw.randint(0x3F000000, 0x40FFFFFF)))
