@@ -70,11 +70,7 @@ def value_of(bits: int, kind: str = "f32") -> float:
 
 
 def bits_of(value: float, kind: str = "f32") -> int:
-<<<<<<< HEAD
-    """The bits of a value that the type has."""
-=======
     """For a value that the type has."""
->>>>>>> h-alu
     if math.isnan(value):
         return NAN[kind]
     bits = int.from_bytes(struct.pack("<" + FORMATS[kind][3], value), "little")
@@ -450,11 +446,7 @@ def check_quotients(operations: Operations) -> None:
 
 
 def lesser(a: int, b: int) -> int:
-<<<<<<< HEAD
-    """The larger or the smaller of two float32 by their bits: NaN loses, -0 is less than +0."""
-=======
     """The less of two float32, by their bits: NaN loses, -0 is less than +0."""
->>>>>>> h-alu
     numbers = [bits for bits in (a, b) if not math.isnan(value_of(bits))]
     return min(numbers, key=lambda bits: (value_of(bits), math.copysign(1, value_of(bits)))) if numbers else NAN["f32"]
 
