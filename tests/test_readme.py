@@ -44,6 +44,7 @@ def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
     before, after = (int(line) for line in run.stdout.splitlines() if line.isdigit())
     assert before < after, "additions in the machine code of the edited kernel, compiled"
     assert (tmp_path / "my_kernels" / "up.cu").exists()
+    assert "/my_kernels/" in (ROOT / ".gitignore").read_text().split()
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
 
