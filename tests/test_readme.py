@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def test_the_options_of_train_lm_are_its_own() -> None:
 def test_why_this_and_not_another() -> None:
     lines = next(part for part in README.split("\n\n") if part.startswith("Why not")).splitlines()
     assert len(lines) == 2 and all(name in lines[0] for name in ("grouped_mm", "MegaBlocks"))
+
+
+def test_the_extras_of_the_pages_are_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        extra
+        for page in PAGES
+        for group in re.findall(r"'(?:\.|blazeproto)\[([\w,]+)\]", page.read_text())
+        for extra in group.split(",")
+    }
+    assert {"cu12", "lab", "peft"} <= named <= extras.keys()
 
 
 def test_readme_is_short() -> None:
