@@ -160,6 +160,12 @@ def test_a_header_beside_the_users_own_file_counts(
     assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
 
 
+@pytest.mark.parametrize("option", ["-I/mine", "--include-path=/mine", "--pre-include=mine.cuh", "-include=mine.cuh"])
+def test_options_that_name_headers_are_not_followed(source: str, option: str) -> None:
+    """They may stand before CUDA's own of the same name."""
+    assert Kernel(source, "first").complete and not Kernel(source, "first", options=(option,)).complete
+
+
 def test_what_was_changed_before_it_was_compiled_is_not_cached_as_what_it_was(source: str) -> None:
     """`source` is read when it is asked for, and the compiler reads the files again."""
     kernel = Kernel(source, "second", {"N": 4321})
