@@ -47,10 +47,12 @@ class MoEStats(NamedTuple):
 
 
 class MoE(nn.Module, Shown):
-    """out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
+    """A Mixture-of-Experts layer, router included: ``out, stats = layer(x)``, x and out (..., d), stats a `MoEStats`.
+
+    out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
 
     Args:
-        d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
+        d_model, d_expert, num_experts, top_k: d, n, E, K; K is at least 1, and at most E unless ``router`` is a module.
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             or a router module, which returns a ``Routing``.
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.

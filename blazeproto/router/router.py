@@ -207,7 +207,7 @@ class Router(nn.Module):
         check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is None:
             raise ValueError(
-                "expert_bias: expected one to update, as bias_update_rate > 0 makes it, got a router without"
+                "expert_bias: expected a router that has one, made with bias_update_rate > 0 or sigmoid scores, got one without"
             )
         if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))

@@ -126,7 +126,7 @@ def newest(runs: Path, *, ended: bool) -> Path:
     found = [path for path in runs.glob(f"*/{CHECKPOINT}") if ended or not (path.parent / SUMMARY).exists()]
     if not found:
         kind, hint = ("run", "") if ended else ("unfinished run", "; --steps MORE makes a finished one longer")
-        raise CheckpointError(f"checkpoint: {runs} has no {kind} with one; --name chooses a run{hint}")
+        raise CheckpointError(f"checkpoint: {runs} has no {kind} with a {CHECKPOINT}; --name chooses a run{hint}")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 

@@ -68,7 +68,7 @@ def test_sass_is_machine_code(source: str) -> None:
 
 
 def test_a_missing_tool_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="nvidia-cuda-nvdiscombobulate"):
+    with pytest.raises(FileNotFoundError, match=r"nvidia-cuda-nvdiscombobulate, or 'blazeproto\[cu1[23],lab\]'"):
         nvrtc.find_tool("nvdiscombobulate")
 
 
@@ -158,6 +158,12 @@ def test_a_header_beside_the_users_own_file_counts(
         made.append(kernel)
     assert made[0].key != made[1].key
     assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
+
+
+@pytest.mark.parametrize("option", ["-I/mine", "--include-path=/mine", "--pre-include=mine.cuh", "-include=mine.cuh"])
+def test_options_that_name_headers_are_not_followed(source: str, option: str) -> None:
+    """They may stand before CUDA's own of the same name."""
+    assert Kernel(source, "first").complete and not Kernel(source, "first", options=(option,)).complete
 
 
 def test_what_was_changed_before_it_was_compiled_is_not_cached_as_what_it_was(source: str) -> None:

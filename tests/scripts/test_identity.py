@@ -165,6 +165,9 @@ def test_a_kernel_is_made_again_from_its_description() -> None:
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
     assert identity.identity(first) != identity.identity(second)
+    for change in ({"min_blocks": 2}, {"parameters": " ".join([*first.parameters, "int64"])}):
+        other = identity.made_again(identity.described(first) | change)
+        assert identity.identity(other) != identity.identity(first), change
     scored = [
         topk.forward_kernel(128, 8, score, True, 1.0, False, False, True) for score in ("sigmoid", "topk_softmax")
     ]
@@ -207,6 +210,7 @@ def test_a_row_says_what_was_launched_while_it_was_measured(
     row = common.stamped(row_of, 7, 11, 7)
     assert row["of"]["kernels"] == sorted(identity.identity(launches[address]) for address in (7, 11))
     assert row["of"]["protocol"] == f"{__name__}.row_of" and row["of"]["measured"].endswith(" UTC")
+    assert row["of"]["protocol_identity"] == identity.protocol_identity(row["of"]["protocol"]) != ""
     assert "torch " in row["of"]["versions"]
     common.write_json(tmp_path / "a.json", {"rows": [row]})
     written = json.loads((tmp_path / "a.json").read_text())
