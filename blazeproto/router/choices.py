@@ -150,7 +150,9 @@ def rounded_counts(
 # Capacities
 
 
-FINEST = 10**6  # denominator of a factor: then a number of tokens times it fits 64 bits, where masks count on the device
+FINEST = (
+    10**6
+)  # denominator of a factor: then a number of tokens times it fits 64 bits, where masks count on the device
 
 
 class WithCapacity(VaryingChoice):
