@@ -130,13 +130,10 @@ def _module_of(value: Any) -> str:
     return program.name if program else str(name)
 
 
-DEVICE_OPTIONS = {
-    "fastmath": False,
-    "inline": "always",
-    "opt": True,
-}  # of `warp.device`: of no identity as they are today
-# In a class.
+DEVICE_OPTIONS = {"fastmath": False, "inline": "always", "opt": True}
+"""Of a Numba device function, as `warp.device` has them: only others are in an identity."""
 MADE_BY_PYTHON = ("__module", "__doc", "__q", "__match", "__first", "__static", "__anno", "__dataclass", "_field_")
+"""How names in a class begin that nobody wrote."""
 
 
 class Code:
