@@ -169,7 +169,7 @@ class MoE(nn.Module, Shown):
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
         if mask is not None:
-            check_mask(mask, len(tokens), x.device)
+            check_mask(mask, tokens.shape[0], x.device)
             if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
                 raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
             own = type(self.router).forward is Router.forward
