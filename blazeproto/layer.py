@@ -171,13 +171,16 @@ class MoE(nn.Module, Shown):
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
         if mask is not None:
-            check_mask(mask, len(tokens), x.device)
-            takes = (
-                [] if isinstance(self.router, Router) else [*inspect.signature(self.router.forward).parameters.values()]
-            )
+            check_mask(mask, tokens.shape[0], x.device)
+            if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
+                raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
+            own = type(self.router).forward is Router.forward
+            takes = [] if own else [*inspect.signature(self.router.forward).parameters.values()]
             if takes and not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
                 raise TypeError(f"mask: expected a router that takes one, got {type(self.router).__name__}")
         routing = self.router(tokens, **given)
+        if mask is not None and routing.mask is None:
+            raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
         out = moe_mlp(

@@ -185,6 +185,18 @@ def test_headers_that_include_each_other_are_read_once(tmp_path: Path) -> None:
     assert "4321" in kernel.ptx and kernel.source.count("4321") == 1
 
 
+def test_a_header_that_is_included_again_counts_again(tmp_path: Path) -> None:
+    """One without a guard does something each time."""
+    (tmp_path / "add.cuh").write_text("*x += 4321;\n")
+    sources = ["", '#include "add.cuh"'], ['#include "add.cuh"', ""]
+    keys = set()
+    for first, second in sources:
+        code = f'{{\n#include "add.cuh"\n{first}\n*x *= 3;\n{second}\n}}'
+        (tmp_path / "mine.cu").write_text(f'extern "C" __global__ void mine(int* x) {code}\n')
+        keys.add(Kernel(str(tmp_path / "mine.cu"), "mine").key)
+    assert len(keys) == len(sources)
+
+
 def test_a_source_that_is_no_utf8_is_compiled(tmp_path: Path) -> None:
     path = tmp_path / "mine.cu"
     keys = set()
