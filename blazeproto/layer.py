@@ -23,7 +23,7 @@ from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import Router, check_mask, make_router, router_keywords
+from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
 from blazeproto.runtime.shown import Shown
 
@@ -174,10 +174,7 @@ class MoE(nn.Module, Shown):
             check_mask(mask, tokens.shape[0], x.device)
             if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
                 raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
-            own = type(self.router).forward is Router.forward
-            takes = [] if own else [*inspect.signature(self.router.forward).parameters.values()]
-            if takes and not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
-                raise TypeError(f"mask: expected a router that takes one, got {type(self.router).__name__}")
+            check_takes_mask(self.router)
         routing = self.router(tokens, **given)
         if mask is not None and routing.mask is None:
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")

@@ -246,6 +246,15 @@ def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
         raise ValueError(f"mask: expected device {device}, x's, got {mask.device}")
 
 
+def check_takes_mask(router: nn.Module) -> None:
+    """TypeError unless its forward has a parameter ``mask``, or takes any keyword."""
+    if type(router).forward is Router.forward:  # which torch.compile need not look at
+        return
+    takes = inspect.signature(router.forward).parameters.values()
+    if not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
+        raise TypeError(f"mask: expected a router that takes one, got {type(router).__name__}")
+
+
 def router_keywords() -> list[str]:
     """What `Router` takes by name, without the options of choices."""
     return [name for name in inspect.signature(Router).parameters if name != "choose_options"]
