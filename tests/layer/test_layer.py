@@ -268,7 +268,7 @@ BAD = {
         ValueError,
         r"device: expected one .* here, got 'cuda:99' \(",
     ),
-    "no device": ({"device": "gpu"}, ValueError, r"device: expected one of torch's .*, got 'gpu' \("),
+    "no device": ({"device": "gpu"}, ValueError, r"device: expected one that torch can use here, got 'gpu' \("),
     "a dropped option": ({"weight_grad_dtype": None}, TypeError, r"weight_grad_dtype: unknown keyword of MoE"),
     "no router": ({"router": None}, TypeError, r"router: expected a name or a module, got NoneType"),
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
