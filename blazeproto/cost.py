@@ -8,10 +8,9 @@
     cost.layer_floor_ms(sizes)                      # (forward, backward) of a layer
 
 A product's operations and least bytes follow from its inputs and outputs (`blazeproto.gemm.Product`); here they become times and
-sums. A floor
-takes every input as read once and every output as written once, whatever the caches hold. All arrays count as bf16, weight
-gradients too: fp32 ones are 2 bytes an element more. K is the same for every token; where it varies, a floor of the mean is what
-there is. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
+sums. A floor reads every input once and writes every output once, whatever the caches hold. All arrays count as bf16, weight
+gradients too: an fp32 one has 2 bytes an element more. K is the same for every token; where it varies, take its mean. Only
+blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
 """
 
 from blazeproto.gemm import PRODUCTS, Sizes

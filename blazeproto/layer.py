@@ -23,7 +23,7 @@ from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import Router, check_mask, make_router, router_keywords
+from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
 from blazeproto.runtime.shown import Shown
 
@@ -47,10 +47,12 @@ class MoEStats(NamedTuple):
 
 
 class MoE(nn.Module, Shown):
-    """out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
+    """A Mixture-of-Experts layer, router included: ``out, stats = layer(x)``, x and out (..., d), stats a `MoEStats`.
+
+    out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
 
     Args:
-        d_model, d_expert, num_experts, top_k: d, n, E, K; 1 <= K, and K <= E but for a router module whose ids may lie outside.
+        d_model, d_expert, num_experts, top_k: d, n, E, K; K is at least 1, and at most E unless ``router`` is a module.
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             or a router module, which returns a ``Routing``.
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
@@ -169,13 +171,13 @@ class MoE(nn.Module, Shown):
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
         if mask is not None:
-            check_mask(mask, len(tokens), x.device)
-            takes = (
-                [] if isinstance(self.router, Router) else [*inspect.signature(self.router.forward).parameters.values()]
-            )
-            if takes and not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
-                raise TypeError(f"mask: expected a router that takes one, got {type(self.router).__name__}")
+            check_mask(mask, tokens.shape[0], x.device)
+            if mask.shape not in (x.shape[:-1], tokens.shape[:1]):  # (T, B) for (B, T) would mask other tokens
+                raise ValueError(f"mask: expected shape {tuple(x.shape[:-1])}, x's, got {tuple(mask.shape)}")
+            check_takes_mask(self.router)
         routing = self.router(tokens, **given)
+        if mask is not None and routing.mask is None:
+            raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
         out = moe_mlp(

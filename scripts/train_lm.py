@@ -181,13 +181,17 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            for parameter, moments in self.optimizer.state.items():  # which torch compares with nothing, and writes to
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if moments[name].shape != parameter.shape:
+                        raise ValueError(f"{name}: expected shape {parameter.shape}, got {moments[name].shape}")
+            torch.set_rng_state(state["random"]["cpu"])
+            if self.device.type == "cuda" and "cuda" in state["random"]:
+                torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
         self.step, self.seconds, self.saved_bytes = state["step"], state["seconds"], state["saved_bytes"]
         self.best = state["best"]
-        torch.set_rng_state(state["random"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
         self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
 
     def train_step(self) -> Tensor:

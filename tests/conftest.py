@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._C._dynamo import eval_frame
 
 
 def _why_no_hopper() -> str | None:
@@ -141,6 +142,10 @@ KEPT = {
     "torch's threads": Kept(torch.get_num_threads, torch.set_num_threads),
     "torch's matmul precision": Kept(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "whether gradients are on": Kept(torch.is_grad_enabled, torch.set_grad_enabled),
+    "who compiles frames": Kept(eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame),
+    "torch's modes": Kept(
+        lambda: (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()), lambda value: None
+    ),
     "os.environ": Kept(_environment, _write_environment),
     "the current folder": Kept(os.getcwd, os.chdir),
 }

@@ -289,9 +289,11 @@ def test_a_table_is_printed_in_any_encoding(encoding: str, arguments: list[str])
     assert "?" not in done.stdout
 
 
-def test_doctor_in_ascii_names_what_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_doctor_names_what_is_missing_in_any_encoding(encoding: str, tmp_path: Path) -> None:
+    """In Latin-1 what the child process says comes back with a character that Latin-1 lacks."""
     (tmp_path / "numba.py").write_text("raise ImportError('libf\u00e4lschung.so')")
-    done = command("doctor", path=tmp_path, PYTHONIOENCODING="ascii")
+    done = command("doctor", path=tmp_path, PYTHONIOENCODING=encoding)
     assert done.returncode == 1 and "x does not work" in done.stdout and "ImportError: libf" in done.stdout, done.stderr
 
 

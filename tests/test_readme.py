@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
     before, after = (int(line) for line in run.stdout.splitlines() if line.isdigit())
     assert before < after, "additions in the machine code of the edited kernel, compiled"
     assert (tmp_path / "my_kernels" / "up.cu").exists()
+    assert "/my_kernels/" in (ROOT / ".gitignore").read_text().split()
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
 
@@ -69,6 +71,17 @@ def test_the_options_of_train_lm_are_its_own() -> None:
 def test_why_this_and_not_another() -> None:
     lines = next(part for part in README.split("\n\n") if part.startswith("Why not")).splitlines()
     assert len(lines) == 2 and all(name in lines[0] for name in ("grouped_mm", "MegaBlocks"))
+
+
+def test_the_extras_of_the_pages_are_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        extra
+        for page in PAGES
+        for group in re.findall(r"'(?:\.|blazeproto)\[([\w,]+)\]", page.read_text())
+        for extra in group.split(",")
+    }
+    assert {"cu12", "lab", "peft"} <= named <= extras.keys()
 
 
 def test_readme_is_short() -> None:

@@ -180,7 +180,7 @@ def check_device(device: Any) -> None:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: torch without CUDA
         why = str(error).splitlines()[0]
-        raise ValueError(f"device: expected one of torch's that is here, got {str(device)!r} ({why})") from error
+        raise ValueError(f"device: expected one that torch can use here, got {str(device)!r} ({why})") from error
 
 
 def device_index(device: torch.device) -> int:

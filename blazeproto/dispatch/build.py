@@ -54,8 +54,8 @@ def build_dispatch(
         twin is computed. Ids in a row are distinct; an id outside [0, E) means "not here" and takes no row.
     num_experts: E. It may be smaller than K: of K choices few may be here (expert parallelism).
     row_capacity: R, the most rows that there are; default: a row for every pair. Where more pairs have an expert, the rows from
-        R on, the last in expert order, are not there: expert_pair_indices has min(R, T·K) entries, expert_token_offsets
-        pass R nowhere, token_index_map is -1 for the pairs concerned, and ``overflow`` (1,) int32 counts them. Without a
+        R on, the last in expert order, are not there: expert_pair_indices has min(R, T·K) entries, expert_token_offsets none
+        above R, token_index_map is -1 for the pairs concerned, and ``overflow`` (1,) int32 counts them. Without a
         capacity overflow is None, and nothing more is launched.
     method: "tiled" (default), "dense" or "sort"; one result, three ways (tiled.py, dense.py, sort.py).
     validate: raise ValueError if a row names an expert twice; waits for the device. Without it such a row gives an

@@ -276,7 +276,7 @@ def _expand(path: Path, folder: Path, seen: set[Path]) -> str:
         if header is None:
             return match[0]
         if header.resolve() in seen:
-            return match["rest"]
+            return f"// ---- {name} again\n{match['rest']}"  # which is a place: it may do something each time
         seen.add(header.resolve())
         return f"// ---- {name}\n{_expand(header, folder, seen)}\n// ---- end of {name}{match['rest']}"
 

@@ -61,6 +61,8 @@ class Inputs(NamedTuple):
 class Workbench:
     """One product (a name of `blazeproto.gemm.PRODUCTS`) at one shape, its inputs, and what it should give.
 
+    `edit`, `reopen`, `kernel` and `diff` work on any machine; `check`, `time`, `timeline` and `counters` need a Hopper GPU.
+
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
     scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes. bias_score_grad and

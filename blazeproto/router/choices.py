@@ -150,6 +150,11 @@ def rounded_counts(
 # Capacities
 
 
+FINEST = (
+    10**6
+)  # denominator of a factor: then a number of tokens times it fits 64 bits, where masks count on the device
+
+
 class WithCapacity(VaryingChoice):
     """One by which an expert takes ``capacity_factor * T * K / E`` tokens, or at most as many."""
 
@@ -160,13 +165,14 @@ class WithCapacity(VaryingChoice):
     def __post_init__(self) -> None:
         checks.number("capacity_factor", self.capacity_factor, above=0)
         checks.boolean("eval_top_k", self.eval_top_k)
-        object.__setattr__(self, "_factor", Fraction(str(self.capacity_factor)).as_integer_ratio())
+        nearest = Fraction(str(self.capacity_factor)).limit_denominator(FINEST)
+        object.__setattr__(self, "_factor", max(nearest, Fraction(1, FINEST)).as_integer_ratio())
 
     def size(self, num_tokens: Any, num_experts: int, top_k: int) -> Any:
         """Tokens per expert: factor times an even share of the T*K pairs, rounded up, at most T (Switch eq. 3).
 
-        Exact: a float counts as the decimal that Python prints for it, so that 1.1 times 10 is 11. (The float nearest to 1.1 is
-        a little larger, and would round up to 12.) In integers alone, which torch.compile can trace.
+        Exact: a float counts as the nearest fraction over at most `FINEST`, so that 1.1 times 10 is 11 and 4/3 times 3 is 4. (The
+        float nearest to 1.1 is a little larger, and would round up to 12.) In integers alone, which torch.compile can trace.
         """
         numerator, denominator = self._factor[0] * top_k, self._factor[1] * num_experts  # of the share of T
         return num_tokens if numerator >= denominator else -(-numerator * num_tokens // denominator)

@@ -207,7 +207,7 @@ class Router(nn.Module):
         check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is None:
             raise ValueError(
-                "expert_bias: expected one to update, as bias_update_rate > 0 makes it, got a router without"
+                "expert_bias: expected a router that has one, made with bias_update_rate > 0 or sigmoid scores, got one without"
             )
         if self.bias_update_rate > 0:
             bias.copy_(updated_bias(bias, load, self.bias_update_rate))
@@ -244,6 +244,15 @@ def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
         raise ValueError(f"mask: expected {num_tokens} bools, one a token, got shape {tuple(mask.shape)}")
     if mask.device != device:
         raise ValueError(f"mask: expected device {device}, x's, got {mask.device}")
+
+
+def check_takes_mask(router: nn.Module) -> None:
+    """TypeError unless its forward has a parameter ``mask``, or takes any keyword."""
+    if type(router).forward is Router.forward:  # which torch.compile need not look at
+        return
+    takes = inspect.signature(router.forward).parameters.values()
+    if not any(p.name == "mask" or p.kind == p.VAR_KEYWORD for p in takes):
+        raise TypeError(f"mask: expected a router that takes one, got {type(router).__name__}")
 
 
 def router_keywords() -> list[str]:

@@ -11,7 +11,8 @@ TUTORIAL = RESULTS / "tutorial.json"
 
 def provenance(record: dict) -> str:
     """Which GPU, when, and with which sources of the package."""
-    return f"{record['gpu']}; {record['measured']}; sources {record['sources_sha256'][:12]}"
+    where = f"{record['gpu']}; {record['measured']}; sources {record['sources_sha256'][:12]}"
+    return f"{where}. Whether the kernels have changed since, docs/results.md says"
 
 
 def show_stored(name: str) -> None:

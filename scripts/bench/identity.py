@@ -29,6 +29,8 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from blazeproto import gemm
 from blazeproto.gemm import Sizes, TileConfig, compile
 from blazeproto.gemm.compile import Kernel
@@ -128,6 +130,12 @@ def _module_of(value: Any) -> str:
     return program.name if program else str(name)
 
 
+DEVICE_OPTIONS = {"fastmath": False, "inline": "always", "opt": True}
+"""Of a Numba device function, as `warp.device` has them: only others are in an identity."""
+MADE_BY_PYTHON = ("__module", "__doc", "__q", "__match", "__first", "__static", "__anno", "__dataclass", "_field_")
+"""How names in a class begin that nobody wrote."""
+
+
 class Code:
     """All code of some packages that a function uses, found from the objects: what its closure and its globals hold.
 
@@ -143,8 +151,14 @@ class Code:
         return _digest(sorted(self.parts))
 
     def add(self, name: str, value: Any) -> None:
+        options = DEVICE_OPTIONS | getattr(value, "targetoptions", {})
+        other = {each: options[each] for each in DEVICE_OPTIONS if options[each] != DEVICE_OPTIONS[each]}
+        if other:
+            self.parts.add(f"{name}: {other}")
         # What Numba's device functions, its intrinsics and functools wrap.
         for wrapper in ("py_func", "_defn", "__wrapped__", "fget", "__func__"):
+            if wrapper == "__wrapped__" and isinstance(value, FunctionType) and hasattr(value, wrapper):
+                self.add_code(value)  # of a decorator
             value = getattr(value, wrapper, value)
         if isinstance(value, functools.partial):
             value = (value.func, value.args, value.keywords)
@@ -156,19 +170,31 @@ class Code:
             for index, each in enumerate(value):
                 self.add(f"{name}[{index}]", each)
         elif isinstance(value, FunctionType | type) and _module_of(value).startswith(self.packages):
-            if id(value) not in self.seen:
-                self.seen[id(value)] = value
-                self.add_members(value) if isinstance(value, type) else self.add_function(value)
+            self.add_code(value)
         elif not isinstance(value, ModuleType | FunctionType):
             self.parts.add(f"{name} = {_text_of(value)}")
+            if _module_of(type(value)).startswith(self.packages) and id(value) not in self.seen:
+                self.seen[id(value)] = value
+                self.add_code(type(value))
+                for attribute, each in getattr(value, "__dict__", {}).items():
+                    self.add(f"{name}.{attribute}", each)
+
+    def add_code(self, value: Any) -> None:
+        """A function or a class, once, if it stands in the packages."""
+        module = value.__globals__["__name__"] if isinstance(value, FunctionType) else ""
+        module = _module_of(value) if module in ("", "__main__") else module  # a decorator's is not what it takes
+        if module.startswith(self.packages) and id(value) not in self.seen:
+            self.seen[id(value)] = value
+            self.add_members(value) if isinstance(value, type) else self.add_function(value)
 
     def add_members(self, value: type) -> None:
         functions = FunctionType | property | staticmethod | classmethod
+        constants = int | float | str | tuple | list | dict | set | frozenset
         for name, member in vars(value).items():
-            if isinstance(member, functions | int | float | str | tuple) and not name.startswith(
-                ("__module", "__doc", "__q", "__match", "__first", "__static")
-            ):
+            if isinstance(member, functions | constants) and not name.startswith(MADE_BY_PYTHON):
                 self.add(f"{value.__qualname__}.{name}", member)
+        for base in value.__bases__:
+            self.add_code(base)
 
     def add_function(self, function: FunctionType) -> None:
         code, where = function.__code__, f"{_module_of(function)}.{function.__qualname__}"
@@ -198,6 +224,8 @@ def _text_of(value: Any) -> str:
     """A constant as text that tells it from others, on every machine."""
     if value is None or isinstance(value, int | float | str | bytes):
         return repr(value)
+    if isinstance(value, np.ndarray):  # whose text leaves out digits and places
+        return f"{value.dtype}{value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     text = value.name if isinstance(value, PurePath) else getattr(value, "__name__", None) or str(value)
     return type(value).__name__ if " at 0x" in text else str(text)
 

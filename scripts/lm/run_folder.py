@@ -24,6 +24,7 @@ import torch
 
 CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
+FOLDER = 0x10  # of a record's attributes in a zip file
 OF_FORMATS = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 UNREADABLE = (
     OSError,
@@ -34,7 +35,10 @@ UNREADABLE = (
     EOFError,
     *OF_FORMATS,
 )  # a damaged file raises
-FIELDS = {"step", "model", "best", "optimizer", "random", "seconds", "saved_bytes", "config", "data"}
+FIELDS = {
+    "step": int, "model": dict, "best": dict, "optimizer": dict, "random": dict, "seconds": float, "saved_bytes": int,
+    "config": dict, "data": str,
+}  # fmt: skip
 
 
 class CheckpointError(Exception):
@@ -126,7 +130,7 @@ def newest(runs: Path, *, ended: bool) -> Path:
     found = [path for path in runs.glob(f"*/{CHECKPOINT}") if ended or not (path.parent / SUMMARY).exists()]
     if not found:
         kind, hint = ("run", "") if ended else ("unfinished run", "; --steps MORE makes a finished one longer")
-        raise CheckpointError(f"checkpoint: {runs} has no {kind} with one; --name chooses a run{hint}")
+        raise CheckpointError(f"checkpoint: {runs} has no {kind} with a {CHECKPOINT}; --name chooses a run{hint}")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -169,6 +173,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():  # torch.load compares no checksum
                 raise ValueError(f"the checksum of {damaged} does not match")
+            if folders := [each.filename for each in archive.infolist() if each.external_attr & FOLDER]:
+                raise ValueError(f"{folders[0]} is marked as a folder")  # of which torch.load reads nothing
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         start = f"the run ended before its first one; remove {path.parent} to start it again"
@@ -176,9 +182,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"checkpoint: {path} cannot be read, it seems damaged ({reason})") from error
-    missing = FIELDS - state.keys() if isinstance(state, dict) else FIELDS
-    if missing:
-        raise CheckpointError(f"checkpoint: {path} is not one of this script, it lacks {', '.join(sorted(missing))}")
+    values = state if isinstance(state, dict) else {}
+    if missing := sorted(name for name, kind in FIELDS.items() if not isinstance(values.get(name), kind)):
+        raise CheckpointError(f"checkpoint: {path} is not one of this script, it lacks {', '.join(missing)}")
     return state
 
 
@@ -197,7 +203,8 @@ def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
             if number == len(texts):
                 break
             line = {}
-        if not isinstance(line, dict) or not {"step", "loss"} <= line.keys():
+        values = [line.get("step"), line.get("loss")] if isinstance(line, dict) else []
+        if list(map(type, values)) != [int, float]:
             raise CheckpointError(f"checkpoint: line {number} of {path} is expected to be of a step, got {text[:60]!r}")
         if line["step"] < steps:
             metrics.append(line)

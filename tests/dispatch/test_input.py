@@ -150,6 +150,7 @@ def test_sound_pairs_are_taken():
     [
         (on_device((2**28, 8)), ValueError, r"topk_experts: expected at most 2147418112 pairs"),
         (on_device((4, 2), strides=(1, 4)), ValueError, "topk_experts: expected a contiguous array"),
+        ([[1, 2]], TypeError, r"topk_experts: expected a device array \(.*\) or a NumPy array, got list"),
         (
             torch.zeros(4, 2, dtype=torch.int32, device="meta"),
             ValueError,

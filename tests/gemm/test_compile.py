@@ -68,7 +68,7 @@ def test_sass_is_machine_code(source: str) -> None:
 
 
 def test_a_missing_tool_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="nvidia-cuda-nvdiscombobulate"):
+    with pytest.raises(FileNotFoundError, match=r"nvidia-cuda-nvdiscombobulate, or 'blazeproto\[cu1[23],lab\]'"):
         nvrtc.find_tool("nvdiscombobulate")
 
 
@@ -160,6 +160,12 @@ def test_a_header_beside_the_users_own_file_counts(
     assert len(list((tmp_path / "cache").glob("*.zip"))) == (2 if complete else 0)
 
 
+@pytest.mark.parametrize("option", ["-I/mine", "--include-path=/mine", "--pre-include=mine.cuh", "-include=mine.cuh"])
+def test_options_that_name_headers_are_not_followed(source: str, option: str) -> None:
+    """They may stand before CUDA's own of the same name."""
+    assert Kernel(source, "first").complete and not Kernel(source, "first", options=(option,)).complete
+
+
 def test_what_was_changed_before_it_was_compiled_is_not_cached_as_what_it_was(source: str) -> None:
     """`source` is read when it is asked for, and the compiler reads the files again."""
     kernel = Kernel(source, "second", {"N": 4321})
@@ -177,6 +183,18 @@ def test_headers_that_include_each_other_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "mine.cu").write_text('#include "a.cuh"\nextern "C" __global__ void mine(int* x) { *x = WIDTH; }\n')
     kernel = Kernel(str(tmp_path / "mine.cu"), "mine")
     assert "4321" in kernel.ptx and kernel.source.count("4321") == 1
+
+
+def test_a_header_that_is_included_again_counts_again(tmp_path: Path) -> None:
+    """One without a guard does something each time."""
+    (tmp_path / "add.cuh").write_text("*x += 4321;\n")
+    sources = ["", '#include "add.cuh"'], ['#include "add.cuh"', ""]
+    keys = set()
+    for first, second in sources:
+        code = f'{{\n#include "add.cuh"\n{first}\n*x *= 3;\n{second}\n}}'
+        (tmp_path / "mine.cu").write_text(f'extern "C" __global__ void mine(int* x) {code}\n')
+        keys.add(Kernel(str(tmp_path / "mine.cu"), "mine").key)
+    assert len(keys) == len(sources)
 
 
 def test_a_source_that_is_no_utf8_is_compiled(tmp_path: Path) -> None:

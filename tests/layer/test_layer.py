@@ -268,7 +268,7 @@ BAD = {
         ValueError,
         r"device: expected one .* here, got 'cuda:99' \(",
     ),
-    "no device": ({"device": "gpu"}, ValueError, r"device: expected one of torch's .*, got 'gpu' \("),
+    "no device": ({"device": "gpu"}, ValueError, r"device: expected one that torch can use here, got 'gpu' \("),
     "a dropped option": ({"weight_grad_dtype": None}, TypeError, r"weight_grad_dtype: unknown keyword of MoE"),
     "no router": ({"router": None}, TypeError, r"router: expected a name or a module, got NoneType"),
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu'.* got 'tanh'"),
@@ -321,6 +321,8 @@ def test_bad_input():
         layer(x, mask=[True] * 6)
     with pytest.raises(ValueError, match=r"mask: expected 6 bools, one a token, got shape \(2, 3, 1, 2\)"):
         layer(x, mask=torch.ones(2, 3, 1, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask: expected shape \(2, 3\), x's, got \(3, 2\)"):
+        layer(x, mask=torch.ones(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"mask: expected device cpu, x's, got meta"):
         layer(x, mask=torch.ones(2, 3, dtype=torch.bool, device="meta"))
 
@@ -338,7 +340,19 @@ def test_a_router_that_takes_no_mask():
         def forward(self, x, **options):
             return self.inner(x, **options)
 
+    class Ignoring(Plain):
+        def forward(self, x, **options):
+            return self.inner(x)
+
+    class Older(Router):
+        def forward(self, x, token_ids=None):
+            return super().forward(x, token_ids)
+
     x, mask = torch.randn(5, 16), torch.tensor([True, False, True, True, False])
+    with pytest.raises(TypeError, match="mask: expected a router whose Routing has it, got None from Ignoring"):
+        MoE(16, 24, 4, 2, router=Ignoring())(x, mask=mask)
+    with pytest.raises(TypeError, match="mask: expected a router that takes one, got Older"):
+        MoE(16, 24, 4, 2, router=Older(16, 4, 2))(x, mask=mask)
     with pytest.raises(TypeError, match="mask: expected a router that takes one, got Plain"):
         MoE(16, 24, 4, 2, router=Plain())(x, mask=mask)
     out, stats = MoE(16, 24, 4, 2, router=Passing())(x, mask=mask)

@@ -55,6 +55,16 @@ def test_an_exported_layer_is_saved_and_loaded(router):
     assert torch.equal(out, expected) and torch.equal(stats.load, expected_stats.load)
 
 
+@pytest.mark.parametrize("router", ["top_k", "capacity"])
+def test_an_exported_layer_takes_masks_of_other_sizes(router):
+    layer = MoE(D, N, E, K, router=router, d_shared=8)
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=512)
+    given = {0: batch, 1: length}
+    inputs = [(torch.randn(*sizes, D), None, torch.rand(*sizes) < 0.5) for sizes in ((3, 7), (5, 11))]
+    exported = torch.export.export(layer, inputs[0], dynamic_shapes=(given, None, given)).module()
+    torch.testing.assert_close(exported(*inputs[1])[0], layer(*inputs[1])[0])
+
+
 @pytest.mark.parametrize(("activation", "halves"), [("swiglu", 2), ("relu", 1)])
 @pytest.mark.parametrize(("options", "again"), [({}, 0), ({"save": "recompute"}, 1), ({"workspace_bytes": 10_000}, 0)])
 def test_operations_are_counted(activation, halves, options, again):

@@ -327,7 +327,21 @@ def test_a_flipped_bit_is_said(name: str, finished: Path, run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("line", ['{"loss": 1.0}', "3", "[1]", "null", "torn"])
+def test_a_record_that_a_flipped_bit_makes_a_folder_is_said(finished: Path, run: Run) -> None:
+    """torch.load reads nothing of it, and takes whatever the memory holds."""
+    path = cut_short(finished)
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+    content[directory + 38] ^= 0x10  # attributes of the first record
+    path.write_bytes(content)
+    refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .*marked as a folder")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"loss": 1.0}', "3", "[1]", "null", "torn", '{"step": "5", "loss": 1.0}', '{"step": 5, "loss": [1.0]}'],
+)
 def test_a_line_of_metrics_that_is_no_step_is_said(line: str, finished: Path, run: Run) -> None:
     cut_short(finished)
     lines = (finished / "metrics.jsonl").read_text().splitlines()
@@ -368,6 +382,17 @@ def test_a_checkpoint_of_something_else_is_said(finished: Path, run: Run, text: 
 
     torch.save(state | {"model": {name: value[:1] for name, value in state["model"].items()}}, path)
     refused(run, finished, "checkpoint: .* holds another model")
+
+    for name, value in {"step": "3", "best": None, "random": {}, "seconds": "1"}.items():
+        torch.save(state | {name: value}, path)
+        refused(run, finished, "checkpoint: .* (is not one of this script|holds another model)")
+
+    moments = state["optimizer"][
+        "state"
+    ]  # torch takes them as they are, and the fused optimizer writes beyond their end
+    cut = {name: value[:1] if value.dim() else value for name, value in moments[0].items()}
+    torch.save(state | {"optimizer": state["optimizer"] | {"state": moments | {0: cut}}}, path)
+    refused(run, finished, "checkpoint: .* holds another model .exp_avg: expected shape")
 
     torch.save(state, path)
     refused(run, finished, "d_model: expected 32 as .* began, got 64", "--d-model", 64)

@@ -290,6 +290,18 @@ def test_capacity_is_exact() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("factor", [1 / 3, 4 / 3, 5 / 3, 0.1234567890123456, 1.1, 1e-20, 1e20])
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000, 32768, 2**30])
+def test_capacity_counted_on_the_device_is_the_hosts(factor: float, num_tokens: int) -> None:
+    sizes = [int(Capacity(factor).size(number, 64, 8)) for number in (num_tokens, torch.tensor(num_tokens))]
+    assert sizes[0] == sizes[1] and 1 <= sizes[0] <= num_tokens
+
+
+def test_a_third_of_a_float_is_a_third() -> None:
+    assert [capacity(3, 1, 1, thirds / 3) for thirds in (1, 2)] == [1, 2]
+    assert [capacity(30, 10, 1, thirds / 3) for thirds in (4, 5, 7)] == [4, 5, 7]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Hash
 

@@ -149,6 +149,69 @@ def test_what_a_numba_kernel_is(tmp_path: Path, old: str, new: str, same: bool) 
     assert (changed == numba_identity(tmp_path, NUMBA)) is same
 
 
+FOUND = """
+from functools import wraps
+import numpy as np
+from blazeproto.runtime.numba import cuda
+TABLE = np.where(np.arange(5000) == 2500, 7, 0)
+
+def repeated(count):
+    def decorated(function):
+        @wraps(function)
+        def run():
+            return [function() for _ in range(count)]
+        return run
+    return decorated
+
+class Base:
+    LEAST = [1]
+    def inherited(self):
+        return "inherited"
+
+class Made(Base):
+    def own(self):
+        return "own"
+
+class Holder:
+    def __init__(self):
+        self.held = lambda x: x + 1
+
+MADE, HOLDER = Made(), Holder()
+
+@repeated(2)
+def step():
+    return "step"
+
+@cuda.jit(device=True, inline="always")
+def helper(x):
+    return x
+
+def kernel(threads, wide):
+    def kernel(out):
+        step(), MADE.own(), HOLDER.held(3), TABLE, helper(1)
+    return kernel
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("2500, 7", "2500, 8"),  # which NumPy does not print
+        ("range(count)", "range(count + 1)"),
+        ("repeated(2)", "repeated(3)"),
+        ('return "step"', 'return "other"'),
+        ("LEAST = [1]", "LEAST = [2]"),
+        ('"inherited"', '"other"'),
+        ('"own"', '"other"'),
+        ("x + 1", "x + 2"),
+        ('inline="always"', 'inline="always", fastmath=True'),
+    ],
+)
+def test_what_is_found_behind_decorators_and_objects(tmp_path: Path, old: str, new: str) -> None:
+    assert FOUND.count(old) == 1
+    assert numba_identity(tmp_path, FOUND.replace(old, new)) != numba_identity(tmp_path, FOUND)
+
+
 def test_a_numba_kernel_s_constants_make_it_another(tmp_path: Path) -> None:
     made = {numba_identity(tmp_path, NUMBA, **constants) for constants in ({}, {"threads": 64}, {"wide": False})}
     assert len(made) == 3
@@ -165,6 +228,9 @@ def test_a_kernel_is_made_again_from_its_description() -> None:
         assert identity.identity(identity.made_again(described)) == identity.identity(kernel)
     first, second = kernels_of_numba()[:2]
     assert identity.identity(first) != identity.identity(second)
+    for change in ({"min_blocks": 2}, {"parameters": " ".join([*first.parameters, "int64"])}):
+        other = identity.made_again(identity.described(first) | change)
+        assert identity.identity(other) != identity.identity(first), change
     scored = [
         topk.forward_kernel(128, 8, score, True, 1.0, False, False, True) for score in ("sigmoid", "topk_softmax")
     ]
@@ -207,6 +273,7 @@ def test_a_row_says_what_was_launched_while_it_was_measured(
     row = common.stamped(row_of, 7, 11, 7)
     assert row["of"]["kernels"] == sorted(identity.identity(launches[address]) for address in (7, 11))
     assert row["of"]["protocol"] == f"{__name__}.row_of" and row["of"]["measured"].endswith(" UTC")
+    assert row["of"]["protocol_identity"] == identity.protocol_identity(row["of"]["protocol"]) != ""
     assert "torch " in row["of"]["versions"]
     common.write_json(tmp_path / "a.json", {"rows": [row]})
     written = json.loads((tmp_path / "a.json").read_text())
