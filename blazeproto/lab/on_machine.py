@@ -49,7 +49,7 @@ def launch(machine: Machine, function: Callable[..., Any], **arguments: Any) -> 
 
 
 def hosted(value: Any) -> Any:
-    """A tensor of a CPU as the NumPy array of its memory, bf16 as uint16; likewise those of a dispatch or a tuple. Else itself."""
+    """A tensor of a CPU as the NumPy array of its memory, bf16 as uint16; those of a dispatch or a tuple too. Else itself."""
     if isinstance(value, Tensor):
         return value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     if isinstance(value, tuple):
