@@ -107,7 +107,7 @@ class Trial:
         for index, array in enumerate(self.spec.outputs):
             memory, rounded = outputs[array.name], outputs[array.name].values.dtype == torch.bfloat16
             spare = memory.spare(used if array.index == "row" else None)
-            if counts := [*memory.touched().tolist(), int(spare)] != [0, 0, 0]:
+            if (counts := [*memory.touched().tolist(), int(spare)]) != [0, 0, 0]:
                 wrong.append(f"{array.name}: wrote beside it, {counts}")
             got = memory.values[: used if array.index == "row" else None]
             wrong += _beyond(array, got, bounds[index], rounded, Bounds(self.case))
@@ -136,30 +136,27 @@ def of_reports(reports: list[Report]) -> list[str]:
 # --- By kernel -------------------------------------------------------------------------------------------------------------
 
 
-def _activation(defines: Mapping[str, Any]) -> str:
-    """The activation whose macros these are among."""
-    return next(
-        name
-        for name in ACTIVATIONS
-        if {k: str(v) for k, v in activation_named(name).macros.items()}.items()
-        == {k: str(v) for k, v in defines.items() if k in MACROS}.items()
-    )
+MACROS = {name: {key: str(value) for key, value in activation_named(name).macros.items()} for name in ACTIVATIONS}
 
 
-MACROS = {macro for name in ACTIVATIONS for macro in activation_named(name).macros}
+def _activation(of: Mapping[str, Any]) -> str:
+    """The activation whose macros these are."""
+    known = set().union(*MACROS.values())
+    macros = {key: str(value) for key, value in of.items() if key in known}
+    return next(name for name, own in MACROS.items() if own == macros)
 
 
-def trial_of(kernel: Kernel) -> Callable[[Machine], list[str]]:
-    """A call that launches it: what is wrong with it."""
-    of = kernel.defines
+def trial_of(kernel: Kernel) -> Trial | Logits:
+    """A call that launches it."""
+    of: Mapping[str, Any] = kernel.defines
     if kernel.entry == "logits":
-        return lambda machine: _logits(machine, of["BN"], of["WEIGHT_PARTS"])
+        return Logits(of["BN"], of["WEIGHT_PARTS"])
     if kernel.entry in _SMALL:
-        return _SMALL[kernel.entry](of).run
+        return _SMALL[kernel.entry](of)
     if kernel.entry == "weight_sum":
-        return stream_k().run
-    config = TileConfig(of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]))  # type: ignore[arg-type]
-    return with_tiles(kernel.entry, config, of).run
+        return stream_k()
+    config = TileConfig(of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]))
+    return with_tiles(kernel.entry, config, of)
 
 
 def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
@@ -226,17 +223,27 @@ _SMALL: dict[str, Callable[[Mapping[str, Any]], Trial]] = {
 }
 
 
-def _logits(machine: Machine, width: Any, parts: Any) -> list[str]:
-    """Experts so many that tiles of this width are chosen."""
-    experts = {(128, 1): 136, (64, 1): 40, (256, 2): 136, (128, 2): 40, (64, 2): 24}[width, parts]
-    generator = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(rows, 584, generator=generator).bfloat16() for rows in (ROWS, parts * experts))
-    memory = Poisoned(Output("token", (ROWS, experts), torch.float32), "cpu")
-    memory.poison()
-    launch(machine, router.logits_product, x=x, weight=weight, parts=parts, out=memory.values)
-    exact = x.double() @ weight.double().unflatten(0, (parts, -1)).sum(dim=0).T
-    absolute = x.double().abs() @ weight.double().abs().unflatten(0, (parts, -1)).sum(dim=0).T
-    bad = ~((memory.values.double() - exact).abs() <= (parts * 584 / 16 + 16) * 2.0**-22 * absolute)
-    found = [f"logits: {int(bad.sum())} beyond their bounds"] if bad.any() else []
-    found += ["logits: wrote beside them"] if memory.touched().any() else []
-    return found + of_reports(machine.reports)
+@dataclass
+class Logits:
+    """`router.logits_product` with as many experts as have it choose tiles of this width."""
+
+    width: int
+    parts: int
+
+    def run(self, machine: Machine) -> list[str]:
+        """What is wrong with it."""
+        parts, reduction = self.parts, 584
+        experts = {(128, 1): 136, (64, 1): 40, (256, 2): 136, (128, 2): 40, (64, 2): 24}[self.width, parts]
+        generator = torch.Generator().manual_seed(1)
+        x, weight = (torch.randn(rows, reduction, generator=generator).bfloat16() for rows in (ROWS, parts * experts))
+        memory = Poisoned(Output("token", (ROWS, experts), torch.float32), "cpu")
+        memory.poison()
+        launch(machine, router.logits_product, x=x, weight=weight, parts=parts, out=memory.values)
+        exact, absolute = (
+            a @ b.unflatten(0, (parts, -1)).sum(dim=0).T
+            for a, b in ((x.double(), weight.double()), (x.double().abs(), weight.double().abs()))
+        )
+        bad = ~((memory.values.double() - exact).abs() <= (parts * reduction / 16 + 16) * 2.0**-22 * absolute)
+        wrong = [f"logits: {int(bad.sum())} beyond their bounds"] if bad.any() else []
+        wrong += ["logits: wrote beside them"] if memory.touched().any() else []
+        return wrong + of_reports(machine.reports)
