@@ -1,5 +1,5 @@
-"""The kernels of the package on the machine, from their unedited sources: each beside what its formula gives, in float64 and as plain
-torch rounds it (DESIGN §6, and a bound of each element). No race, no read of what nobody wrote, nothing written elsewhere."""
+"""The kernels of the package on the machine, from their unedited sources: each beside what its formula gives, in float64 and as
+plain torch rounds it (DESIGN §6, and a bound of each element). No race, no store of what nobody wrote, none elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.gemm import Kernel, Sizes, TileConfig, all_kernels, up_forward
+from blazeproto.gemm import Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.bounds import Reference, reference
@@ -23,7 +23,7 @@ from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
 from tests.lab.machine.trials import SLACK, Logits, Trial, of_reports, stream_k, trial_of, with_tiles
 
-SMALL = Sizes(72, 136, 72, 4, 2)
+SMALL = Sizes(48, 136, 72, 4, 2)
 TINY = Sizes(24, 56, 56, 3, 2)  # every reduction is one stage
 
 
@@ -92,12 +92,15 @@ def test_logits_are_right() -> None:
 
 
 def seconds_of(sizes: Sizes) -> float:
-    """Of one core, that up_forward takes with races watched, when its kernel has been compiled."""
+    """That up_forward takes with races watched, where its kernel has been compiled; of three runs the shortest."""
     case = make_case(sizes, device="cpu")
-    trial_of(all_kernels()[0])
-    began = time.process_time()
-    on_machine.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
-    return time.process_time() - began
+    kernel_for("up_forward").compile()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        on_machine.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def test_a_tile_takes_less_than_a_second() -> None:

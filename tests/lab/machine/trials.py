@@ -44,8 +44,11 @@ def awkward(sizes: Sizes, activation: str = "swiglu", varying: bool = False) -> 
 
 @dataclass
 class Trial:
-    """A public function's call. options: of the call.  rank: of its low-rank term.  bias: whether it is given one.
-    f32: whether outputs that may be fp32 are."""
+    """A public function's call.
+
+    options: of the call.  rank: of its low-rank term.  given: optional inputs that it is given.  f32: whether outputs that may
+    be fp32 are.  widths: what letters of shapes are beside the case's.
+    """
 
     function: Callable[..., Any]
     spec: Specification
@@ -61,13 +64,14 @@ class Trial:
         return {**self.case.letters, **self.widths, "r": self.rank}
 
     def inputs(self) -> dict[str, Tensor]:
-        """At unit scale, matrices at 1/√width; rows of no pair are NaN."""
+        """At unit scale, matrices at 1/√width, scores positive as a router's; rows of no pair are NaN."""
         made, generator = {}, torch.Generator().manual_seed(1)
         for array in self.spec.inputs:
             if array.optional and array.name not in self.given and not (array.name in LOW and self.rank):
                 continue
             shape = [self.letters()[letter] for letter in array.shape_in(self.options).split()]
             values = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) == 3 else 1)
+            values = values.abs() if array.name == "scores" else values
             made[array.name] = values.to(DTYPES[array.dtype])
             if array.shape_in(self.options)[0] == "R":
                 made[array.name][len(self.case.row_pair) :] = torch.nan
