@@ -156,7 +156,7 @@ def hash_of(made: Arrays) -> str:
 
 
 def _tensor(array: Any) -> Tensor:
-    """Of a NumPy array, of which uint16 stands for bf16."""
+    """A NumPy array as a tensor; uint16 stands for bf16."""
     if isinstance(array, Tensor):
         return array
     made = torch.from_numpy(array.copy())
