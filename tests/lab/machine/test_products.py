@@ -175,8 +175,9 @@ def test_every_schedule_of_stream_k_is_right(first: int) -> None:
 
 
 @pytest.mark.full
-def test_stream_k_cuts_a_tile() -> None:
-    """Both units have a part of one: else the trial would sum nothing."""
-    machine = Machine()
-    assert not stream_k().run(machine)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_stream_k_cuts_a_tile(cluster: int) -> None:
+    machine = Machine(multiprocessors=2 * cluster)
+    assert not stream_k(cluster).run(machine)
     assert [report.entry for report in machine.reports] == ["weight_gradient", "weight_sum"]
+    assert machine.reports[1].steps > 10_000  # some hundreds where there are no partial tiles to add

@@ -193,8 +193,9 @@ def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
 
 
 def stream_k(cluster: int = 1) -> Trial:
-    """A weight gradient in two units, whose partials are summed. Most places for rows are empty: they pay for the workspace."""
-    case = awkward(Sizes(330, 128, 256, 4, 16), "relu")
+    """A weight gradient on twice as many multiprocessors as ``cluster``: one expert's rows are so many that its tile is cut in
+    two, and so many places for rows are empty that the partials find room."""
+    case = awkward(Sizes(3200, 64, 256, 3, 2 * cluster), "relu")
     product = PRODUCTS["down_backward_weight"]
     return Trial(product.run, product.spec, case, {"gather": True}, config=TileConfig(cluster=cluster))
 
