@@ -13,13 +13,18 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto import dispatch, gemm, router
+from blazeproto.dispatch import reference
+from blazeproto.lab.on_machine import hosted
 
-Arrays = dict[str, Tensor]
+Arrays = dict[str, Any]
+NUMPY = "numpy"
+"""In a device's place: arrays as `blazeproto.runtime.target.launches_on` takes them."""
 T, D, N, E, K = 300, 136, 72, 5, 2
 
 
@@ -29,18 +34,23 @@ class Draw:
     def __init__(self, seed: int, device: str) -> None:
         self.generator, self.device = torch.Generator().manual_seed(seed), device
 
-    def whole(self, *size: int, most: int = 4, scale: float = 1.0) -> Tensor:
-        values = torch.randint(-most, most + 1, size, generator=self.generator)
-        return (values.float() * scale).to(self.device)
+    def _whole(self, *size: int, most: int) -> Tensor:
+        return torch.randint(-most, most + 1, size, generator=self.generator).float()
 
-    def bf16(self, *size: int, most: int = 4) -> Tensor:
-        return self.whole(*size, most=most).bfloat16()
+    def placed(self, values: Tensor) -> Any:
+        return hosted(values) if self.device == NUMPY else values.to(self.device)
 
-    def ids(self, tokens: int, experts: int, top_k: int, elsewhere: bool = False) -> Tensor:
+    def whole(self, *size: int, most: int = 4, scale: float = 1.0) -> Any:
+        return self.placed(self._whole(*size, most=most) * scale)
+
+    def bf16(self, *size: int, most: int = 4) -> Any:
+        return self.placed(self._whole(*size, most=most).bfloat16())
+
+    def ids(self, tokens: int, experts: int, top_k: int, elsewhere: bool = False) -> Any:
         """Distinct in a row; with ``elsewhere`` some are no expert's here."""
         further = 2 if elsewhere else 0
         keys = torch.rand(tokens, experts + further, generator=self.generator)
-        return (keys.topk(top_k).indices - further // 2).int().to(self.device)
+        return self.placed((keys.topk(top_k).indices - further // 2).int())
 
 
 def lists(made: dispatch.Dispatch) -> Arrays:
@@ -56,8 +66,9 @@ def build(seed: int, tokens: int, experts: int, top_k: int, method: str, elsewhe
 
 
 def rows_of(draw: Draw) -> tuple[dispatch.Dispatch, int]:
-    made = dispatch.build_dispatch(draw.ids(T, E, K), E)
-    return made, T * K
+    """A dispatch, whose kernels other cases are for, and its rows."""
+    build = reference.build_dispatch if draw.device == NUMPY else dispatch.build_dispatch
+    return build(draw.ids(T, E, K), E), T * K
 
 
 def up(seed: int, activation: str, device: str) -> Arrays:
@@ -138,10 +149,18 @@ def hash_of(made: Arrays) -> str:
     """SHA-256 of the results' names, dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for name, array in made.items():
-        host = array.detach().cpu().contiguous()
+        host = _tensor(array).detach().cpu().contiguous()
         found.update(f"{name} {host.dtype} {tuple(host.shape)} ".encode())
         found.update(host.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def _tensor(array: Any) -> Tensor:
+    """A NumPy array as a tensor; uint16 stands for bf16."""
+    if isinstance(array, Tensor):
+        return array
+    made = torch.from_numpy(array.copy())
+    return made.view(torch.bfloat16) if made.dtype == torch.uint16 else made
 
 
 def main() -> None:

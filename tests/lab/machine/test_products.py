@@ -1,0 +1,183 @@
+"""The kernels of the package on the machine, from their unedited sources: each beside what its formula gives, in float64 and as
+plain torch rounds it (DESIGN §6, and a bound of each element). No race, no store of what nobody wrote, none elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto.gemm import Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.lab import on_machine, oracle
+from blazeproto.lab.accuracy import Pool
+from blazeproto.lab.bounds import Reference, reference
+from blazeproto.lab.calls import CALLS, Case, Poisoned
+from blazeproto.lab.machine import Machine
+from blazeproto.lab.mismatch import Comparison, places_of
+from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_rows
+from tests.lab.machine.trials import SLACK, Logits, Trial, of_reports, stream_k, trial_of, with_tiles
+
+SMALL = Sizes(48, 136, 72, 4, 2)
+TINY = Sizes(24, 56, 56, 3, 2)  # every reduction is one stage
+
+
+@pytest.fixture(autouse=True)
+def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas multiply expert by expert: a CPU is slow at a matrix for each row."""
+    monkeypatch.setattr(oracle, "BY_ROW_BYTES", 0)
+
+
+class Made(NamedTuple):
+    """What calls of a product read, and are compared with."""
+
+    case: Case
+    given: dict[str, torch.Tensor]
+    references: dict[str, Reference]
+    exact: dict[str, torch.Tensor]
+    yardstick: dict[str, torch.Tensor]
+
+
+@cache
+def made(name: str, sizes: Sizes) -> Made:
+    call = CALLS[name]
+    case = make_case(sizes, "half_empty", biases=bool(call.needs), sentinels=0.2, device="cpu")
+    yardstick = evaluate(YARDSTICK, case)
+    given = {key: pad_rows(yardstick[key], case.dispatch.num_rows) for key in call.given}
+    exact = evaluate(EXACT, case, yardstick)
+    return Made(case, given, reference(name, case, yardstick), exact, yardstick)
+
+
+def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = None) -> None:
+    """One run a seed, into poisoned memory."""
+    call, (case, given, references, exact, yardstick) = CALLS[name], made(name, sizes)
+    outputs = call.outputs(case, given, config)
+    memory = {key: Poisoned(output, "cpu") for key, output in outputs.items()}
+    places = {key: places_of(outputs[key], case) for key in references}
+    comparison = Comparison(references, places, fixed_order=call.entry.fixed_order)
+    pool, wrong, machine = Pool(), list[str](), Machine()
+    for machine.seed in seeds:
+        for one in memory.values():
+            one.poison()
+        on_machine.run(machine, call, case, given, {key: one.values for key, one in memory.items()}, config)
+        got = {key: case.in_use(key, memory[key].values) for key in references}
+        comparison.add(got)
+        if name != "bias_score_grad":  # which adds to what another product makes
+            pool.add_all(got, yardstick, {key: exact[key] for key in references})
+        for key, one in memory.items():
+            spare = one.spare(len(case.row_pair) if outputs[key].index == "row" else None)
+            wrong += [f"seed {machine.seed}: wrote beside {key}"] if int(one.touched().sum() + spare) else []
+    wrong += of_reports(machine.reports)
+    assert not wrong, "\n".join(wrong)
+    verdict = comparison.verdict(name)
+    assert verdict, str(verdict)
+    assert not pool.failures(slack=SLACK)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("up_backward_weight", "combine")])
+def test_a_product_is_right(name: str) -> None:
+    """The first schedules of the up projection, dH and dW."""
+    several = name in ("up_forward", "down_backward_act", "down_backward_weight")
+    check(name, SMALL, range(3 if several else 1))
+
+
+def test_logits_are_right() -> None:
+    assert not Logits(64, 2).run(Machine())
+
+
+def seconds_of(sizes: Sizes) -> float:
+    """That up_forward takes with races watched, where its kernel has been compiled; of three runs the shortest."""
+    case = make_case(sizes, device="cpu")
+    kernel_for("up_forward").compile()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        on_machine.launch(Machine(), up_forward, x=case.x, up_proj=case.up_proj, dispatch=case.dispatch)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def test_a_tile_takes_less_than_a_second() -> None:
+    """128 x 256, with a reduction of 128. Three times as long is allowed, for a machine that does other things too."""
+    assert seconds_of(Sizes(128, 128, 128, 1, 1)) < 3 * 1
+
+
+# --- All of them -----------------------------------------------------------------------------------------------------------
+
+ALL = all_kernels()
+
+
+@pytest.mark.full
+def test_a_small_layers_up_projection_takes_less_than_twelve_seconds() -> None:
+    assert seconds_of(Sizes(256, 256, 256, 4, 2)) < 3 * 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ALL, ids=[f"{index}-{kernel.entry}" for index, kernel in enumerate(ALL)])
+def test_every_kernel_is_right(kernel: Kernel) -> None:
+    """At least its program: some have macros that they do not read, of which layers launch one."""
+    machine = Machine(seed=ALL.index(kernel))
+    assert not trial_of(kernel).run(machine)
+    assert kernel.entry in [report.entry for report in machine.reports]
+    assert body_of(kernel, kernel.ptx) in [body_of(kernel, text) for text in machine.programs]
+
+
+def body_of(kernel: Kernel, ptx: str) -> str | None:
+    """The instructions of its entry."""
+    found = re.search(rf"\.entry {kernel.entry}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
+    return found and found[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("entry", ["up_forward", "linear", "down_backward", "weight_gradient"])
+def test_a_ring_of_two_stages_is_right(entry: str) -> None:
+    kernel = next(kernel for kernel in ALL if kernel.entry == entry)
+    trial = trial_of(kernel)
+    assert isinstance(trial, Trial) and trial.config
+    assert not with_tiles(entry, replace(trial.config, stages=2), kernel.defines).run(Machine())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("entry", ["up_forward", "linear", "down_backward"])
+def test_low_rank_factors_of_more_than_a_stage_are_right(entry: str) -> None:
+    trial = trial_of(next(kernel for kernel in ALL if kernel.entry == entry and kernel.defines["LOW_RANK"] == 4))
+    assert isinstance(trial, Trial)
+    assert not replace(trial, rank=80).run(Machine())
+
+
+TICKETS = TileConfig(tickets=True)
+SCHEDULED = [(name, None) for name in CALLS] + [
+    ("up_forward", TICKETS),
+    ("down_backward_act", replace(TICKETS, deferred=False)),
+    ("down_backward_weight", TileConfig(cluster=1)),  # the other one has two
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize(("name", "config"), SCHEDULED)
+def test_every_schedule_gives_the_same(name: str, config: TileConfig | None, first: int) -> None:
+    check(name, TINY, range(first, first + 20), config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_every_schedule_of_stream_k_is_right(first: int) -> None:
+    trial = stream_k()
+    for seed in range(first, first + 20):
+        assert not trial.run(Machine(seed=seed)), seed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_stream_k_cuts_a_tile(cluster: int) -> None:
+    machine = Machine(multiprocessors=2 * cluster)
+    assert not stream_k(cluster).run(machine)
+    assert [report.entry for report in machine.reports] == ["weight_gradient", "weight_sum"]
+    assert machine.reports[1].steps > 10_000  # some hundreds where there are no partial tiles to add
