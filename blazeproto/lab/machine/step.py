@@ -15,7 +15,7 @@ from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
 from blazeproto.lab.machine.operands import fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Entry, PtxError, Statement
-from blazeproto.lab.machine.warp import NONE, MachineError, Wait, Warp
+from blazeproto.lab.machine.warp import MachineError, Wait, Warp
 
 Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]
 FAMILIES = (loads.TABLE, lanes.TABLE, barriers.TABLE, asynchronous.TABLE, wgmma.TABLE)
@@ -113,7 +113,7 @@ def _arithmetic(instruction: Statement) -> Run:
         missing = warp.unwritten_among(read)
         if missing is not None and taken:  # of two values only the one that is taken counts
             first, second, chosen = (warp.unwritten_among(registers) for registers in taken)
-            missing = np.where(fetches[2](warp), NONE if first is None else first, NONE if second is None else second)
+            missing = np.where(fetches[2](warp), first is not None and first, second is not None and second)
             missing = missing if chosen is None else missing | chosen
         warp.write(register, value, running, missing)
 
