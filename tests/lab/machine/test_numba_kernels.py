@@ -169,9 +169,7 @@ def make_logits(num_tokens: int, num_experts: int, seed: int = 0) -> np.ndarray:
         ),
     ],
 )
-def test_top_k(
-    score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, renormalize: bool | None
-) -> None:
+def test_top_k(score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, renormalize: bool | None) -> None:
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 1.5}
     for seed in range(1 if num_tokens == 37 else 3):
         rng, logits = np.random.default_rng(seed), make_logits(num_tokens, num_experts, seed)
