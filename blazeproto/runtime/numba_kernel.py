@@ -60,10 +60,19 @@ class NumbaKernel:
     def ptx(self, capability: tuple[int, int] = (9, 0), *, lineinfo: bool = False) -> str:
         """PTX for a compute capability, from the cache or compiled now (about 1 s).
 
-        lineinfo: with the source's lines. Some instructions stand elsewhere then, so cubins are made without.
+        lineinfo: with the source's lines, where the compiler can. Some instructions stand elsewhere then, so cubins are made
+        without.
         """
-        name = f"{self.key(capability)}{'.lineinfo' if lineinfo else ''}.numba.ptx"
-        return _kept(name, lambda: self._compile(capability, lineinfo)).decode()
+        if not lineinfo:
+            return _kept(f"{self.key(capability)}.numba.ptx", lambda: self._compile(capability, False)).decode()
+
+        def make() -> bytes:
+            try:
+                return self._compile(capability, True)
+            except Exception:  # libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
+                return self._compile(capability, False)
+
+        return _kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()
 
     def _compile(self, capability: tuple[int, int], lineinfo: bool) -> bytes:
         from blazeproto.runtime.numba import cuda, types
