@@ -69,7 +69,7 @@ class NumbaKernel:
         def make() -> bytes:
             try:
                 return self._compile(capability, True)
-            except Exception:  # libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
+            except Exception:  # noqa: BLE001  libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
                 return self._compile(capability, False)
 
         return _kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()

@@ -121,13 +121,13 @@ def test_a_varying_number_of_experts(method: Any, num_tokens: int, capacity: int
 
 @pytest.mark.full
 def test_chunks_whose_table_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a million tokens: the table of counts in a launch of its own, several tiles a chunk."""
+    """As of a million tokens: the table of counts in a launch of its own."""
     from blazeproto.dispatch import tiled
 
     monkeypatch.setattr(tiled, "SIZES", tiled.SIZES._replace(few_chunks=0))
     large = tiled.plan(2**20, 2, 40)
-    chosen = large._replace(num_chunks=2)
     ids = make_routing("sentinels", large.chunk_tokens + large.tile_tokens + 77, 40, 2)
+    chosen = large._replace(num_chunks=-(-len(ids) // large.chunk_tokens))
     monkeypatch.setattr(tiled, "plan", lambda *_: chosen)
     with on_machine() as machine:
         made = build_dispatch(ids, 40)
