@@ -24,7 +24,7 @@ from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver, optional
 from blazeproto.runtime.target import Handle, is_target, simulated
 
-CACHE_FORMAT = "2"  # part of every key: raise it when what a cache entry holds changes
+CACHE_FORMAT = "3"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
 
 
@@ -57,8 +57,24 @@ class NumbaKernel:
         """The Python function itself."""
         return self.make(self.threads, **self.constants)
 
-    def ptx(self, capability: tuple[int, int] = (9, 0)) -> str:
-        """PTX for a compute capability."""
+    def ptx(self, capability: tuple[int, int] = (9, 0), *, lineinfo: bool = False) -> str:
+        """PTX for a compute capability, from the cache or compiled now (about 1 s).
+
+        lineinfo: with the source's lines, where the compiler can. Some instructions stand elsewhere then, so cubins are made
+        without.
+        """
+        if not lineinfo:
+            return _kept(f"{self.key(capability)}.numba.ptx", lambda: self._compile(capability, False)).decode()
+
+        def make() -> bytes:
+            try:
+                return self._compile(capability, True)
+            except Exception:  # noqa: BLE001  libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
+                return self._compile(capability, False)
+
+        return _kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()
+
+    def _compile(self, capability: tuple[int, int], lineinfo: bool) -> bytes:
         from blazeproto.runtime.numba import cuda, types
 
         kinds = [(getattr(types, word.rstrip("*")), word.endswith("*")) for word in self.parameters]
@@ -71,15 +87,16 @@ class NumbaKernel:
             cc=capability,
             output="ptx",
             launch_bounds=(self.threads, self.min_blocks),
+            lineinfo=lineinfo,
         )
-        return code.decode() if isinstance(code, bytes) else code
+        return code if isinstance(code, bytes) else code.encode()
 
     def cubin(self, capability: tuple[int, int] = (9, 0)) -> tuple[str, bytes]:
-        """Entry name and machine code, from the cache or compiled now (about 0.5 s)."""
-        name = f"{self.key(capability)}.numba.cubin"
-        kept = (compile_cache.read(name) or b"").split(b"\n", 2)
-        if len(kept) == 3 and hashlib.sha256(kept[2]).hexdigest().encode() == kept[0]:  # else absent or damaged
-            return kept[1].decode(), kept[2]
+        """Entry name and machine code, from the cache or compiled now (about 1 s)."""
+        entry, code = _kept(f"{self.key(capability)}.numba.cubin", lambda: self._link(capability)).split(b"\n", 1)
+        return entry.decode(), code
+
+    def _link(self, capability: tuple[int, int]) -> bytes:
         optional.need("cuda-core")
         try:
             from cuda.core import Linker, LinkerOptions, ObjectCode
@@ -91,8 +108,7 @@ class NumbaKernel:
         assert found, f"{self!r}: no entry point in the PTX"
         options = LinkerOptions(arch="sm_{}{}".format(*capability))
         code = bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
-        compile_cache.write(name, b"\n".join([hashlib.sha256(code).hexdigest().encode(), found[1].encode(), code]))
-        return found[1], code
+        return found[1].encode() + b"\n" + code
 
     def key(self, capability: tuple[int, int] = (9, 0)) -> str:
         """A hash of all that decides the machine code: sources, constants, compilers."""
@@ -130,6 +146,15 @@ class NumbaKernel:
 
 
 LOADED: WeakSet[NumbaKernel] = WeakSet()  # on any device
+
+
+def _kept(name: str, make: Callable[[], bytes]) -> bytes:
+    """A file of the compile cache, which its hash leads; made and written where it is absent or damaged."""
+    digest, _, found = (compile_cache.read(name) or b"").partition(b"\n")
+    if hashlib.sha256(found).hexdigest().encode() != digest:
+        found = make()
+        compile_cache.write(name, hashlib.sha256(found).hexdigest().encode() + b"\n" + found)
+    return found
 
 
 # --- The sources of a kernel -----------------------------------------------------------------------------------------

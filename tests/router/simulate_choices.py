@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dispatch"))
+from adverse_scores import make_scores, size_of
 from strict import strict
 
 from blazeproto.router import (
@@ -26,39 +27,12 @@ from blazeproto.router import (
     score_pairs,
     score_pairs_backward,
 )
-from blazeproto.router.kinds import RULES, WAYS
+from blazeproto.router.kinds import WAYS
 from blazeproto.runtime import arrays
 
 # (T, E, K, kind): no token, one; E = 1; K = E; tokens and experts that are no multiples of a word; more experts than a tile
 SHAPES = [(0, 3, 2, "normal"), (1, 1, 1, "normal"), (70, 5, 2, "normal"), (75, 3, 3, "ties"), (40, 140, 3, "normal")]
 ADVERSE = [(67, 4, 2, "same"), (65, 6, 2, "one_expert"), (66, 5, 2, "saturated"), (70, 3, 1, "nan")]
-
-
-def make_scores(kind: str, num_tokens: int, num_experts: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """scores (T, E) and the token choice (T, K)."""
-    rng = np.random.default_rng(num_tokens)
-    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
-    if kind == "ties":
-        logits = np.round(logits)
-    if kind == "same":
-        logits[:] = 0
-    if kind == "one_expert":
-        logits[:, 1] += 10
-    if kind == "saturated":  # scores of exactly 0 and 1
-        logits = np.sign(logits) * 200
-    with np.errstate(over="ignore"):
-        scores = (1 / (1 + np.exp(-logits))).astype(np.float32)
-    if kind == "nan" and num_tokens:
-        scores[[2, num_tokens // 2, num_tokens - 1]] = np.nan
-    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k].astype(np.int32)
-    return scores, experts
-
-
-def sizes_of(by: str, num_tokens: int, top_k: int, num_experts: int) -> list[int]:
-    if by in RULES:
-        return [8]
-    even = -(-num_tokens * top_k // num_experts)
-    return [min(even, num_tokens)]
 
 
 def check_choice(kind: str, num_tokens: int, num_experts: int, top_k: int, by: str, size: int) -> Iterator[str]:
@@ -77,7 +51,7 @@ def check_masked(by: str, num_tokens: int, masked: int) -> Iterator[str]:
     """With the last tokens masked the pairs are those of the others alone. What lies at masked tokens is not read."""
     scores, experts = make_scores("ties", num_tokens, 3, 2)
     draws, kept = np.random.default_rng(0).random(3, dtype=np.float32), num_tokens - masked
-    size = sizes_of(by, kept, 2, 3)[0]
+    size = size_of(by, kept, 2, 3)
     right = fallback.choose_pairs(scores[:kept], experts[:kept], by, size, 3 * num_tokens, draws=draws)
     right = [*right[:2], np.pad(right[2], (0, masked), mode="edge"), right[3]]
     scores[kept:], experts[kept:] = np.nan, -1
@@ -95,8 +69,7 @@ def check_few() -> Iterator[str]:
     pairs.LIST_CHUNKS = pairs.COUNT_CHUNKS = 2
     with strict():
         for by in WAYS:
-            for size in sizes_of(by, 36, 2, 3):
-                yield from check_choice("ties", 36, 3, 2, by, size)
+            yield from check_choice("ties", 36, 3, 2, by, size_of(by, 36, 2, 3))
         for by in ("nr_f", "expert_choice", "score"):
             yield from check_masked(by, 36, 13)
     yield from check_scores([(6, 5)], [(7, 3)])
@@ -109,8 +82,8 @@ def check_select() -> Iterator[str]:
     with strict():
         for num_tokens, num_experts, top_k, kind in SHAPES + ADVERSE:
             for by in WAYS if num_experts < 100 else ("nr_f", "score"):
-                for size in sizes_of(by, num_tokens, top_k, num_experts):
-                    yield from check_choice(kind, num_tokens, num_experts, top_k, by, size)
+                size = size_of(by, num_tokens, top_k, num_experts)
+                yield from check_choice(kind, num_tokens, num_experts, top_k, by, size)
         for by in ("expert_choice", "slot", "score", "token"):
             for size in (0, 40):  # nothing and everything
                 yield from check_choice("ties", 40, 3, 2, by, size)

@@ -66,3 +66,26 @@ def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path, monkeypatch: py
         path.write_bytes(path.read_bytes()[:-100])
     entry, again = kernel.cubin((9, 0))
     assert entry.encode() in again and abs(len(again) - len(whole)) < 100  # Numba counts its functions in their names
+
+
+def test_ptx_is_kept_with_lines_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from blazeproto.dispatch import limit
+
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    plain, lined = limit.KERNEL.ptx(), limit.KERNEL.ptx(lineinfo=True)
+    assert ".loc" not in plain and ".loc" in lined and "dispatch/limit.py" in lined
+    monkeypatch.setattr(limit.KERNEL, "_compile", None)
+    assert (limit.KERNEL.ptx(), limit.KERNEL.ptx(lineinfo=True)) == (plain, lined)
+
+
+def test_where_the_compiler_fails_on_lines_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from blazeproto.dispatch import limit
+
+    def compile_without(capability: tuple[int, int], lineinfo: bool) -> bytes:
+        if lineinfo:
+            raise RuntimeError("Symbol name with unsupported characters")
+        return b"plain"
+
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    monkeypatch.setattr(limit.KERNEL, "_compile", compile_without)
+    assert limit.KERNEL.ptx(lineinfo=True) == "plain"

@@ -78,7 +78,7 @@ class Machine:
         cluster: int,
     ) -> None:
         """See `blazeproto.runtime.target.Target`. Raises what `run` raises."""
-        text = kernel.ptx() if callable(kernel.ptx) else kernel.ptx
+        text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
         program = self.programs.setdefault(text, None) or Program.read(text)  # type: ignore[arg-type]
         self.programs[text] = program
         entry = getattr(kernel, "entry", None)

@@ -37,6 +37,7 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special register
     "cluster_nctarank": lambda warp: len(warp.cta.cluster.ctas),
     "WARP_SZ": lambda warp: LANES,
     "lanemask_lt": lambda warp: (1 << LANE) - 1,
+    "dynamic_smem_size": lambda warp: warp.cta.launch.shared_bytes,
 }
 for _axis, _letter in enumerate("xyz"):
     SPECIAL[f"ntid.{_letter}"] = partial(lambda axis, warp: warp.cta.launch.block[axis], _axis)

@@ -49,6 +49,8 @@ class Launch:
     maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
     """
 
+    shared_bytes: int
+
     def __init__(
         self,
         program: Program,

@@ -105,10 +105,17 @@ def _arithmetic(instruction: Statement) -> Run:
     read, function, word = registers_of_all(instruction), known.function, WORDS[bits]
     same = known.result.itemsize == word.itemsize  # else widened, as a signed number where it is one
 
+    taken = [registers_of(source) for source in sources] if instruction.words[0] == "selp" else None
+
     def run(warp: Warp, running: np.ndarray | None) -> None:
         value = function(*[get(warp) for get in fetches])
         value = value.view(word) if same else value.astype(word)
-        warp.write(register, value, running, warp.unwritten_among(read))
+        missing = warp.unwritten_among(read)
+        if missing is not None and taken:  # of two values only the one that is taken counts
+            first, second, chosen = (warp.unwritten_among(registers) for registers in taken)
+            missing = np.where(fetches[2](warp), first is not None and first, second is not None and second)
+            missing = missing if chosen is None else missing | chosen
+        warp.write(register, value, running, missing)
 
     return run
 
