@@ -184,9 +184,9 @@ def _conversion(words: tuple[str, ...]) -> Operation:
     if ftz and result == F32:
         convert = _chain(convert, floats.flushed)
     if of in _BYTES:  # they stand in words of 16 bits
-        source, convert = np.dtype(f"{source.kind}2"), _chain(methodcaller("astype", source), convert)
+        source, convert = INTEGERS[f"{of[0]}16"], _chain(methodcaller("astype", source), convert)
     if to in _BYTES:
-        result = np.dtype(f"{result.kind}2")
+        result = INTEGERS[f"{to[0]}16"]
         convert = _chain(convert, methodcaller("astype", result))
     return Operation((source,), result, convert)
 
@@ -203,15 +203,12 @@ def _between_integers(source: np.dtype, result: np.dtype, _: str, sat: bool) -> 
 
 
 def _to_float(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Function:
-    if source.itemsize < 8 or (mode == "rn" and result != F16):
-        exact = methodcaller("astype", F64)
-        return (
-            methodcaller("astype", result)
-            if mode == "rn" and result != F16
-            else lambda a: rounded(exact(a), result, mode)
-        )
-    if result == F64:
+    if mode not in MODES or (source.itemsize == 8 and result == F64 and mode != "rn"):
         raise KeyError(mode)
+    if mode == "rn" and result != F16:
+        return methodcaller("astype", result)
+    if source.itemsize < 8:
+        return lambda a: rounded(a.astype(F64), result, mode)
     return lambda a: rounded(odd_sum((a >> 32).astype(F64) * 2**32, (a & 0xFFFFFFFF).astype(F64)), result, mode)
 
 
@@ -219,9 +216,8 @@ def _to_integer(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Funct
     """What is out of range becomes the nearest number that there is; NaN 0, or the highest bit alone in 64 bits or of float64."""
     whole, bounds = _WHOLE[mode], np.iinfo(result)
     low, beyond = float(bounds.min), float(bounds.max + 1)
-    nan = np.array([1 << bounds.bits - 1 if bounds.bits == 64 or source == F64 else 0], f"u{result.itemsize}").view(
-        result
-    )
+    highest = np.array(1 << bounds.bits - 1, f"u{result.itemsize}").view(result)
+    nan = highest if bounds.bits == 64 or source == F64 else 0
 
     def convert(a: np.ndarray) -> np.ndarray:
         values = whole(a.astype(F64))
@@ -235,13 +231,11 @@ def _to_integer(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Funct
 
 
 def _between_floats(source: np.dtype, result: np.dtype, mode: str, sat: bool) -> Function:
-    if mode in _WHOLE:
-        convert: Function = _WHOLE[mode]
-    elif result.itemsize < source.itemsize:
-        convert = lambda a: rounded(a.astype(F64), result, mode)  # noqa: E731
-    else:
-        convert = methodcaller("astype", result)
-    return finished(convert, result, sat=sat)
+    if mode in _WHOLE and source == result:
+        return finished(_WHOLE[mode], result, sat=sat)
+    if (mode in MODES) != (result.itemsize < source.itemsize):
+        raise KeyError(mode)
+    return finished(lambda a: rounded(a.astype(F64), result, mode) if mode else a.astype(result), result, sat=sat)
 
 
 _CONVERSIONS = {  # whether the source is a float, whether the result is

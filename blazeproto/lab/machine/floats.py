@@ -50,7 +50,7 @@ def odd_sum(a: np.ndarray, b: np.ndarray, mode: str = "rn") -> np.ndarray:
         beyond, bits = side < ZERO[F64], total.view(np.int64)
         bits -= beyond  # towards zero; then the bits that were cut show in the last one
         bits |= beyond | (side > ZERO[F64])
-    if mode == "rm":
+    if mode == "rm" and not total.all():
         np.copyto(total, -0.0, where=(total == ZERO[F64]) & (np.signbit(a) | np.signbit(b)))
     return total
 

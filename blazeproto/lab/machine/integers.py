@@ -43,6 +43,7 @@ def _wide_product(kind: np.dtype) -> Function:
 
 
 def wider(kind: np.dtype) -> np.dtype:
+    """The integer of twice the width; KeyError where there is none."""
     return INTEGERS[f"{'s' if kind.kind == 'i' else 'u'}{16 * kind.itemsize}"]
 
 
@@ -207,11 +208,11 @@ FAMILIES = {
     "add": Family("su", "ttt", _same(np.add)),  # 9.7.1.1
     "sub": Family("su", "ttt", _same(np.subtract)),  # 9.7.1.2
     "mul.lo": Family("su", "ttt", _same(np.multiply)),  # 9.7.1.3
-    "mul.hi": Family("su", "ttt", _high_product),
-    "mul.wide": Family("su", "wtt", _wide_product),
+    "mul.hi": Family("su", "ttt", _high_product),  # 9.7.1.3
+    "mul.wide": Family("su", "wtt", _wide_product),  # 9.7.1.3
     "mad.lo": Family("su", "tttt", _with(_same(np.multiply))),  # 9.7.1.4
-    "mad.hi": Family("su", "tttt", _with(_high_product)),
-    "mad.wide": Family("su", "wttw", _with(_wide_product)),
+    "mad.hi": Family("su", "tttt", _with(_high_product)),  # 9.7.1.4
+    "mad.wide": Family("su", "wttw", _with(_wide_product)),  # 9.7.1.4
     "sad": Family("su", "tttt", _same(lambda a, b, c: np.add(c, np.maximum(a, b) - np.minimum(a, b)))),  # 9.7.1.7
     "div": Family("su", "ttt", _quotient),  # 9.7.1.8
     "rem": Family("su", "ttt", _remainder),  # 9.7.1.9
@@ -222,7 +223,7 @@ FAMILIES = {
     "popc": Family("b", "nt", _same(lambda a: np.bitwise_count(a).astype(np.uint32))),  # 9.7.1.14
     "clz": Family("b", "nt", _leading_zeros),  # 9.7.1.15
     "bfind": Family("su", "nt", _find),  # 9.7.1.16
-    "bfind.shiftamt": Family("su", "nt", _find_shift),
+    "bfind.shiftamt": Family("su", "nt", _find_shift),  # 9.7.1.16
     "brev": Family("b", "tt", _reversed),  # 9.7.1.18
     "bfe": Family("su", "ttnn", _extract),  # 9.7.1.19
     "bfi": Family("b", "tttnn", _insert),  # 9.7.1.20
