@@ -7,6 +7,8 @@ async proxy sees shared memory as fences left it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
     key: what it is waited for by, with others.  queue: those of one queue happen in its order.  generic: not by the async proxy.
-    order: what races.py knows of the issue.
+    order: what races.py knows of the issue.  priority: the schedule's.
     """
 
     def __init__(
@@ -40,10 +42,16 @@ class Transaction:
         generic: bool = False,
     ) -> None:
         self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
-        self.order = warp.cta.races.issue(warp, key) if warp.cta.races else None
+        self.key, self.priority = key, -1.0
+        self.order = warp.cta.races.issue(warp, key, generic) if warp.cta.races else None
         if queue is not None:
             queue.append(self)
         warp.cta.launch.pending.append(self)
+
+    @property
+    def orders(self) -> list[Any]:
+        """Of its parts, where a wait tells them apart."""
+        return [self.order]
 
     @property
     def done(self) -> bool:
@@ -61,7 +69,7 @@ class Transaction:
             launch.pending.remove(self)
 
     def __str__(self) -> str:
-        return f"{self.step.instruction.opcode} of {self.warp.name} ({self.step.instruction.line})"
+        return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
 
 
 def seen_by_async(block: Block, index: np.ndarray) -> np.ndarray:
@@ -136,7 +144,8 @@ def _wait(kind: str, instruction: Statement, parts: int) -> Made:
                 return Wait(over, f"{instruction.opcode} {number}")
             if warp.cta.races:
                 for one in waited:
-                    warp.cta.races.finish(warp, one)
+                    for order in one.orders[:parts]:
+                        warp.cta.races.finish(warp, order)
             return None
 
         return run
@@ -277,28 +286,44 @@ def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], b
     window = (1 << WINDOW) - 1
     barriers = [mbarrier_at(warp, step, (rank << WINDOW) + (barrier & window)) for rank in ranks]
 
-    def happen() -> None:
-        data = np.zeros((len(places), size), np.uint8)
-        races = warp.cta.races
+    races, data = warp.cta.races, np.zeros((len(places), size), np.uint8)
+
+    def read() -> None:
         if inside.any():
             block, offsets = _global_block(warp, step, box, sources[inside], size)
             index = bytes_at(offsets, size)
             if races:
                 races.read(block, index, made, step)
             data[inside] = block.bytes[index].reshape(-1, size)
-        for rank, one in zip(ranks, barriers, strict=True):
-            target = cluster.ctas[rank].shared
-            index = bytes_at((places & window) + (rank << WINDOW) - target.address, size)
-            if index.min() < 0 or index.max() >= target.size:
-                raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
-            if races:
-                races.write(target, index, made, step)
-            target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
-            if races:
-                races.release_transaction(made, one)
-            one.complete_bytes(box.bytes)
 
-    made = Transaction(warp, step, [happen], barriers[0].address)
+    def write(rank: int, one: Any) -> None:
+        target = cluster.ctas[rank].shared
+        index = bytes_at((places & window) + (rank << WINDOW) - target.address, size)
+        if index.min() < 0 or index.max() >= target.size:
+            raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
+        if races:
+            races.write(target, index, made, step)
+        target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
+        if races:
+            races.release_transaction(made, one)
+        one.complete_bytes(box.bytes)
+
+    under_way = [one.key for one in warp.cta.launch.pending]  # loads of one barrier end in any order
+    key = next(key for key in ((barriers[0].address, n) for n in count()) if key not in under_way)
+    parts = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
+    made = Transaction(warp, step, [read, *parts], key)
+
+
+class Store(Transaction):
+    """By TMA: who waits for its reads does not know that it has written."""
+
+    def __init__(self, warp: Warp, step: Any, parts: list[Callable[[], None]]) -> None:
+        super().__init__(warp, step, parts, (warp, "bulk reads"))
+        self.writes = warp.cta.races.issue(warp, (warp, "bulk writes")) if warp.cta.races else None
+
+    @property
+    def orders(self) -> list[Any]:
+        return [self.order, self.writes]
 
 
 def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
@@ -322,12 +347,12 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         block, offsets = _global_block(warp, step, box, targets[inside], size)
         index = bytes_at(offsets, size)
         if warp.cta.races:
-            warp.cta.races.write(block, index, made, step)
+            warp.cta.races.write(block, index, made, step, made.writes)
         block.bytes[index] = kept[0]
         if block.written is not None:
             block.written[index] = True
 
-    made = Transaction(warp, step, [read, write], (warp, "bulk"))
+    made = Store(warp, step, [read, write])
     warp.cta.groups_of(warp, "bulk").open.append(made)
 
 

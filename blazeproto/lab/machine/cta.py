@@ -23,7 +23,7 @@ class Cluster:
     def __init__(self, launch: Launch, first: int, size: int) -> None:
         self.mbarriers: dict[int, Mbarrier] = {}  # by address
         self.arrivals: dict[Warp, int] = {}
-        self.clocks: Any = None  # races.py
+        self.phases: dict[int, Named] = {}  # of that barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
 
     @property

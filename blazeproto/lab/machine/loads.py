@@ -196,7 +196,7 @@ def atom(instruction: Statement) -> Made:
             for block, offsets, of in located(warp, step, places, lanes, count * width, store=True):
                 index = bytes_at(offsets, count * width)
                 if warp.cta.races:
-                    warp.cta.races.atomic(block, index, warp, step)
+                    warp.cta.races.write(block, index, warp, step, atomic=True)
                 written_by_threads(block, index)
                 if block.written is not None and not block.written[index].all():
                     raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
@@ -253,7 +253,7 @@ def matrix(instruction: Statement) -> Made:
             if block.written is not None:
                 block.written[index] = True
             for i, register in enumerate(registers):
-                value, lost = warp.registers[register], warp.unwritten.get(register)
+                value, lost = warp.registers[register], warp.unwritten_among((register,))
                 halves[places[i, :, 0] // 2] = value & np.uint32(0xFFFF)
                 halves[places[i, :, 1] // 2] = value >> np.uint32(16)
                 if lost is not None and block.written is not None:
