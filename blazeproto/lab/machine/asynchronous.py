@@ -179,16 +179,17 @@ def _copy(instruction: Statement) -> Made:
                     raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
 
             def happen() -> None:
-                data = np.zeros((len(lanes), size), np.uint8)
+                data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
                 for lane in copied.tolist():
                     block: Any = warp.cta.block(int(sources[lane]), 1)
                     begin, amount = int(sources[lane]) - block.address, int(counts[lane])
                     data[lane, :amount] = block.bytes[begin : begin + amount]
-                    if warp.cta.races:
-                        warp.cta.races.read(block, np.arange(begin, begin + amount), made, step)
+                    reads.setdefault((block, amount), []).append(begin)
                 index = bytes_at(offsets, size)
                 if warp.cta.races:
-                    warp.cta.races.write(target, index, made, step)
+                    for (block, amount), begins in reads.items():
+                        warp.cta.races.read(block, np.array(begins), amount, made, step)
+                    warp.cta.races.write(target, offsets, size, made, step)
                 written_by_threads(target, index)
                 target.bytes[index] = data.reshape(-1)
                 target.written[index] = True
@@ -293,16 +294,17 @@ def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], b
             block, offsets = _global_block(warp, step, box, sources[inside], size)
             index = bytes_at(offsets, size)
             if races:
-                races.read(block, index, made, step)
+                races.read(block, offsets, size, made, step)
             data[inside] = block.bytes[index].reshape(-1, size)
 
     def write(rank: int, one: Any) -> None:
         target = cluster.ctas[rank].shared
-        index = bytes_at((places & window) + (rank << WINDOW) - target.address, size)
+        offsets = (places & window) + (rank << WINDOW) - target.address
+        index = bytes_at(offsets, size)
         if index.min() < 0 or index.max() >= target.size:
             raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
         if races:
-            races.write(target, index, made, step)
+            races.write(target, offsets, size, made, step)
         target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
         if races:
             races.release_transaction(made, one)
@@ -336,7 +338,7 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         if len(index) and (index.min() < 0 or index.max() >= shared.size):
             raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {shared.size} bytes")
         if warp.cta.races:
-            warp.cta.races.read(shared, index, made, step)
+            warp.cta.races.read(shared, places[inside] - shared.address, size, made, step)
         if not shared.written[index].all():
             raise step.error(warp, "a TMA store of what nobody wrote")
         kept.append(seen_by_async(shared, index))
@@ -347,7 +349,7 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         block, offsets = _global_block(warp, step, box, targets[inside], size)
         index = bytes_at(offsets, size)
         if warp.cta.races:
-            warp.cta.races.write(block, index, made, step, made.writes)
+            warp.cta.races.write(block, offsets, size, made, step, made.writes)
         block.bytes[index] = kept[0]
         if block.written is not None:
             block.written[index] = True

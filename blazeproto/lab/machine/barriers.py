@@ -60,7 +60,7 @@ class Mbarrier:
 
     def __str__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
-        return f"mbarrier at {self.place}, phase {self.phase}: {missing}"
+        return f"mbarrier at {self.place}; its phase {self.phase} has {missing}"
 
 
 class Phase(NamedTuple):
@@ -150,7 +150,7 @@ def mbarrier(instruction: Statement) -> Made:
                 if kind == "init":
                     if place & 7 or not 1 <= count <= LARGEST:
                         raise step.error(warp, f"an mbarrier at {place:#x} for {count} arrivals")
-                    where = f"{warp.cta.describe(place)} ({step.instruction.line})"
+                    where = f"{warp.cta.describe(place)}, made at {step.instruction.line}"
                     cluster.mbarriers[place] = Mbarrier(place, count, count, place=where)
                     if races:
                         races.initialise(warp, cluster.mbarriers[place], step)

@@ -39,14 +39,27 @@ class Race(NamedTuple):
         return f"race in {self.where}: {self.kind}\n  {self.first}\n  {self.second}"
 
 
+UNIT = 16  # bytes that a shadow begins with: the widest that one lane accesses
+
+
 class Shadow:
-    """For every byte the last write's actor, epoch and instruction, whether it was an atomic, and the reads since, which are in
-    as many rows as there are actors that read one byte."""
+    """For every ``unit`` bytes the last write's actor, epoch and instruction, whether it was an atomic, and the reads since, in
+    as many rows as there are actors that read the same. Nobody accesses a part of a unit: it becomes smaller first."""
 
     def __init__(self, size: int) -> None:
-        self.actor, self.epoch, self.site = (np.zeros(size, np.int32) for _ in range(3))
-        self.atomic = np.zeros(size, np.bool_)
-        self.reads: list[np.ndarray] = []  # (3, size) each: actors, epochs, sites
+        self.unit, count = UNIT, -(-size // UNIT)
+        self.last = np.zeros((4, count), np.int32)  # actors, epochs, sites, atomics
+        self.reads: list[np.ndarray] = []  # (3, count) each: actors, epochs, sites
+
+    def places(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """Of pieces of so many bytes, the units."""
+        low = int(np.bitwise_or.reduce(offsets)) | size | self.unit
+        if (unit := low & -low) < self.unit:
+            self.last = self.last.repeat(self.unit // unit, axis=1)
+            self.reads = [row.repeat(self.unit // unit, axis=1) for row in self.reads]
+            self.unit = unit
+        begins = offsets // self.unit
+        return begins if size == self.unit else (begins[:, None] + np.arange(size // self.unit)).reshape(-1)
 
 
 class Order(NamedTuple):
@@ -58,17 +71,28 @@ class Order(NamedTuple):
     seen: np.ndarray
 
 
+class Access(NamedTuple):
+    """Who reads or writes, what is known to have ended, and which of what threads did the async proxy sees: None for a thread."""
+
+    actor: int
+    epoch: int
+    site: int
+    known: np.ndarray
+    seen: np.ndarray | None
+
+
 class Races:
     """What was found in a launch, by the pair of source lines, and the clocks of the cluster that runs."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Race] = {}
-        self.sites: list[tuple[str, Any]] = [("the start", None)]
+        self.sites: list[tuple[Any, str]] = []  # instruction, CTA and warp
         self.of_step: dict[Any, int] = {}
         self.shadows: dict[Block, Shadow] = {}
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
         self.highest = 0  # of all epochs
         self.size = 0  # of clocks
+        self.nothing = np.zeros(0, np.int32)  # is known
 
     def begin(self, cluster: Cluster) -> None:
         """Another cluster runs from now on."""
@@ -172,81 +196,79 @@ class Races:
 
     # --- Accesses ------------------------------------------------------------------------------------------------------------
 
-    def read(self, block: Block, index: np.ndarray, by: Any, step: Any, order: Order | None = None) -> None:
-        """by: a warp, or a transaction.  index: of bytes.  order: of the part of a transaction that reads, where it is not its own."""
-        actor, epoch, known, seen, site = self._who(by, step, order)
-        shadow = self.shadows.get(block)
+    def read(self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Any) -> None:
+        """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction."""
+        if block.read_only or not len(offsets):
+            return
+        shadow, who = self.shadows.get(block), self._who(by, step, None)
         if shadow is None:
             if block.address >> 40:
-                self.unwritten.setdefault(block, []).append((_runs(index), actor, epoch, site))
+                self.unwritten.setdefault(block, []).append((offsets, size, who._replace(known=self.nothing)))
                 return
             shadow = self.shadows[block] = Shadow(block.size)
-        self._judge_write(shadow, block, index, (actor, known, seen, site), "a write, then a read")
-        self._remember(shadow, index, actor, epoch, known, site)
+        index = shadow.places(offsets, size)
+        self._judge(block, shadow, shadow.last, index, who, "a write, then a read")
+        self._remember(shadow, index, who)
 
     def write(
-        self, block: Block, index: np.ndarray, by: Any, step: Any, order: Order | None = None, atomic: bool = False
+        self,
+        block: Block,
+        offsets: np.ndarray,
+        size: int,
+        by: Any,
+        step: Any,
+        order: Order | None = None,
+        atomic: bool = False,
     ) -> None:
-        """As `read`."""
-        actor, epoch, known, seen, site = self._who(by, step, order)
-        shadow = self.shadows.get(block)
+        """As `read`.  order: of the part of a transaction that writes, where it is not its own."""
+        if not len(offsets):
+            return
+        shadow, who = self.shadows.get(block), self._who(by, step, order)
         if shadow is None:
             shadow = self.shadows[block] = Shadow(block.size)
-            for runs, *who in self.unwritten.pop(block, ()):
-                places = np.concatenate([np.arange(begin, end) for begin, end in runs])
-                self._remember(shadow, places, who[0], who[1], np.zeros(self.size, np.int32), who[2])
-        judged = index[~shadow.atomic[index]] if atomic else index
-        self._judge_write(shadow, block, judged, (actor, known, seen, site), "a write, then a write")
+            for read, of_size, reader in self.unwritten.pop(block, ()):
+                self._remember(shadow, shadow.places(read, of_size), reader)
+        index = shadow.places(offsets, size)
+        judged = index[shadow.last[3, index] == 0] if atomic else index
+        self._judge(block, shadow, shadow.last, judged, who, "a write, then a write")
         for row in shadow.reads:
-            clash = self._unknown(row[0, index], row[1, index], actor, known, seen)
-            if clash.any():
-                place = int(index[clash][0])
-                self._report(f"byte {place} of {block.name}", int(row[2, place]), site, "a read, then a write")
+            self._judge(block, shadow, row, index, who, "a read, then a write")
             row[1, index] = 0
-        shadow.actor[index], shadow.epoch[index], shadow.site[index], shadow.atomic[index] = actor, epoch, site, atomic
+        shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [atomic]])
 
-    def _who(self, by: Any, step: Any, order: Order | None) -> tuple[int, int, np.ndarray, np.ndarray | None, int]:
-        """Actor, epoch, clock of what is known, of what threads did and the async proxy sees (None for a thread), site."""
+    def _who(self, by: Any, step: Any, order: Order | None) -> Access:
         if hasattr(by, "lanes"):
-            return by.actor, int(self.clocks[by][by.actor]), self.clocks[by], None, self._site(by, step)
+            return Access(by.actor, int(self.clocks[by][by.actor]), self._site(by, step), self.clocks[by], None)
         order = order or by.order
         seen = None if by.generic else self._fit(order.seen)
-        return order.actor, order.epoch, self._fit(order.known), seen, self._site(by.warp, step)
+        return Access(order.actor, order.epoch, self._site(by.warp, step), self._fit(order.known), seen)
 
-    def _unknown(
-        self, who: np.ndarray, when: np.ndarray, actor: int, known: np.ndarray, seen: np.ndarray | None
-    ) -> np.ndarray:
-        """Where an actor does not know that these epochs of these actors have ended."""
-        clash = when > known[who]
-        if seen is not None:
-            clash |= (when > seen[who]) & self.generic[who]
-        clash &= who != actor
+    def _judge(self, block: Block, shadow: Shadow, row: np.ndarray, index: np.ndarray, by: Access, kind: str) -> None:
+        """Reports where an actor does not know that these accesses have ended."""
+        who, when = row[0, index], row[1, index]
+        clash = when > by.known[who]
+        if by.seen is not None:
+            clash |= (when > by.seen[who]) & self.generic[who]
+        clash &= who != by.actor
         if self.earlier:
             clash |= (when <= self.earlier) & (when > 0)
-        return clash
-
-    def _judge_write(self, shadow: Shadow, block: Block, index: np.ndarray, by: Any, kind: str) -> None:
-        actor, known, seen, site = by
-        clash = self._unknown(shadow.actor[index], shadow.epoch[index], actor, known, seen)
         if clash.any():
             place = int(index[clash][0])
-            self._report(f"byte {place} of {block.name}", int(shadow.site[place]), site, kind)
+            self._report(f"byte {place * shadow.unit} of {block.name}", int(row[2, place]), by.site, kind)
 
-    def _remember(
-        self, shadow: Shadow, index: np.ndarray, actor: int, epoch: int, known: np.ndarray, site: int
-    ) -> None:
+    def _remember(self, shadow: Shadow, index: np.ndarray, by: Access) -> None:
         """A read, in the first row where there is none, or one that ended before. The first keeps one of an earlier cluster."""
+        known = self._fit(by.known)
         for number in count():
             if number == len(shadow.reads):
-                shadow.reads.append(np.zeros((3, len(shadow.actor)), np.int32))
+                shadow.reads.append(np.zeros((3, shadow.last.shape[1]), np.int32))
             row = shadow.reads[number]
             who, when = row[0, index], row[1, index]
-            free = (when <= known[who]) | (who == actor)
+            free = (when <= known[who]) | (who == by.actor)
             if self.earlier:
                 of_earlier = (when > 0) & (when <= self.earlier)
                 free = free | of_earlier if number else free & ~of_earlier
-            at = index[free]
-            row[0, at], row[1, at], row[2, at] = actor, epoch, site
+            row[:, index[free]] = np.array([[by.actor], [by.epoch], [by.site]])
             index = index[~free]
             if not len(index):
                 return
@@ -255,19 +277,12 @@ class Races:
         key = id(step), warp.cta.index, warp.number
         if key not in self.of_step:
             self.of_step[key] = len(self.sites)
-            line, who = step.instruction.line, f"{warp.cta.name}, {warp.name}"
-            self.sites.append((f"{line}: {step.instruction.opcode} of {who}", line.places or id(step)))
+            self.sites.append((step.instruction, f"{warp.cta.name}, {warp.name}"))
         return self.of_step[key]
 
     def _report(self, where: str, first: int, second: int, kind: str) -> None:
-        one, two = self.sites[first], self.sites[second]
-        self.found.setdefault((one[1], two[1], kind), Race(kind, where, one[0], two[0]))
-
-
-def _runs(index: np.ndarray) -> list[tuple[int, int]]:
-    """Begin and end of what follows each other in ``index``."""
-    if not len(index):
-        return []
-    cut = np.flatnonzero(np.diff(index) != 1)
-    begins, ends = index[np.append(0, cut + 1)], index[np.append(cut, len(index) - 1)] + 1
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+        (one, of_one), (two, of_two) = self.sites[first], self.sites[second]
+        key = one.line.places or one.number, two.line.places or two.number, kind
+        if key not in self.found:
+            texts = f"{one.line}: {one.opcode} of {of_one}", f"{two.line}: {two.opcode} of {of_two}"
+            self.found[key] = Race(kind, where, *texts)

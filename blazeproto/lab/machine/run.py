@@ -225,7 +225,7 @@ class _Schedule:
         for warp in warps:
             asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, (0, {}))[1].values()]
             line = self.steps[warp.pc].instruction.line
-            why = f"waits at {line}: {warp.wait.what}" if warp.wait else f"asks in vain at {'; at '.join(asked)}"
+            why = f"at {line}: {warp.wait.what}" if warp.wait else f"asking again at {'; at '.join(asked)}"
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))
         lines = [f"{self.launch.entry.name}: nobody can go on"]
         for (cta, why), numbers in reasons.items():

@@ -130,7 +130,8 @@ def _multiply(instruction: Statement) -> Made:
             raise step.error(warp, f"a matrix at {described.address:#x} beyond shared memory of {shared.size} bytes")
         pairs = (places[..., None] + np.arange(2)).reshape(-1)
         if warp.cta.races:
-            warp.cta.races.read(shared, pairs, product, step)
+            chunks = places[::8] if transposed else places[:, ::8]  # of 16 bytes, in every layout
+            warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
         return seen_by_async(shared, pairs).view(np.uint16).reshape(rows, depth)
 

@@ -155,7 +155,7 @@ FAULTS = (
             ),
         ),
         RACE,
-        ("store(p.out", "store(p.out"),
+        ("__stcs", "__stcs"),
     ),
     Fault(
         "one ticket taken twice",
