@@ -1,4 +1,4 @@
-"""Each kind of ordering: a small PTX program in which it orders two accesses, and its twin without it, in which they are a race."""
+"""Each kind of ordering: a small PTX program in which it orders two accesses, and its twin without it, which has a race."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ EXPECT = "@%p3 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;"
 TMA_LOAD = (
     "@%p3 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%d2, {%r7, %r7}], [%r3];"
 )
-TMA_STORE = "@%p3 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d3, {%r7, %r7}], [%r2];\n@%p3 cp.async.bulk.commit_group;"
+TMA_STORE = (
+    "@%p3 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d3, {%r7, %r7}], [%r2];\n"
+    "@%p3 cp.async.bulk.commit_group;"
+)
 MULTICAST = (
     "mov.u16 %h0, 3;\n@%p3 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
     "[%r2], [%d2, {%r7, %r7}], [%r3], %h0;"
@@ -132,8 +135,15 @@ CASES = (
     ),
     Case(
         "as many groups as were meant",
-        lines(COPY, COMMIT, COPY.replace("[%r2]", "[%r2+512]"), COMMIT)
-        + lines("+cp.async.wait_group 1;", "-cp.async.wait_group 2;", SYNC),
+        lines(
+            COPY,
+            COMMIT,
+            COPY.replace("[%r2]", "[%r2+512]"),
+            COMMIT,
+            "+cp.async.wait_group 1;",
+            "-cp.async.wait_group 2;",
+            SYNC,
+        ),
         lines(SYNC, LOAD),
         ("cp.async.ca", "ld.shared"),
     ),
@@ -220,7 +230,13 @@ CASES = (
         cluster=2,
     ),
     Case("multicast", lines(EXPECT, MULTICAST), lines(EXPECT, "+" + WAIT, LOAD), ("multicast", "ld.shared"), cluster=2),
-    Case("atomics alone", ADD, lines("+" + ADD, "-" + LOAD), ("atom", "ld.shared"), first="@%p1 " + STORE),
+    Case(
+        "atomics alone",
+        ADD,
+        lines("+" + ADD, "-" + LOAD),
+        ("atom", "ld.shared"),
+        first=lines("@%p1 " + STORE, "bar.sync 0;"),
+    ),
     Case(
         "global memory",
         lines("st.global.u32 [%d1], %r7;", "+" + SYNC),
