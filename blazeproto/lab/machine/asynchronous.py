@@ -29,7 +29,7 @@ class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
     key: what it is waited for by, with others.  queue: those of one queue happen in its order.  generic: not by the async proxy.
-    order: what races.py knows of the issue.  priority: the schedule's.
+    order: what races.py knows of the issue.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Transaction:
         generic: bool = False,
     ) -> None:
         self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
-        self.key, self.priority = key, -1.0
+        self.key = key
         self.order = warp.cta.races.issue(warp, key, generic) if warp.cta.races else None
         if queue is not None:
             queue.append(self)

@@ -8,6 +8,7 @@ chance, or some are put off for long. The same seed gives the same run.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,15 @@ from blazeproto.lab.machine.warp import MachineError, Wait, Warp
 
 SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
 HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
-FAIR = (True, False)  # whether all have the same chance; else who is to go on by priorities, which change now and then
+FAIR = (True, False)  # whether all warps have the same chance; else they go on by priorities, which change now and then
 CHANGE = 0.02  # how often a priority does
+# What is under way happens by priorities too, of one of these: of all alike, an opcode, what is waited for, a transaction.
+PRIORITIES: tuple[Callable[[Any], Any], ...] = (
+    lambda one: None,
+    lambda one: one.step.instruction.opcode,
+    lambda one: one.key,
+    lambda one: one,
+)
 
 
 class Deadlock(MachineError):
@@ -136,8 +144,8 @@ class _Schedule:
     def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
-        self.fair_warps, self.fair_transactions = draw.choice(FAIR), draw.choice(FAIR)
-        self.priorities = {warp: draw.random() for warp in cluster.warps}
+        self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
+        self.priorities: dict[Any, float] = defaultdict(draw.random)
         self.spun: dict[
             Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]
         ] = {}  # who asked in vain: the launch's changes then, and what
@@ -161,7 +169,7 @@ class _Schedule:
 
     def _next(self, able: list[Warp]) -> Warp:
         random_number = self.draw.random
-        if self.fair_warps:
+        if self.fair:
             return able[int(random_number() * len(able))]
         chosen = max(able, key=self.priorities.__getitem__)
         if random_number() < CHANGE:
@@ -210,13 +218,9 @@ class _Schedule:
         ready = [one for one in self.launch.pending if one.ready()]
         if not ready:
             return False
-        if self.fair_transactions:
-            ready[int(self.draw.random() * len(ready))].perform()
-            return True
-        for one in ready:
-            if one.priority < 0:
-                one.priority = self.draw.random()
-        max(ready, key=lambda one: one.priority).perform()
+        first = max(self.priorities[self.kind(one)] for one in ready)
+        ready = [one for one in ready if self.priorities[self.kind(one)] == first]
+        ready[int(self.draw.random() * len(ready))].perform()
         return True
 
     def _who_waits(self, warps: list[Warp]) -> str:
