@@ -50,7 +50,7 @@ class Transaction:
 
     @property
     def orders(self) -> list[Any]:
-        """Of its parts, where a wait tells them apart."""
+        """One for each part that a wait tells apart."""
         return [self.order]
 
     @property

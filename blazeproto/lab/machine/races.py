@@ -52,7 +52,7 @@ class Shadow:
         self.reads: list[np.ndarray] = []  # (3, count) each: actors, epochs, sites
 
     def places(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """Of pieces of so many bytes, the units."""
+        """The units of pieces of so many bytes."""
         low = int(np.bitwise_or.reduce(offsets)) | size | self.unit
         if (unit := low & -low) < self.unit:
             self.last = self.last.repeat(self.unit // unit, axis=1)
