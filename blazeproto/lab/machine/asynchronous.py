@@ -298,6 +298,8 @@ def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], b
             data[inside] = block.bytes[index].reshape(-1, size)
 
     def write(rank: int, one: Any) -> None:
+        if warp.cta.gone(rank << WINDOW):
+            raise step.error(warp, f"a load for rank {rank} of the cluster, which has ended")
         target = cluster.ctas[rank].shared
         offsets = (places & window) + (rank << WINDOW) - target.address
         index = bytes_at(offsets, size)

@@ -100,8 +100,8 @@ def _single(warp: Warp, step: Any, values: np.ndarray, running: np.ndarray | Non
 
 def mbarrier_at(warp: Warp, step: Any, place: int) -> Mbarrier:
     found = warp.cta.cluster.mbarriers.get(place)
-    if found is None:
-        raise step.error(warp, f"no mbarrier was initialised there: {warp.cta.describe(place)}")
+    if found is None or warp.cta.gone(place):
+        raise step.error(warp, f"no mbarrier is there: {warp.cta.describe(place)}")
     if warp.cta.races:
         warp.cta.races.use(warp, found, step)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.asynchronous import Store
 from blazeproto.lab.machine.cta import Cluster
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Entry, Program
@@ -163,6 +164,9 @@ class _Schedule:
                 self._go(self._next(able))
             elif not self._let_happen():
                 raise Deadlock(self._who_waits(warps))
+        for one in launch.pending:
+            if isinstance(one, Store) and one.next == 0:
+                raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
         while launch.pending:
             if not self._let_happen():
                 raise Deadlock(self._who_waits([]))
