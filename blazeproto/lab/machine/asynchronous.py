@@ -7,6 +7,8 @@ async proxy sees shared memory as fences left it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -40,10 +42,16 @@ class Transaction:
         generic: bool = False,
     ) -> None:
         self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
-        self.order = warp.cta.races.issue(warp, key) if warp.cta.races else None
+        self.key = key
+        self.order = warp.cta.races.issue(warp, key, generic) if warp.cta.races else None
         if queue is not None:
             queue.append(self)
         warp.cta.launch.pending.append(self)
+
+    @property
+    def orders(self) -> list[Any]:
+        """One for each part that a wait tells apart."""
+        return [self.order]
 
     @property
     def done(self) -> bool:
@@ -61,7 +69,7 @@ class Transaction:
             launch.pending.remove(self)
 
     def __str__(self) -> str:
-        return f"{self.step.instruction.opcode} of {self.warp.name} ({self.step.instruction.line})"
+        return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
 
 
 def seen_by_async(block: Block, index: np.ndarray) -> np.ndarray:
@@ -136,7 +144,8 @@ def _wait(kind: str, instruction: Statement, parts: int) -> Made:
                 return Wait(over, f"{instruction.opcode} {number}")
             if warp.cta.races:
                 for one in waited:
-                    warp.cta.races.finish(warp, one)
+                    for order in one.orders[:parts]:
+                        warp.cta.races.finish(warp, order)
             return None
 
         return run
@@ -170,16 +179,17 @@ def _copy(instruction: Statement) -> Made:
                     raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
 
             def happen() -> None:
-                data = np.zeros((len(lanes), size), np.uint8)
+                data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
                 for lane in copied.tolist():
                     block: Any = warp.cta.block(int(sources[lane]), 1)
                     begin, amount = int(sources[lane]) - block.address, int(counts[lane])
                     data[lane, :amount] = block.bytes[begin : begin + amount]
-                    if warp.cta.races:
-                        warp.cta.races.read(block, np.arange(begin, begin + amount), made, step)
+                    reads.setdefault((block, amount), []).append(begin)
                 index = bytes_at(offsets, size)
                 if warp.cta.races:
-                    warp.cta.races.write(target, index, made, step)
+                    for (block, amount), begins in reads.items():
+                        warp.cta.races.read(block, np.array(begins), amount, made, step)
+                    warp.cta.races.write(target, offsets, size, made, step)
                 written_by_threads(target, index)
                 target.bytes[index] = data.reshape(-1)
                 target.written[index] = True
@@ -277,28 +287,47 @@ def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], b
     window = (1 << WINDOW) - 1
     barriers = [mbarrier_at(warp, step, (rank << WINDOW) + (barrier & window)) for rank in ranks]
 
-    def happen() -> None:
-        data = np.zeros((len(places), size), np.uint8)
-        races = warp.cta.races
+    races, data = warp.cta.races, np.zeros((len(places), size), np.uint8)
+
+    def read() -> None:
         if inside.any():
             block, offsets = _global_block(warp, step, box, sources[inside], size)
             index = bytes_at(offsets, size)
             if races:
-                races.read(block, index, made, step)
+                races.read(block, offsets, size, made, step)
             data[inside] = block.bytes[index].reshape(-1, size)
-        for rank, one in zip(ranks, barriers, strict=True):
-            target = cluster.ctas[rank].shared
-            index = bytes_at((places & window) + (rank << WINDOW) - target.address, size)
-            if index.min() < 0 or index.max() >= target.size:
-                raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
-            if races:
-                races.write(target, index, made, step)
-            target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
-            if races:
-                races.release_transaction(made, one)
-            one.complete_bytes(box.bytes)
 
-    made = Transaction(warp, step, [happen], barriers[0].address)
+    def write(rank: int, one: Any) -> None:
+        if warp.cta.gone(rank << WINDOW):
+            raise step.error(warp, f"a load for rank {rank} of the cluster, which has ended")
+        target = cluster.ctas[rank].shared
+        offsets = (places & window) + (rank << WINDOW) - target.address
+        index = bytes_at(offsets, size)
+        if index.min() < 0 or index.max() >= target.size:
+            raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
+        if races:
+            races.write(target, offsets, size, made, step)
+        target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
+        if races:
+            races.release_transaction(made, one)
+        one.complete_bytes(box.bytes)
+
+    under_way = [one.key for one in warp.cta.launch.pending]  # loads of one barrier end in any order
+    key = next(key for key in ((barriers[0].address, n) for n in count()) if key not in under_way)
+    parts = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
+    made = Transaction(warp, step, [read, *parts], key)
+
+
+class Store(Transaction):
+    """By TMA: who waits for its reads does not know that it has written."""
+
+    def __init__(self, warp: Warp, step: Any, parts: list[Callable[[], None]]) -> None:
+        super().__init__(warp, step, parts, (warp, "bulk reads"))
+        self.writes = warp.cta.races.issue(warp, (warp, "bulk writes")) if warp.cta.races else None
+
+    @property
+    def orders(self) -> list[Any]:
+        return [self.order, self.writes]
 
 
 def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
@@ -311,7 +340,7 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         if len(index) and (index.min() < 0 or index.max() >= shared.size):
             raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {shared.size} bytes")
         if warp.cta.races:
-            warp.cta.races.read(shared, index, made, step)
+            warp.cta.races.read(shared, places[inside] - shared.address, size, made, step)
         if not shared.written[index].all():
             raise step.error(warp, "a TMA store of what nobody wrote")
         kept.append(seen_by_async(shared, index))
@@ -322,12 +351,12 @@ def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
         block, offsets = _global_block(warp, step, box, targets[inside], size)
         index = bytes_at(offsets, size)
         if warp.cta.races:
-            warp.cta.races.write(block, index, made, step)
+            warp.cta.races.write(block, offsets, size, made, step, made.writes)
         block.bytes[index] = kept[0]
         if block.written is not None:
             block.written[index] = True
 
-    made = Transaction(warp, step, [read, write], (warp, "bulk"))
+    made = Store(warp, step, [read, write])
     warp.cta.groups_of(warp, "bulk").open.append(made)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,14 +23,20 @@ LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier
 
 @dataclass
 class Mbarrier:
-    """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way."""
+    """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
+
+    place: where it is, and the line that initialised it.
+    """
 
     address: int
     expected: int
     pending: int
     bytes: int = 0
     phase: int = 0
-    clocks: Any = field(default=None, repr=False)  # races.py
+    place: str = ""
+    made: Any = field(default=None, repr=False)  # races.py: who initialised it,
+    clocks: Any = field(default=None, repr=False)  # of who has arrived,
+    released: Any = field(default=None, repr=False)  # and of who had when the last phase ended
 
     def arrive(self, count: int) -> None:
         self.pending -= count
@@ -46,7 +52,7 @@ class Mbarrier:
     def _complete(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
-            self.pending = self.expected
+            self.pending, self.released = self.expected, self.clocks
 
     def passed(self, parity: int) -> bool:
         """Whether the phase of this parity is over: the one before the current one is what a parity can name."""
@@ -54,13 +60,24 @@ class Mbarrier:
 
     def __str__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
-        return f"mbarrier {self.address:#x}, phase {self.phase}: {missing}"
+        return f"mbarrier at {self.place}; its phase {self.phase} has {missing}"
+
+
+class Phase(NamedTuple):
+    """What try_wait and test_wait ask for."""
+
+    barrier: Mbarrier
+    parity: int
+
+    def __str__(self) -> str:
+        return f"the phase of parity {self.parity} of the {self.barrier}"
 
 
 @dataclass
 class Named:
     """A barrier of `bar`: threads that have arrived, how many it is for, and what bar.red combines."""
 
+    number: int
     arrived: int = 0
     expected: int = 0
     generation: int = 0
@@ -68,6 +85,9 @@ class Named:
     outcome: list[bool] = field(default_factory=list)
     clocks: Any = field(default=None, repr=False)
     released: Any = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"barrier {self.number}: {self.arrived} of {self.expected} threads have arrived"
 
 
 def _single(warp: Warp, step: Any, values: np.ndarray, running: np.ndarray | None, what: str) -> int:
@@ -80,8 +100,10 @@ def _single(warp: Warp, step: Any, values: np.ndarray, running: np.ndarray | Non
 
 def mbarrier_at(warp: Warp, step: Any, place: int) -> Mbarrier:
     found = warp.cta.cluster.mbarriers.get(place)
-    if found is None:
-        raise step.error(warp, f"no mbarrier was initialised there: {warp.cta.describe(place)}")
+    if found is None or warp.cta.gone(place):
+        raise step.error(warp, f"no mbarrier is there: {warp.cta.describe(place)}")
+    if warp.cta.races:
+        warp.cta.races.use(warp, found, step)
     return found
 
 
@@ -108,29 +130,30 @@ def mbarrier(instruction: Statement) -> Made:
             races, launch = warp.cta.races, warp.cta.launch
             if kind in ("test_wait", "try_wait"):
                 asked = [
-                    (mbarrier_at(warp, step, place), parity) for place, parity in set(zip(places, counts, strict=True))
+                    Phase(mbarrier_at(warp, step, place), parity)
+                    for place, parity in set(zip(places, counts, strict=True))
                 ]
                 over = all(barrier.passed(parity) for barrier, parity in asked)
                 if over or kind == "test_wait":
                     if over and races:
                         for barrier, _ in asked:
-                            races.acquire(warp, barrier)
+                            races.acquire(warp, barrier.released)
                     warp.write(goal.place, np.full(LANES, over), running)
                 if over:
                     return None
-                barrier, parity = next(pair for pair in asked if not pair[0].passed(pair[1]))
                 return Wait(
                     lambda: all(one.passed(wanted) for one, wanted in asked),
-                    f"phase of parity {parity} of {barrier}",
+                    next(phase for phase in asked if not phase.barrier.passed(phase.parity)),
                     kind == "test_wait",
                 )
             for place, count in zip(places, counts, strict=True):
                 if kind == "init":
                     if place & 7 or not 1 <= count <= LARGEST:
                         raise step.error(warp, f"an mbarrier at {place:#x} for {count} arrivals")
-                    cluster.mbarriers[place] = Mbarrier(place, count, count)
+                    where = f"{warp.cta.describe(place)}, made at {step.instruction.line}"
+                    cluster.mbarriers[place] = Mbarrier(place, count, count, place=where)
                     if races:
-                        races.release(warp, cluster.mbarriers[place])
+                        races.initialise(warp, cluster.mbarriers[place], step)
                     continue
                 barrier = mbarrier_at(warp, step, place)
                 if races and kind == "arrive":
@@ -174,7 +197,7 @@ def bar(instruction: Statement) -> Made:
     def made(step: Any) -> Any:
         def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
             cta, place = warp.cta, _single(warp, step, which(warp), running, "a barrier's number")
-            named = cta.named.setdefault(place, Named())
+            named = cta.named.setdefault(place, Named(place))
             begun = cta.at_barrier.pop(warp.number, None)
             if begun is not None:  # it has arrived, and was waiting
                 if target and begun.outcome:
@@ -196,7 +219,7 @@ def bar(instruction: Statement) -> Made:
             if vote is not None:
                 named.votes += vote(warp)[lanes].tolist()
             if cta.races:
-                cta.races.arrive_named(warp, named)
+                cta.races.release(warp, named)
             cta.launch.changes += 1
             now = named.generation
             full = -(-expected // LANES) * LANES
@@ -209,18 +232,29 @@ def bar(instruction: Statement) -> Made:
                     combine = {"or": any, "and": all}[words[2]]
                     named.outcome.append(combine(named.votes))
                 named.arrived, named.votes, named.generation = 0, [], now + 1
-                if cta.races:
-                    cta.races.open_named(named)
+                named.released, named.clocks = named.clocks, None
             if how == "arrive":
                 return None
             cta.at_barrier[warp.number] = named
 
             def over() -> bool:
                 if named.generation > now and cta.races:
-                    cta.races.leave_named(warp, named)
+                    cta.races.acquire(warp, named.released)
                 return named.generation > now
 
-            return Wait(over, f"barrier {place}: {named.arrived} of {expected} threads have arrived")
+            return Wait(over, named)
+
+        return run
+
+    return made
+
+
+def _of_lanes(mask: Any) -> Made:
+    """Lanes of a warp count as ordered; but those that the mask names come together."""
+
+    def made(step: Any) -> Any:
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+            return OTHER_LANES if present(warp, running, mask(warp), step) is None else None
 
         return run
 
@@ -244,20 +278,22 @@ def _cluster(how: str) -> Made:
         def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
             cluster, races = warp.cta.cluster, warp.cta.races
             if how == "arrive":
-                cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
+                number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
                 if races:
-                    races.release(warp, cluster)
+                    races.release(warp, cluster.phases.setdefault(number, Named(number)))
                 warp.cta.launch.changes += 1
                 return None
             mine = cluster.arrivals.get(warp, 0)
+            if not mine:
+                raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
 
             def over() -> bool:
                 return all(cluster.arrivals.get(w, 0) >= mine or w.done for cta in cluster.ctas for w in cta.warps)
 
             if not over():
-                return Wait(over, "the cluster's barrier")
+                return Wait(over, f"the cluster's barrier, for the {mine}. time")
             if races:
-                races.acquire(warp, cluster)
+                races.acquire(warp, cluster.phases[mine].clocks)
             return None
 
         return run

@@ -23,7 +23,7 @@ class Cluster:
     def __init__(self, launch: Launch, first: int, size: int) -> None:
         self.mbarriers: dict[int, Mbarrier] = {}  # by address
         self.arrivals: dict[Warp, int] = {}
-        self.clocks: Any = None  # races.py
+        self.phases: dict[int, Named] = {}  # of that barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
 
     @property
@@ -73,7 +73,7 @@ class Cta:
         if address >> 40:
             return self.launch.memory.block(address, size)
         rank = address >> WINDOW
-        if not 0 <= rank < len(self.cluster.ctas):
+        if not 0 <= rank < len(self.cluster.ctas) or self.gone(address):
             return None
         shared = self.cluster.ctas[rank].shared
         return shared if shared.address <= address and address + size <= shared.end else None
@@ -82,7 +82,13 @@ class Cta:
         if address >> 40:
             return self.launch.memory.describe(address)
         offset = (address & (1 << WINDOW) - 1) - SHARED_BASE
-        return f"byte {offset} of the shared memory of rank {address >> WINDOW} ({self.shared.size} bytes)"
+        ended = ", which has ended" if self.gone(address) else ""
+        return f"byte {offset} of the shared memory of rank {address >> WINDOW}{ended} ({self.shared.size} bytes)"
+
+    def gone(self, address: int) -> bool:
+        """Whether it is in the shared memory of another CTA, all of whose warps are at their end."""
+        rank = address >> WINDOW
+        return rank != self.rank and all(warp.done for cta in self.cluster.ctas[rank : rank + 1] for warp in cta.warps)
 
     def groups_of(self, warp: Warp, kind: str) -> Groups:
         return self.groups.setdefault((warp.number, kind), Groups())

@@ -97,7 +97,7 @@ def ld(instruction: Statement) -> Made:
                         missing = np.zeros((count, LANES), np.bool_) if missing is None else missing
                         missing[:, of] = ~seen.reshape(-1, count, width).all(axis=2).T
                 if warp.cta.races:
-                    warp.cta.races.read(block, bytes_at(offsets, size), warp, step)
+                    warp.cta.races.read(block, offsets, size, warp, step)
             for i, part in enumerate(parts):
                 word = WORDS[part.bits]
                 value = values[i] if word == element else values[i].view(signed).astype(f"i{word.itemsize}").view(word)
@@ -133,7 +133,7 @@ def st(instruction: Statement) -> Made:
             ):
                 index = bytes_at(offsets, size)
                 if warp.cta.races:
-                    warp.cta.races.write(block, index, warp, step)
+                    warp.cta.races.write(block, offsets, size, warp, step)
                 written_by_threads(block, index)
                 block.words[width][offsets // width + unit] = values[:, of]
                 if block.written is not None:
@@ -196,7 +196,7 @@ def atom(instruction: Statement) -> Made:
             for block, offsets, of in located(warp, step, places, lanes, count * width, store=True):
                 index = bytes_at(offsets, count * width)
                 if warp.cta.races:
-                    warp.cta.races.atomic(block, index, warp, step)
+                    warp.cta.races.write(block, offsets, count * width, warp, step, atomic=True)
                 written_by_threads(block, index)
                 if block.written is not None and not block.written[index].all():
                     raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
@@ -240,7 +240,7 @@ def matrix(instruction: Statement) -> Made:
             index, halves = bytes_at(offsets, 16), block.words[2]
             if not store:
                 if warp.cta.races:
-                    warp.cta.races.read(block, index, warp, step)
+                    warp.cta.races.read(block, offsets, 16, warp, step)
                 values = halves[places // 2].astype(np.uint32)
                 seen = None if block.written is None else block.written[places].all(axis=2)
                 for i, register in enumerate(registers):
@@ -248,12 +248,12 @@ def matrix(instruction: Statement) -> Made:
                     warp.write(register, values[i, :, 0] | values[i, :, 1] << np.uint32(16), None, lost)
                 return
             if warp.cta.races:
-                warp.cta.races.write(block, index, warp, step)
+                warp.cta.races.write(block, offsets, 16, warp, step)
             written_by_threads(block, index)
             if block.written is not None:
                 block.written[index] = True
             for i, register in enumerate(registers):
-                value, lost = warp.registers[register], warp.unwritten.get(register)
+                value, lost = warp.registers[register], warp.unwritten_among((register,))
                 halves[places[i, :, 0] // 2] = value & np.uint32(0xFFFF)
                 halves[places[i, :, 1] // 2] = value >> np.uint32(16)
                 if lost is not None and block.written is not None:

@@ -11,6 +11,7 @@ from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.run import Report, run
 from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.warp import MachineError
 
 
 class Machine:
@@ -86,10 +87,8 @@ class Machine:
             offset: TensorMap(address, box.shape, box.strides, box.box, box.element.bytes)
             for offset, (box, address) in boxes.items()
         }
-        for made in self.memory.blocks:
-            made.shadow = None  # one launch after the other
-        self.reports.append(
-            run(
+        try:
+            report = run(
                 program,
                 entry if entry in program.entries else None,
                 grid,
@@ -103,4 +102,7 @@ class Machine:
                 races=self.races,
                 progress=self.progress,
             )
-        )
+        except MachineError as error:
+            self.reports += [error.report] if error.report else []
+            raise
+        self.reports.append(report)

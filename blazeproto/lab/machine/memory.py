@@ -33,7 +33,6 @@ class Block:
         self.name, self.address, self.size, self.read_only = name, address, data.nbytes, read_only
         self.bytes = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
         self.written: Any = None if written else np.zeros(self.size, np.bool_)
-        self.shadow: Any = None  # races.py
         self.stale: Any = None  # of shared memory, bools: where the async proxy does not see what was written ...
         self.before: Any = None  # ... and what it sees there
         whole = {width: self.size // width * width for width in UNSIGNED}

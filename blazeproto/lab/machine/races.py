@@ -4,14 +4,16 @@ Who acts is an *actor*: a warp, or something asynchronous, named by its issuer a
 bulk groups, a warpgroup's products, an mbarrier's loads). Every actor counts its epochs. A *clock* says which epochs of every
 actor are known to have ended; barriers, waits and arrivals hand clocks on (FastTrack: Flanagan, Freund 2009).
 
-The async proxy sees what threads wrote only behind a fence. So a warp has two clocks: of what it knows, and of what the async
-proxy may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads wrote.
+The async proxy sees what threads did only behind a fence. So a warp has two clocks: of what it knows, and of what the async
+proxy may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads acted.
 
-Lanes of a warp count as ordered. Scope is not judged.
+CTAs run one cluster after another, and nothing orders them: what an earlier cluster did is known to nobody. Atomics are ordered
+with each other alone. Lanes of a warp count as ordered. Scope is not judged.
 """
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from blazeproto.lab.machine.cta import Cluster
     from blazeproto.lab.machine.warp import Warp
 
-READS = 4  # reads of a byte that are remembered beside its last write
+Clocks = tuple[np.ndarray, np.ndarray] | None  # of what ended, and of what the async proxy sees
 
 
 class Race(NamedTuple):
@@ -37,13 +39,27 @@ class Race(NamedTuple):
         return f"race in {self.where}: {self.kind}\n  {self.first}\n  {self.second}"
 
 
+UNIT = 16  # bytes that a shadow begins with: the widest that one lane accesses
+
+
 class Shadow:
-    """For every byte the last write's actor, epoch and instruction, whether a thread made it, and some reads."""
+    """For every ``unit`` bytes the last write's actor, epoch and instruction, whether it was an atomic, and the reads since, in
+    as many rows as there are actors that read the same. Nobody accesses a part of a unit: it becomes smaller first."""
 
     def __init__(self, size: int) -> None:
-        self.actor, self.epoch, self.site = (np.zeros(size, np.int32) for _ in range(3))
-        self.threads = np.zeros(size, np.bool_)
-        self.readers, self.read_epochs, self.read_sites = (np.zeros((READS, size), np.int32) for _ in range(3))
+        self.unit, count = UNIT, -(-size // UNIT)
+        self.last = np.zeros((4, count), np.int32)  # actors, epochs, sites, atomics
+        self.reads: list[np.ndarray] = []  # (3, count) each: actors, epochs, sites
+
+    def places(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """The units of pieces of so many bytes."""
+        low = int(np.bitwise_or.reduce(offsets)) | size | self.unit
+        if (unit := low & -low) < self.unit:
+            self.last = self.last.repeat(self.unit // unit, axis=1)
+            self.reads = [row.repeat(self.unit // unit, axis=1) for row in self.reads]
+            self.unit = unit
+        begins = offsets // self.unit
+        return begins if size == self.unit else (begins[:, None] + np.arange(size // self.unit)).reshape(-1)
 
 
 class Order(NamedTuple):
@@ -55,173 +71,218 @@ class Order(NamedTuple):
     seen: np.ndarray
 
 
-class Races:
-    """The clocks of a cluster, and what was found; ``found`` by the pair of instructions."""
+class Access(NamedTuple):
+    """Who reads or writes, what is known to have ended, and which of what threads did the async proxy sees: None for a thread."""
 
-    def __init__(self, cluster: Cluster, found: dict[tuple[int, int], Race]) -> None:
-        self.found = found
-        self.sites: dict[int, tuple[str, Any]] = {0: ("the start", None)}
-        self.of_step: dict[tuple[int, str], int] = {}
+    actor: int
+    epoch: int
+    site: int
+    known: np.ndarray
+    seen: np.ndarray | None
+
+
+class Races:
+    """What was found in a launch, by the pair of source lines, and the clocks of the cluster that runs."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Race] = {}
+        self.sites: list[tuple[Any, str]] = []  # instruction, CTA and warp
+        self.of_step: dict[Any, int] = {}
+        self.shadows: dict[Block, Shadow] = {}
+        self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
+        self.highest = 0  # of all epochs
+        self.size = 0  # of clocks
+        self.nothing = np.zeros(0, np.int32)  # is known
+
+    def begin(self, cluster: Cluster) -> None:
+        """Another cluster runs from now on."""
+        self.earlier = self.highest  # epochs up to this one are of other clusters
+        self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
         self.actors: dict[Any, int] = {"nobody": 0}
-        self.size = 64 + 8 * len(cluster.warps)
+        self.size = max(self.size, 64 + 8 * len(cluster.warps))
         self.clocks: dict[Warp, np.ndarray] = {}
         self.seen: dict[Warp, np.ndarray] = {}
-        self.epochs = np.zeros(self.size, np.int32)
+        self.epochs = np.full(self.size, self.earlier, np.int32)
+        self.generic = np.zeros(self.size, np.bool_)  # actors that are threads, or act as threads do
         for warp in cluster.warps:
             self.clocks[warp], self.seen[warp] = np.zeros(self.size, np.int32), np.zeros(self.size, np.int32)
-            warp.actor = self._actor(warp)
+            warp.actor = self._actor(warp, generic=True)
             self._tick(warp)
 
-    def _actor(self, key: Any) -> int:
+    def _actor(self, key: Any, generic: bool) -> int:
         if key not in self.actors:
             self.actors[key] = len(self.actors)
             if len(self.actors) > self.size:
                 self._grow()
+            self.generic[self.actors[key]] = generic
         return self.actors[key]
 
     def _grow(self) -> None:
         more = np.zeros(self.size, np.int32)
-        self.epochs = np.concatenate([self.epochs, more])
+        self.epochs = np.concatenate([self.epochs, more + self.earlier])
+        self.generic = np.concatenate([self.generic, more > 0])
         for clocks in (self.clocks, self.seen):
             for warp, clock in clocks.items():
                 clocks[warp] = np.concatenate([clock, more])
         self.size *= 2
 
+    def _next(self, actor: int) -> int:
+        self.epochs[actor] += 1
+        epoch = int(self.epochs[actor])
+        self.highest = max(self.highest, epoch)
+        return epoch
+
     def _tick(self, warp: Warp) -> None:
         """A new epoch of a warp: what it does from now on is not known to those who know what it did so far."""
-        self.epochs[warp.actor] += 1
-        self.clocks[warp][warp.actor] = self.epochs[warp.actor]
+        self.clocks[warp][warp.actor] = self._next(warp.actor)
 
-    def _fit(self, clock: np.ndarray | None) -> np.ndarray:
-        if clock is None:
-            return np.zeros(self.size, np.int32)
+    def _fit(self, clock: np.ndarray) -> np.ndarray:
         return clock if len(clock) == self.size else np.concatenate([clock, np.zeros(self.size - len(clock), np.int32)])
+
+    def _joined(self, clocks: Clocks, known: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        known, seen = self._fit(known), self._fit(seen)
+        if clocks is None:
+            return known.copy(), seen.copy()
+        return np.maximum(self._fit(clocks[0]), known), np.maximum(self._fit(clocks[1]), seen)
 
     # --- What orders ---------------------------------------------------------------------------------------------------------
 
     def release(self, warp: Warp, to: Any) -> None:
-        """To a barrier, or a cluster's: it knows what the warp knows."""
-        known, seen = to.clocks or (None, None)
-        to.clocks = np.maximum(self._fit(known), self.clocks[warp]), np.maximum(self._fit(seen), self.seen[warp])
+        """To a barrier: it knows what the warp knows."""
+        to.clocks = self._joined(to.clocks, self.clocks[warp], self.seen[warp])
         self._tick(warp)
 
-    def acquire(self, warp: Warp, of: Any) -> None:
-        if of.clocks:
-            known, seen = map(self._fit, of.clocks)
-            self.clocks[warp], self.seen[warp] = np.maximum(self.clocks[warp], known), np.maximum(self.seen[warp], seen)
+    def acquire(self, warp: Warp, clocks: Clocks) -> None:
+        """A warp has waited for those whose clocks these are."""
+        if clocks is not None:
+            self.clocks[warp], self.seen[warp] = self._joined(clocks, self.clocks[warp], self.seen[warp])
 
     def fence(self, warp: Warp) -> None:
         """The async proxy sees what the warp knows."""
         self.seen[warp] = np.maximum(self.seen[warp], self.clocks[warp])
+        self._tick(warp)
 
-    def arrive_named(self, warp: Warp, named: Any) -> None:
-        self.release(warp, named)
-
-    def open_named(self, named: Any) -> None:
-        named.released, named.clocks = named.clocks, None
-
-    def leave_named(self, warp: Warp, named: Any) -> None:
-        known, seen = map(self._fit, named.released)
-        self.clocks[warp], self.seen[warp] = np.maximum(self.clocks[warp], known), np.maximum(self.seen[warp], seen)
-
-    def issue(self, warp: Warp, key: Any) -> Order:
+    def issue(self, warp: Warp, key: Any, generic: bool = False) -> Order:
         """A transaction, an epoch of its own of the actor that its key names; who waits for it learns of that."""
-        actor = self._actor(key)
-        self.epochs[actor] += 1
-        return Order(actor, int(self.epochs[actor]), self.clocks[warp].copy(), self.seen[warp].copy())
+        actor = self._actor(key, generic)
+        return Order(actor, self._next(actor), self.clocks[warp].copy(), self.seen[warp].copy())
 
     def join(self, transaction: Any, warp: Warp) -> None:
         """Another warp issues it too."""
         order = transaction.order
-        known, seen = map(self._fit, (order.known, order.seen))
-        transaction.order = order._replace(
-            known=np.maximum(known, self.clocks[warp]), seen=np.maximum(seen, self.seen[warp])
-        )
+        known, seen = self._joined((order.known, order.seen), self.clocks[warp], self.seen[warp])
+        transaction.order = order._replace(known=known, seen=seen)
 
-    def finish(self, warp: Warp, transaction: Any) -> None:
-        """The warp has waited for it."""
-        order, clock = transaction.order, self.clocks[warp]
+    def finish(self, warp: Warp, order: Order) -> None:
+        """The warp has waited for a transaction."""
+        clock = self.clocks[warp]
         clock[order.actor] = max(clock[order.actor], order.epoch)
 
     def release_transaction(self, transaction: Any, barrier: Any) -> None:
         """It completes a barrier's bytes or arrives there."""
         order = transaction.order
-        known, seen = barrier.clocks or (None, None)
-        known = np.maximum(self._fit(known), self._fit(order.known))
+        known, seen = self._joined(barrier.clocks, order.known, order.seen)
         known[order.actor] = max(known[order.actor], order.epoch)
-        barrier.clocks = known, np.maximum(self._fit(seen), self._fit(order.seen))
+        barrier.clocks = known, seen
+
+    def initialise(self, warp: Warp, barrier: Any, step: Any) -> None:
+        """Who uses a barrier has to know that it was initialised."""
+        barrier.made = warp.actor, int(self.clocks[warp][warp.actor]), self._site(warp, step)
+
+    def use(self, warp: Warp, barrier: Any, step: Any) -> None:
+        actor, epoch, site = barrier.made
+        if epoch > self.clocks[warp][actor] and actor != warp.actor:
+            self._report(warp.cta.describe(barrier.address), site, self._site(warp, step), "a barrier made, then used")
 
     # --- Accesses ------------------------------------------------------------------------------------------------------------
 
-    def read(self, block: Block, index: np.ndarray, by: Any, step: Any) -> None:
-        self._access(block, index, by, step, "reads")
-
-    def write(self, block: Block, index: np.ndarray, by: Any, step: Any) -> None:
-        self._access(block, index, by, step, "writes")
-
-    def atomic(self, block: Block, index: np.ndarray, by: Any, step: Any) -> None:
-        """Ordered with other atomics: not judged among them."""
-
-    def _access(self, block: Block, index: np.ndarray, by: Any, step: Any, how: str) -> None:
-        if block.shadow is None:
-            if how == "reads" and block.written is None:
-                return  # of global memory that nobody has written in this launch
-            block.shadow = Shadow(block.size)
-        shadow: Shadow = block.shadow
-        thread = warp_acts = hasattr(by, "lanes")
-        if warp_acts:
-            actor, epoch, known, seen = by.actor, int(self.clocks[by][by.actor]), self.clocks[by], None
-        else:
-            actor, epoch, known = by.order.actor, by.order.epoch, self._fit(by.order.known)
-            seen = None if by.generic else self._fit(by.order.seen)
-            thread = by.generic
-        site = self._site(by if warp_acts else by.warp, step)
-        last, last_epoch = shadow.actor[index], shadow.epoch[index]
-        clash = last_epoch > known[last]
-        if seen is not None:
-            clash |= (last_epoch > seen[last]) & shadow.threads[index]
-        clash &= last != actor
-        if clash.any():
-            self._report(
-                block, int(index[clash][0]), int(shadow.site[index[clash][0]]), site, f"a write, then {how[:-1]}"
-            )
-        if how == "writes":
-            for reader in range(READS):
-                who, when = shadow.readers[reader, index], shadow.read_epochs[reader, index]
-                clash = (when > known[who]) & (who != actor)
-                if clash.any():
-                    place = int(index[clash][0])
-                    self._report(block, place, int(shadow.read_sites[reader, place]), site, "a read, then a write")
-            shadow.actor[index], shadow.epoch[index], shadow.site[index], shadow.threads[index] = (
-                actor,
-                epoch,
-                site,
-                thread,
-            )
-            shadow.read_epochs[:, index] = 0
+    def read(self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Any) -> None:
+        """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction."""
+        if block.read_only or not len(offsets):
             return
-        for reader in range(READS):  # the first place that is free, or whose read is known to have ended
-            who, when = shadow.readers[reader, index], shadow.read_epochs[reader, index]
-            free = (when <= known[who]) | (who == actor)
-            at = index[free]
-            shadow.readers[reader, at], shadow.read_epochs[reader, at], shadow.read_sites[reader, at] = (
-                actor,
-                epoch,
-                site,
-            )
+        shadow, who = self.shadows.get(block), self._who(by, step, None)
+        if shadow is None:
+            if block.address >> 40:
+                self.unwritten.setdefault(block, []).append((offsets, size, who._replace(known=self.nothing)))
+                return
+            shadow = self.shadows[block] = Shadow(block.size)
+        index = shadow.places(offsets, size)
+        self._judge(block, shadow, shadow.last, index, who, "a write, then a read")
+        self._remember(shadow, index, who)
+
+    def write(
+        self,
+        block: Block,
+        offsets: np.ndarray,
+        size: int,
+        by: Any,
+        step: Any,
+        order: Order | None = None,
+        atomic: bool = False,
+    ) -> None:
+        """As `read`.  order: of the part of a transaction that writes, where it is not its own."""
+        if not len(offsets):
+            return
+        shadow, who = self.shadows.get(block), self._who(by, step, order)
+        if shadow is None:
+            shadow = self.shadows[block] = Shadow(block.size)
+            for read, of_size, reader in self.unwritten.pop(block, ()):
+                self._remember(shadow, shadow.places(read, of_size), reader)
+        index = shadow.places(offsets, size)
+        judged = index[shadow.last[3, index] == 0] if atomic else index
+        self._judge(block, shadow, shadow.last, judged, who, "a write, then a write")
+        for row in shadow.reads:
+            self._judge(block, shadow, row, index, who, "a read, then a write")
+            row[1, index] = 0
+        shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [atomic]])
+
+    def _who(self, by: Any, step: Any, order: Order | None) -> Access:
+        if hasattr(by, "lanes"):
+            return Access(by.actor, int(self.clocks[by][by.actor]), self._site(by, step), self.clocks[by], None)
+        order = order or by.order
+        seen = None if by.generic else self._fit(order.seen)
+        return Access(order.actor, order.epoch, self._site(by.warp, step), self._fit(order.known), seen)
+
+    def _judge(self, block: Block, shadow: Shadow, row: np.ndarray, index: np.ndarray, by: Access, kind: str) -> None:
+        """Reports where an actor does not know that these accesses have ended."""
+        who, when = row[0, index], row[1, index]
+        clash = when > by.known[who]
+        if by.seen is not None:
+            clash |= (when > by.seen[who]) & self.generic[who]
+        clash &= who != by.actor
+        if self.earlier:
+            clash |= (when <= self.earlier) & (when > 0)
+        if clash.any():
+            place = int(index[clash][0])
+            self._report(f"byte {place * shadow.unit} of {block.name}", int(row[2, place]), by.site, kind)
+
+    def _remember(self, shadow: Shadow, index: np.ndarray, by: Access) -> None:
+        """A read, in the first row where there is none, or one that ended before. The first keeps one of an earlier cluster."""
+        known = self._fit(by.known)
+        for number in count():
+            if number == len(shadow.reads):
+                shadow.reads.append(np.zeros((3, shadow.last.shape[1]), np.int32))
+            row = shadow.reads[number]
+            who, when = row[0, index], row[1, index]
+            free = (when <= known[who]) | (who == by.actor)
+            if self.earlier:
+                of_earlier = (when > 0) & (when <= self.earlier)
+                free = free | of_earlier if number else free & ~of_earlier
+            row[:, index[free]] = np.array([[by.actor], [by.epoch], [by.site]])
             index = index[~free]
             if not len(index):
-                break
+                return
 
     def _site(self, warp: Warp, step: Any) -> int:
-        key = id(step), f"{warp.cta.name}, {warp.name}"
+        key = id(step), warp.cta.index, warp.number
         if key not in self.of_step:
             self.of_step[key] = len(self.sites)
-            self.sites[len(self.sites)] = (f"{step.instruction.line}: {step.instruction.opcode} of {key[1]}", step)
+            self.sites.append((step.instruction, f"{warp.cta.name}, {warp.name}"))
         return self.of_step[key]
 
-    def _report(self, block: Block, place: int, first: int, second: int, kind: str) -> None:
-        one, two = self.sites[first], self.sites[second]
-        key = (id(one[1]), id(two[1]))
+    def _report(self, where: str, first: int, second: int, kind: str) -> None:
+        (one, of_one), (two, of_two) = self.sites[first], self.sites[second]
+        key = one.line.places or one.number, two.line.places or two.number, kind
         if key not in self.found:
-            self.found[key] = Race(kind, f"byte {place} of {block.name}", one[0], two[0])
+            texts = f"{one.line}: {one.opcode} of {of_one}", f"{two.line}: {two.opcode} of {of_two}"
+            self.found[key] = Race(kind, where, *texts)

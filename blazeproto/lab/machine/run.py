@@ -1,28 +1,40 @@
 """Runs a program: CTAs one cluster after another, their warps in an order that a seed decides.
 
 At every instruction that others can see the schedule may let another warp go first, or let something happen that is under way.
-What nobody waits for may happen late; the seed decides how late. The same seed gives the same run.
+What nobody waits for may happen late; the seed decides how late, and whether all warps and all that is under way have the same
+chance, or some are put off for long. The same seed gives the same run.
 """
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.asynchronous import Store
 from blazeproto.lab.machine.cta import Cluster
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Entry, Program
 from blazeproto.lab.machine.races import Race, Races
 from blazeproto.lab.machine.step import Compiled, compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
-from blazeproto.lab.machine.warp import MachineError, Warp
+from blazeproto.lab.machine.warp import MachineError, Wait, Warp
 
 SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
 HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
+FAIR = (True, False)  # whether all warps have the same chance; else they go on by priorities, which change now and then
+CHANGE = 0.02  # how often a priority does
+# What is under way happens by priorities too, of one of these: of all alike, an opcode, what is waited for, a transaction.
+PRIORITIES: tuple[Callable[[Any], Any], ...] = (
+    lambda one: None,
+    lambda one: one.step.instruction.opcode,
+    lambda one: one.key,
+    lambda one: one,
+)
 
 
 class Deadlock(MachineError):
@@ -107,18 +119,25 @@ def run(
     count = int(np.prod(whole_grid))
     if count % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
-    found: dict[tuple[int, int], Race] = {}
+    watched = Races() if races else None
     for first in range(0, count, cluster):
         group = Cluster(launch, first, cluster)
-        if races:
-            watched = Races(group, found)
+        if watched:
+            watched.begin(group)
             for cta in group.ctas:
                 cta.races = watched
-        with np.errstate(all="ignore"):
-            report.steps += _Schedule(launch, group, steps, draw).run()
+        schedule = _Schedule(launch, group, steps, draw)
+        try:
+            with np.errstate(all="ignore"):
+                schedule.run()
+        except MachineError as error:
+            error.report = report
+            raise
+        finally:
+            report.steps += schedule.count
+            report.races = list(watched.found.values()) if watched else []
         if progress:
             progress(first + cluster, count)
-    report.races = list(found.values())
     return report
 
 
@@ -128,25 +147,40 @@ class _Schedule:
     def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
-        self.spun: dict[Warp, tuple[int, set[int]]] = {}  # who asked in vain: the launch's changes then, and where
+        self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
+        self.priorities: dict[Any, float] = defaultdict(draw.random)
+        self.spun: dict[
+            Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]
+        ] = {}  # who asked in vain: the launch's changes then, and what
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
         self.count = 0
 
-    def run(self) -> int:
-        warps, launch, draw = [warp for warp in self.cluster.warps if warp.alive.any()], self.launch, self.draw
+    def run(self) -> None:
+        warps, launch = [warp for warp in self.cluster.warps if warp.alive.any()], self.launch
         while True:
             warps = [warp for warp in warps if not warp.done]
             if not warps:
                 break
             able = [warp for warp in warps if self._able(warp)]
             if able:
-                self._go(able[int(draw.random() * len(able))])
+                self._go(self._next(able))
             elif not self._let_happen():
                 raise Deadlock(self._who_waits(warps))
+        for one in launch.pending:
+            if isinstance(one, Store) and one.next == 0:
+                raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
         while launch.pending:
             if not self._let_happen():
                 raise Deadlock(self._who_waits([]))
-        return self.count
+
+    def _next(self, able: list[Warp]) -> Warp:
+        random_number = self.draw.random
+        if self.fair:
+            return able[int(random_number() * len(able))]
+        chosen = max(able, key=self.priorities.__getitem__)
+        if random_number() < CHANGE:
+            self.priorities[chosen] = random_number()
+        return chosen
 
     def _able(self, warp: Warp) -> bool:
         if warp.wait is not None:
@@ -171,12 +205,12 @@ class _Schedule:
                 if not wait.spinning:
                     warp.wait = wait
                     return
-                since, asked = self.spun.get(warp, (-1, set()))
+                since, asked = self.spun.get(warp, (-1, {}))
                 if since != self.launch.changes:
-                    asked = set()
+                    asked = {}
                 if id(step) in asked:
                     self.stuck.add(warp)
-                self.spun[warp] = self.launch.changes, asked | {id(step)}
+                self.spun[warp] = self.launch.changes, asked | {id(step): (step, wait)}
                 if warp in self.stuck:
                     return
             if step.visible:
@@ -188,16 +222,24 @@ class _Schedule:
     def _let_happen(self) -> bool:
         """One of the transactions that can: whether there was one."""
         ready = [one for one in self.launch.pending if one.ready()]
-        if ready:
-            ready[int(self.draw.random() * len(ready))].perform()
-        return bool(ready)
+        if not ready:
+            return False
+        first = max(self.priorities[self.kind(one)] for one in ready)
+        ready = [one for one in ready if self.priorities[self.kind(one)] == first]
+        ready[int(self.draw.random() * len(ready))].perform()
+        return True
 
     def _who_waits(self, warps: list[Warp]) -> str:
-        lines = [f"{self.launch.entry.name}: nobody can go on"]
+        """In the order of warps, those together that wait for the same at the same line."""
+        reasons: dict[tuple[str, str], list[str]] = {}
         for warp in warps:
+            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, (0, {}))[1].values()]
             line = self.steps[warp.pc].instruction.line
-            lines.append(
-                f"  {warp.cta.name}, {warp.name} waits at {line}: {warp.wait.what if warp.wait else 'it spins'}"
-            )
-        lines += [f"  under way: {one}" for one in self.launch.pending]
-        return "\n".join(lines)
+            why = f"at {line}: {warp.wait.what}" if warp.wait else f"asking again at {'; at '.join(asked)}"
+            reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))
+        lines = [f"{self.launch.entry.name}: nobody can go on"]
+        for (cta, why), numbers in reasons.items():
+            lines.append(f"  {cta}, warp{'s' * (len(numbers) > 1)} {', '.join(numbers)} {why}")
+        ended = [f"{warp.cta.name}, {warp.name}" for warp in self.cluster.warps if warp.done]
+        lines += [f"  at their end: {'; '.join(ended)}"] if ended else []
+        return "\n".join([*lines, *(f"  under way: {one}" for one in self.launch.pending)])

@@ -15,7 +15,7 @@ from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
 from blazeproto.lab.machine.operands import fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Entry, PtxError, Statement
-from blazeproto.lab.machine.warp import MachineError, Wait, Warp
+from blazeproto.lab.machine.warp import InFlight, MachineError, Wait, Warp
 
 Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]
 FAMILIES = (loads.TABLE, lanes.TABLE, barriers.TABLE, asynchronous.TABLE, wgmma.TABLE)
@@ -55,7 +55,10 @@ class Compiled:
         if self.run is None:
             warp.leave(warp.mask() if running is None else running)
             return None
-        wait = self.run(warp, running)
+        try:
+            wait = self.run(warp, running)
+        except InFlight as error:
+            raise self.error(warp, f"an accumulator that nobody has waited for: {error}") from None
         if wait is None or wait.spinning:
             warp.go(warp.pc + 1)
         return wait

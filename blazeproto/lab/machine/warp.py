@@ -24,14 +24,26 @@ POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]
 
 
 class MachineError(RuntimeError):
-    """What a kernel may not do; the message says kernel, source line, warp and lane."""
+    """What a kernel may not do; the message says kernel, source line, warp and lane, then the seed and the races before.
+
+    report: of the run that it ended.
+    """
+
+    report: Any = None
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n{self.report}" if self.report else "")
+
+
+class InFlight(RuntimeError):
+    """A register that a wgmma under way is going to write; it says which."""
 
 
 class Wait(NamedTuple):
-    """Why a warp does not go on."""
+    """Why a warp does not go on. what: its text, at any time, says for what it waits."""
 
     over: Callable[[], bool]
-    what: str
+    what: object
     spinning: bool = False  # it does go on, but asks the same again
 
 
@@ -45,7 +57,8 @@ class Warp:
         self.cta, self.number = cta, number
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
-        self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for
+        self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for, and that instruction
+        self.fenced: list[np.ndarray] = []  # the registers at the last wgmma.fence
         self.alive = threads > LANE
         self.pc = 0
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
@@ -137,10 +150,12 @@ class Warp:
             self.unwritten[register] = unwritten
 
     def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray | None:
-        """The lanes of which one of these registers holds what nobody wrote; None where there is none."""
+        """The lanes of which one of these registers holds what nobody wrote; None where there is none. Raises InFlight."""
         found = None
         for register in registers:
             missing = self.unwritten.get(register)
             if missing is not None:
+                if register in self.in_flight:
+                    raise InFlight(f"the wgmma at {self.in_flight[register].instruction.line} is under way")
                 found = missing if found is None else found | missing
         return found

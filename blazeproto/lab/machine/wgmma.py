@@ -1,7 +1,8 @@
 """wgmma: four warps multiply tiles of shared memory, beside what they do otherwise (PTX ISA §9.7.15.5).
 
 A warpgroup's instructions happen in their order, each when all four warps have issued it, and then read shared memory.
-Until a wait, the accumulators are nobody's: reading them is reading what nobody wrote.
+Until a wait, the accumulators are nobody's: reading or writing them is an error, and so is a product whose accumulators other
+instructions wrote since the last wgmma.fence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class Multiplication(Transaction):
 
     def __init__(self, warp: Warp, step: Any, group: Warpgroup, run: Callable[[Multiplication], None]) -> None:
         self.issued: dict[int, np.ndarray | None] = {}
-        self.orders: list[Any] = []
         super().__init__(warp, step, [lambda: run(self)], group, group.queue)
 
     def ready(self) -> bool:
@@ -55,10 +55,14 @@ def wgmma(instruction: Statement) -> Made:
     """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory; fence, commit_group, wait_group (§9.7.15.7)."""
     kind = instruction.words[1]
     if kind == "fence":
-        return lambda step: lambda warp, running: None
+        return lambda step: _fence
     if kind == "commit_group":
         return lambda step: _commit
     return _wait(instruction) if kind == "wait_group" else _multiply(instruction)
+
+
+def _fence(warp: Warp, running: np.ndarray | None) -> None:
+    warp.fenced = list(warp.registers)  # an instruction that writes one puts another array there
 
 
 def _commit(warp: Warp, running: np.ndarray | None) -> None:
@@ -77,16 +81,19 @@ def _wait(instruction: Statement) -> Made:
             if group.completed() < until:
                 return Wait(lambda: group.completed() >= until, f"wgmma.wait_group {left}")
             if warp.cta.races:
-                for one in group.queue[:until]:
-                    warp.cta.races.finish(warp, one)
+                for one in group.queue[:until][-1:]:  # they end in their order
+                    warp.cta.races.finish(warp, one.order)
             for registers, last in group.last[mine].items():
                 if last < until and registers[0] in warp.in_flight:
                     rows = matrices.matrix_to_fragment(group.sums[registers])[mine].view(np.uint32)
                     for register, row in zip(registers, rows, strict=True):
-                        warp.registers[register] = row
-                        warp.unwritten.pop(register, None)
-                    for register in registers:
-                        warp.in_flight.pop(register, None)
+                        made = warp.in_flight.pop(register)
+                        if warp.unwritten.pop(register, None) is not ALL:
+                            line = made.instruction.line
+                            raise step.error(
+                                warp, f"an accumulator was written while the wgmma at {line} was under way"
+                            )
+                        warp.registers[register] = warp.fenced[register] = row
             return None
 
         return run
@@ -123,7 +130,8 @@ def _multiply(instruction: Statement) -> Made:
             raise step.error(warp, f"a matrix at {described.address:#x} beyond shared memory of {shared.size} bytes")
         pairs = (places[..., None] + np.arange(2)).reshape(-1)
         if warp.cta.races:
-            warp.cta.races.read(shared, pairs, product, step)
+            chunks = places[::8] if transposed else places[:, ::8]  # of 16 bytes, in every layout
+            warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
         return seen_by_async(shared, pairs).view(np.uint16).reshape(rows, depth)
 
@@ -146,6 +154,10 @@ def _multiply(instruction: Statement) -> Made:
                 )
             group.made[mine] += 1
             first = None
+            if registers[0] not in warp.in_flight and not (
+                warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
+            ):
+                raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
             if bool(accumulate(warp)[0]) and registers[0] not in warp.in_flight:
                 missing = warp.unwritten_among(registers)
                 if missing is not None:
