@@ -16,10 +16,12 @@ _HOME_OF = {
     "explain": "explanation",
     "fragment": "layouts",
     "machine_code": "sass",
+    "run": "programs",
     "swizzle": "layouts",
+    "tensor_map": "programs",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
-__all__ = ["Workbench", "explain", "fragment", "machine_code", "swizzle"]
+__all__ = ["Workbench", "explain", "fragment", "machine_code", "run", "swizzle", "tensor_map"]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,20 +43,25 @@ class Machine:
         self._add(made)
         return made
 
-    def _add(self, array: np.ndarray, written: bool = True) -> int:
-        name = f"array {len(self.arrays)}, {array.dtype.name}{list(array.shape)}"
-        address = self.memory.add(array, name, written=written)
+    def _add(self, array: np.ndarray, written: bool = True, name: str = "") -> int:
+        name = name or f"array {len(self.arrays)}"
+        address = self.memory.add(
+            array,
+            f"{name}, {array.dtype.name}{list(array.shape)}",
+            written=written,
+            read_only=not array.flags.writeable,
+        )
         self.arrays[array.__array_interface__["data"][0]] = array, address
         return address
 
-    def address(self, array: np.ndarray) -> int:
-        """Where the first element lies, of an array or a part of one."""
+    def address(self, array: np.ndarray, name: str = "") -> int:
+        """Where the first element lies, of an array or a part of one. name: what messages call it."""
         root: Any = array
         while isinstance(root.base, np.ndarray):
             root = root.base
         begin = root.__array_interface__["data"][0]
         known = self.arrays.get(begin)
-        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root)
+        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root, name=name)
         return base + array.__array_interface__["data"][0] - begin
 
     def clear(self, address: int, size: int) -> None:

@@ -128,6 +128,7 @@ class EntryParameter(NamedTuple):
     name: str
     offset: int
     size: int
+    kind: str  # as u64, f32; b8 of a struct
 
 
 @dataclass
@@ -298,7 +299,7 @@ class _Reader:
             size = BITS[found[2]] // 8 * int(found[4] or 1)
             alignment = int(found[1] or BITS[found[2]] // 8)
             begin = -(-end // alignment) * alignment
-            parameters.append(EntryParameter(found[3], begin, size))
+            parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
         self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
         self.scopes, self.chains = [], {}

@@ -29,7 +29,7 @@ class Deadlock(MachineError):
     """Nobody can go on."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again."""
 
@@ -38,7 +38,7 @@ class Report:
     steps: int = 0
     races: list[Race] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         found = "\n".join(map(str, self.races)) or "no race"
         return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions; {found}"
 
@@ -112,8 +112,14 @@ def run(
             watched = Races(group, found)
             for cta in group.ctas:
                 cta.races = watched
-        with np.errstate(all="ignore"):
-            report.steps += _Schedule(launch, group, steps, draw).run()
+        try:
+            with np.errstate(all="ignore"):
+                report.steps += _Schedule(launch, group, steps, draw).run()
+        except MachineError as error:
+            error.races = tuple(found.values())
+            for race in error.races:
+                error.add_note(str(race))
+            raise
         if progress:
             progress(first + cluster, count)
     report.races = list(found.values())

@@ -24,7 +24,9 @@ POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]
 
 
 class MachineError(RuntimeError):
-    """What a kernel may not do; the message says kernel, source line, warp and lane."""
+    """What a kernel may not do; the message says kernel, source line, warp and lane. races: that were found before."""
+
+    races: tuple[Any, ...] = ()
 
 
 class Wait(NamedTuple):
