@@ -182,15 +182,20 @@ class Call:
             made["workspace"] = Output("", lengths, torch.float32)
         return made
 
-    def run(
+    def arguments(
         self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
-    ) -> None:
-        """out: the outputs and the workspace, by the names of `outputs`."""
+    ) -> dict[str, Any]:
+        """Those of the product's function.  out: the outputs and the workspace, by the names of `outputs`."""
         written = {array.name: out[name] for name, array in self.made.items()}
         if "workspace" in out:
             written["workspace"] = out["workspace"]
-        run = self.entry.run
-        run(**self.takes(run, case, given, config=config, **written))
+        return self.takes(self.entry.run, case, given, config=config, **written)
+
+    def run(
+        self, case: Case, given: Mapping[str, Tensor], out: Mapping[str, Tensor], config: TileConfig | None = None
+    ) -> None:
+        """As `arguments` has them."""
+        self.entry.run(**self.arguments(case, given, out, config))
 
 
 # What a layer calls the arrays of a product, where it has other names for them, and what it calls besides.

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.lanes import present
 from blazeproto.lab.machine.operands import address, fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
-from blazeproto.lab.machine.warp import LANES, Wait, Warp
+from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Wait, Warp
 
 Made = Callable[[Any], Any]
 UINT32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
@@ -158,7 +159,7 @@ def bar(instruction: Statement) -> Made:
     """
     words = instruction.words
     if words[1] == "warp":
-        return lambda step: lambda warp, running: None  # lanes of a warp count as ordered
+        return _of_lanes(fetch(instruction.operands[0], UINT32))
     if words[1] == "cluster":
         return _cluster(words[2])
     how, operands = words[1], list(instruction.operands)
@@ -179,6 +180,8 @@ def bar(instruction: Statement) -> Made:
                 if target and begun.outcome:
                     warp.write(target[0], np.full(LANES, begun.outcome[-1], WORDS[target[1]]), running)
                 return None
+            if how != "arrive" and running is warp.lanes and warp.hold():
+                return OTHER_LANES
             expected = (
                 cta.threads if count is None else _single(warp, step, count(warp), running, "a barrier's threads")
             )
@@ -218,6 +221,18 @@ def bar(instruction: Statement) -> Made:
                 return named.generation > now
 
             return Wait(over, f"barrier {place}: {named.arrived} of {expected} threads have arrived")
+
+        return run
+
+    return made
+
+
+def _of_lanes(mask: Any) -> Made:
+    """Lanes of a warp count as ordered; but those that the mask names come together."""
+
+    def made(step: Any) -> Any:
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+            return OTHER_LANES if present(warp, running, mask(warp), step) is None else None
 
         return run
 

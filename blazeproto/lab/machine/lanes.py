@@ -9,7 +9,7 @@ import numpy as np
 
 from blazeproto.lab.machine.operands import fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Nothing, Pair, Register, Statement
-from blazeproto.lab.machine.warp import LANE, LANES, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, OTHER_LANES, Wait, Warp
 
 U32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
 BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
@@ -24,11 +24,13 @@ def lanes_of(word: int) -> np.ndarray:
     return (np.uint64(word) & BITS) != 0
 
 
-def _members(warp: Warp, running: np.ndarray | None, mask: np.ndarray, step: Any) -> np.ndarray:
-    """Those that the membermask names: all must be here, but those at their end."""
+def present(warp: Warp, running: np.ndarray | None, mask: np.ndarray, step: Any) -> np.ndarray | None:
+    """Those that the membermask names, but those at their end: all must be here. None: these wait for the others to come."""
     here = warp.mask() if running is None else running
     named = lanes_of(int(mask[np.flatnonzero(here)[0]])) & warp.alive
     if (named & ~here).any():
+        if running is warp.lanes and warp.hold():
+            return None
         raise step.error(warp, "its mask names lanes that are elsewhere", named & ~here)
     return named
 
@@ -42,9 +44,11 @@ def shfl(instruction: Statement) -> Callable[[Any], Any]:
     read = registers_of(instruction.operands[1])
 
     def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
             values, by, clamp = a(warp), b(warp).astype(np.int64) & 31, c(warp).astype(np.int64)
-            members = _members(warp, running, mask(warp), step)
+            members = present(warp, running, mask(warp), step)
+            if members is None:
+                return OTHER_LANES
             segment, bound = (clamp >> 8) & 31, clamp & 31
             highest = (LANE & segment) | (bound & ~segment)
             lowest = LANE & segment
@@ -64,6 +68,7 @@ def shfl(instruction: Statement) -> Callable[[Any], Any]:
             warp.write(register, values[source], running, None if missing is None else missing[source])
             if predicate:
                 warp.write(predicate.place, inside, running)
+            return None
 
         return run
 
@@ -77,8 +82,10 @@ def vote(instruction: Statement) -> Callable[[Any], Any]:
     read = registers_of(instruction.operands[1])
 
     def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            members = _members(warp, running, mask(warp), step)
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+            members = present(warp, running, mask(warp), step)
+            if members is None:
+                return OTHER_LANES
             missing = warp.unwritten_among(read)
             if missing is not None and (missing & members).any():
                 raise step.error(warp, "it votes with a predicate that nobody wrote", missing & members)
@@ -90,6 +97,7 @@ def vote(instruction: Statement) -> Callable[[Any], Any]:
                 "ballot": lambda: word_of(yes),
             }[mode]()
             warp.write(register, np.full(LANES, answer, WORDS[bits]), running)
+            return None
 
         return run
 
@@ -112,12 +120,15 @@ def redux(instruction: Statement) -> Callable[[Any], Any]:
     read = registers_of(instruction.operands[1])
 
     def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            members = _members(warp, running, mask(warp), step)
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+            members = present(warp, running, mask(warp), step)
+            if members is None:
+                return OTHER_LANES
             missing = warp.unwritten_among(read)
             found = np.full(LANES, reduce[how](value(warp)[members]), dtype).view(U32)
             partly = None if missing is None or not (missing & members).any() else members
             warp.write(register, found, running, partly)
+            return None
 
         return run
 
@@ -130,13 +141,17 @@ def elect(instruction: Statement) -> Callable[[Any], Any]:
     mask = fetch(instruction.operands[1], U32)
 
     def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            leader = int(np.flatnonzero(_members(warp, running, mask(warp), step))[0])
+        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+            members = present(warp, running, mask(warp), step)
+            if members is None:
+                return OTHER_LANES
+            leader = int(np.flatnonzero(members)[0])
             assert isinstance(first, Pair) and isinstance(first.second, Register)
             if not isinstance(first.first, Nothing):
                 warp.write(result(instruction)[0], np.full(LANES, leader, np.uint32), running)
             elected: Any = leader == LANE
             warp.write(first.second.place, elected, running)
+            return None
 
         return run
 

@@ -37,6 +37,9 @@ class Wait(NamedTuple):
     spinning: bool = False  # it does go on, but asks the same again
 
 
+OTHER_LANES = Wait(lambda: True, "other lanes of its warp")
+
+
 class Warp:
     """registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.  clock: instructions."""
 
@@ -49,6 +52,7 @@ class Warp:
         self.pc = 0
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
+        self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too
         self.done = False
         self.wait: Wait | None = None
         self.clock = 0
@@ -66,7 +70,7 @@ class Warp:
     def go(self, pc: int) -> None:
         """The running lanes go on at ``pc``."""
         self.pc = pc
-        if self.others:
+        if self.others or self.held:
             self._regroup()
 
     def branch(self, taken: np.ndarray, target: int) -> None:
@@ -87,22 +91,34 @@ class Warp:
         if rest.any():
             self.lanes = rest
             self.go(self.pc + 1)
-        elif self.others:
+        elif self.others or self.held:
             self._next_group()
         else:
             self.done = True
 
+    def hold(self) -> bool:
+        """The running lanes wait where they are for the others of the warp: whether there are some that can go on."""
+        if not self.others:
+            return False
+        self.held.append((self.pc, self.mask()))
+        self._next_group()
+        return True
+
     def _regroup(self) -> None:
-        if self.pc >= self.others[-1][0]:
+        if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):
             self.others.append((self.pc, self.mask()))
             self._next_group()
 
     def _next_group(self) -> None:
-        """The lanes that are furthest back, together with all that are at the same place."""
-        self.others.sort(key=lambda group: -group[0])
-        self.pc, lanes = self.others.pop()
-        while self.others and self.others[-1][0] == self.pc:
-            lanes = lanes | self.others.pop()[1]
+        """The lanes that are furthest back, together with all that are at the same place. Lanes that are held go on last."""
+        groups = self.others or self.held
+        groups.sort(key=lambda group: -group[0])
+        self.pc, lanes = groups.pop()
+        for pc, more in (*self.others, *self.held):
+            if pc == self.pc:
+                lanes = lanes | more
+        self.others = [group for group in self.others if group[0] != self.pc]
+        self.held = [group for group in self.held if group[0] != self.pc]
         self.lanes = None if lanes.all() else lanes
 
     # --- Registers -----------------------------------------------------------------------------------------------------------
