@@ -51,10 +51,10 @@ class ArrayMap:
 
 
 def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> ArrayMap:
-    """A tensor map of an array, as cuTensorMapEncodeTiled makes it; a parameter ``const __grid_constant__`` of 128 bytes takes it.
+    """A tensor map of an array, as cuTensorMapEncodeTiled makes it, for a parameter ``const __grid_constant__`` of 128 bytes.
 
-    array: 1 to 5 dimensions, the last contiguous, the other strides multiples of 16 bytes.  box: elements of each dimension that a
-    copy moves, in the array's order: the last is the innermost, 1 to 256 each.  swizzle: 0, 32, 64 or 128 bytes, which a
+    array: 1 to 5 dimensions, the last contiguous, the other strides multiples of 16 bytes.  box: elements of each dimension that
+    a copy moves, in the array's order: the last is the innermost, 1 to 256 each.  swizzle: 0, 32, 64 or 128 bytes, which a
     row of the box then has. Outside the array a copy reads zeros and writes nothing.
 
     TypeError for no NumPy array, ValueError for what cuTensorMapEncodeTiled refuses.
@@ -81,7 +81,7 @@ def run(
 ) -> Report:
     """Runs one launch on the machine. Arrays are written in place; the report has races, and the seed that gives the same run.
 
-    kernel: PTX text, CUDA C++ source (whose ``#include "ptx.cuh"`` is the package's), a file of either, or a kernel of the package.
+    kernel: PTX text, CUDA C++ source (it may include the package's headers), a file of either, or a kernel of the package.
     grid, block: CTAs, and threads of a CTA, as a number or up to three.  shared: bytes of dynamic shared memory of a CTA.
     cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, where there is more than one.
 
@@ -134,7 +134,7 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
 
 def _text(kernel: str | Path) -> str:
     """PTX of a text or a file."""
-    is_path = isinstance(kernel, Path) or "\n" not in kernel and "{" not in kernel
+    is_path = isinstance(kernel, Path) or ("\n" not in kernel and "{" not in kernel)
     if is_path and not Path(kernel).is_file():
         raise FileNotFoundError(f"kernel: expected PTX text, CUDA C++ source or a file of either, got {str(kernel)!r}")
     source = Path(kernel).read_text() if is_path else str(kernel)

@@ -105,7 +105,7 @@ def test_reduction_with_shared_memory_and_the_race_without_its_barrier() -> None
 
 def test_a_misaligned_address() -> None:
     data = np.zeros(40, np.uint8)
-    with pytest.raises(MachineError, match="kernel.cu:4.*not a multiple of 4 bytes.*lane 0"):
+    with pytest.raises(MachineError, match=r"kernel.cu:4.*not a multiple of 4 bytes.*lane 0"):
         lab.run(SAXPY, 1, 32, [1.0, data[1:], data, 2])
 
 
@@ -226,11 +226,11 @@ def test_maps_that_the_driver_refuses(array: Any, box: Any, swizzle: int, error:
 
 
 def test_what_a_kernel_may_not_do() -> None:
-    with pytest.raises(MachineError, match="kernel.cu:4.*beyond the end of argument 1.*lane 4"):
+    with pytest.raises(MachineError, match=r"kernel.cu:4.*beyond the end of argument 1.*lane 4"):
         lab.run(SAXPY, 1, 32, [1.0, np.ones(4, np.float32), np.ones(4, np.float32), 5])
     fixed = np.ones(4, np.float32)
     fixed.flags.writeable = False
-    with pytest.raises(MachineError, match="kernel.cu:4.*only read"):
+    with pytest.raises(MachineError, match=r"kernel.cu:4.*only read"):
         lab.run(SAXPY, 1, 32, [1.0, fixed, fixed, 4])
     with pytest.raises(Deadlock, match="mbarrier"):
         lab.run(COPY.replace("1024;", "1040;").replace("COLUMN", "0"), 1, 64, [copied(), np.zeros(256, np.float32)])
@@ -242,5 +242,5 @@ def copied() -> Any:
 
 def test_source_on_macos_says_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(RuntimeError, match="expected PTX text, got CUDA C.*macOS"):
+    with pytest.raises(RuntimeError, match=r"expected PTX text, got CUDA C.*macOS"):
         lab.run(SAXPY, 1, 32, [])
