@@ -17,11 +17,12 @@ _HOME_OF = {
     "fragment": "layouts",
     "machine_code": "sass",
     "run": "programs",
+    "step": "programs",
     "swizzle": "layouts",
     "tensor_map": "programs",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
-__all__ = ["Workbench", "explain", "fragment", "machine_code", "run", "swizzle", "tensor_map"]
+__all__ = ["Workbench", "explain", "fragment", "machine_code", "run", "step", "swizzle", "tensor_map"]
 
 
 def __getattr__(name: str) -> Any:

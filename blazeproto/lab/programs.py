@@ -24,6 +24,7 @@ from blazeproto.lab.machine.machine import Machine
 from blazeproto.lab.machine.ptx import EntryParameter, Program
 from blazeproto.lab.machine.run import Report
 from blazeproto.lab.machine.run import run as run_program
+from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.runtime import checks
 from blazeproto.runtime.numba_kernel import NumbaKernel
@@ -93,7 +94,43 @@ def run(
     for CUDA C++ on macOS, which has no NVRTC. PtxError for what the machine does not know, MachineError for what a kernel may not
     do, as an access out of bounds, Deadlock where no warp can go on; their ``races`` are those found before.
     """
-    machine, (program, entry_name) = Machine(seed=seed), _program(kernel, entry)
+    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
+    return run_program(*arguments_of_run, **options)
+
+
+def step(
+    kernel: str | Path | Kernel | NumbaKernel,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    arguments: Sequence[Any],
+    *,
+    shared: int = 0,
+    cluster: int = 1,
+    seed: int = 0,
+    entry: str | None = None,
+) -> Stepper:
+    """The same launch, to be run instruction by instruction (`blazeproto.lab.machine.stepper`); it has not begun.
+
+    kernel, grid, block, arguments, shared, cluster, seed, entry: as in `run`.
+
+    TypeError or ValueError, CompileError, RuntimeError, PtxError as `run` raises them.
+    """
+    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
+    return Stepper(*arguments_of_run, **options)
+
+
+def _launch(
+    kernel: Any,
+    grid: Any,
+    block: Any,
+    arguments: Sequence[Any],
+    shared: int,
+    cluster: int,
+    seed: int,
+    entry: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and options of `blazeproto.lab.machine.run.start`."""
+    machine, (program, entry_name) = Machine(seed=checks.integer("seed", seed)), _program(kernel, entry)
     whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
     if np.prod(whole_block) > MOST_THREADS:
         raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
@@ -102,18 +139,8 @@ def run(
     if whole_grid[0] % checks.integer("cluster", cluster, least=1):
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
     parameters, maps = _laid_out(machine, program, entry_name, arguments)
-    return run_program(
-        program,
-        entry_name,
-        whole_grid,
-        whole_block,
-        parameters,
-        memory=machine.memory,
-        shared_bytes=shared,
-        cluster=cluster,
-        maps=maps,
-        seed=checks.integer("seed", seed),
-    )
+    options = {"memory": machine.memory, "shared_bytes": shared, "cluster": cluster, "maps": maps, "seed": seed}
+    return (program, entry_name, whole_grid, whole_block, parameters), options
 
 
 # --- The kernel --------------------------------------------------------------------------------------------------------------

@@ -281,8 +281,8 @@ class Workbench:
         if not _has_hopper():
             got = f"one of {torch.cuda.get_device_capability()}" if torch.cuda.is_available() else "none"
             raise RuntimeError(
-                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and its sass, and "
-                "diff() work without one"
+                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and "
+                "its sass, and diff() work without one"
             )
 
     @cached_property

@@ -367,10 +367,10 @@ def test_what_no_product_takes_is_refused(arguments: dict, message: str | None) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-@pytest.mark.parametrize("what", ["time", "timeline", "counters"])
-def test_what_needs_a_gpu_says_so(bench: Workbench, what: str) -> None:
+@pytest.mark.parametrize("what", ["time", "counters"])
+def test_what_needs_a_gpu_says_so(what: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{what}: expected a Hopper GPU .* got none"):
-        getattr(bench, what)()
+        getattr(Workbench("up_forward", T=64, d=64, n=64, E=4, K=2), what)()
 
 
 def test_use_before_edit_is_refused(bench: Workbench) -> None:

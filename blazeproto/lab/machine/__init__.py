@@ -8,6 +8,7 @@ from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program, PtxError
 from blazeproto.lab.machine.races import Race
 from blazeproto.lab.machine.run import Deadlock, Report, run
+from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import MachineError
 
@@ -20,6 +21,7 @@ __all__ = [
     "PtxError",
     "Race",
     "Report",
+    "Stepper",
     "TensorMap",
     "run",
 ]

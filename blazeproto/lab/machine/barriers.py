@@ -21,7 +21,7 @@ UINT32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
 LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier counts
 
 
-@dataclass
+@dataclass(repr=False)
 class Mbarrier:
     """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way."""
 
@@ -30,7 +30,7 @@ class Mbarrier:
     pending: int
     bytes: int = 0
     phase: int = 0
-    clocks: Any = field(default=None, repr=False)  # races.py
+    clocks: Any = None  # races.py
 
     def arrive(self, count: int) -> None:
         self.pending -= count
@@ -52,7 +52,7 @@ class Mbarrier:
         """Whether the phase of this parity is over: the one before the current one is what a parity can name."""
         return self.phase % 2 != parity
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
         return f"mbarrier {self.address:#x}, phase {self.phase}: {missing}"
 

@@ -10,7 +10,9 @@ import numpy as np
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.run import Report, run
+from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.runtime.target import launches_on
 
 
 class Machine:
@@ -31,6 +33,7 @@ class Machine:
         self.memory, self.reports = Memory(), list[Report]()
         self.arrays: dict[int, tuple[np.ndarray, int]] = {}  # by where the host has them
         self.programs: dict[str, Program] = {}
+        self.held: list[Stepper] | None = None  # where `step` waits for a launch
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array that nobody has written: kernels that read it are told so."""
@@ -93,19 +96,34 @@ class Machine:
         }
         for made in self.memory.blocks:
             made.shadow = None  # one launch after the other
-        self.reports.append(
-            run(
-                program,
-                entry if entry in program.entries else None,
-                grid,
-                (block,),
-                parameters,
-                memory=self.memory,
-                shared_bytes=shared_bytes,
-                cluster=cluster,
-                maps=maps,
-                seed=self.seed,
-                races=self.races,
-                progress=self.progress,
-            )
-        )
+        name = entry if entry in program.entries else None
+        options: dict[str, Any] = {
+            "memory": self.memory,
+            "shared_bytes": shared_bytes,
+            "cluster": cluster,
+            "maps": maps,
+        }
+        options |= {"seed": self.seed, "races": self.races}
+        if self.held is None:
+            self.reports.append(run(program, name, grid, (block,), parameters, progress=self.progress, **options))
+        elif self.held:
+            raise ValueError(f"call: expected one launch, got a second, of {name}")
+        else:
+            self.held.append(Stepper(program, name, grid, (block,), parameters, **options))
+
+    def step(self, call: Callable[[], Any]) -> Stepper:
+        """The launch that ``call`` makes, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``, not begun yet.
+
+        ``result`` of what this returns is the call's, whose arrays fill as the launch goes on. ValueError where the call makes
+        none or more than one.
+        """
+        self.held = held = list[Stepper]()
+        try:
+            with launches_on(self):
+                result = call()
+        finally:
+            self.held = None
+        if not held:
+            raise ValueError("call: expected one launch, got none")
+        held[0].result = result
+        return held[0]

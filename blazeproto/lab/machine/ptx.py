@@ -133,11 +133,12 @@ class EntryParameter(NamedTuple):
 
 @dataclass
 class Entry:
-    """A kernel: its parameters by offset in their block, its registers' widths, its instructions."""
+    """A kernel: its parameters by offset in their block, its registers' names and widths, its instructions."""
 
     name: str
     parameters: list[EntryParameter]
     variables: list[Variable]
+    names: list[str] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     instructions: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -313,6 +314,7 @@ class _Reader:
                 raise self.fail("unknown register", text)
             for number in range(int(found[2])) if found[2] else ("",):
                 self.scopes[-1][f"{found[1]}{number}"] = Register(len(self.entry.widths), BITS[kind[1:]])
+                self.entry.names.append(f"{found[1]}{number}")
                 self.entry.widths.append(BITS[kind[1:]])
 
     def _variable(self, found: re.Match[str], text: str) -> None:

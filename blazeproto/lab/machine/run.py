@@ -7,7 +7,7 @@ What nobody waits for may happen late; the seed decides how late. The same seed 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,7 @@ class Launch:
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
-def run(
+def start(
     program: Program,
     entry: str | None,
     grid: tuple[int, ...],
@@ -88,13 +88,11 @@ def run(
     maps: Mapping[int, TensorMap] | None = None,
     seed: int = 0,
     races: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-) -> Report:
-    """Run one launch to its end. Arrays in ``memory`` have the results.
+) -> tuple[Report, int, Iterator[Schedule]]:
+    """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
-    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.  progress: called with CTAs done and in all.
-    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
+    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
@@ -105,54 +103,71 @@ def run(
     count = int(np.prod(whole_grid))
     if count % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
-    found: dict[tuple[int, int], Race] = {}
-    for first in range(0, count, cluster):
-        group = Cluster(launch, first, cluster)
-        if races:
-            watched = Races(group, found)
-            for cta in group.ctas:
-                cta.races = watched
-        try:
-            with np.errstate(all="ignore"):
-                report.steps += _Schedule(launch, group, steps, draw).run()
-        except MachineError as error:
-            error.races = tuple(found.values())
-            for race in error.races:
-                error.add_note(str(race))
-            raise
+
+    def schedules() -> Iterator[Schedule]:
+        found: dict[tuple[int, int], Race] = {}
+        for first in range(0, count, cluster):
+            group = Cluster(launch, first, cluster)
+            if races:
+                watched = Races(group, found)
+                for cta in group.ctas:
+                    cta.races = watched
+            schedule = Schedule(launch, group, steps, draw)
+            yield schedule
+            report.steps += schedule.count
+            report.races = list(found.values())
+
+    return report, count // cluster, schedules()
+
+
+def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **options: Any) -> Report:
+    """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
+
+    progress: called with clusters done and in all.
+    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
+    """
+    report, count, schedules = start(*arguments, **options)
+    for done, schedule in enumerate(schedules, 1):
+        while schedule.advance():
+            pass
         if progress:
-            progress(first + cluster, count)
-    report.races = list(found.values())
+            progress(done, count)
     return report
 
 
-class _Schedule:
-    """The warps of a cluster, and who goes on."""
+class Schedule:
+    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends.  last: the last one."""
 
     def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.spun: dict[Warp, tuple[int, set[int]]] = {}  # who asked in vain: the launch's changes then, and where
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
-        self.count = 0
+        self.count, self.until = 0, float("inf")
+        self.warps = [warp for warp in cluster.warps if warp.alive.any()]
+        self.last: tuple[Warp, Compiled] | None = None
 
-    def run(self) -> int:
-        warps, launch, draw = [warp for warp in self.cluster.warps if warp.alive.any()], self.launch, self.draw
-        while True:
-            warps = [warp for warp in warps if not warp.done]
-            if not warps:
-                break
-            able = [warp for warp in warps if self._able(warp)]
-            if able:
-                self._go(able[int(draw.random() * len(able))])
-            elif not self._let_happen():
-                raise Deadlock(self._who_waits(warps))
-        while launch.pending:
-            if not self._let_happen():
-                raise Deadlock(self._who_waits([]))
-        return self.count
+    def advance(self, chosen: Warp | None = None) -> bool:
+        """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
+        self.warps = [warp for warp in self.warps if not warp.done]
+        able = [warp for warp in self.warps if chosen in (None, warp) and self.able(warp)]
+        try:
+            with np.errstate(all="ignore"):
+                if able:
+                    self._go(able[int(self.draw.random() * len(able))])
+                elif chosen or not self._let_happen():
+                    if not chosen and (self.warps or self.launch.pending):
+                        raise Deadlock(self._who_waits(self.warps))
+                    return False
+        except MachineError as error:
+            watched = self.cluster.ctas[0].races
+            error.races = tuple(watched.found.values()) if watched else ()
+            for race in error.races:
+                error.add_note(str(race))
+            raise
+        return True
 
-    def _able(self, warp: Warp) -> bool:
+    def able(self, warp: Warp) -> bool:
         if warp.wait is not None:
             if not warp.wait.over():
                 return False
@@ -166,8 +181,9 @@ class _Schedule:
         """Until the schedule has another go on, or this one waits."""
         steps, random_number, switch, happen = self.steps, self.draw.random, self.switch, self.happen
         pending = self.launch.pending
-        while not warp.done:
+        while not warp.done and self.count < self.until:
             step = steps[warp.pc]
+            self.last = warp, step
             wait = step(warp)
             self.count += 1
             warp.clock += 1
