@@ -41,7 +41,7 @@ from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.timeline import MACRO as TIMELINE
-from blazeproto.lab.timeline import Timeline, record
+from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
 from blazeproto.lab.verdict import Verdict
 from blazeproto.runtime import checks
@@ -241,13 +241,14 @@ class Workbench:
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
 
-        cta: its number in the grid. ValueError for a product that is not made of tiles. RuntimeError without a Hopper GPU, or
-        where the grid has no such CTA.
+        cta: its number in the grid. Without a Hopper GPU it runs on the machine: in steps, the order of things and no time.
+        ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA.
         """
         self._needs_tiles("timeline")
-        self._needs_hopper("timeline")
         build = self._build(TIMELINE)
         self._compiled(build)
+        if not _has_hopper():
+            return record_steps(lambda machine: self._run(build, machine), tiles=tiles, cta=cta)
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
     def counters(self) -> HardwareCounters:

@@ -106,6 +106,17 @@ def test_the_estimate_is_that_of_the_steps_within_a_factor_of_two(product: str, 
     assert 0.5 < seconds / (attended.SECONDS_A_STEP * steps) < 2
 
 
+def test_a_timeline_in_steps() -> None:
+    bench = Workbench("up_forward", **SMALL)
+    picture = bench.timeline(tiles=2)
+    assert picture.unit == "steps" and picture.kernel == "up_forward" and "steps; |" in repr(picture)
+    assert {"producer", "consumer 0", "consumer 1"} <= set(picture.warps.values())
+    first = {what: min(s.end for s in picture.spans if s.what == what) for what in ("copy", "mma", "store")}
+    assert first["copy"] < first["mma"] < first["store"]  # the order in which data goes, whatever the schedule
+    with pytest.raises(RuntimeError, match="CTA 99 recorded nothing"):
+        bench.timeline(cta=99)
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="runs: expected at least 1, got 0"):
         Workbench("combine", **SMALL).check(0)

@@ -19,7 +19,8 @@ class Machine:
     """Runs launches one after the other; `reports` has what each found.
 
     multiprocessors: CTAs of a persistent kernel, at most.  seed: of the schedule.  races: whether they are watched.
-    progress: called with CTAs done and in all, of every launch.
+    progress: called with clusters done and in all, of every launch.  variables: arrays that kernels have as global variables,
+    by name.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Machine:
         seed: int = 0,
         races: bool = True,
         progress: Callable[[int, int], None] | None = None,
+        variables: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.multiprocessors, self.seed, self.races, self.progress = multiprocessors, seed, races, progress
+        self.variables = variables
         self.memory, self.reports = Memory(), list[Report]()
         self.arrays: dict[int, tuple[np.ndarray, int]] = {}  # by where the host has them
         self.programs: dict[str, Program] = {}
@@ -103,7 +106,7 @@ class Machine:
             "cluster": cluster,
             "maps": maps,
         }
-        options |= {"seed": self.seed, "races": self.races}
+        options |= {"seed": self.seed, "races": self.races, "variables": self.variables}
         if self.held is None:
             self.reports.append(run(program, name, grid, (block,), parameters, progress=self.progress, **options))
         elif self.held:

@@ -59,6 +59,7 @@ class Launch:
         memory: Memory,
         parameters: bytes,
         maps: Mapping[int, TensorMap],
+        variables: Mapping[str, np.ndarray],
     ) -> None:
         self.program, self.entry, self.grid, self.block = program, entry, grid, block
         self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
@@ -71,7 +72,9 @@ class Launch:
             self.symbols[parameter.name] = base + parameter.offset
         for variable in program.variables:
             if variable.space != "shared":
-                data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                data = variables.get(variable.name)
+                if data is None:
+                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
@@ -88,17 +91,19 @@ def start(
     maps: Mapping[int, TensorMap] | None = None,
     seed: int = 0,
     races: bool = True,
+    variables: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[Report, int, Iterator[Schedule]]:
     """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
     shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
+    variables: the program's global variables that lie in these arrays; the others begin as the program says.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
     whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {})
+    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {}, variables or {})
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
     if count % cluster:
@@ -186,7 +191,7 @@ class Schedule:
             self.last = warp, step
             wait = step(warp)
             self.count += 1
-            warp.clock += 1
+            warp.clock = self.count
             if wait is not None:
                 if not wait.spinning:
                     warp.wait = wait
