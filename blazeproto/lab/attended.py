@@ -42,7 +42,7 @@ class Attended:
         self.console = Console(stderr=True)
         self.races, self.errors = dict[str, None](), list[str]()
         every = f", {runs} runs" if runs > 1 else ""
-        took = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        took = f"{max(1, seconds):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         self.console.print(f"{product} on the machine: about {took} a run{every}; Ctrl-C ends it", highlight=False)
 
     def run(self, seed: int, launch: Callable[[Machine], None]) -> bool:
