@@ -15,4 +15,6 @@ def plant(folder: Path) -> None:
     for line in (ARRIVE, LEFT):
         if text.count(line) != 1:
             raise ValueError(f"{path.name}: expected one line {line.strip()!r}, got {text.count(line)}")
-    path.write_text(text.replace(ARRIVE, "").replace(LEFT, "                mbarrier_arrive(ring.full_barrier());\n" + LEFT))
+    path.write_text(
+        text.replace(ARRIVE, "").replace(LEFT, "                mbarrier_arrive(ring.full_barrier());\n" + LEFT)
+    )

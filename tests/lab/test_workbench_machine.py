@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import time
 from pathlib import Path
 
 import pytest
 from planted_bugs import BUGS, plant
+from rich.console import Console
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
@@ -96,6 +98,13 @@ def test_ctrl_c_ends_a_check_and_the_next_one_is_right(monkeypatch: pytest.Monke
         bench.check()
     monkeypatch.setattr(on_machine, "run", run)
     assert bench.check()
+
+
+def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(attended, "Console", lambda stderr: Console(file=drawn, force_terminal=True, width=100))
+    assert Workbench("combine", **SMALL).check(2)
+    assert "combine, seed 1: CTAs" in drawn.getvalue() and "2 runs; Ctrl-C ends it" in drawn.getvalue()
 
 
 @pytest.mark.parametrize(("product", "steps"), [("up_forward", 143_067), ("down_forward", 36_004), ("combine", 22_592)])
