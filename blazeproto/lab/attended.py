@@ -57,8 +57,7 @@ class Attended:
             try:
                 launch(machine)
             except MachineError as error:
-                self.errors.append(f"seed {seed}: {error}")
-                self.races |= dict.fromkeys(map(str, error.races))
+                self.errors.append(f"seed {seed}: {error.args[0]}")
                 return False
             finally:
                 self.races |= {str(race): None for report in machine.reports for race in report.races}

@@ -92,7 +92,7 @@ def run(
 
     TypeError or ValueError naming the argument, before anything runs; CompileError for source that NVRTC refuses, RuntimeError
     for CUDA C++ on macOS, which has no NVRTC. PtxError for what the machine does not know, MachineError for what a kernel may not
-    do, as an access out of bounds, Deadlock where no warp can go on; their ``races`` are those found before.
+    do, as an access out of bounds, Deadlock where no warp can go on; their ``report`` has the races found before.
     """
     arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
     return run_program(*arguments_of_run, **options)

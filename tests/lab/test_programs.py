@@ -97,7 +97,7 @@ def test_reduction_with_shared_memory_and_the_race_without_its_barrier() -> None
         try:
             found.append(lab.run(SUM.replace("BARRIER", ""), 2, 128, [x, out], seed=seed).races)
         except MachineError as error:
-            found.append(error.races)
+            found.append(error.report.races)
     races = [race for races in found for race in races]
     assert races and "shared memory" in races[0].where
     assert {"kernel.cu:4", "kernel.cu:7"} <= {side.split(": ")[0] for race in races for side in race[2:]}

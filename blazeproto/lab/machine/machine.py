@@ -12,6 +12,7 @@ from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.run import Report, run
 from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.warp import MachineError
 from blazeproto.runtime.target import launches_on
 
 
@@ -108,7 +109,12 @@ class Machine:
         }
         options |= {"seed": self.seed, "races": self.races, "variables": self.variables}
         if self.held is None:
-            self.reports.append(run(program, name, grid, (block,), parameters, progress=self.progress, **options))
+            try:
+                report = run(program, name, grid, (block,), parameters, progress=self.progress, **options)
+            except MachineError as error:
+                self.reports += [error.report] if error.report else []
+                raise
+            self.reports.append(report)
         elif self.held:
             raise ValueError(f"call: expected one launch, got a second, of {name}")
         else:

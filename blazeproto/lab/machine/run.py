@@ -117,10 +117,9 @@ def start(
                 watched = Races(group, found)
                 for cta in group.ctas:
                     cta.races = watched
-            schedule = Schedule(launch, group, steps, draw)
+            schedule = Schedule(launch, group, steps, draw, report, found)
             yield schedule
-            report.steps += schedule.count
-            report.races = list(found.values())
+            schedule.tell()
 
     return report, count // cluster, schedules()
 
@@ -143,8 +142,17 @@ def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **o
 class Schedule:
     """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends.  last: the last one."""
 
-    def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        cluster: Cluster,
+        steps: list[Compiled],
+        draw: random.Random,
+        report: Report,
+        found: dict[tuple[int, int], Race],
+    ) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
+        self.report, self.found = report, found
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.spun: dict[Warp, tuple[int, set[int]]] = {}  # who asked in vain: the launch's changes then, and where
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
@@ -165,12 +173,15 @@ class Schedule:
                         raise Deadlock(self._who_waits(self.warps))
                     return False
         except MachineError as error:
-            watched = self.cluster.ctas[0].races
-            error.races = tuple(watched.found.values()) if watched else ()
-            for race in error.races:
-                error.add_note(str(race))
+            self.tell()
+            error.report = self.report
             raise
         return True
+
+    def tell(self) -> None:
+        """The report, of what the cluster did."""
+        self.report.steps += self.count
+        self.report.races = list(self.found.values())
 
     def able(self, warp: Warp) -> bool:
         if warp.wait is not None:

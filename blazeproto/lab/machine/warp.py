@@ -24,9 +24,15 @@ POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]
 
 
 class MachineError(RuntimeError):
-    """What a kernel may not do; the message says kernel, source line, warp and lane. races: that were found before."""
+    """What a kernel may not do; the message says kernel, source line, warp and lane, then the seed and the races before.
 
-    races: tuple[Any, ...] = ()
+    report: of the run that it ended.
+    """
+
+    report: Any = None
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n{self.report}" if self.report else "")
 
 
 class Wait(NamedTuple):
