@@ -215,11 +215,14 @@ def exceptions_in(doc: str) -> set[str]:
     return set(re.findall(r"\b[A-Z]\w*(?:Error|Exception)\b", doc))
 
 
+OUR_EXCEPTIONS = ("CompileError", "MachineError", "PtxError")
+
+
 def complaints_about_raising(function: Callable, doc: str | None = None) -> list[str]:
     """That no exception is named, or one that there is not."""
     doc = function.__doc__ or "" if doc is None else doc
     names = exceptions_in(doc)
-    known = {name for name in names if hasattr(builtins, name) or name == "CompileError"}
+    known = {name for name in names if hasattr(builtins, name) or name in OUR_EXCEPTIONS}
     return ["names no exception"] if not names else [f"{name}: no exception" for name in sorted(names - known)]
 
 

@@ -16,10 +16,13 @@ _HOME_OF = {
     "explain": "explanation",
     "fragment": "layouts",
     "machine_code": "sass",
+    "run": "programs",
+    "step": "programs",
     "swizzle": "layouts",
+    "tensor_map": "programs",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
-__all__ = ["Workbench", "explain", "fragment", "machine_code", "swizzle"]
+__all__ = ["Workbench", "explain", "fragment", "machine_code", "run", "step", "swizzle", "tensor_map"]
 
 
 def __getattr__(name: str) -> Any:

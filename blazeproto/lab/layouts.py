@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import product as every
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
 from blazeproto.lab.svg import Picture, blank
@@ -70,15 +72,27 @@ class StageLayout(Picture):
         panel, within = divmod(along, PANEL)
         return self.offset(row, within // CHUNK, panel) + within % CHUNK * BF16.bytes
 
+    @property
+    def bytes(self) -> int:
+        return self.length * self.k * BF16.bytes
+
+    def holding(self, data: np.ndarray, written: np.ndarray) -> StageContents:
+        """What lies there. data: the operand's bytes, uint8 (bytes,).  written: which of them somebody wrote, bool (bytes,).
+
+        ValueError for another number of bytes.
+        """
+        if not len(data) == len(written) == self.bytes:
+            raise ValueError(f"data, written: expected {self.bytes} bytes, got {len(data)} and {len(written)}")
+        return StageContents(self, data, written)
+
     def _heading(self) -> list[str]:
         name = "row" if self.operand == "a" else "column"
         major = "MN" if self.mn_major else "K"
         row = f"64 {name}s of one k" if self.mn_major else f"64 k of one {name}"
         parts = f"{self.panels} panels of {self.rows} rows" if self.mn_major else f"{self.rows} rows"
-        size = self.length * self.k * BF16.bytes
         return [
             f"{self.product}, operand {self.operand}: {self.length} {name}s x {self.k} k, {major}-major, 128-byte swizzle",
-            f"{parts}, each {row}; {size} bytes from byte {self.start} of a stage; every {PATTERN} rows alike",
+            f"{parts}, each {row}; {self.bytes} bytes from byte {self.start} of a stage; every {PATTERN} rows alike",
         ]
 
     def _cell(self, row: int, place: int) -> str:
@@ -97,6 +111,59 @@ class StageLayout(Picture):
 
     def figure(self) -> Figure:
         """The first eight rows: where each chunk lies, a colour for each."""
+        return _grid(
+            self._heading(),
+            [f"row {row}" for row in range(PATTERN)],
+            [f"byte {place * CHUNK_BYTES}" for place in range(CHUNKS)],
+            self._cell,
+            lambda row, place: place ^ row,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class StageContents(Picture):
+    """What an operand's part of a stage holds, bf16. data: its bytes, as they lie.  written: which of them somebody wrote."""
+
+    layout: StageLayout
+    data: np.ndarray
+    written: np.ndarray
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """fp32 (length, k): the operand, out of the swizzle; NaN where nobody wrote."""
+        layout = self.layout
+        order = [
+            layout.offset(row, chunk, panel)
+            for panel, row, chunk in every(range(layout.panels), range(layout.rows), range(CHUNKS))
+        ]
+        chunks = np.array(order).reshape(layout.panels, layout.rows, CHUNKS) // CHUNK_BYTES
+        values = self._values()[chunks].reshape(layout.panels, layout.rows, PANEL)
+        lines = values.transpose(1, 0, 2).reshape(layout.rows, -1)
+        return lines.T if layout.mn_major else lines
+
+    def _values(self) -> np.ndarray:
+        """fp32 (chunks, 8), in the order of the bytes."""
+        values = (self.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return np.where(self.written[:: BF16.bytes], values, np.nan).reshape(-1, CHUNK)
+
+    def _heading(self) -> list[str]:
+        said = f"{int(self.written.sum())} of {self.layout.bytes} bytes are written; below, the first number of each 16 bytes"
+        return [*self.layout._heading(), said]
+
+    def _cell(self, row: int, place: int) -> str:
+        value = self._values()[row * CHUNKS + place][0]
+        where = self.layout._cell(row, place).partition("..")[0]
+        return f"{where}: {'-' if np.isnan(value) else f'{value:.2g}'}"
+
+    def __repr__(self) -> str:
+        places = "".join(f"{place * CHUNK_BYTES:>14}" for place in range(CHUNKS))
+        lines = [*self._heading(), "", f"byte of a row{places}"]
+        for row in range(PATTERN):
+            lines += [f"row {row:<9}" + "".join(f"{self._cell(row, place):>14}" for place in range(CHUNKS))]
+        return "\n".join(lines)
+
+    def figure(self) -> Figure:
+        """The first eight rows: what lies where, a colour for each chunk."""
         return _grid(
             self._heading(),
             [f"row {row}" for row in range(PATTERN)],

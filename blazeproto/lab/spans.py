@@ -59,8 +59,8 @@ class Span:
 class Timeline(Picture):
     """The spans of one CTA's warps: in the order in which they began, each warp's one after the other.
 
-    kernel: its name.  tile_begins: (warp, tile, cycle).  complete: False where a warp's memory for records was full before its
-    last tile.
+    kernel: its name.  unit: of time, "cycles" of a GPU or "steps" of the machine.  tile_begins: (warp, tile, cycle).
+    complete: False where a warp's memory for records was full before its last tile.
     """
 
     kernel: str
@@ -69,6 +69,7 @@ class Timeline(Picture):
     spans: tuple[Span, ...]
     tile_begins: tuple[tuple[int, int, int], ...]
     complete: bool = True
+    unit: str = "cycles"
 
     @property
     def warps(self) -> dict[int, str]:
@@ -133,7 +134,7 @@ def _label(timeline: Timeline, warp: int) -> str:
 def _heading(timeline: Timeline) -> str:
     cut = "" if timeline.complete else "; memory for records was full before that"
     tiles = len({tile for _, tile, _ in timeline.tile_begins})  # it may compute fewer than were asked for
-    return f"{timeline.kernel}, CTA {timeline.cta}: {tiles} tiles, {timeline.cycles} cycles{cut}"
+    return f"{timeline.kernel}, CTA {timeline.cta}: {tiles} tiles, {timeline.cycles} {timeline.unit}{cut}"
 
 
 def _legend(timeline: Timeline) -> list[str]:
@@ -145,7 +146,7 @@ def text(timeline: Timeline) -> str:
     """A line a warp, a letter for what it did most of the time; | where it goes on to the next tile."""
     width = max((len(_label(timeline, warp)) for warp in timeline.warps), default=0)
     per_column = max(1, -(-timeline.cycles // COLUMNS))
-    lines = [_heading(timeline), f"{'':{width}}  a letter is {per_column} cycles; | a tile begins"]
+    lines = [_heading(timeline), f"{'':{width}}  a letter is {per_column} {timeline.unit}; | a tile begins"]
     begins = {(warp, clock // per_column) for warp, _, clock in timeline.tile_begins}
     for warp in timeline.warps:
         cells = [Counter[str]() for _ in range(-(-timeline.cycles // per_column))]
@@ -187,7 +188,7 @@ def drawing(timeline: Timeline) -> Figure:
         if rows[warp] == 0:
             ax.text(clock, -0.6, f"tile {tile}", size=8)
     ax.set_yticks(range(len(rows)), [_label(timeline, warp) for warp in rows])
-    ax.set_xlabel("time in cycles; a black line: the warp's next tile begins", size=8)
+    ax.set_xlabel(f"time in {timeline.unit}; a black line: the warp's next tile begins", size=8)
     ax.grid(axis="x", color="#d0d0d0")
     made = ax.figure
     assert isinstance(made, Figure)

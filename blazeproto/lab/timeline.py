@@ -19,9 +19,12 @@ from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import Any
 
+import numpy as np
+
 from blazeproto.gemm import compile as compilation
 from blazeproto.gemm import product
 from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.machine import Machine
 from blazeproto.lab.spans import Span, Timeline
 from blazeproto.runtime import checks
 from blazeproto.runtime.optional import need
@@ -193,6 +196,25 @@ def record(launch: Callable[[], object], *, tiles: int = 3, cta: int = 0) -> Tim
     return parse(found[0][1], kernel=found[0][0], cta=cta, tiles=tiles)
 
 
+def record_steps(launch: Callable[[Machine], object], *, tiles: int = 3, cta: int = 0) -> Timeline:
+    """The same of a product on the machine, in steps: instructions of all warps of the cluster, one after another.
+
+    launch: calls one product, compiled with the clock reads, on the machine that it is given. Which warp goes on when is the
+    schedule's choice: the picture has the order of things, no time.
+
+    TypeError or ValueError for tiles or a CTA that are none; RuntimeError where nothing was recorded.
+    """
+    checks.integer("tiles", tiles, 1)
+    checks.integer("cta", cta, 0)
+    records = np.zeros((WARPS, RECORDS, 2), np.uint32)
+    machine = Machine(variables={"timeline_records": records, "timeline_cta": np.array([cta], np.int32)})
+    launch(machine)
+    if not records.any():
+        raise RuntimeError(f"CTA {cta} recorded nothing: the grid has none of that number")
+    read = [[(clock, what) for clock, what in warp] for warp in records[:, 1:].tolist()]
+    return replace(parse(read, kernel=machine.reports[0].entry, cta=cta, tiles=tiles), unit="steps")
+
+
 class _Memory:
     """Where a loaded kernel leaves its records."""
 
@@ -210,12 +232,11 @@ class _Memory:
 
     def record(self, cta: int) -> None:
         """From the next launch on, of this CTA; -1: of none. Waits for the GPU."""
-        import numpy
         from cupy.cuda import runtime
 
         if cta >= 0:
             runtime.memset(self._records.data.ptr, 0, self._records.nbytes)
-        self._cta.set(numpy.array([cta], "int32"))
+        self._cta.set(np.array([cta], "int32"))
         runtime.deviceSynchronize()
 
     def read(self) -> Records:

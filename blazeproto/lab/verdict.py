@@ -87,6 +87,8 @@ class Verdict(Drawn):
     """Whether a kernel is right: ``bool(verdict)``. Its repr draws where it is not.
 
     mismatches: the first ten.  maps: of outputs with mismatches.  stray: lines about what was written where nothing belongs.
+    on_machine: whether it ran on the machine (`blazeproto.lab.machine`), run i with seed i. races, errors: what that found,
+    each with its source lines; a run that ends with an error has no part in the maps.
     """
 
     width = WIDTH
@@ -95,9 +97,12 @@ class Verdict(Drawn):
     mismatches: tuple[Mismatch, ...]
     maps: tuple[TileMap, ...]
     stray: tuple[str, ...]
+    races: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    on_machine: bool = False
 
     def __bool__(self) -> bool:
-        return not (self.maps or self.stray)
+        return not (self.maps or self.stray or self.races or self.errors)
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -111,13 +116,19 @@ class Verdict(Drawn):
 
     @property
     def summary(self) -> str:
+        runs = f"{_counted(self.runs, 'run')} on poisoned outputs"
+        if self.on_machine:
+            runs += f", on the machine, seed{'s 0 to' if self.runs > 1 else ''} {self.runs - 1}, races watched"
         if self:
-            return f"{self.product}: right, in {self.runs} runs on poisoned outputs"
+            return f"{self.product}: right, in {runs}"
         parts = [_summary(each) for each in self.maps]
-        return f"{self.product}: WRONG ({self.runs} runs on poisoned outputs). " + "; ".join([*parts, *self.stray])
+        found = {"race": self.races, "machine error": self.errors}
+        parts += [_counted(len(lines), name) for name, lines in found.items() if lines]
+        return f"{self.product}: WRONG ({runs}). " + "; ".join([*parts, *self.stray])
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self.summary, style="green" if self else "bold red")]
+        parts += [Text(f"\n{line}") for line in (*self.errors, *self.races)]
         parts += [_drawn(each) for each in self.maps]
         if self.mismatches:
             parts.append(_table(self.mismatches))
@@ -125,6 +136,10 @@ class Verdict(Drawn):
 
     def __repr__(self) -> str:
         return self.text()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _summary(each: TileMap) -> str:

@@ -2,14 +2,15 @@
 
 >>> bench = Workbench("up_forward", T=4096, d=512, n=512, E=16, K=4)
 >>> bench.edit("my_kernels")         # change my_kernels/up.cu in an editor, then
->>> bench.check()                    # right, or a map of where it is wrong
+>>> bench.check()                    # right, or a map of where it is wrong; without a GPU too, on the machine
 >>> bench.time()
 >>> bench.timeline()                 # what each warp did, and when; counters(): what ncu counts
 >>> with bench.use():
 ...     loss = layer(x)[0].square().mean()
 ...     loss.backward()
 
-Whatever needs no GPU works on any machine: `kernel` with its registers and SASS, compile errors, `diff`.
+Without a Hopper GPU `check` and `run` interpret the kernel's PTX (`blazeproto.lab.machine`); `kernel` with its registers and
+SASS, compile errors and `diff` need none either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,25 +31,28 @@ from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
 from blazeproto.gemm.compile import compile_many
 from blazeproto.gemm.product import Build
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
+from blazeproto.lab import on_machine
+from blazeproto.lab.attended import Attended, seconds_of
 from blazeproto.lab.bounds import Reference, reference
 from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
+from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.timeline import MACRO as TIMELINE
-from blazeproto.lab.timeline import Timeline, record
+from blazeproto.lab.timeline import Timeline, record, record_steps
 from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
 from blazeproto.lab.verdict import Verdict
 from blazeproto.runtime import checks
 
 HOPPER = (9, 0)  # compute capability
-DEVICE = "cuda"  # where inputs are made
+GPU_RUNS = 20
 DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 
 
 class Inputs(NamedTuple):
-    """What runs read and are compared with: made once, kept on the GPU. sums: of the bits of all that is read."""
+    """What runs read and are compared with: made once, kept where the kernel runs. sums: of the bits of all that is read."""
 
     case: Case
     given: dict[str, Tensor]
@@ -175,34 +180,49 @@ class Workbench:
         with product.edited(self.product, build.sources):
             yield self
 
-    # --- On the GPU ----------------------------------------------------------------------------------------------------
+    # --- Running it ----------------------------------------------------------------------------------------------------
 
-    def check(self, runs: int = 20) -> Verdict:
-        """Runs the kernel ``runs`` times on poisoned outputs; whether each element is as near to float64 as rounding allows.
+    def check(self, runs: int | None = None) -> Verdict:
+        """Runs the kernel on poisoned outputs; whether each element is as near to float64 as rounding allows.
 
-        Every second run has random delays around barriers compiled in, so that a race shows. Runs must give the same bits
-        (but for down_forward_fused, which adds in no fixed order), write every element, and nothing beside the outputs.
-        ``bool(verdict)``; its repr draws the tiles that are wrong and the first ten mismatches. RuntimeError without a
-        Hopper GPU, CompileError where the sources don't compile.
+        On a Hopper GPU 20 runs, every second one with random delays around barriers compiled in, so that a race shows. Elsewhere
+        the kernel's PTX runs on the machine (`blazeproto.lab.machine`), which reports races and what a kernel may not do with
+        source lines: by default once, run i with the schedule of seed i. What it will take is said on stderr; Ctrl-C ends it.
+
+        Runs must give the same bits (but for down_forward_fused, which adds in no fixed order), write every element, and nothing
+        beside the outputs. ``bool(verdict)``; its repr draws the tiles that are wrong and the first ten mismatches. CompileError
+        where the sources don't compile, PtxError for an instruction that the machine does not know.
         """
-        checks.integer("runs", runs, least=1)
-        self._needs_hopper("check")
+        on_gpu = _has_hopper()
+        runs = checks.integer("runs", (GPU_RUNS if on_gpu else 1) if runs is None else runs, least=1)
         plain = self._build()
-        builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))]
+        builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))] if on_gpu else [plain]
         self._compiled(*builds)
         inputs = self._inputs
         comparison = Comparison(
             inputs.references, inputs.places, fixed_order=PRODUCTS[self.setting.product].fixed_order
         )
-        touched = {name: torch.zeros(3, dtype=torch.int64, device=DEVICE) for name in inputs.memory}
+        touched = {name: memory.words.new_zeros(3, dtype=torch.int64) for name, memory in inputs.memory.items()}
+        attended = None if on_gpu else self._attended(runs)
         for index in range(runs):
-            self._run(builds[index % 2])
+            if attended is None:
+                self._run(builds[index % 2])
+            elif not attended.run(index, lambda machine: self._run(plain, machine)):
+                continue
             comparison.add(self._in_use())
             for name, memory in inputs.memory.items():
                 touched[name] = torch.maximum(touched[name], self._touched(name, memory))
         stray = [line for name, counts in touched.items() for line in _stray(name, counts.tolist())]
         stray += self._written_over()
-        return comparison.verdict(self.product, stray)
+        verdict = comparison.verdict(self.product, stray)
+        return attended.verdict(verdict) if attended else verdict
+
+    def _attended(self, runs: int) -> Attended:
+        """For runs on the machine."""
+        outputs, s = self._inputs.outputs.values(), self.setting.sizes
+        tiles = sum(prod(output.shape) // prod(output.tile) + s.E for output in outputs)
+        seconds = seconds_of(self.product, s, sum(prod(output.shape) for output in outputs))
+        return Attended(self.product, runs, tiles, seconds)
 
     def time(self, rounds: int = ROUNDS) -> Times:
         """Milliseconds of a call, beside the floor (`blazeproto.cost`) and the package's own kernel, in turn with it.
@@ -223,13 +243,14 @@ class Workbench:
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
 
-        cta: its number in the grid. ValueError for a product that is not made of tiles. RuntimeError without a Hopper GPU, or
-        where the grid has no such CTA.
+        cta: its number in the grid. Without a Hopper GPU it runs on the machine: in steps, the order of things and no time.
+        ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA.
         """
         self._needs_tiles("timeline")
-        self._needs_hopper("timeline")
         build = self._build(TIMELINE)
         self._compiled(build)
+        if not _has_hopper():
+            return record_steps(lambda machine: self._run(build, machine), tiles=tiles, cta=cta)
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
     def counters(self) -> HardwareCounters:
@@ -252,27 +273,26 @@ class Workbench:
     def run(self, *debug: str) -> dict[str, Tensor]:
         """Runs the kernel once on poisoned outputs: these, by name, with the rows in use. They are written again by the next run.
 
-        debug: further macros (ptx.cuh). RuntimeError without a Hopper GPU.
+        debug: further macros (ptx.cuh). Without a Hopper GPU on the machine; MachineError then for what a kernel may not do.
         """
-        self._needs_hopper("run")
         build = self._build(*debug)
         self._compiled(build)
-        self._run(build)
+        self._run(build, None if _has_hopper() else Machine())
         return self._in_use()
 
     def _needs_hopper(self, what: str) -> None:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        if capability != HOPPER:
-            got = f"one of {capability}" if capability else "none"
+        if not _has_hopper():
+            got = f"one of {torch.cuda.get_device_capability()}" if torch.cuda.is_available() else "none"
             raise RuntimeError(
-                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; kernel, kernel.sass and diff() work "
-                "without one"
+                f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and "
+                "its sass, and diff() work without one"
             )
 
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
-        case = make_case(self.setting.sizes, self.routing, device=DEVICE, **options)
+        device = "cuda" if _has_hopper() else "cpu"
+        case = make_case(self.setting.sizes, self.routing, device=device, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
         given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}
@@ -281,14 +301,17 @@ class Workbench:
         places = {name: places_of(outputs[name], case) for name in references}
         return Inputs(case, given, outputs, memory, references, places, _sums(case, given))
 
-    def _run(self, build: Build) -> None:
+    def _run(self, build: Build, machine: Machine | None = None) -> None:
         for memory in self._inputs.memory.values():
             memory.poison()
-        self._launch(build)
+        self._launch(build, machine)
 
-    def _launch(self, build: Build) -> None:
+    def _launch(self, build: Build, machine: Machine | None = None) -> None:
         inputs = self._inputs
         values = {name: memory.values for name, memory in inputs.memory.items()}
+        if machine:
+            on_machine.run(machine, self.call, inputs.case, inputs.given, values, self.config, build)
+            return
         with product.alone({self.product: build}):
             self.call.run(inputs.case, inputs.given, values, self.config)
 
@@ -318,6 +341,10 @@ class Workbench:
         with torch.cuda.graph(graph):
             self._launch(build)
         return graph
+
+
+def _has_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 
 
 def _sums(case: Case, given: dict[str, Tensor]) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba in the simulator. Those in
-CUDA compile; test_exercises_gpu.py judges them."""
+"""Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba in the simulator, in CUDA
+on the machine; test_exercises_gpu.py judges those on a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import wrong_cuda
 import wrong_numpy
 from exercises import EXERCISES, check_exercise
 from simulator import simulate
+
+from blazeproto.lab import workbench
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "solutions"
 FOLDER = Path(__file__).parent
@@ -136,7 +138,7 @@ def test_an_edited_region_is_all_that_changes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "has_hopper", lambda: False)
+    monkeypatch.setattr(workbench, "_has_hopper", lambda: False)
 
 
 @pytest.mark.usefixtures("on_a_laptop")
@@ -146,44 +148,23 @@ def test_solutions_in_cuda_are_right(name: str, whose: str) -> None:
     text = EXERCISES[name].region if whose == "the package" else str(solution(name))
     outcome = check_exercise(name, text)
     assert outcome, repr(outcome)
-    assert " registers, 0 B spilled." in outcome.report and "takes a Hopper GPU" in outcome.report
+    assert " registers, 0 B spilled." in outcome.report and "on the machine" in outcome.report
 
 
 @pytest.mark.usefixtures("on_a_laptop")
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name, those in wrong_cuda.WRONG.items() for what in those])
 def test_wrong_solutions_in_cuda_are_found(name: str, what: str) -> None:
-    """By the inputs of one call, what came and what was right."""
+    """By the tiles that are wrong, what came and what was right."""
     outcome = check_exercise(name, wrong_cuda.WRONG[name][what])
-    assert outcome.passed is False and " B spilled. gate=" in outcome.report, repr(outcome)
-    assert " is " in outcome.report and ", expected " in outcome.report
-
-
-@pytest.mark.usefixtures("on_a_laptop")
-@pytest.mark.parametrize(
-    ("act", "passed"),
-    [
-        ("(gate > 99.0f ? 0.5f : 1.0f) * gate * up / (1.0f + __expf(-gate))", True),
-        ("fminf(gate, 1e9f) * up * __fdividef(1.0f, 1.0f + __expf(-gate))", True),
-        ("fmaxf(gate, 0.0f) * up", False),
-        ("gate < -9.0f ? 0.0f : gate * up * reciprocal_approx(1.0f + __expf(-gate))", "bra"),
-        ("__int_as_float(__float_as_int(gate) + 1) * up", "add.s32"),
-    ],
-)
-def test_what_is_computed_from_ptx(act: str, passed: bool | str) -> None:
-    """Selection, and other ways to divide. What is not computed, here by the instruction's name, is not judged, and says so."""
-    outcome = check_exercise("silu_by_exp", f"DEVICE float act_of(float gate, float up) {{ return {act}; }}")
-    if isinstance(passed, bool):
-        assert outcome.passed is passed, repr(outcome)
-    else:
-        assert outcome.passed is None and passed in outcome.report, repr(outcome)
-        assert "is not computed: it has " in outcome.report and "A Hopper GPU judges it" in outcome.report
+    assert outcome.passed is False and " B spilled." in outcome.report, repr(outcome)
+    assert "elements out of bounds" in outcome.report and "the first 10 mismatches" in outcome.report
 
 
 @pytest.mark.usefixtures("on_a_laptop")
 def test_what_the_notebook_begins_with_is_wrong() -> None:
     zeros = "        d_score[h] += 0.0f * (value + slope + up + up_slope);\n        return {0.0f, 0.0f, 0.0f};\n"
     outcome = check_exercise("swiglu_backward", zeros)
-    assert outcome.passed is False and "d_gate is 0, expected " in outcome.report, repr(outcome)
+    assert outcome.passed is False and "dh: " in outcome.report, repr(outcome)
 
 
 def test_what_does_not_compile_is_wrong() -> None:

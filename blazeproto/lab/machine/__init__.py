@@ -4,15 +4,15 @@ It knows PTX and no product. `Machine` takes the package's launches (`runtime.ta
 """
 
 from blazeproto.lab.machine.machine import Machine
-from blazeproto.lab.machine.memory import AccessError, Memory
+from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program, PtxError
 from blazeproto.lab.machine.races import Race
 from blazeproto.lab.machine.run import Deadlock, Report, run
+from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import MachineError
 
 __all__ = [
-    "AccessError",
     "Deadlock",
     "Machine",
     "MachineError",
@@ -21,6 +21,7 @@ __all__ = [
     "PtxError",
     "Race",
     "Report",
+    "Stepper",
     "TensorMap",
     "run",
 ]

@@ -21,7 +21,7 @@ UINT32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
 LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier counts
 
 
-@dataclass
+@dataclass(repr=False)
 class Mbarrier:
     """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
 
@@ -58,7 +58,7 @@ class Mbarrier:
         """Whether the phase of this parity is over: the one before the current one is what a parity can name."""
         return self.phase % 2 != parity
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
         return f"mbarrier at {self.place}; its phase {self.phase} has {missing}"
 
@@ -243,18 +243,6 @@ def bar(instruction: Statement) -> Made:
                 return named.generation > now
 
             return Wait(over, named)
-
-        return run
-
-    return made
-
-
-def _of_lanes(mask: Any) -> Made:
-    """Lanes of a warp count as ordered; but those that the mask names come together."""
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            return OTHER_LANES if present(warp, running, mask(warp), step) is None else None
 
         return run
 

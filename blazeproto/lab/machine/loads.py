@@ -30,9 +30,8 @@ def located(
     """
     if (addresses & (size - 1)).any():
         bad = int(np.flatnonzero(addresses & (size - 1))[0])
-        raise step.error(
-            warp, f"misaligned by {size} bytes: {warp.cta.describe(int(addresses[bad]))}", lanes[bad : bad + 1]
-        )
+        said = f"not a multiple of {size} bytes: {warp.cta.describe(int(addresses[bad]))}"
+        raise step.error(warp, said, np.arange(LANES) == lanes[bad])
     low, high = int(addresses.min()), int(addresses.max())
     block = warp.cta.block(low, size)
     if block is not None and high + size <= block.end:

@@ -10,15 +10,18 @@ import numpy as np
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.run import Report, run
+from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import MachineError
+from blazeproto.runtime.target import launches_on
 
 
 class Machine:
     """Runs launches one after the other; `reports` has what each found.
 
     multiprocessors: CTAs of a persistent kernel, at most.  seed: of the schedule.  races: whether they are watched.
-    progress: called with CTAs done and in all, of every launch.
+    progress: called with clusters done and in all, of every launch.  variables: arrays that kernels have as global variables,
+    by name.
     """
 
     def __init__(
@@ -27,11 +30,14 @@ class Machine:
         seed: int = 0,
         races: bool = True,
         progress: Callable[[int, int], None] | None = None,
+        variables: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.multiprocessors, self.seed, self.races, self.progress = multiprocessors, seed, races, progress
+        self.variables = variables
         self.memory, self.reports = Memory(), list[Report]()
         self.arrays: dict[int, tuple[np.ndarray, int]] = {}  # by where the host has them
         self.programs: dict[str, Program] = {}
+        self.held: list[Stepper] | None = None  # where `step` waits for a launch
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array that nobody has written: kernels that read it are told so."""
@@ -44,20 +50,25 @@ class Machine:
         self._add(made)
         return made
 
-    def _add(self, array: np.ndarray, written: bool = True) -> int:
-        name = f"array {len(self.arrays)}, {array.dtype.name}{list(array.shape)}"
-        address = self.memory.add(array, name, written=written)
+    def _add(self, array: np.ndarray, written: bool = True, name: str = "") -> int:
+        name = name or f"array {len(self.arrays)}"
+        address = self.memory.add(
+            array,
+            f"{name}, {array.dtype.name}{list(array.shape)}",
+            written=written,
+            read_only=not array.flags.writeable,
+        )
         self.arrays[array.__array_interface__["data"][0]] = array, address
         return address
 
-    def address(self, array: np.ndarray) -> int:
-        """Where the first element lies, of an array or a part of one."""
+    def address(self, array: np.ndarray, name: str = "") -> int:
+        """Where the first element lies, of an array or a part of one. name: what messages call it."""
         root: Any = array
         while isinstance(root.base, np.ndarray):
             root = root.base
         begin = root.__array_interface__["data"][0]
         known = self.arrays.get(begin)
-        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root)
+        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root, name=name)
         return base + array.__array_interface__["data"][0] - begin
 
     def clear(self, address: int, size: int) -> None:
@@ -87,22 +98,39 @@ class Machine:
             offset: TensorMap(address, box.shape, box.strides, box.box, box.element.bytes)
             for offset, (box, address) in boxes.items()
         }
+        name = entry if entry in program.entries else None
+        options: dict[str, Any] = {
+            "memory": self.memory,
+            "shared_bytes": shared_bytes,
+            "cluster": cluster,
+            "maps": maps,
+        }
+        options |= {"seed": self.seed, "races": self.races, "variables": self.variables}
+        if self.held is None:
+            try:
+                report = run(program, name, grid, (block,), parameters, progress=self.progress, **options)
+            except MachineError as error:
+                self.reports += [error.report] if error.report else []
+                raise
+            self.reports.append(report)
+        elif self.held:
+            raise ValueError(f"call: expected one launch, got a second, of {name}")
+        else:
+            self.held.append(Stepper(program, name, grid, (block,), parameters, **options))
+
+    def step(self, call: Callable[[], Any]) -> Stepper:
+        """The launch that ``call`` makes, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``, not begun yet.
+
+        ``result`` of what this returns is the call's, whose arrays fill as the launch goes on. ValueError where the call makes
+        none or more than one.
+        """
+        self.held = held = list[Stepper]()
         try:
-            report = run(
-                program,
-                entry if entry in program.entries else None,
-                grid,
-                (block,),
-                parameters,
-                memory=self.memory,
-                shared_bytes=shared_bytes,
-                cluster=cluster,
-                maps=maps,
-                seed=self.seed,
-                races=self.races,
-                progress=self.progress,
-            )
-        except MachineError as error:
-            self.reports += [error.report] if error.report else []
-            raise
-        self.reports.append(report)
+            with launches_on(self):
+                result = call()
+        finally:
+            self.held = None
+        if not held:
+            raise ValueError("call: expected one launch, got none")
+        held[0].result = result
+        return held[0]

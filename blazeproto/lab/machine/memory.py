@@ -17,10 +17,6 @@ WINDOW = 24  # bits of a CTA's shared addresses
 UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
-class AccessError(RuntimeError):
-    """An address that is nobody's, misaligned, or not to be written."""
-
-
 class Block:
     """Bytes at an address.
 

@@ -128,15 +128,17 @@ class EntryParameter(NamedTuple):
     name: str
     offset: int
     size: int
+    kind: str  # as u64, f32; b8 of a struct
 
 
 @dataclass
 class Entry:
-    """A kernel: its parameters by offset in their block, its registers' widths, its instructions."""
+    """A kernel: its parameters by offset in their block, its registers' names and widths, its instructions."""
 
     name: str
     parameters: list[EntryParameter]
     variables: list[Variable]
+    names: list[str] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     instructions: list[Statement] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -298,7 +300,7 @@ class _Reader:
             size = BITS[found[2]] // 8 * int(found[4] or 1)
             alignment = int(found[1] or BITS[found[2]] // 8)
             begin = -(-end // alignment) * alignment
-            parameters.append(EntryParameter(found[3], begin, size))
+            parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
         self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
         self.scopes, self.chains = [], {}
@@ -312,6 +314,7 @@ class _Reader:
                 raise self.fail("unknown register", text)
             for number in range(int(found[2])) if found[2] else ("",):
                 self.scopes[-1][f"{found[1]}{number}"] = Register(len(self.entry.widths), BITS[kind[1:]])
+                self.entry.names.append(f"{found[1]}{number}")
                 self.entry.widths.append(BITS[kind[1:]])
 
     def _variable(self, found: re.Match[str], text: str) -> None:

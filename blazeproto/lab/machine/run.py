@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Deadlock(MachineError):
     """Nobody can go on."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again."""
 
@@ -50,7 +50,7 @@ class Report:
     steps: int = 0
     races: list[Race] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         found = "\n".join(map(str, self.races)) or "no race"
         return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions; {found}"
 
@@ -73,6 +73,7 @@ class Launch:
         memory: Memory,
         parameters: bytes,
         maps: Mapping[int, TensorMap],
+        variables: Mapping[str, np.ndarray],
     ) -> None:
         self.program, self.entry, self.grid, self.block = program, entry, grid, block
         self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
@@ -85,11 +86,13 @@ class Launch:
             self.symbols[parameter.name] = base + parameter.offset
         for variable in program.variables:
             if variable.space != "shared":
-                data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                data = variables.get(variable.name)
+                if data is None:
+                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
-def run(
+def start(
     program: Program,
     entry: str | None,
     grid: tuple[int, ...],
@@ -102,50 +105,68 @@ def run(
     maps: Mapping[int, TensorMap] | None = None,
     seed: int = 0,
     races: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-) -> Report:
-    """Run one launch to its end. Arrays in ``memory`` have the results.
+    variables: Mapping[str, np.ndarray] | None = None,
+) -> tuple[Report, int, Iterator[Schedule]]:
+    """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
-    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.  progress: called with CTAs done and in all.
-    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
+    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
+    variables: the program's global variables that lie in these arrays; the others begin as the program says.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
     whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {})
+    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {}, variables or {})
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
     if count % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
-    watched = Races() if races else None
-    for first in range(0, count, cluster):
-        group = Cluster(launch, first, cluster)
-        if watched:
-            watched.begin(group)
-            for cta in group.ctas:
-                cta.races = watched
-        schedule = _Schedule(launch, group, steps, draw)
-        try:
-            with np.errstate(all="ignore"):
-                schedule.run()
-        except MachineError as error:
-            error.report = report
-            raise
-        finally:
-            report.steps += schedule.count
-            report.races = list(watched.found.values()) if watched else []
+
+    def schedules() -> Iterator[Schedule]:
+        watched = Races() if races else None
+        for first in range(0, count, cluster):
+            group = Cluster(launch, first, cluster)
+            if watched:
+                watched.begin(group)
+                for cta in group.ctas:
+                    cta.races = watched
+            schedule = Schedule(launch, group, steps, draw, report, watched)
+            yield schedule
+            schedule.tell()
+
+    return report, count // cluster, schedules()
+
+
+def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **options: Any) -> Report:
+    """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
+
+    progress: called with clusters done and in all.
+    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
+    """
+    report, count, schedules = start(*arguments, **options)
+    for done, schedule in enumerate(schedules, 1):
+        while schedule.advance():
+            pass
         if progress:
-            progress(first + cluster, count)
+            progress(done, count)
     return report
 
 
-class _Schedule:
-    """The warps of a cluster, and who goes on."""
+class Schedule:
+    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends.  last: the last one."""
 
-    def __init__(self, launch: Launch, cluster: Cluster, steps: list[Compiled], draw: random.Random) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        cluster: Cluster,
+        steps: list[Compiled],
+        draw: random.Random,
+        report: Report,
+        watched: Races | None,
+    ) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
+        self.report, self.watched = report, watched
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
@@ -153,25 +174,35 @@ class _Schedule:
             Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]
         ] = {}  # who asked in vain: the launch's changes then, and what
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
-        self.count = 0
+        self.count, self.until = 0, float("inf")
+        self.warps = [warp for warp in cluster.warps if warp.alive.any()]
+        self.last: tuple[Warp, Compiled] | None = None
 
-    def run(self) -> None:
-        warps, launch = [warp for warp in self.cluster.warps if warp.alive.any()], self.launch
-        while True:
-            warps = [warp for warp in warps if not warp.done]
-            if not warps:
-                break
-            able = [warp for warp in warps if self._able(warp)]
-            if able:
-                self._go(self._next(able))
-            elif not self._let_happen():
-                raise Deadlock(self._who_waits(warps))
-        for one in launch.pending:
+    def advance(self, chosen: Warp | None = None) -> bool:
+        """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
+        self.warps = [warp for warp in self.warps if not warp.done]
+        able = [warp for warp in self.warps if chosen in (None, warp) and self.able(warp)]
+        try:
+            with np.errstate(all="ignore"):
+                if not self.warps:
+                    self._ended()
+                if able:
+                    self._go(self._next(able))
+                elif chosen or not self._let_happen():
+                    if not chosen and (self.warps or self.launch.pending):
+                        raise Deadlock(self._who_waits(self.warps))
+                    return False
+        except MachineError as error:
+            self.tell()
+            error.report = self.report
+            raise
+        return True
+
+    def _ended(self) -> None:
+        """Threads are at their end: what they have issued may still write to global memory, and no more than that."""
+        for one in self.launch.pending:
             if isinstance(one, Store) and one.next == 0:
                 raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
-        while launch.pending:
-            if not self._let_happen():
-                raise Deadlock(self._who_waits([]))
 
     def _next(self, able: list[Warp]) -> Warp:
         random_number = self.draw.random
@@ -182,7 +213,12 @@ class _Schedule:
             self.priorities[chosen] = random_number()
         return chosen
 
-    def _able(self, warp: Warp) -> bool:
+    def tell(self) -> None:
+        """The report, of what the cluster did."""
+        self.report.steps += self.count
+        self.report.races = list(self.watched.found.values()) if self.watched else []
+
+    def able(self, warp: Warp) -> bool:
         if warp.wait is not None:
             if not warp.wait.over():
                 return False
@@ -196,11 +232,12 @@ class _Schedule:
         """Until the schedule has another go on, or this one waits."""
         steps, random_number, switch, happen = self.steps, self.draw.random, self.switch, self.happen
         pending = self.launch.pending
-        while not warp.done:
+        while not warp.done and self.count < self.until:
             step = steps[warp.pc]
+            self.last = warp, step
             wait = step(warp)
             self.count += 1
-            warp.clock += 1
+            warp.clock = self.count
             if wait is not None:
                 if not wait.spinning:
                     warp.wait = wait

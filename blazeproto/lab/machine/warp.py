@@ -51,7 +51,8 @@ OTHER_LANES = Wait(lambda: True, "other lanes of its warp")
 
 
 class Warp:
-    """registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.  clock: instructions."""
+    """registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.
+    clock: instructions of all warps of its cluster so far."""
 
     def __init__(self, cta: Cta, number: int, threads: int, widths: list[int]) -> None:
         self.cta, self.number = cta, number

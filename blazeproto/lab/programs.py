@@ -1,0 +1,244 @@
+"""Anybody's kernel on the machine (`blazeproto.lab.machine`), which needs no GPU: PTX text or CUDA C++ source, on NumPy arrays.
+
+>>> report = lab.run(source, grid=4, block=128, arguments=[2.0, x, y, len(x)])    # y is written in place
+>>> report.races
+
+CUDA C++ is compiled by NVRTC, which NVIDIA has for Linux and Windows. On macOS PTX text runs: that of Numba, of a
+``gemm.Kernel`` compiled elsewhere, or ``nvcc -ptx``'s.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blazeproto.gemm.compile import Kernel, compile_in_subprocess
+from blazeproto.lab.machine.machine import Machine
+from blazeproto.lab.machine.ptx import EntryParameter, Program
+from blazeproto.lab.machine.run import Report
+from blazeproto.lab.machine.run import run as run_program
+from blazeproto.lab.machine.stepper import Stepper
+from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.runtime import checks
+from blazeproto.runtime.numba_kernel import NumbaKernel
+
+MOST_THREADS = 1024  # of a CTA
+MOST_SHARED = 227 * 1024  # bytes of a CTA
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_PTX = re.compile(r"^\s*\.(version|visible|entry)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ArrayMap:
+    """What `tensor_map` makes: an argument of `run`."""
+
+    array: np.ndarray
+    box: tuple[int, ...]
+    swizzle: int
+
+    def at(self, address: int) -> TensorMap:
+        """The map of the array at an address. Raises what `TensorMap` does."""
+        array = self.array
+        return TensorMap(
+            address, array.shape[::-1], array.strides[-2::-1], self.box[::-1], array.itemsize, self.swizzle
+        )
+
+
+def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> ArrayMap:
+    """A tensor map of an array, as cuTensorMapEncodeTiled makes it, for a parameter ``const __grid_constant__`` of 128 bytes.
+
+    array: 1 to 5 dimensions, the last contiguous, the other strides multiples of 16 bytes.  box: elements of each dimension that
+    a copy moves, in the array's order: the last is the innermost, 1 to 256 each.  swizzle: 0, 32, 64 or 128 bytes, which a
+    row of the box then has. Outside the array a copy reads zeros and writes nothing.
+
+    TypeError for no NumPy array, ValueError for what cuTensorMapEncodeTiled refuses.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"array: expected a NumPy array, got {type(array).__name__}")
+    if array.ndim and array.strides[-1] != array.itemsize:
+        raise ValueError(f"array: expected the last dimension contiguous, got strides {array.strides}")
+    made = ArrayMap(array, tuple(checks.integer("box", size) for size in box), swizzle)
+    made.at(0)
+    return made
+
+
+def run(
+    kernel: str | Path | Kernel | NumbaKernel,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    arguments: Sequence[Any],
+    *,
+    shared: int = 0,
+    cluster: int = 1,
+    seed: int = 0,
+    entry: str | None = None,
+) -> Report:
+    """Runs one launch on the machine. Arrays are written in place; the report has races, and the seed that gives the same run.
+
+    kernel: PTX text, CUDA C++ source (it may include the package's headers), a file of either, or a kernel of the package.
+    grid, block: CTAs, and threads of a CTA, as a number or up to three.  shared: bytes of dynamic shared memory of a CTA.
+    cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, where there is more than one.
+
+    arguments: one for each parameter. A NumPy array (bf16 as uint16) is its address. A NumPy number has the parameter's size; a
+    Python int or float takes its size and, of .f32 and .f64, its type. A `tensor_map`. A struct is its bytes, a NumPy void,
+    or a tuple of arrays, NumPy numbers and tensor maps, which lie as C has them.
+
+    TypeError or ValueError naming the argument, before anything runs; CompileError for source that NVRTC refuses, RuntimeError
+    for CUDA C++ on macOS, which has no NVRTC. PtxError for what the machine does not know, MachineError for what a kernel may not
+    do, as an access out of bounds, Deadlock where no warp can go on; their ``report`` has the races found before.
+    """
+    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
+    return run_program(*arguments_of_run, **options)
+
+
+def step(
+    kernel: str | Path | Kernel | NumbaKernel,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    arguments: Sequence[Any],
+    *,
+    shared: int = 0,
+    cluster: int = 1,
+    seed: int = 0,
+    entry: str | None = None,
+) -> Stepper:
+    """The same launch, to be run instruction by instruction (`blazeproto.lab.machine.stepper`); it has not begun.
+
+    kernel, grid, block, arguments, shared, cluster, seed, entry: as in `run`.
+
+    TypeError or ValueError, CompileError, RuntimeError, PtxError as `run` raises them.
+    """
+    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
+    return Stepper(*arguments_of_run, **options)
+
+
+def _launch(
+    kernel: Any,
+    grid: Any,
+    block: Any,
+    arguments: Sequence[Any],
+    shared: int,
+    cluster: int,
+    seed: int,
+    entry: str | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and options of `blazeproto.lab.machine.run.start`."""
+    machine, (program, entry_name) = Machine(seed=checks.integer("seed", seed)), _program(kernel, entry)
+    whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
+    if np.prod(whole_block) > MOST_THREADS:
+        raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
+    if checks.integer("shared", shared, least=0) > MOST_SHARED:
+        raise ValueError(f"shared: expected at most {MOST_SHARED} bytes, got {shared}")
+    if whole_grid[0] % checks.integer("cluster", cluster, least=1):
+        raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
+    parameters, maps = _laid_out(machine, program, entry_name, arguments)
+    options = {"memory": machine.memory, "shared_bytes": shared, "cluster": cluster, "maps": maps, "seed": seed}
+    return (program, entry_name, whole_grid, whole_block, parameters), options
+
+
+# --- The kernel --------------------------------------------------------------------------------------------------------------
+
+
+def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
+    if isinstance(kernel, NumbaKernel):
+        text = kernel.ptx()
+    elif isinstance(kernel, Kernel):
+        text, entry = kernel.ptx, entry or kernel.entry
+    elif isinstance(kernel, str | Path):
+        text = _text(kernel)
+    else:
+        raise TypeError(f"kernel: expected text, a path, a Kernel or a NumbaKernel, got {type(kernel).__name__}")
+    program = Program.read(text)
+    return program, program.entry(entry).name
+
+
+def _text(kernel: str | Path) -> str:
+    """PTX of a text or a file."""
+    is_path = isinstance(kernel, Path) or ("\n" not in kernel and "{" not in kernel)
+    if is_path and not Path(kernel).is_file():
+        raise FileNotFoundError(f"kernel: expected PTX text, CUDA C++ source or a file of either, got {str(kernel)!r}")
+    source = Path(kernel).read_text() if is_path else str(kernel)
+    if _PTX.search(source):
+        return source
+    if "__global__" not in source:
+        raise ValueError("kernel: expected an .entry (PTX) or a __global__ function (CUDA C++), got neither")
+    if sys.platform == "darwin":
+        raise RuntimeError("kernel: expected PTX text, got CUDA C++; it is compiled by NVRTC, which macOS has not")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(kernel).resolve() if is_path else Path(folder) / "kernel.cu"
+        if not is_path:
+            path.write_text(source)
+        return compile_in_subprocess(Kernel(str(path), "")).ptx
+
+
+def _sizes(name: str, value: int | tuple[int, ...]) -> tuple[int, ...]:
+    sizes = value if isinstance(value, tuple) else (value,)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{name}: expected one to three sizes, got {value}")
+    return tuple(checks.integer(name, size, least=1) for size in sizes)
+
+
+# --- Its arguments -----------------------------------------------------------------------------------------------------------
+
+
+def _laid_out(
+    machine: Machine, program: Program, entry: str, arguments: Sequence[Any]
+) -> tuple[bytes, dict[int, TensorMap]]:
+    """The bytes of all parameters, and tensor maps by their offsets in these."""
+    taken = program.entry(entry)
+    if len(arguments) != len(taken.parameters):
+        raise ValueError(f"arguments: expected {len(taken.parameters)} for {entry}, got {len(arguments)}")
+    data, maps = bytearray(taken.parameter_bytes), dict[int, TensorMap]()
+    for number, (value, parameter) in enumerate(zip(arguments, taken.parameters, strict=True)):
+        name = f"argument {number} ({parameter.size} bytes, .{parameter.kind})"
+        struct, made, whole = isinstance(value, tuple), bytearray(), 1
+        for member in value if struct else (value,):
+            if isinstance(array := member.array if isinstance(member, ArrayMap) else member, np.ndarray) and array.ndim:
+                machine.address(array, f"argument {number}")
+            one, alignment = _bytes(machine, name, member, None if struct else parameter)
+            made += bytes(-len(made) % alignment)
+            if isinstance(member, ArrayMap):
+                maps[parameter.offset + len(made)] = member.at(machine.address(member.array))
+            made += one
+            whole = max(whole, alignment)
+        made += bytes(-len(made) % whole)
+        if len(made) != parameter.size:
+            raise ValueError(f"{name}: expected {parameter.size} bytes, got {len(made)}")
+        data[parameter.offset : parameter.offset + parameter.size] = made
+    return bytes(data), maps
+
+
+def _bytes(machine: Machine, name: str, value: Any, parameter: EntryParameter | None) -> tuple[bytes, int]:
+    """A value's bytes, and their alignment. parameter: that it is for; None in a struct, where Python's numbers have no size."""
+    if isinstance(value, ArrayMap):
+        return bytes(MAP_BYTES), MAP_ALIGNMENT
+    if isinstance(value, np.ndarray) and value.ndim:
+        return machine.address(value).to_bytes(8, "little"), 8
+    if isinstance(value, bytes):
+        return value, 1
+    if isinstance(value, np.void) or (isinstance(value, np.generic | np.ndarray) and parameter is None):
+        return value.tobytes(), value.dtype.alignment if value.dtype.names else value.dtype.itemsize
+    if parameter is None or not isinstance(value, int | float | np.generic | np.ndarray):
+        expected = "an array, a NumPy number or a tensor_map" + (", or a number or a struct" if parameter else "")
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    kind, size = parameter.kind, parameter.size
+    given = np.asarray(value)
+    real, whole = kind.startswith("f"), kind[0] in "us"
+    if (whole and given.dtype.kind == "f") or (real and given.dtype.kind not in "iuf"):
+        raise TypeError(f"{name}: expected {'a number' if real else 'an int'}, got {value!r}")
+    if isinstance(value, np.generic | np.ndarray):
+        if given.itemsize != size or (real and given.dtype.kind != "f"):
+            raise TypeError(f"{name}: expected a NumPy number of its type, got {value!r} ({given.dtype})")
+        return given.tobytes(), 1
+    if real or isinstance(value, float):
+        return np.array(value, f"f{size}").tobytes(), 1
+    if not -(2 ** (8 * size - 1)) <= value < 2 ** (8 * size):
+        raise ValueError(f"{name}: expected an int of {size} bytes, got {value}")
+    return (value % 2 ** (8 * size)).to_bytes(size, "little"), 1
