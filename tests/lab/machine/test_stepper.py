@@ -50,7 +50,9 @@ def test_a_stage_and_the_accumulators_on_their_way(up: tuple[Stepper, np.ndarray
     assert full.svg().startswith("<svg")
     weights = stepper.stage(lab.swizzle("up_forward", "b")).matrix
     assert (weights[:N] == wide(up_proj[0, :N, :64])).all()
-    assert any(barrier.phase for barrier in stepper.barriers().values()) and "mbarrier at byte" in str(stepper.barriers())
+    assert any(barrier.phase for barrier in stepper.barriers().values()) and "arrivals and 0 bytes missing" in repr(
+        stepper.barriers()
+    )
     assert "wgmma.mma_async" in repr(stepper) and "mainloop.cuh" in repr(stepper)
     for _ in range(2 * 128 // 16 * 2):
         made = stepper.accumulators(0) or stepper.accumulators(1)
