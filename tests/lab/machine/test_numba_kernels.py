@@ -346,10 +346,9 @@ def test_logits(num_tokens: int, num_experts: int) -> None:
     products[-1, 0], d_logits[0, :4] = np.inf, [np.nan, np.inf, 3.4e38, 1e-44][:num_experts]
     right = fallback.finish_logits(products)
     for seed in range(3):
-        with on_machine(seed) as machine:
+        with on_machine(seed):
             made = finish_logits(products.copy())
         np.testing.assert_array_equal(made, right)
-        assert seed != 1 or num_tokens != 37 or machine.reports[0].races, "the race that is named is no more"
     for parts in (2, 3):
         with on_machine():
             split = split_gradient(d_logits, right, parts)
