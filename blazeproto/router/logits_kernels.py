@@ -37,8 +37,9 @@ def finish_logits(threads: int, lanes: int, num_experts: int) -> Any:
             finite = float32(0.0)
             for i in range(per_lane):
                 expert = int32(min(int32(i * lanes + lane), int32(num_experts - 1)))
-                if inside:  # the last token's row is being written, where it is broken
-                    finite += logits[row + expert] * float32(0.0)
+                # Groups without a token read the last one's row, and drop what they read: where it is broken, another group may
+                # be writing it below. The only race that `blazeproto.lab.machine` reports of these kernels.
+                finite += logits[row + expert] * float32(0.0)
             broken = any_of(finite != float32(0.0))
             if inside and broken:
                 for i in range(per_lane):
