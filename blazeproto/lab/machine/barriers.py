@@ -261,18 +261,6 @@ def _of_lanes(mask: Any) -> Made:
     return made
 
 
-def _of_lanes(mask: Any) -> Made:
-    """Lanes of a warp count as ordered; but those that the mask names come together."""
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            return OTHER_LANES if present(warp, running, mask(warp), step) is None else None
-
-        return run
-
-    return made
-
-
 def _cluster(how: str) -> Made:
     def made(step: Any) -> Any:
         def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
