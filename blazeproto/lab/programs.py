@@ -1,7 +1,7 @@
 """Anybody's kernel on the machine (`blazeproto.lab.machine`), which needs no GPU: PTX text or CUDA C++ source, on NumPy arrays.
 
->>> report = lab.run(source, grid=4, block=128, arguments=[2.0, x, y, len(x)])    # y is written in place
->>> report.races
+    report = lab.run(source, grid=4, block=128, arguments=[2.0, x, y, len(x)])    # y is written in place
+    report.races
 
 CUDA C++ is compiled by NVRTC, which NVIDIA has for Linux and Windows. On macOS PTX text runs: that of Numba, of a
 ``gemm.Kernel`` compiled elsewhere, or ``nvcc -ptx``'s.

@@ -1,10 +1,10 @@
 """A launch that a person runs instruction by instruction, and what its warps, barriers and shared memory hold meanwhile.
 
->>> stepper = Machine().step(lambda: gemm.up_forward(x, up_proj, dispatch))
->>> stepper.until("wgmma.mma_async")       # or a source line: until("mainloop.cuh:120")
->>> stepper.step(10)                       # of the warps that the schedule chooses
->>> stepper.step(10, warp=4)               # of this one, as far as it can go
->>> stepper.registers(warp=4, lane=31)
+stepper = Machine().step(lambda: gemm.up_forward(x, up_proj, dispatch))
+stepper.until("wgmma.mma_async")       # or a source line: until("mainloop.cuh:120")
+stepper.step(10)                       # of the warps that the schedule chooses
+stepper.step(10, warp=4)               # of this one, as far as it can go
+stepper.registers(warp=4, lane=31)
 """
 
 from __future__ import annotations
