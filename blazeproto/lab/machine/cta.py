@@ -1,20 +1,56 @@
-"""A launch's CTAs and clusters: what their threads share."""
+"""A launch, its clusters and CTAs: what their threads share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from blazeproto.lab.machine.asynchronous import Groups, Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
-from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW, Block, shared_block
-from blazeproto.lab.machine.ptx import PtxError
+from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW, Block, Memory, shared_block
+from blazeproto.lab.machine.ptx import Entry, Program, PtxError
+from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
 from blazeproto.lab.machine.wgmma import WARPS, Warpgroup
 
-if TYPE_CHECKING:
-    from blazeproto.lab.machine.run import Launch
+
+class Launch:
+    """A kernel with its grid and arguments, while it runs.
+
+    maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
+    """
+
+    shared_bytes: int
+
+    def __init__(
+        self,
+        program: Program,
+        entry: Entry,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        memory: Memory,
+        parameters: bytes,
+        maps: Mapping[int, TensorMap],
+        variables: Mapping[str, np.ndarray],
+    ) -> None:
+        self.program, self.entry, self.grid, self.block = program, entry, grid, block
+        self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
+        self.pending: list[Any] = []
+        self.symbols: dict[str, int] = {}
+        block_of = np.frombuffer(bytearray(parameters), np.uint8)
+        base = memory.add(block_of, "the parameters", read_only=True)
+        self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
+        for parameter in entry.parameters:
+            self.symbols[parameter.name] = base + parameter.offset
+        for variable in program.variables:
+            if variable.space != "shared":
+                data = variables.get(variable.name)
+                if data is None:
+                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
 class Cluster:

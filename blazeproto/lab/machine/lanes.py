@@ -115,8 +115,8 @@ def redux(instruction: Statement) -> Callable[[Any], Any]:
         "add": np.sum,
         "or": np.bitwise_or.reduce,
         "and": np.bitwise_and.reduce,
+        "xor": np.bitwise_xor.reduce,
     }
-    reduce["xor"] = np.bitwise_xor.reduce
     read = registers_of(instruction.operands[1])
 
     def made(step: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from blazeproto.lab.machine.asynchronous import Store
-from blazeproto.lab.machine.cta import Cluster
+from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
-from blazeproto.lab.machine.ptx import Entry, Program
+from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.races import Race, Races
 from blazeproto.lab.machine.step import Compiled, compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
@@ -53,43 +53,6 @@ class Report:
     def __repr__(self) -> str:
         found = "\n".join(map(str, self.races)) or "no race"
         return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions; {found}"
-
-
-class Launch:
-    """A kernel with its grid and arguments, while it runs.
-
-    maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
-    """
-
-    shared_bytes: int
-
-    def __init__(
-        self,
-        program: Program,
-        entry: Entry,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        shared_bytes: int,
-        memory: Memory,
-        parameters: bytes,
-        maps: Mapping[int, TensorMap],
-        variables: Mapping[str, np.ndarray],
-    ) -> None:
-        self.program, self.entry, self.grid, self.block = program, entry, grid, block
-        self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
-        self.pending: list[Any] = []
-        self.symbols: dict[str, int] = {}
-        block_of = np.frombuffer(bytearray(parameters), np.uint8)
-        base = memory.add(block_of, "the parameters", read_only=True)
-        self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
-        for parameter in entry.parameters:
-            self.symbols[parameter.name] = base + parameter.offset
-        for variable in program.variables:
-            if variable.space != "shared":
-                data = variables.get(variable.name)
-                if data is None:
-                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
-                self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
 def start(
@@ -170,9 +133,8 @@ class Schedule:
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
-        self.spun: dict[
-            Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]
-        ] = {}  # who asked in vain: the launch's changes then, and what
+        # Who asked in vain: the launch's changes then, and what.
+        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]] = {}
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
         self.count, self.until = 0, float("inf")
         self.warps = [warp for warp in cluster.warps if warp.alive.any()]

@@ -7,14 +7,11 @@ which it joins; so lanes come together again at the first place that all of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from blazeproto.lab.machine.ptx import WORDS
-
-if TYPE_CHECKING:
-    from blazeproto.lab.machine.cta import Cta
 
 LANES = 32
 ALL = np.ones(LANES, np.bool_)
@@ -51,10 +48,13 @@ OTHER_LANES = Wait(lambda: True, "other lanes of its warp")
 
 
 class Warp:
-    """registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.
-    clock: instructions of all warps of its cluster so far."""
+    """Its CTA, which cta.py makes, and what its lanes have.
 
-    def __init__(self, cta: Cta, number: int, threads: int, widths: list[int]) -> None:
+    registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.
+    clock: instructions of all warps of its cluster so far.
+    """
+
+    def __init__(self, cta: Any, number: int, threads: int, widths: list[int]) -> None:
         self.cta, self.number = cta, number
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
