@@ -31,15 +31,14 @@ def finish_logits(threads: int, lanes: int, num_experts: int) -> Any:
         lane = int32(thread & (lanes - 1))
         first = int64(cuda.blockIdx.x) * groups
         while first < num_tokens:
-            token = int64(min(first + (thread >> shift), num_tokens - 1))
-            inside = first + (thread >> shift) < num_tokens
+            token = int64(first + (thread >> shift))
+            inside = token < num_tokens
             row = int64(token * num_experts)
             finite = float32(0.0)
             for i in range(per_lane):
                 expert = int32(min(int32(i * lanes + lane), int32(num_experts - 1)))
-                # Groups without a token read the last one's row, and drop what they read: where it is broken, another group may
-                # be writing it below. The only race that `blazeproto.lab.machine` reports of these kernels.
-                finite += logits[row + expert] * float32(0.0)
+                if inside:
+                    finite += logits[row + expert] * float32(0.0)
             broken = any_of(finite != float32(0.0))
             if inside and broken:
                 for i in range(per_lane):
