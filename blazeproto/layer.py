@@ -368,7 +368,8 @@ class SharedExpert(nn.Module):
         if x.dtype != torch.float64:  # which autocast leaves alone
             x = cast(x, autocast_dtype(x.device.type) or x.dtype)
         up, down = (weight.to(x.dtype)[None] for weight in (getattr(self, self.up_name), self.down_proj))
-        counts = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        # All rows. No torch.full: inductor fails on the cumsum of one whose value is symbolic (torch 2.11 to 2.13).
+        counts = torch.arange(x.shape[0], x.shape[0] + 1, dtype=torch.int32, device=x.device)
         return grouped_experts(x, up, down, counts, activation=self.activation, backend=backend, save=save)
 
     def extra_repr(self) -> str:

@@ -66,12 +66,13 @@ class Inputs(NamedTuple):
 class Workbench:
     """One product (a name of `blazeproto.gemm.PRODUCTS`) at one shape, its inputs, and what it should give.
 
-    `edit`, `reopen`, `kernel` and `diff` work on any machine; `check`, `time`, `timeline` and `counters` need a Hopper GPU.
+    It runs on a Hopper GPU where there is one, else on the machine (`blazeproto.lab.machine`); `time` and `counters` need a GPU.
 
     T tokens, d model width, n expert width, E experts, K experts a token. d and n are multiples of 8, E at most 512.
     activation: of `blazeproto.activations`.  routing: of `lab.oracle.ROUTINGS`.  seed: of the inputs, which are bf16 at unit
-    scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes. bias_score_grad and
-    expert_row_sum are those of a layer with biases; the other products have none.
+    scale, weights at 1/√fan-in.  config: the tiles; default: those that a layer of the shape takes.  device: "cpu" for the
+    machine where there is a Hopper GPU too. bias_score_grad and expert_row_sum are those of a layer with biases; the other
+    products have none.
 
     ValueError or TypeError for what no product takes.
     """
@@ -88,6 +89,7 @@ class Workbench:
         routing: str = "uniform",
         seed: int = 0,
         config: TileConfig | None = None,
+        device: str = "auto",
     ) -> None:
         checks.one_of("product", product, tuple(PRODUCTS))
         for name, value in (("T", T), ("d", d), ("n", n), ("E", E), ("K", K)):
@@ -103,7 +105,9 @@ class Workbench:
             raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         if config is not None and PRODUCTS[product].kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
+        checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.activation, self.routing, self.seed, self.config = product, activation, routing, seed, config
+        self.on_gpu = device == "auto" and _has_hopper()
         sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
         self.setting = Setting(product, sizes, activation, config)
         self.call = CALLS[product]
@@ -185,7 +189,7 @@ class Workbench:
     def check(self, runs: int | None = None) -> Verdict:
         """Runs the kernel on poisoned outputs; whether each element is as near to float64 as rounding allows.
 
-        On a Hopper GPU 20 runs, every second one with random delays around barriers compiled in, so that a race shows. Elsewhere
+        On a GPU 20 runs, every second one with random delays around barriers compiled in, so that a race shows. Elsewhere
         the kernel's PTX runs on the machine (`blazeproto.lab.machine`), which reports races and what a kernel may not do with
         source lines: by default once, run i with the schedule of seed i. What it will take is said on stderr; Ctrl-C ends it.
 
@@ -193,17 +197,16 @@ class Workbench:
         beside the outputs. ``bool(verdict)``; its repr draws the tiles that are wrong and the first ten mismatches. CompileError
         where the sources don't compile, PtxError for an instruction that the machine does not know.
         """
-        on_gpu = _has_hopper()
-        runs = checks.integer("runs", (GPU_RUNS if on_gpu else 1) if runs is None else runs, least=1)
+        runs = checks.integer("runs", (GPU_RUNS if self.on_gpu else 1) if runs is None else runs, least=1)
         plain = self._build()
-        builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))] if on_gpu else [plain]
+        builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))] if self.on_gpu else [plain]
         self._compiled(*builds)
         inputs = self._inputs
         comparison = Comparison(
             inputs.references, inputs.places, fixed_order=PRODUCTS[self.setting.product].fixed_order
         )
         touched = {name: memory.words.new_zeros(3, dtype=torch.int64) for name, memory in inputs.memory.items()}
-        attended = None if on_gpu else self._attended(runs)
+        attended = None if self.on_gpu else self._attended(runs)
         for index in range(runs):
             if attended is None:
                 self._run(builds[index % 2])
@@ -243,13 +246,13 @@ class Workbench:
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
 
-        cta: its number in the grid. Without a Hopper GPU it runs on the machine: in steps, the order of things and no time.
+        cta: its number in the grid. Without a GPU it runs on the machine: in steps, the order of things and no time.
         ValueError for a product that is not made of tiles. RuntimeError where the grid has no such CTA.
         """
         self._needs_tiles("timeline")
         build = self._build(TIMELINE)
         self._compiled(build)
-        if not _has_hopper():
+        if not self.on_gpu:
             return record_steps(lambda machine: self._run(build, machine), tiles=tiles, cta=cta)
         return record(lambda: self._run(build), tiles=tiles, cta=cta)
 
@@ -277,12 +280,13 @@ class Workbench:
         """
         build = self._build(*debug)
         self._compiled(build)
-        self._run(build, None if _has_hopper() else Machine())
+        self._run(build, None if self.on_gpu else Machine())
         return self._in_use()
 
     def _needs_hopper(self, what: str) -> None:
-        if not _has_hopper():
+        if not self.on_gpu:
             got = f"one of {torch.cuda.get_device_capability()}" if torch.cuda.is_available() else "none"
+            got = "device='cpu'" if _has_hopper() else got
             raise RuntimeError(
                 f"{what}: expected a Hopper GPU (compute capability {HOPPER}), got {got}; check(), run(), kernel and "
                 "its sass, and diff() work without one"
@@ -291,7 +295,7 @@ class Workbench:
     @cached_property
     def _inputs(self) -> Inputs:
         options: dict[str, Any] = {"activation": self.activation, "biases": bool(self.call.needs), "seed": self.seed}
-        device = "cuda" if _has_hopper() else "cpu"
+        device = "cuda" if self.on_gpu else "cpu"
         case = make_case(self.setting.sizes, self.routing, device=device, **options)
         made = evaluate(YARDSTICK, case)
         references = reference(self.product, case, made)
