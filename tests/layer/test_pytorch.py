@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 
 import pytest
 import torch
@@ -157,3 +158,13 @@ def test_evaluation_without_gradients_leaves_the_losses_alone():
     with torch.no_grad():
         _, stats = layer(torch.randn(T, D))
     assert not stats.aux_loss.requires_grad
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_a_shared_expert_compiles_for_any_number_of_tokens():
+    """With inductor, whose pass over a cumsum of torch.full fails where the value is symbolic."""
+    layer = MoE(D, N, E, K, d_shared=8, router="topk_softmax")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for tokens in (9, 5):
+        x = torch.randn(tokens, D)
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0])

@@ -13,7 +13,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +44,6 @@ class Program:
     cluster: int = 1
     shared_bytes: int = 0
     map: Map | None = None
-    approximate: tuple[tuple[int, str], ...] = field(default=())  # (8-byte word of a thread's output, opcode)
 
     @property
     def opcodes(self) -> set[str]:
@@ -75,7 +74,6 @@ setp.num.f32 p f f|shl.b32 r r s|shl.b64 d d s|shr.s32 r r s|shr.s64 d d s|shr.u
 sub.s32 r r r|sub.s64 d d d|tanh.approx.f32 f x|xor.b32 r r r|xor.pred p p p
 """.replace("\n", "|")
 INSTRUCTIONS = [tuple(line.split()) for line in ARITHMETIC.split("|") if line]
-APPROXIMATE = ("ex2.approx.ftz.f32", "tanh.approx.f32", "rcp.approx.ftz.f32")
 EDGES_32 = (0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF, 0xFFFF, 0x10000)
 EDGES_64 = (0, 1, 63, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 EDGES_F = (
@@ -173,18 +171,16 @@ def arithmetic(seed: int, instructions: list[tuple[str, ...]]) -> Program:
         else:
             text.add(f"ld.global.{ {'r': 'u32', 'd': 'u64', 'f': 'f32', 'h': 'u16'}[store] } {name}, {at}")
         loaded.setdefault(kind, []).append(name)
-    approximate = []
     for index, (opcode, made, *taken) in enumerate(instructions):
         result, operands = f"%{made}{50 + index}", [choose.choice(loaded[kind]) for kind in taken]
         if opcode.startswith("selp.u") and choose.random() < 0.5:
             operands[:2] = ["1", "0"]
         text.add(f"{opcode} {result}, {', '.join(operands)}")
-        if opcode in APPROXIMATE:
-            approximate.append((index, opcode))
         store_result(text, made, result, 50 + index, f"[%d3+{8 * index}]")
     names = " ".join(opcode for opcode, *_ in instructions)
-    return Program(f"arithmetic {seed}: {names}", str(text), columns.view(np.uint8).ravel(), LANES * len(instructions) * 8,
-                   approximate=tuple(approximate))  # fmt: skip
+    return Program(
+        f"arithmetic {seed}: {names}", str(text), columns.view(np.uint8).ravel(), LANES * len(instructions) * 8
+    )
 
 
 def store_result(text: Text, kind: str, result: str, index: int, at: str) -> None:
