@@ -173,7 +173,12 @@ def peak_of(program: modules.ModuleProgram) -> int:
 
 
 def measure(shape: Sizes, names: list[str], rounds: int) -> Row:
-    """One row of the results."""
+    """One row of the results. All runs on one stream that is not the default one, so that it can be captured (`capture`)."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return row_of(shape, names, rounds)
+
+
+def row_of(shape: Sizes, names: list[str], rounds: int) -> Row:
     programs, absent = build_programs(shape, names, input_sets(shape))
     differences = agreement(programs["ours"][0], programs["sonic"][0]) if "sonic" in programs else {}
     peaks = {name: peak_of(programs[name][0]) for name in ("ours", "sonic") if name in programs}

@@ -69,18 +69,25 @@ def capture(call: Call, pool: Pool) -> torch.cuda.CUDAGraph:
     Raises what the capture raises (at a host synchronisation, say), or RuntimeError where a replay gives other results.
     Graphs that share a pool share memory: they must not run at the same time, and their results are not read afterwards.
     """
-    # An autograd thread may let go of a backward's nodes a little after the backward returns. A leaf's AccumulateGrad node that
-    # lives on is used again, with its stream: so what runs before the capture runs on the stream that captures.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    # A leaf's AccumulateGrad node that lives on after a backward is used again, with its stream: so what runs before the capture
+    # runs on the stream that captures. That is the caller's, where it is not the default one, which can't be captured.
+    current = torch.cuda.current_stream()
+    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(2):
             expected = tensors_in(call())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # a capture can't return cached blocks to make room
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        results = tensors_in(call())
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            results = tensors_in(call())
+    except Exception:
+        # torch's random numbers wait for the end of a capture that failed: they take the end of the next one.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+        raise
     for result in results:
         result.fill_(math.nan)
     graph.replay()
@@ -207,6 +214,7 @@ def gpu_ms(
             graphs[name] = captured(call, pool)
         except Exception as error:  # noqa: BLE001  whatever a peer does under capture, the others go on
             refused[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            pool = torch.cuda.graph_pool_handle()  # the old one records for ever
     if any(name in refused for name in must_agree):
         graphs.clear()
     ms = interleaved_ms(graphs, rounds, warmups=3, queued=True)

@@ -95,8 +95,8 @@ STEPS = {
     "products": Step(
         "python -m scripts.bench.products --quick",
         2,
-        "python -m scripts.bench.products --time-budget 45",
-        1.2,
+        "python -m scripts.bench.products --time-budget 75",
+        1.8,
         last_lines=60,
     ),
     "tune": Step("python -m scripts.bench.products --tune --time-budget 330", 6.5, last_lines=60),

@@ -179,7 +179,7 @@ def test_a_row_has_the_times_of_all_three(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "input_sets", lambda shape: 1)
     monkeypatch.setattr(module, "kernel_times", kernel_times)
     monkeypatch.setattr(module, "peak_bytes", lambda call: 2**20 * len(call()))
-    row = module.measure(SMALL, ["ours", "router", "sonic"], rounds=5)
+    row = module.row_of(SMALL, ["ours", "router", "sonic"], rounds=5)
     fields = {f"{name}_{part}_ms" for name in ("ours", "sonic", "router", "floor") for part in ("fwd", "fwdbwd")}
     assert fields <= row.keys() and row["cfg"] == cfg_of(SMALL)
     assert row["ours_peak_fwdbwd_MiB"] == row["sonic_peak_fwdbwd_MiB"] == 2.0

@@ -1,4 +1,4 @@
-"""300 small PTX programs give on the machine what an H200 made of them (`ptx_programs.npz`), bit for bit but for approximations."""
+"""300 small PTX programs give on the machine what an H200 made of them (`ptx_programs.npz`); approximations within bounds."""
 
 from __future__ import annotations
 
