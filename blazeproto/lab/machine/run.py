@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine.asynchronous import Store
 from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
-from blazeproto.lab.machine.races import Race, Races
-from blazeproto.lab.machine.step import Compiled, compile_entry
+from blazeproto.lab.machine.races import Race, Races, Unwatched
+from blazeproto.lab.machine.step import compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
-from blazeproto.lab.machine.warp import MachineError, Wait, Warp
+from blazeproto.lab.machine.warp import Compiled, MachineError, Wait, Warp
 
 SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
 HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
@@ -87,13 +86,12 @@ def start(
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
 
     def schedules() -> Iterator[Schedule]:
-        watched = Races() if races else None
+        watched: Any = Races() if races else Unwatched()
         for first in range(0, count, cluster):
             group = Cluster(launch, first, cluster)
-            if watched:
-                watched.begin(group)
-                for cta in group.ctas:
-                    cta.races = watched
+            watched.begin(group)
+            for cta in group.ctas:
+                cta.races = watched
             schedule = Schedule(launch, group, steps, draw, report, watched)
             yield schedule
             schedule.tell()
@@ -126,7 +124,7 @@ class Schedule:
         steps: list[Compiled],
         draw: random.Random,
         report: Report,
-        watched: Races | None,
+        watched: Races | Unwatched,
     ) -> None:
         self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
         self.report, self.watched = report, watched
@@ -163,7 +161,7 @@ class Schedule:
     def _ended(self) -> None:
         """Threads are at their end: what they have issued may still write to global memory, and no more than that."""
         for one in self.launch.pending:
-            if isinstance(one, Store) and one.next == 0:
+            if len(one.orders) > 1 and one.next == 0:
                 raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
 
     def _next(self, able: list[Warp]) -> Warp:
@@ -178,7 +176,7 @@ class Schedule:
     def tell(self) -> None:
         """The report, of what the cluster did."""
         self.report.steps += self.count
-        self.report.races = list(self.watched.found.values()) if self.watched else []
+        self.report.races = list(self.watched.found.values())
 
     def able(self, warp: Warp) -> bool:
         if warp.wait is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.barriers import Mbarrier
-from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW
+from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW
 from blazeproto.lab.machine.operands import registers_of
 from blazeproto.lab.machine.ptx import Statement
 from blazeproto.lab.machine.run import Report, start
@@ -117,8 +117,7 @@ class Stepper:
         """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
         rank = self._warp(0, cta).cta.rank
         known = self._schedule.cluster.mbarriers
-        window = (1 << WINDOW) - 1
-        return {(at & window) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
+        return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
 
     def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of a CTA's shared memory, uint8 (size,), and which of them somebody wrote, bool. ValueError beyond its end."""
@@ -138,7 +137,7 @@ class Stepper:
         """
         of = self._warp(WARPS * warpgroup, cta).cta
         names = self._schedule.launch.entry.names
-        sums = of.warpgroups[warpgroup].sums if warpgroup in of.warpgroups else {}
+        sums = of.warpgroups[warpgroup].sums
         return {names[registers[0]]: values.copy() for registers, values in sums.items()}
 
     def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
