@@ -4,8 +4,6 @@ An instruction issues a `Transaction`; when it happens is the schedule's choice,
 async proxy sees shared memory as fences left it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -25,7 +23,7 @@ from blazeproto.lab.machine.warp import Compiled, Run, Wait, Warp
 class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
-    keys: what each part is waited for by, with others.  queue: those of one queue happen in its order.
+    keys: what each part is waited for by, with others.  queue: those of one queue happen in its order, and leave it.
     generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.
     """
 
@@ -49,7 +47,7 @@ class Transaction:
         return self.next == len(self.parts)
 
     def ready(self) -> bool:
-        return self.queue is None or next(one for one in self.queue if not one.done) is self
+        return self.queue is None or self.queue[0] is self
 
     def perform(self) -> None:
         launch = self.warp.cta.launch
@@ -58,6 +56,8 @@ class Transaction:
         launch.changes += 1
         if self.done:
             launch.pending.remove(self)
+            if self.queue:
+                self.queue.pop(0)
 
     def __str__(self) -> str:
         return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from blazeproto.lab.machine.operands import BOOL, UINT32, address, fetch, known, result
 from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
-from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp
+from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp, plain
 
 LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier counts
 
@@ -229,62 +229,45 @@ def bar(instruction: Statement, step: Compiled) -> Run:
 COMBINE: dict[str, Callable[[list[bool]], bool]] = {"or": any, "and": all}
 
 
-def cluster_arrive(instruction: Statement, step: Compiled) -> Run:
+def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.13.4 barrier.cluster.arrive"""
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        cluster = warp.cta.cluster
-        number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
-        warp.cta.races.release(warp, cluster.phases.setdefault(number, Named(number)))
-        warp.cta.launch.changes += 1
-
-    return run
+    cluster = warp.cta.cluster
+    number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
+    warp.cta.races.release(warp, cluster.phases.setdefault(number, Named(number)))
+    warp.cta.launch.changes += 1
 
 
-def cluster_wait(instruction: Statement, step: Compiled) -> Run:
+def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
     """§9.7.13.4 barrier.cluster.wait"""
+    cluster, mine = warp.cta.cluster, warp.cta.cluster.arrivals.get(warp, 0)
+    if not mine:
+        raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
 
-    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-        cluster, mine = warp.cta.cluster, warp.cta.cluster.arrivals.get(warp, 0)
-        if not mine:
-            raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
+    def over() -> bool:
+        return all(cluster.arrivals.get(other, 0) >= mine or other.done for other in cluster.warps)
 
-        def over() -> bool:
-            return all(cluster.arrivals.get(other, 0) >= mine or other.done for other in cluster.warps)
-
-        if not over():
-            return Wait(over, f"the cluster's barrier, for the {mine}. time")
-        warp.cta.races.acquire(warp, cluster.phases[mine].clocks)
-        return None
-
-    return run
+    if not over():
+        return Wait(over, f"the cluster's barrier, for the {mine}. time")
+    warp.cta.races.acquire(warp, cluster.phases[mine].clocks)
+    return None
 
 
 # --- Fences, and what changes no value -----------------------------------------------------------------------------------------
 
 
-def proxy_fence(instruction: Statement, step: Compiled) -> Run:
+def proxy_fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.13.3 fence.proxy.async shows the async proxy what threads wrote to shared memory."""
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        warp.cta.shared.stale[:] = False
-        warp.cta.races.fence(warp)
-
-    return run
+    warp.cta.shared.stale[:] = False
+    warp.cta.races.fence(warp)
 
 
-def nothing(instruction: Statement, step: Compiled) -> Run:
+def nothing(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.13.3 membar and fence of the generic proxy, §9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol."""
-    return lambda warp, running: None
 
 
-def trap(instruction: Statement, step: Compiled) -> Run:
+def trap(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.17.4 trap"""
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        raise step.error(warp, "trap", warp.active(running)[0])
-
-    return run
+    raise step.error(warp, "trap", warp.active(running)[0])
 
 
 TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
@@ -296,9 +279,9 @@ TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
     "mbarrier.try_wait": mbarrier_wait,
     "bar": bar,
     "barrier": bar,
-    "barrier.cluster.arrive": cluster_arrive,
-    "barrier.cluster.wait": cluster_wait,
-    "fence.proxy": proxy_fence,
-    "trap": trap,
-    **dict.fromkeys(("fence", "membar", "setmaxnreg", "nanosleep", "griddepcontrol"), nothing),
+    "barrier.cluster.arrive": plain(cluster_arrive),
+    "barrier.cluster.wait": plain(cluster_wait),
+    "fence.proxy": plain(proxy_fence),
+    "trap": plain(trap),
+    **dict.fromkeys(("fence", "membar", "setmaxnreg", "nanosleep", "griddepcontrol"), plain(nothing)),
 }

@@ -1,7 +1,5 @@
 """A launch, its clusters and CTAs: what their threads share."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +10,7 @@ from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
 from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, Memory, shared_block
 from blazeproto.lab.machine.ptx import Entry, Program, PtxError
+from blazeproto.lab.machine.races import Races, Unwatched
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
 from blazeproto.lab.machine.wgmma import Warpgroup
@@ -34,9 +33,10 @@ class Launch:
         parameters: bytes,
         maps: Mapping[int, TensorMap],
         variables: Mapping[str, np.ndarray],
+        races: Races | Unwatched,
     ) -> None:
         self.program, self.entry, self.grid, self.block = program, entry, grid, block
-        self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
+        self.shared_bytes, self.memory, self.races, self.changes = shared_bytes, memory, races, 0
         self.pending: list[Any] = []
         base = memory.add(np.frombuffer(bytearray(parameters), np.uint8), "the parameters", read_only=True)
         self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
@@ -58,6 +58,7 @@ class Cluster:
         self.phases: dict[int, Named] = {}  # of that barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
+        launch.races.begin(self)
 
 
 class Cta:
@@ -73,7 +74,7 @@ class Cta:
         self.shared = shared_block(rank, size)
         self.named: dict[int, Named] = {}
         self.at_barrier: dict[int, Named] = {}
-        self.races: Any = None
+        self.races: Any = launch.races
         self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
             lambda: [[]]
         )  # by warp and kind, the last one open

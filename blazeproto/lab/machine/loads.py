@@ -118,7 +118,7 @@ def write_by_threads(
     return index
 
 
-COMBINE: dict[str, Callable[[int, int, int], int]] = {
+COMBINE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "add": lambda old, new, _: old + new,
     "max": lambda old, new, _: max(old, new),
     "min": lambda old, new, _: min(old, new),
@@ -158,13 +158,8 @@ def atom(instruction: Statement, step: Compiled) -> Run:
             memory = block.words[width].view(dtype)
             for begin, lane in zip((offsets // width).tolist(), of.tolist(), strict=True):
                 old[lane] = memory[begin]
-                for i in range(count):
-                    new = values[:, i, lane]
-                    if dtype.kind == "f":
-                        memory[begin + i] = combine(memory[begin + i], new[0], 0)
-                    else:
-                        made = combine(int(memory[begin + i]), int(new[0]), int(new[-1]))
-                        memory[begin + i] = np.array(made & (1 << 8 * width) - 1, f"u{width}").view(dtype)
+                for i in range(count):  # sums of integers wrap
+                    memory[begin + i] = combine(memory[begin + i], values[0, i, lane], values[-1, i, lane])
         if isinstance(target, Register):
             warp.write(target.place, old.view(WORDS[target.bits]), running)
         warp.cta.launch.changes += 1

@@ -1,7 +1,5 @@
 """A target of the package's launches: inside ``launches_on(Machine())`` they run on NumPy arrays, from their PTX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,8 +74,7 @@ class Machine:
         assert block is not None
         begin = address - block.address
         block.bytes[begin : begin + size] = 0
-        if block.written is not None:
-            block.written[begin : begin + size] = True
+        block.wrote(slice(begin, begin + size))
 
     def launch(
         self,
@@ -91,8 +88,7 @@ class Machine:
     ) -> None:
         """See `blazeproto.runtime.target.Target`. Raises what `run` raises."""
         text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
-        program = self.programs.setdefault(text, None) or Program.read(text)  # type: ignore[arg-type]
-        self.programs[text] = program
+        program = self.programs[text] = self.programs.get(text) or Program.read(text)
         entry = getattr(kernel, "entry", None)
         maps = {
             offset: TensorMap(address, box.shape, box.strides, box.box, box.element.bytes)
@@ -104,8 +100,10 @@ class Machine:
             "shared_bytes": shared_bytes,
             "cluster": cluster,
             "maps": maps,
+            "seed": self.seed,
+            "races": self.races,
+            "variables": self.variables,
         }
-        options |= {"seed": self.seed, "races": self.races, "variables": self.variables}
         if self.held is None:
             try:
                 report = run(program, name, grid, (block,), parameters, progress=self.progress, **options)

@@ -39,7 +39,7 @@ class Block:
     def end(self) -> int:
         return self.address + self.size
 
-    def wrote(self, index: np.ndarray, anything: bool = True) -> None:
+    def wrote(self, index: np.ndarray | slice, anything: bool = True) -> None:
         """These bytes are written; or hold again what nobody wrote."""
         if self.written is not None:
             self.written[index] = anything

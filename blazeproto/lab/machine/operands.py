@@ -1,7 +1,5 @@
 """Operands: how an instruction gets the values of its lanes, and what nobody wrote is followed through arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

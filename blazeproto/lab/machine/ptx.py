@@ -162,6 +162,7 @@ _IGNORED = re.compile(rf"\.(?:{'|'.join(IGNORED)})\b")
 _STATEMENT = re.compile(
     rf"{_IGNORED.pattern}[^\n]*|[\w$]+:|[{{}}]|(?:\.\w+\s+)*\.entry\b[^)]*\)|[^\s;][^;]*;",
 )
+_BREAK = re.compile(r"\n\s*")
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _VARIABLE = re.compile(
     r"(?P<how>(?:\.(?:visible|extern|weak|common)\s+)*)\.(?P<space>shared|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
@@ -174,8 +175,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.number = text, 1
         self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
-        self.entries: dict[str, Entry] = {}
-        self.variables: list[Variable] = []
+        self.program = Program({}, [], text)
         self.entry: Entry | None = None
         self.scopes: list[dict[str, Operand]] = []
         self.line = Line(())
@@ -191,15 +191,15 @@ class _Reader:
         for statement in _STATEMENT.finditer(body):
             self.number += body.count("\n", read, statement.start())
             read = statement.start()
-            self._take(re.sub(r"\s*\n\s*", " ", statement[0].rstrip(";").strip()))
-        if not self.entries:
+            self._take(_BREAK.sub(" ", statement[0].rstrip(";").strip()))
+        if not self.program.entries:
             raise PtxError("text: expected PTX with an .entry, got none")
-        for entry in self.entries.values():
+        for entry in self.program.entries.values():
             for instruction in entry.instructions:
                 if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
                     self.number = instruction.number
                     raise self.fail("unknown label", instruction.text)
-        return Program(self.entries, self.variables, self.text)
+        return self.program
 
     def _take(self, text: str) -> None:
         if text.startswith(".loc"):
@@ -254,7 +254,7 @@ class _Reader:
             begin = -(-end // alignment) * alignment
             parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
-        self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
+        self.entry = self.program.entries[name.strip()] = Entry(name.strip(), parameters, [])
         self.scopes, self.chains = [], {}
 
     def _registers(self, text: str) -> None:
@@ -281,7 +281,7 @@ class _Reader:
         made = Variable(
             found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
         )
-        (self.entry.variables if self.entry else self.variables).append(made)
+        (self.entry.variables if self.entry else self.program.variables).append(made)
 
     # --- Instructions --------------------------------------------------------------------------------------------------------
 

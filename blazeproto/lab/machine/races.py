@@ -90,20 +90,20 @@ class Races:
     def __init__(self) -> None:
         self.found: dict[Any, Race] = {}
         self.earlier = 0  # epochs up to this one are of other clusters
+        self.epochs: dict[int, int] = {}  # by actor
         self.sites: list[tuple[Any, str]] = []  # instruction, CTA and warp
         self.of_step: dict[Any, int] = {}
         self.shadows: dict[Block, Shadow] = {}
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
-        self.highest = 0  # of all epochs
         self.size = 0  # of clocks
 
     def begin(self, cluster: Cluster) -> None:
         """Another cluster runs from now on."""
-        self.earlier = self.highest
+        self.earlier = max(self.epochs.values(), default=0)
         self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
         self.actors: dict[Any, int] = {"nobody": 0}
         self.size = max(self.size, 64 + 8 * len(cluster.warps))
-        self.epochs: dict[int, int] = defaultdict(lambda: self.earlier)
+        self.epochs = defaultdict(lambda: self.earlier)
         self.generic = np.zeros(self.size, np.bool_)  # actors that are threads, or act as threads do
         self.clocks: dict[Warp, Clocks] = {warp: np.zeros((2, self.size), np.int32) for warp in cluster.warps}
         for warp in cluster.warps:
@@ -122,7 +122,6 @@ class Races:
 
     def _next(self, actor: int) -> int:
         self.epochs[actor] += 1
-        self.highest = max(self.highest, self.epochs[actor])
         return self.epochs[actor]
 
     def _tick(self, warp: Warp) -> None:
@@ -284,7 +283,7 @@ class Unwatched:
     found: Mapping[Any, Race] = {}
 
     def note(self, *_: Any, **__: Any) -> None:
-        pass
+        """What anybody does."""
 
     begin = release = acquire = fence = issue = join = finish = release_transaction = initialise = use = read = (
         write

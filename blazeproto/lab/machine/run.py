@@ -5,8 +5,6 @@ What nobody waits for may happen late; the seed decides how late, and whether al
 chance, or some are put off for long. The same seed gives the same run.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +66,7 @@ def start(
     seed: int = 0,
     races: bool = True,
     variables: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Report, int, Iterator[Schedule]]:
+) -> tuple[Report, int, "Iterator[Schedule]"]:
     """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
@@ -79,20 +77,17 @@ def start(
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
     whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {}, variables or {})
+    watched = Races() if races else Unwatched()
+    given = shared_bytes, memory, parameters, maps or {}, variables or {}
+    launch = Launch(program, of, whole_grid, whole_block, *given, watched)
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
     if count % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
 
-    def schedules() -> Iterator[Schedule]:
-        watched: Any = Races() if races else Unwatched()
+    def schedules() -> "Iterator[Schedule]":
         for first in range(0, count, cluster):
-            group = Cluster(launch, first, cluster)
-            watched.begin(group)
-            for cta in group.ctas:
-                cta.races = watched
-            schedule = Schedule(launch, group, steps, draw, report, watched)
+            schedule = Schedule(launch, Cluster(launch, first, cluster), steps, draw, report)
             yield schedule
             schedule.tell()
 
@@ -115,7 +110,7 @@ def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **o
 
 
 class Schedule:
-    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends.  last: the last one."""
+    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends."""
 
     def __init__(
         self,
@@ -124,10 +119,8 @@ class Schedule:
         steps: list[Compiled],
         draw: random.Random,
         report: Report,
-        watched: Races | Unwatched,
     ) -> None:
-        self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
-        self.report, self.watched = report, watched
+        self.launch, self.cluster, self.steps, self.draw, self.report = launch, cluster, steps, draw, report
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
@@ -136,7 +129,6 @@ class Schedule:
         self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
         self.count, self.until = 0, float("inf")
         self.warps = [warp for warp in cluster.warps if warp.alive.any()]
-        self.last: tuple[Warp, Compiled] | None = None
 
     def advance(self, chosen: Warp | None = None) -> bool:
         """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
@@ -176,7 +168,7 @@ class Schedule:
     def tell(self) -> None:
         """The report, of what the cluster did."""
         self.report.steps += self.count
-        self.report.races = list(self.watched.found.values())
+        self.report.races = list(self.launch.races.found.values())
 
     def able(self, warp: Warp) -> bool:
         if warp.wait is not None:
@@ -194,7 +186,7 @@ class Schedule:
         pending = self.launch.pending
         while not warp.done and self.count < self.until:
             step = steps[warp.pc]
-            self.last = warp, step
+            self.last = warp, step  # what ran last
             wait = step(warp)
             self.count += 1
             warp.clock = self.count

@@ -5,6 +5,7 @@ table has an opcode's first words, and the function that makes of an instruction
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -44,11 +45,16 @@ def _compile(instruction: Statement, entry: Entry) -> Compiled:
         return Compiled(instruction, entry.labels[label.name])
     if words[0] in ("ret", "exit"):
         return Compiled(instruction)
-    prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
-    make = next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
+    make = _family(words)
     step = Compiled(instruction, visible=make is not None)
     step.run = make(instruction, step) if make else _arithmetic(instruction)
     return step
+
+
+@cache
+def _family(words: tuple[str, ...]) -> Callable[[Statement, Compiled], Run] | None:
+    prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
+    return next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
 
 
 def _arithmetic(instruction: Statement) -> Run:

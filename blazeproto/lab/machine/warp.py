@@ -4,9 +4,8 @@ Lanes that branch apart form groups, each with a program counter. The group that
 which it joins; so lanes come together again at the first place that all of them reach. (PTX ISA §3.1 leaves the order open.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,20 +53,17 @@ class Warp:
     """
 
     def __init__(self, cta: Any, number: int, threads: int, widths: list[int]) -> None:
-        self.cta, self.number = cta, number
-        self.name = f"warp {number}"
+        self.cta, self.number, self.name = cta, number, f"warp {number}"
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
         self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for, and that instruction
         self.fenced: list[np.ndarray] = []  # the registers at the last wgmma.fence
         self.alive = threads > LANE
-        self.pc = 0
+        self.pc, self.clock, self.done = 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too
-        self.done = False
         self.wait: Wait | None = None
-        self.clock = 0
         self.actor: Any = None  # races.py
 
     def mask(self, running: np.ndarray | None = None) -> np.ndarray:
@@ -213,3 +209,8 @@ class Compiled:
         where = "" if lane is None else f", lane {lane}"
         text = f"{self.instruction.line}: {what} ({warp.cta.name}, {warp.name}{where}; {self.instruction.text})"
         return MachineError(f"{warp.cta.launch.entry.name}: {text}")
+
+
+def plain(act: Callable[[Compiled, Warp, "np.ndarray | None"], "Wait | None"]) -> Callable[[Statement, Compiled], Run]:
+    """What makes of an instruction without operands what its step runs."""
+    return lambda instruction, step: partial(act, step)

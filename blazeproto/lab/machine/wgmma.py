@@ -5,8 +5,6 @@ Until a wait, the accumulators are nobody's: reading or writing them is an error
 instructions wrote since the last wgmma.fence.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +16,7 @@ from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.memory import SHARED_BASE, bytes_at
 from blazeproto.lab.machine.operands import BOOL, UINT64, known, registers_of
 from blazeproto.lab.machine.ptx import Immediate, PtxError, Statement, Vector
-from blazeproto.lab.machine.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp
+from blazeproto.lab.machine.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp, plain
 
 WARPS = 4
 DEPTH = 16  # K of one wgmma
@@ -27,7 +25,7 @@ DEPTH = 16  # K of one wgmma
 class Multiplication(Transaction):
     """One wgmma of a warpgroup. issued: of each warp its accumulators' first values, or None where D = A B + D goes on."""
 
-    def __init__(self, warp: Warp, step: Compiled, group: Warpgroup, run: Callable[[Multiplication], None]) -> None:
+    def __init__(self, warp: Warp, step: Compiled, group: "Warpgroup", run: "Callable[[Multiplication], None]") -> None:
         self.issued: dict[int, np.ndarray | None] = {}
         super().__init__(warp, step, [lambda: run(self)], (group,), group.queue)
 
@@ -42,14 +40,15 @@ class Warpgroup:
     """
 
     def __init__(self) -> None:
-        self.queue: list[Multiplication] = []
+        self.products: list[Multiplication] = []
+        self.queue: list[Multiplication] = []  # those of them that have not happened
         self.sums: dict[tuple[int, ...], np.ndarray] = {}
         self.made = [0] * WARPS
         self.groups: list[list[int]] = [[] for _ in range(WARPS)]
         self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(WARPS)]
 
     def completed(self) -> int:
-        return next((i for i, one in enumerate(self.queue) if not one.done), len(self.queue))
+        return len(self.products) - len(self.queue)
 
 
 def _of(warp: Warp) -> tuple[Warpgroup, int]:
@@ -57,23 +56,15 @@ def _of(warp: Warp) -> tuple[Warpgroup, int]:
     return warp.cta.warpgroups[warp.number // WARPS], warp.number % WARPS
 
 
-def _fence(instruction: Statement, step: Compiled) -> Run:
+def _fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.15.7 wgmma.fence"""
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        warp.fenced = list(warp.registers)  # an instruction that writes one puts another array there
-
-    return run
+    warp.fenced = list(warp.registers)  # an instruction that writes one puts another array there
 
 
-def _commit(instruction: Statement, step: Compiled) -> Run:
+def _commit(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.15.7 wgmma.commit_group"""
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        group, mine = _of(warp)
-        group.groups[mine].append(group.made[mine])
-
-    return run
+    group, mine = _of(warp)
+    group.groups[mine].append(group.made[mine])
 
 
 def _wait(instruction: Statement, step: Compiled) -> Run:
@@ -86,7 +77,7 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
         until = marks[len(marks) - 1 - left] if len(marks) > left else 0
         if group.completed() < until:
             return Wait(lambda: group.completed() >= until, f"wgmma.wait_group {left}")
-        for one in group.queue[:until][-1:]:  # they end in their order
+        for one in group.products[:until][-1:]:  # they end in their order
             warp.cta.races.finish(warp, one.orders[0])
         for registers, last in group.last[mine].items():
             if last < until and registers[0] in warp.in_flight:
@@ -143,9 +134,9 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         group, mine = _of(warp)
         given, adds = [int(get(warp, LANE)[0]) for get in descriptors], bool(accumulate(warp, LANE)[0])
         number, going_on = group.made[mine], registers[0] in warp.in_flight
-        if number == len(group.queue):
-            Multiplication(warp, step, group, partial(happen, warp, given))
-        product = group.queue[number]
+        if number == len(group.products):
+            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given)))
+        product = group.products[number]
         if product.step is not step:
             line = product.step.instruction.line
             raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
@@ -167,8 +158,8 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
 
 
 TABLE = {
-    "wgmma.fence": _fence,
-    "wgmma.commit_group": _commit,
+    "wgmma.fence": plain(_fence),
+    "wgmma.commit_group": plain(_commit),
     "wgmma.wait_group": _wait,
     "wgmma.mma_async": _multiply,
 }
