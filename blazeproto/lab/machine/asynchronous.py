@@ -103,12 +103,8 @@ def _copy(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3.1 cp.async: bytes of a lane from global to shared memory; what the source's size leaves out is zero."""
     to, source, whole, *given = instruction.operands
     assert isinstance(whole, Immediate)
-    at, of, size, amounts = (
-        address(step, to),
-        address(step, source),
-        whole.value,
-        known(step, [*given, whole][0], UINT32),
-    )
+    at, of, amounts = address(step, to), address(step, source), known(step, [*given, whole][0], UINT32)
+    size = whole.value
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
@@ -175,11 +171,8 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
-        starts, places, corners = (
-            at_shared(warp, lanes),
-            at_map(warp, lanes),
-            [part(warp, lanes) for part in coordinates],
-        )
+        starts, places = at_shared(warp, lanes), at_map(warp, lanes)
+        corners = [part(warp, lanes) for part in coordinates]
         barriers = at_barrier(warp, lanes) if at_barrier else None
         masks = multicast(warp, lanes) if multicast else None
         for i, (start, place) in enumerate(zip(starts.tolist(), places.tolist(), strict=True)):

@@ -43,9 +43,8 @@ class Launch:
         self.symbols = {parameter.name: base + parameter.offset for parameter in entry.parameters}
         for variable in program.variables:
             if variable.space != "shared":
-                data = variables.get(variable.name)
-                if data is None:
-                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                initial = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                data = variables.get(variable.name, initial)
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 

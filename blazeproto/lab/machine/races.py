@@ -285,6 +285,5 @@ class Unwatched:
     def note(self, *_: Any, **__: Any) -> None:
         """What anybody does."""
 
-    begin = release = acquire = fence = issue = join = finish = release_transaction = initialise = use = read = (
-        write
-    ) = note
+    begin = release = acquire = fence = issue = join = finish = note
+    release_transaction = initialise = use = read = write = note

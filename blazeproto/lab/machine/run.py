@@ -32,6 +32,7 @@ PRIORITIES: tuple[Callable[[Any], Any], ...] = (
     lambda one: one.key,
     lambda one: one,
 )
+NEVER: tuple[int, dict[int, tuple[Compiled, Wait]], bool] = (-1, {}, False)  # has a warp asked in vain
 
 
 class Deadlock(MachineError):
@@ -77,9 +78,18 @@ def start(
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
     whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    watched = Races() if races else Unwatched()
-    given = shared_bytes, memory, parameters, maps or {}, variables or {}
-    launch = Launch(program, of, whole_grid, whole_block, *given, watched)
+    launch = Launch(
+        program,
+        of,
+        whole_grid,
+        whole_block,
+        shared_bytes,
+        memory,
+        parameters,
+        maps or {},
+        variables or {},
+        Races() if races else Unwatched(),
+    )
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
     if count % cluster:
@@ -124,9 +134,8 @@ class Schedule:
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
-        # Who asked in vain: the launch's changes then, and what.
-        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]] = {}
-        self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
+        # Who asked in vain: the launch's changes then, what, and whether it was the same again although nothing had changed.
+        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]], bool]] = {}
         self.count, self.until = 0, float("inf")
         self.warps = [warp for warp in cluster.warps if warp.alive.any()]
 
@@ -153,7 +162,7 @@ class Schedule:
     def _ended(self) -> None:
         """Threads are at their end: what they have issued may still write to global memory, and no more than that."""
         for one in self.launch.pending:
-            if len(one.orders) > 1 and one.next == 0:
+            if len(one.orders) > 1 and one.next == 0:  # a TMA store, whose reads and writes are waited for apart
                 raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
 
     def _next(self, able: list[Warp]) -> Warp:
@@ -175,10 +184,8 @@ class Schedule:
             if not warp.wait.over():
                 return False
             warp.wait = None
-        if warp in self.stuck and self.spun[warp][0] == self.launch.changes:
-            return False
-        self.stuck.discard(warp)
-        return True
+        since, _, again = self.spun.get(warp, NEVER)
+        return not again or since != self.launch.changes
 
     def _go(self, warp: Warp) -> None:
         """Until the schedule has another go on, or this one waits."""
@@ -194,13 +201,11 @@ class Schedule:
                 if not wait.spinning:
                     warp.wait = wait
                     return
-                since, asked = self.spun.get(warp, (-1, {}))
-                if since != self.launch.changes:
-                    asked = {}
-                if id(step) in asked:
-                    self.stuck.add(warp)
-                self.spun[warp] = self.launch.changes, asked | {id(step): (step, wait)}
-                if warp in self.stuck:
+                since, asked, _ = self.spun.get(warp, NEVER)
+                before = asked if since == self.launch.changes else {}
+                again = id(step) in before
+                self.spun[warp] = self.launch.changes, before | {id(step): (step, wait)}, again
+                if again:
                     return
             if step.visible:
                 if pending and happen and random_number() < happen:
@@ -222,7 +227,7 @@ class Schedule:
         """In the order of warps, those together that wait for the same at the same line."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for warp in warps:
-            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, (0, {}))[1].values()]
+            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, NEVER)[1].values()]
             line = self.steps[warp.pc].instruction.line
             why = f"at {line}: {warp.wait.what}" if warp.wait else f"asking again at {'; at '.join(asked)}"
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))

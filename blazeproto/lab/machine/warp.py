@@ -86,13 +86,11 @@ class Warp:
     def branch(self, taken: np.ndarray, target: int) -> None:
         """The running lanes that take a branch, and the others."""
         rest = self.mask() & ~taken
-        if not rest.any():
-            self.go(target)
-        elif not taken.any():
-            self.go(self.pc + 1)
-        else:
+        if rest.any():
             self.others += [(target, taken), (self.pc + 1, rest)]
             self._next_group()
+        else:
+            self.go(target)
 
     def leave(self, lanes: np.ndarray) -> None:
         """These lanes are at their end."""
@@ -184,15 +182,12 @@ class Compiled:
             taken = ~warp.registers[index] if negated else warp.registers[index]
             if running is not None:
                 taken = taken & running
-            if self.target is not None:
-                warp.branch(taken, self.target)
-                return None
             if not taken.any():
                 warp.go(warp.pc + 1)
                 return None
             running = None if taken.all() else taken
         if self.target is not None:
-            warp.go(self.target)
+            warp.branch(warp.mask(running), self.target)
             return None
         if self.run is None:
             warp.leave(warp.mask(running))
