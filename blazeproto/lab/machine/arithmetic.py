@@ -31,28 +31,6 @@ class Operation(NamedTuple):
     function: Function
 
 
-class Bound(NamedTuple):
-    """|result - exact| is at most the larger of ``relative`` * |exact| and ``absolute``."""
-
-    relative: float
-    absolute: float = 0.0
-
-
-# What the ISA allows the hardware, in whose place stands the exact value, rounded. sin and cos: between -2 pi and 2 pi.
-_BOUNDS = {
-    "div.approx": Bound(2**-22),  # 9.7.3.8, 2 ulp, for a divisor of 2^-126 to 2^126
-    "div.full": Bound(2**-22),  # 9.7.3.8, 2 ulp
-    "rcp.approx": Bound(2**-23),  # 9.7.3.13, 1 ulp
-    "sqrt.approx": Bound(2**-23),  # 9.7.3.15
-    "rsqrt.approx": Bound(2**-22.9),  # 9.7.3.16
-    "sin.approx": Bound(0, 2**-20.5),  # 9.7.3.18
-    "cos.approx": Bound(0, 2**-20.5),  # 9.7.3.19
-    "lg2.approx": Bound(2**-22, 2**-22),  # 9.7.3.20
-    "ex2.approx": Bound(2**-22),  # 9.7.3.21, 2 ulp
-    "tanh.approx": Bound(2**-11),  # 9.7.3.22
-}
-APPROXIMATE = {f"{name}{ftz}.f32": bound for name, bound in _BOUNDS.items() for ftz in ("", ".ftz")}
-
 _FLOATS: dict[str, np.dtype] = {"f16": F16, "f32": F32, "f64": F64}
 _NUMBERS = INTEGERS | _FLOATS
 
@@ -98,19 +76,14 @@ _LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 def _comparison(words: tuple[str, ...]) -> Operation:
     """setp.comparison{.and, .or, .xor of a predicate}{.ftz}.type"""
     _, name, *modifiers, of = words
-    kind = _NUMBERS[of]
-    compare = (_FLOAT_COMPARISONS if of in _FLOATS else _INTEGER_COMPARISONS)[name]
-    if "ftz" in modifiers:
-        modifiers.remove("ftz")
-        return _combined(modifiers, kind, lambda a, b: compare(floats.flushed(a), floats.flushed(b)))
-    return _combined(modifiers, kind, compare)
-
-
-def _combined(modifiers: list[str], kind: np.dtype, compare: Function) -> Operation:
-    if not modifiers:
+    kind, ftz = _NUMBERS[of], "ftz" in modifiers
+    plain = (_FLOAT_COMPARISONS if of in _FLOATS else _INTEGER_COMPARISONS)[name]
+    compare = (lambda a, b: plain(floats.flushed(a), floats.flushed(b))) if ftz else plain
+    combining = [_LOGIC[word] for word in modifiers if word != "ftz"]
+    if not combining:
         return Operation((kind, kind), BOOL, compare)
-    (logic,) = (_LOGIC[word] for word in modifiers)
-    return Operation((kind, kind, BOOL), BOOL, lambda a, b, p: logic(compare(a, b), p))
+    (combine,) = combining
+    return Operation((kind, kind, BOOL), BOOL, lambda a, b, p: combine(compare(a, b), p))
 
 
 # --- Floating point -------------------------------------------------------------------------------------------------------

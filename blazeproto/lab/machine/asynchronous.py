@@ -4,8 +4,6 @@ An instruction issues a `Transaction`; when it happens is the schedule's choice,
 async proxy sees shared memory as fences left it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -15,349 +13,261 @@ import numpy as np
 
 from blazeproto.lab.machine import tensor_map
 from blazeproto.lab.machine.barriers import mbarrier_at
-from blazeproto.lab.machine.loads import bytes_at, located, written_by_threads
-from blazeproto.lab.machine.memory import WINDOW, Block
-from blazeproto.lab.machine.operands import address, fetch, registers_of
-from blazeproto.lab.machine.ptx import Address, Operand, PtxError, Statement
-from blazeproto.lab.machine.warp import Wait, Warp
-
-Made = Callable[[Any], Any]
-INT64 = np.dtype(np.int64)
+from blazeproto.lab.machine.loads import located, write_by_threads
+from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
+from blazeproto.lab.machine.operands import INT32, UINT16, UINT32, address, known
+from blazeproto.lab.machine.ptx import Address, Immediate, PtxError, Statement
+from blazeproto.lab.machine.warp import Compiled, Run, Wait, Warp
 
 
 class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
-    key: what it is waited for by, with others.  queue: those of one queue happen in its order.  generic: not by the async proxy.
-    order: what races.py knows of the issue.
+    keys: what each part is waited for by, with others.  queue: those of one queue happen in its order, and leave it.
+    generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.
     """
 
     def __init__(
         self,
         warp: Warp,
-        step: Any,
+        step: Compiled,
         parts: list[Callable[[], None]],
-        key: Any,
-        queue: list[Transaction] | None = None,
+        keys: tuple[Any, ...],
+        queue: list[Any] | None = None,
         generic: bool = False,
     ) -> None:
         self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
-        self.key = key
-        self.order = warp.cta.races.issue(warp, key, generic) if warp.cta.races else None
+        self.key, self.orders = keys[0], [warp.cta.races.issue(warp, key, generic) for key in keys]
         if queue is not None:
             queue.append(self)
         warp.cta.launch.pending.append(self)
-
-    @property
-    def orders(self) -> list[Any]:
-        """One for each part that a wait tells apart."""
-        return [self.order]
 
     @property
     def done(self) -> bool:
         return self.next == len(self.parts)
 
     def ready(self) -> bool:
-        return self.queue is None or next(one for one in self.queue if not one.done) is self
+        return self.queue is None or self.queue[0] is self
 
     def perform(self) -> None:
+        launch = self.warp.cta.launch
         self.parts[self.next]()
         self.next += 1
-        launch = self.warp.cta.launch
         launch.changes += 1
         if self.done:
             launch.pending.remove(self)
+            if self.queue:
+                self.queue.pop(0)
 
     def __str__(self) -> str:
         return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
 
 
-def seen_by_async(block: Block, index: np.ndarray) -> np.ndarray:
-    """Bytes as the async proxy sees them."""
-    found = block.bytes[index]
-    if block.stale is not None and block.before is not None:
-        stale = block.stale[index]
-        if stale.any():
-            found = np.where(stale, block.before[index], found)
-    return found
+# --- Groups: each kind's transactions of a warp, the last of them open ---------------------------------------------------------
 
 
-def _one(warp: Warp, step: Any, operand: Operand, running: np.ndarray | None, get: Any, lane: int) -> int:
-    missing = warp.unwritten_among(registers_of(operand))
-    if missing is not None and missing[lane]:
-        raise step.error(warp, "an operand that nobody wrote")
-    return int(get(warp)[lane])
+def _commit(kind: str, instruction: Statement, step: Compiled) -> Run:
+    """§9.7.9.25.3 cp.async.commit_group and §9.7.9.27 cp.async.bulk.commit_group"""
+    return lambda warp, running: warp.cta.groups[warp, kind].append([])
 
 
-def cp(instruction: Statement) -> Made:
-    """The family of cp.async."""
-    words = instruction.words
-    if "bulk" in words:
-        if "commit_group" in words:
-            return _commit("bulk")
-        if words[3].startswith("wait_group"):
-            return _wait("bulk", instruction, 1 if "read" in words else 2)
-        return _tma(instruction)
-    if "commit_group" in words:
-        return _commit("copies")
-    if words[2].startswith("wait_"):
-        return _wait("copies", instruction, 1)
-    return _arrive(instruction) if "mbarrier" in words else _copy(instruction)
-
-
-# --- Groups ------------------------------------------------------------------------------------------------------------------
-
-
-class Groups:
-    """Transactions of a warp since its last commit, and those of each group."""
-
-    def __init__(self) -> None:
-        self.open: list[Transaction] = []
-        self.closed: list[list[Transaction]] = []
-
-
-def _commit(kind: str) -> Made:
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        groups = warp.cta.groups_of(warp, kind)
-        groups.closed.append(groups.open)
-        groups.open = []
-
-    return lambda step: run
-
-
-def _wait(kind: str, instruction: Statement, parts: int) -> Made:
-    """Until all but the last so many groups have done so many of their parts."""
+def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
+    """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups
+    have done their parts; with .read the first."""
     number = int(instruction.operands[0].value) if instruction.operands else 0  # type: ignore[union-attr]
+    parts, wait_all = 1 if "read" in instruction.words else 2, "wait_all" in instruction.words
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            groups = warp.cta.groups_of(warp, kind)
-            if "wait_all" in instruction.words and groups.open:
-                groups.closed.append(groups.open)
-                groups.open = []
-            waited = [one for group in groups.closed[: len(groups.closed) - number] for one in group]
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+        groups = warp.cta.groups[warp, kind]
+        if wait_all and groups[-1]:
+            groups.append([])
+        waited = [one for group in groups[: max(len(groups) - 1 - number, 0)] for one in group]
 
-            def over() -> bool:
-                return all(one.next >= min(parts, len(one.parts)) for one in waited)
+        def over() -> bool:
+            return all(one.next >= min(parts, len(one.parts)) for one in waited)
 
-            if not over():
-                return Wait(over, f"{instruction.opcode} {number}")
-            if warp.cta.races:
-                for one in waited:
-                    for order in one.orders[:parts]:
-                        warp.cta.races.finish(warp, order)
-            return None
+        if not over():
+            return Wait(over, f"{instruction.opcode} {number}")
+        for one in waited:
+            for order in one.orders[:parts]:
+                warp.cta.races.finish(warp, order)
+        return None
 
-        return run
-
-    return made
+    return run
 
 
 # --- cp.async ----------------------------------------------------------------------------------------------------------------
 
 
-def _copy(instruction: Statement) -> Made:
+def _copy(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3.1 cp.async: bytes of a lane from global to shared memory; what the source's size leaves out is zero."""
-    to, source, *sizes = instruction.operands
-    at, of = address(to), address(source)
-    size = int(sizes[0].value)  # type: ignore[union-attr]
-    given = fetch(sizes[1], np.dtype(np.uint32)) if len(sizes) > 1 else None
-    read = registers_of(to) + registers_of(source) + (registers_of(sizes[1]) if len(sizes) > 1 else ())
+    to, source, whole, *given = instruction.operands
+    assert isinstance(whole, Immediate)
+    at, of, amounts = address(step, to), address(step, source), known(step, [*given, whole][0], UINT32)
+    size = whole.value
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            lanes = np.flatnonzero(warp.mask() if running is None else running)
-            missing = warp.unwritten_among(read)
-            if missing is not None and missing[lanes].any():
-                raise step.error(warp, "an operand that nobody wrote", missing)
-            ((target, offsets, _),) = located(warp, step, at(warp)[lanes], lanes, size, store=True)
-            sources = of(warp)[lanes]
-            counts = np.full(len(lanes), size) if given is None else given(warp)[lanes].astype(np.int64)
-            copied = np.flatnonzero(counts)
-            for place, amount in zip(sources[copied].tolist(), counts[copied].tolist(), strict=True):
-                if place % size or warp.cta.block(place, amount) is None:
-                    raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        lanes = warp.active(running)
+        ((target, offsets, _),) = located(warp, step, at(warp, lanes), lanes, size, store=True)
+        sources = list(zip(of(warp, lanes).tolist(), amounts(warp, lanes).tolist(), strict=True))
+        for place, amount in sources:
+            if amount and (place % size or warp.cta.block(place, amount) is None):
+                raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
 
-            def happen() -> None:
-                data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
-                for lane in copied.tolist():
-                    block: Any = warp.cta.block(int(sources[lane]), 1)
-                    begin, amount = int(sources[lane]) - block.address, int(counts[lane])
-                    data[lane, :amount] = block.bytes[begin : begin + amount]
+        def happen() -> None:
+            data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
+            for row, (place, amount) in zip(data, sources, strict=True):
+                if amount:
+                    block = warp.cta.block(place, amount)
+                    begin = place - block.address
+                    row[:amount] = block.bytes[begin : begin + amount]
                     reads.setdefault((block, amount), []).append(begin)
-                index = bytes_at(offsets, size)
-                if warp.cta.races:
-                    for (block, amount), begins in reads.items():
-                        warp.cta.races.read(block, np.array(begins), amount, made, step)
-                    warp.cta.races.write(target, offsets, size, made, step)
-                written_by_threads(target, index)
-                target.bytes[index] = data.reshape(-1)
-                target.written[index] = True
+            for (block, amount), begins in reads.items():
+                warp.cta.races.read(block, np.array(begins), amount, made, step)
+            target.bytes[write_by_threads(warp, step, target, offsets, size, made)] = data.reshape(-1)
 
-            made = Transaction(warp, step, [happen], (warp, "copies"), warp.cta.copies_of(warp), generic=True)
-            warp.cta.groups_of(warp, "copies").open.append(made)
+        made = _issue_generic(warp, step, happen)
+        warp.cta.groups[warp, "copies"][-1].append(made)
 
-        return run
-
-    return made
+    return run
 
 
-def _arrive(instruction: Statement) -> Made:
+def _arrive(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.15.17 cp.async.mbarrier.arrive.noinc: each lane arrives when its copies so far are done."""
-    at = address(instruction.operands[0])
+    at = address(step, instruction.operands[0])
     if "noinc" not in instruction.words:
         raise PtxError("expected .noinc")
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            lanes = np.flatnonzero(warp.mask() if running is None else running)
-            barriers = [mbarrier_at(warp, step, place) for place in at(warp)[lanes].tolist()]
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        barriers = [mbarrier_at(warp, step, place) for place in at(warp, warp.active(running)).tolist()]
 
-            def happen() -> None:
-                for barrier in barriers:
-                    if warp.cta.races:
-                        warp.cta.races.release_transaction(made, barrier)
-                    barrier.arrive(1)
+        def happen() -> None:
+            for barrier in barriers:
+                warp.cta.races.release_transaction(made, barrier)
+                barrier.arrive(1)
 
-            made = Transaction(warp, step, [happen], (warp, "copies"), warp.cta.copies_of(warp), generic=True)
+        made = _issue_generic(warp, step, happen)
 
-        return run
+    return run
 
-    return made
+
+def _issue_generic(warp: Warp, step: Compiled, happen: Callable[[], None]) -> Transaction:
+    return Transaction(warp, step, [happen], ((warp, "copies"),), warp.cta.copies[warp], generic=True)
 
 
 # --- TMA ---------------------------------------------------------------------------------------------------------------------
 
 
-def _tma(instruction: Statement) -> Made:
+def _tma(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.27.1.2 cp.async.bulk.tensor, between global memory and shared memory, tiled, with multicast; by one lane."""
     words, operands = instruction.words, instruction.operands
     load = words.index("global") > next(i for i, word in enumerate(words) if word.startswith("shared"))
-    tensor: Any = operands[1] if load else operands[0]
-    if "tensor" not in words or not isinstance(tensor, Address):
-        raise PtxError("expected a tensor's copy")
-    at_shared = address(operands[0] if load else operands[1])
-    at_map, at_barrier = address(tensor), address(operands[2]) if load else None
-    coordinates = [fetch(part, np.dtype(np.int32)) for part in tensor.coordinates]
-    multicast = fetch(operands[3], np.dtype(np.uint16)) if "multicast::cluster" in words else None
-    read = tuple(index for operand in operands for index in registers_of(operand))
+    shared, tensor = operands[:2] if load else operands[1::-1]
+    assert isinstance(tensor, Address)
+    at_shared, at_map = address(step, shared), address(step, tensor)
+    coordinates = [known(step, part, INT32) for part in tensor.coordinates]
+    at_barrier = address(step, operands[2]) if load else None
+    multicast = known(step, operands[3], UINT16) if "multicast::cluster" in words else None
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            cta, launch = warp.cta, warp.cta.launch
-            for lane in np.flatnonzero(warp.mask() if running is None else running).tolist():
-                missing = warp.unwritten_among(read)
-                if missing is not None and missing[lane]:
-                    raise step.error(warp, "an operand that nobody wrote", missing)
-                place, shared = int(at_map(warp)[lane]), int(at_shared(warp)[lane])
-                box = launch.maps.get(place)
-                if box is None:
-                    raise step.error(warp, f"no tensor map there: {cta.describe(place)}")
-                at = tuple(int(part(warp)[lane]) for part in coordinates)
-                ranks = [shared >> WINDOW]
-                if multicast is not None:
-                    mask = int(multicast(warp)[lane])
-                    ranks = [rank for rank in range(len(cta.cluster.ctas)) if mask >> rank & 1]
-                try:
-                    moved = tensor_map.transfer(box, at, shared)
-                except ValueError as error:
-                    raise step.error(warp, str(error)) from error
-                if load:
-                    barrier = int(at_barrier(warp)[lane])  # type: ignore[misc]
-                    _issue_load(warp, step, box, moved, ranks, barrier)
-                else:
-                    _issue_store(warp, step, box, moved)
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        lanes = warp.active(running)
+        starts, places = at_shared(warp, lanes), at_map(warp, lanes)
+        corners = [part(warp, lanes) for part in coordinates]
+        barriers = at_barrier(warp, lanes) if at_barrier else None
+        masks = multicast(warp, lanes) if multicast else None
+        for i, (start, place) in enumerate(zip(starts.tolist(), places.tolist(), strict=True)):
+            box = warp.cta.launch.maps.get(place)
+            if box is None:
+                raise step.error(warp, f"no tensor map there: {warp.cta.describe(place)}")
+            try:
+                moved = tensor_map.transfer(box, [int(corner[i]) for corner in corners], start)
+            except ValueError as error:
+                raise step.error(warp, str(error)) from error
+            ranks = [start >> WINDOW]
+            if masks is not None:
+                ranks = [rank for rank in range(len(warp.cta.cluster.ctas)) if int(masks[i]) >> rank & 1]
+            if barriers is None:
+                _issue_store(warp, step, box, moved)
+            else:
+                _issue_load(warp, step, box, moved, ranks, int(barriers[i]))
 
-        return run
-
-    return made
+    return run
 
 
-def _global_block(warp: Warp, step: Any, box: Any, addresses: np.ndarray, size: int) -> tuple[Block, np.ndarray]:
-    block = warp.cta.block(int(addresses.min()), size)
-    if block is None or int(addresses.max()) + size > block.end:
-        place = int(addresses.max() if block is not None else addresses.min())
-        raise step.error(warp, f"a tensor map reaches beyond its array: {warp.cta.describe(place)}")
-    return block, addresses - block.address
+def _within(
+    warp: Warp, step: Compiled, box: Any, block: Block | None, addresses: np.ndarray, size: int
+) -> tuple[Block, np.ndarray, np.ndarray]:
+    """The block of global memory where none is given, and the offsets in it of pieces and of all their bytes."""
+    if not len(addresses):
+        return block or warp.cta.shared, addresses, addresses
+    low, high = int(addresses.min()), int(addresses.max())
+    found = block or warp.cta.block(low, size)
+    if found is None or low < found.address or high + size > found.end:
+        if block:
+            said = f"a box of {box.bytes} bytes beyond shared memory of {block.size} bytes"
+        else:
+            said = f"a tensor map reaches beyond its array: {warp.cta.describe(high if found else low)}"
+        raise step.error(warp, said)
+    return found, addresses - found.address, bytes_at(addresses - found.address, size)
 
 
-def _issue_load(warp: Warp, step: Any, box: Any, moved: Any, ranks: list[int], barrier: int) -> None:
+def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[int], barrier: int) -> None:
     sources, places, inside = moved
-    size, cluster = box.bytes // len(inside), warp.cta.cluster
-    window = (1 << WINDOW) - 1
-    barriers = [mbarrier_at(warp, step, (rank << WINDOW) + (barrier & window)) for rank in ranks]
-
-    races, data = warp.cta.races, np.zeros((len(places), size), np.uint8)
+    size, races = box.bytes // len(inside), warp.cta.races
+    barriers = [mbarrier_at(warp, step, (rank << WINDOW) + (barrier & IN_WINDOW)) for rank in ranks]
+    data = np.zeros((len(places), size), np.uint8)
 
     def read() -> None:
-        if inside.any():
-            block, offsets = _global_block(warp, step, box, sources[inside], size)
-            index = bytes_at(offsets, size)
-            if races:
-                races.read(block, offsets, size, made, step)
-            data[inside] = block.bytes[index].reshape(-1, size)
+        block, offsets, index = _within(warp, step, box, None, sources[inside], size)
+        races.read(block, offsets, size, made, step)
+        data[inside] = block.bytes[index].reshape(-1, size)
 
     def write(rank: int, one: Any) -> None:
         if warp.cta.gone(rank << WINDOW):
             raise step.error(warp, f"a load for rank {rank} of the cluster, which has ended")
-        target = cluster.ctas[rank].shared
-        offsets = (places & window) + (rank << WINDOW) - target.address
-        index = bytes_at(offsets, size)
-        if index.min() < 0 or index.max() >= target.size:
-            raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {target.size} bytes")
-        if races:
-            races.write(target, offsets, size, made, step)
+        there = (places & IN_WINDOW) + (rank << WINDOW)
+        target, offsets, index = _within(warp, step, box, warp.cta.cluster.ctas[rank].shared, there, size)
+        races.write(target, offsets, size, made, step)
         target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
-        if races:
-            races.release_transaction(made, one)
-        one.complete_bytes(box.bytes)
+        races.release_transaction(made, one)
+        one.arrive(0, box.bytes)
 
     under_way = [one.key for one in warp.cta.launch.pending]  # loads of one barrier end in any order
     key = next(key for key in ((barriers[0].address, n) for n in count()) if key not in under_way)
-    parts = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
-    made = Transaction(warp, step, [read, *parts], key)
+    writes = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
+    made = Transaction(warp, step, [read, *writes], (key,))
 
 
-class Store(Transaction):
-    """By TMA: who waits for its reads does not know that it has written."""
-
-    def __init__(self, warp: Warp, step: Any, parts: list[Callable[[], None]]) -> None:
-        super().__init__(warp, step, parts, (warp, "bulk reads"))
-        self.writes = warp.cta.races.issue(warp, (warp, "bulk writes")) if warp.cta.races else None
-
-    @property
-    def orders(self) -> list[Any]:
-        return [self.order, self.writes]
-
-
-def _issue_store(warp: Warp, step: Any, box: Any, moved: Any) -> None:
+def _issue_store(warp: Warp, step: Compiled, box: Any, moved: Any) -> None:
+    """Who waits for its reads does not know that it has written."""
     targets, places, inside = moved
-    size, shared = box.bytes // len(inside), warp.cta.shared
-    kept: list[np.ndarray] = []
+    size, races, kept = box.bytes // len(inside), warp.cta.races, list[np.ndarray]()
 
     def read() -> None:
-        index = bytes_at(places[inside] - shared.address, size)
-        if len(index) and (index.min() < 0 or index.max() >= shared.size):
-            raise step.error(warp, f"a box of {box.bytes} bytes beyond shared memory of {shared.size} bytes")
-        if warp.cta.races:
-            warp.cta.races.read(shared, places[inside] - shared.address, size, made, step)
+        shared, offsets, index = _within(warp, step, box, warp.cta.shared, places[inside], size)
+        races.read(shared, offsets, size, made, step)
         if not shared.written[index].all():
             raise step.error(warp, "a TMA store of what nobody wrote")
-        kept.append(seen_by_async(shared, index))
+        kept.append(shared.seen_by_async(index))
 
     def write() -> None:
-        if not inside.any():
-            return
-        block, offsets = _global_block(warp, step, box, targets[inside], size)
-        index = bytes_at(offsets, size)
-        if warp.cta.races:
-            warp.cta.races.write(block, offsets, size, made, step, made.writes)
-        block.bytes[index] = kept[0]
-        if block.written is not None:
-            block.written[index] = True
+        if inside.any():
+            block, offsets, index = _within(warp, step, box, None, targets[inside], size)
+            races.write(block, offsets, size, made, step, made.orders[1])
+            block.bytes[index] = kept[0]
+            block.wrote(index)
 
-    made = Store(warp, step, [read, write])
-    warp.cta.groups_of(warp, "bulk").open.append(made)
+    made = Transaction(warp, step, [read, write], ((warp, "bulk reads"), (warp, "bulk writes")))
+    warp.cta.groups[warp, "bulk"][-1].append(made)
 
 
-TABLE: dict[str, Any] = {"cp": cp}
+TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
+    "cp.async": _copy,
+    "cp.async.mbarrier.arrive": _arrive,
+    "cp.async.commit_group": partial(_commit, "copies"),
+    "cp.async.wait_group": partial(_wait, "copies"),
+    "cp.async.wait_all": partial(_wait, "copies"),
+    "cp.async.bulk.tensor": _tma,
+    "cp.async.bulk.commit_group": partial(_commit, "bulk"),
+    "cp.async.bulk.wait_group": partial(_wait, "bulk"),
+}

@@ -3,21 +3,17 @@
 An mbarrier is 8 bytes of shared memory that only these instructions read: how many arrivals and bytes its phase still expects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.lab.machine.lanes import present
-from blazeproto.lab.machine.operands import address, fetch, registers_of, result
+from blazeproto.lab.machine.operands import BOOL, UINT32, address, fetch, known, result
 from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
-from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Wait, Warp
+from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp, plain
 
-Made = Callable[[Any], Any]
-UINT32, BOOL = np.dtype(np.uint32), np.dtype(np.bool_)
 LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier counts
 
 
@@ -25,31 +21,24 @@ LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier
 class Mbarrier:
     """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
 
-    place: where it is, and the line that initialised it.
+    place: where it is, and the line that initialised it.  made, clocks, released: what races.py knows of who initialised it, of
+    who has arrived, and of who had when the last phase ended.
     """
 
     address: int
     expected: int
     pending: int
+    place: str
     bytes: int = 0
     phase: int = 0
-    place: str = ""
-    made: Any = field(default=None, repr=False)  # races.py: who initialised it,
-    clocks: Any = field(default=None, repr=False)  # of who has arrived,
-    released: Any = field(default=None, repr=False)  # and of who had when the last phase ended
+    made: Any = None
+    clocks: Any = None
+    released: Any = None
 
-    def arrive(self, count: int) -> None:
-        self.pending -= count
-        self._complete()
-
-    def expect(self, count: int) -> None:
-        self.bytes += count
-
-    def complete_bytes(self, count: int) -> None:
-        self.bytes -= count
-        self._complete()
-
-    def _complete(self) -> None:
+    def arrive(self, arrivals: int, bytes: int = 0) -> None:
+        """So many arrivals, and so many bytes that have come."""
+        self.pending -= arrivals
+        self.bytes -= bytes
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending, self.released = self.expected, self.clocks
@@ -69,6 +58,10 @@ class Phase(NamedTuple):
     barrier: Mbarrier
     parity: int
 
+    @property
+    def over(self) -> bool:
+        return self.barrier.passed(self.parity)
+
     def __str__(self) -> str:
         return f"the phase of parity {self.parity} of the {self.barrier}"
 
@@ -82,245 +75,213 @@ class Named:
     expected: int = 0
     generation: int = 0
     votes: list[bool] = field(default_factory=list)
-    outcome: list[bool] = field(default_factory=list)
-    clocks: Any = field(default=None, repr=False)
-    released: Any = field(default=None, repr=False)
+    outcome: bool = False
+    clocks: Any = None
+    released: Any = None
 
     def __str__(self) -> str:
         return f"barrier {self.number}: {self.arrived} of {self.expected} threads have arrived"
 
 
-def _single(warp: Warp, step: Any, values: np.ndarray, running: np.ndarray | None, what: str) -> int:
-    """The value that all lanes that run have."""
-    chosen = values if running is None and warp.lanes is None else values[warp.mask() if running is None else running]
-    if (chosen != chosen[0]).any():
-        raise step.error(warp, f"lanes of one warp give different values for {what}")
-    return int(chosen[0])
+# --- mbarrier ------------------------------------------------------------------------------------------------------------------
 
 
-def mbarrier_at(warp: Warp, step: Any, place: int) -> Mbarrier:
+def mbarrier_at(warp: Warp, step: Compiled, place: int) -> Mbarrier:
     found = warp.cta.cluster.mbarriers.get(place)
     if found is None or warp.cta.gone(place):
         raise step.error(warp, f"no mbarrier is there: {warp.cta.describe(place)}")
-    if warp.cta.races:
-        warp.cta.races.use(warp, found, step)
+    warp.cta.races.use(warp, found, step)
     return found
 
 
-def mbarrier(instruction: Statement) -> Made:
-    """§9.7.13.15: init, inval, arrive, arrive.expect_tx, expect_tx, test_wait.parity, try_wait.parity."""
-    kind = instruction.words[1]
-    operands: list[Any] = list(instruction.operands)
-    goal: Any = operands.pop(0) if kind in ("arrive", "test_wait", "try_wait") else None
-    if kind in ("test_wait", "try_wait") and "parity" not in instruction.words:
-        raise PtxError("expected .parity")
-    if kind == "arrive" and not isinstance(goal, Nothing):
+def _initialise(warp: Warp, step: Compiled, place: int, count: int) -> None:
+    """§9.7.13.15 mbarrier.init"""
+    if place & 7 or not 1 <= count <= LARGEST:
+        raise step.error(warp, f"an mbarrier at {place:#x} for {count} arrivals")
+    where = f"{warp.cta.describe(place)}, made at {step.instruction.line}"
+    made = warp.cta.cluster.mbarriers[place] = Mbarrier(place, count, count, where)
+    warp.cta.races.initialise(warp, made, step)
+
+
+def _invalidate(warp: Warp, step: Compiled, place: int, count: int) -> None:
+    """§9.7.13.15 mbarrier.inval"""
+    del warp.cta.cluster.mbarriers[mbarrier_at(warp, step, place).address]
+
+
+def _expect(warp: Warp, step: Compiled, place: int, count: int) -> None:
+    """§9.7.13.15 mbarrier.expect_tx"""
+    mbarrier_at(warp, step, place).bytes += count
+
+
+def _arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
+    """§9.7.13.15 mbarrier.arrive, .expect_tx too"""
+    barrier = mbarrier_at(warp, step, place)
+    warp.cta.races.release(warp, barrier)
+    arrivals = count
+    if "expect_tx" in step.instruction.words:
+        barrier.bytes += count
+        arrivals = 1
+    if arrivals > barrier.pending:
+        raise step.error(warp, f"{arrivals} arrivals more than expected at {barrier}")
+    barrier.arrive(arrivals)
+
+
+def _by_lanes(act: Callable[[Warp, Compiled, int, int], None], instruction: Statement, step: Compiled) -> Run:
+    """What one of these does, by each lane."""
+    operands = list(instruction.operands)
+    if instruction.words[1] == "arrive" and not isinstance(operands.pop(0), Nothing):
         raise PtxError("expected _ for the state")
-    at, read = address(operands[0]), registers_of(operands[0])
-    number = fetch(operands[1] if len(operands) > 1 else Immediate(1), UINT32)
-    expecting = "expect_tx" in instruction.words
+    at, number = address(step, operands[0]), known(step, [*operands, Immediate(1)][1], UINT32)
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            lanes = np.flatnonzero(warp.mask() if running is None else running)
-            missing = warp.unwritten_among(read + registers_of(operands[-1]))
-            if missing is not None and missing[lanes].any():
-                raise step.error(warp, "an mbarrier's address or count that nobody wrote", missing)
-            places, counts, cluster = at(warp)[lanes].tolist(), number(warp)[lanes].tolist(), warp.cta.cluster
-            races, launch = warp.cta.races, warp.cta.launch
-            if kind in ("test_wait", "try_wait"):
-                asked = [
-                    Phase(mbarrier_at(warp, step, place), parity)
-                    for place, parity in set(zip(places, counts, strict=True))
-                ]
-                over = all(barrier.passed(parity) for barrier, parity in asked)
-                if over or kind == "test_wait":
-                    if over and races:
-                        for barrier, _ in asked:
-                            races.acquire(warp, barrier.released)
-                    warp.write(goal.place, np.full(LANES, over), running)
-                if over:
-                    return None
-                return Wait(
-                    lambda: all(one.passed(wanted) for one, wanted in asked),
-                    next(phase for phase in asked if not phase.barrier.passed(phase.parity)),
-                    kind == "test_wait",
-                )
-            for place, count in zip(places, counts, strict=True):
-                if kind == "init":
-                    if place & 7 or not 1 <= count <= LARGEST:
-                        raise step.error(warp, f"an mbarrier at {place:#x} for {count} arrivals")
-                    where = f"{warp.cta.describe(place)}, made at {step.instruction.line}"
-                    cluster.mbarriers[place] = Mbarrier(place, count, count, place=where)
-                    if races:
-                        races.initialise(warp, cluster.mbarriers[place], step)
-                    continue
-                barrier = mbarrier_at(warp, step, place)
-                if races and kind == "arrive":
-                    races.release(warp, barrier)
-                if expecting:
-                    barrier.expect(count)
-                if kind == "arrive":
-                    arrivals = 1 if expecting else count
-                    if arrivals > barrier.pending:
-                        raise step.error(warp, f"{arrivals} arrivals more than expected at {barrier}")
-                    barrier.arrive(arrivals)
-                elif kind == "inval":
-                    del cluster.mbarriers[place]
-            launch.changes += 1
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        lanes = warp.active(running)
+        for place, count in zip(at(warp, lanes).tolist(), number(warp, lanes).tolist(), strict=True):
+            act(warp, step, place, count)
+        warp.cta.launch.changes += 1
+
+    return run
+
+
+def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.13.15 mbarrier.test_wait and try_wait, of a parity."""
+    _, place, wanted = instruction.operands[:3]
+    if "parity" not in instruction.words:
+        raise PtxError("expected .parity")
+    spinning, (register, _) = instruction.words[1] == "test_wait", result(instruction)
+    at, parity = address(step, place), known(step, wanted, UINT32)
+
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+        lanes = warp.active(running)
+        asked = set(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
+        phases = [Phase(mbarrier_at(warp, step, place), parity) for place, parity in asked]
+        missing = [phase for phase in phases if not phase.over]
+        if spinning or not missing:
+            warp.write(register, np.full(LANES, not missing), running)
+        if missing:
+            return Wait(lambda: all(phase.over for phase in missing), missing[0], spinning)
+        for phase in phases:
+            warp.cta.races.acquire(warp, phase.barrier.released)
+        return None
+
+    return run
+
+
+# --- bar and barrier -----------------------------------------------------------------------------------------------------------
+
+
+def bar(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.13.1 bar and barrier: sync, arrive, red. A warp counts with all its lanes, those that are at their end too."""
+    how, operands = instruction.words[1], list(instruction.operands)
+    target = vote = None
+    if how == "red":
+        target, vote, combine = result(instruction), fetch(operands[-1], BOOL), COMBINE[instruction.words[2]]
+        operands = operands[1:-1]
+    which, *counts = (fetch(operand, UINT32) for operand in operands)
+
+    def single(warp: Warp, values: np.ndarray, lanes: np.ndarray, what: str) -> int:
+        """The value that all lanes that run have."""
+        chosen = values[lanes]
+        if (chosen != chosen[0]).any():
+            raise step.error(warp, f"lanes of one warp give different values for a barrier's {what}")
+        return int(chosen[0])
+
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+        cta, lanes = warp.cta, warp.mask(running)
+        place = single(warp, which(warp), lanes, "number")
+        named = cta.named.setdefault(place, Named(place))
+        if cta.at_barrier.pop(warp.number, None):  # it has arrived, and was waiting
+            if target:
+                warp.write(target[0], np.full(LANES, named.outcome, WORDS[target[1]]), running)
             return None
-
-        return run
-
-    return made
-
-
-def bar(instruction: Statement) -> Made:
-    """§9.7.13.1 bar and barrier: sync, arrive, red; §9.7.13.2 bar.warp.sync; §9.7.13.4 barrier.cluster.
-
-    A warp counts with all its lanes, those that are at their end too.
-    """
-    words = instruction.words
-    if words[1] == "warp":
-        return _of_lanes(fetch(instruction.operands[0], UINT32))
-    if words[1] == "cluster":
-        return _cluster(words[2])
-    how, operands = words[1], list(instruction.operands)
-    target = result(instruction) if how == "red" else None
-    predicate = operands.pop() if how == "red" else None
-    vote = fetch(predicate, BOOL) if predicate is not None else None
-    if target:
-        operands.pop(0)
-    which = fetch(operands[0], UINT32)
-    count = fetch(operands[1], UINT32) if len(operands) > 1 else None
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            cta, place = warp.cta, _single(warp, step, which(warp), running, "a barrier's number")
-            named = cta.named.setdefault(place, Named(place))
-            begun = cta.at_barrier.pop(warp.number, None)
-            if begun is not None:  # it has arrived, and was waiting
-                if target and begun.outcome:
-                    warp.write(target[0], np.full(LANES, begun.outcome[-1], WORDS[target[1]]), running)
-                return None
-            if how != "arrive" and running is warp.lanes and warp.hold():
-                return OTHER_LANES
-            expected = (
-                cta.threads if count is None else _single(warp, step, count(warp), running, "a barrier's threads")
-            )
-            if named.arrived and named.expected != expected:
-                raise step.error(
-                    warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}"
-                )
-            named.expected = expected
-            lanes = warp.mask() if running is None else running
-            whole = not (warp.alive & ~lanes).any()
-            named.arrived += LANES if whole else int(lanes.sum())
-            if vote is not None:
-                named.votes += vote(warp)[lanes].tolist()
-            if cta.races:
-                cta.races.release(warp, named)
-            cta.launch.changes += 1
-            now = named.generation
-            full = -(-expected // LANES) * LANES
-            if named.arrived > full:
-                raise step.error(
-                    warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected"
-                )
-            if named.arrived == full:
-                if how == "red":
-                    combine = {"or": any, "and": all}[words[2]]
-                    named.outcome.append(combine(named.votes))
-                named.arrived, named.votes, named.generation = 0, [], now + 1
-                named.released, named.clocks = named.clocks, None
-            if how == "arrive":
-                return None
-            cta.at_barrier[warp.number] = named
-
-            def over() -> bool:
-                if named.generation > now and cta.races:
-                    cta.races.acquire(warp, named.released)
-                return named.generation > now
-
-            return Wait(over, named)
-
-        return run
-
-    return made
-
-
-def _of_lanes(mask: Any) -> Made:
-    """Lanes of a warp count as ordered; but those that the mask names come together."""
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            return OTHER_LANES if present(warp, running, mask(warp), step) is None else None
-
-        return run
-
-    return made
-
-
-def _cluster(how: str) -> Made:
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            cluster, races = warp.cta.cluster, warp.cta.races
-            if how == "arrive":
-                number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
-                if races:
-                    races.release(warp, cluster.phases.setdefault(number, Named(number)))
-                warp.cta.launch.changes += 1
-                return None
-            mine = cluster.arrivals.get(warp, 0)
-            if not mine:
-                raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
-
-            def over() -> bool:
-                return all(cluster.arrivals.get(w, 0) >= mine or w.done for cta in cluster.ctas for w in cta.warps)
-
-            if not over():
-                return Wait(over, f"the cluster's barrier, for the {mine}. time")
-            if races:
-                races.acquire(warp, cluster.phases[mine].clocks)
+        if how != "arrive" and running is warp.lanes and warp.hold():
+            return OTHER_LANES
+        expected = single(warp, counts[0](warp), lanes, "threads") if counts else cta.threads
+        if named.arrived and named.expected != expected:
+            raise step.error(warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}")
+        whole, full = not (warp.alive & ~lanes).any(), -(-expected // LANES) * LANES
+        named.expected, now = expected, named.generation
+        named.arrived += LANES if whole else int(lanes.sum())
+        if vote:
+            named.votes += vote(warp)[lanes].tolist()
+        cta.races.release(warp, named)
+        cta.launch.changes += 1
+        if named.arrived > full:
+            raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
+        if named.arrived == full:
+            if vote:
+                named.outcome = combine(named.votes)
+            named.arrived, named.votes, named.generation = 0, [], now + 1
+            named.released, named.clocks = named.clocks, None
+        if how == "arrive":
             return None
+        cta.at_barrier[warp.number] = named
 
-        return run
+        def over() -> bool:
+            if named.generation > now:
+                cta.races.acquire(warp, named.released)
+            return named.generation > now
 
-    return made
+        return Wait(over, named)
 
-
-def fence(instruction: Statement) -> Made:
-    """§9.7.13.3 membar and fence. fence.proxy.async shows the async proxy what threads wrote to shared memory."""
-    proxy = "proxy" in instruction.words
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            if proxy:
-                warp.cta.shared.stale[:] = False
-                if warp.cta.races:
-                    warp.cta.races.fence(warp)
-
-        return run
-
-    return made
+    return run
 
 
-def nothing(instruction: Statement) -> Made:
-    """§9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, and griddepcontrol: they change no value."""
-    return lambda step: lambda warp, running: None
+COMBINE: dict[str, Callable[[list[bool]], bool]] = {"or": any, "and": all}
 
 
-def trap(instruction: Statement) -> Made:
-    """§9.7.17.4 trap."""
-
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            raise step.error(warp, "trap", warp.mask() if running is None else running)
-
-        return run
-
-    return made
+def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.13.4 barrier.cluster.arrive"""
+    cluster = warp.cta.cluster
+    number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
+    warp.cta.races.release(warp, cluster.phases.setdefault(number, Named(number)))
+    warp.cta.launch.changes += 1
 
 
-TABLE = {"mbarrier": mbarrier, "bar": bar, "barrier": bar, "fence": fence, "membar": fence, "trap": trap}
-TABLE |= {"setmaxnreg": nothing, "nanosleep": nothing, "griddepcontrol": nothing}
+def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
+    """§9.7.13.4 barrier.cluster.wait"""
+    cluster, mine = warp.cta.cluster, warp.cta.cluster.arrivals.get(warp, 0)
+    if not mine:
+        raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
+
+    def over() -> bool:
+        return all(cluster.arrivals.get(other, 0) >= mine or other.done for other in cluster.warps)
+
+    if not over():
+        return Wait(over, f"the cluster's barrier, for the {mine}. time")
+    warp.cta.races.acquire(warp, cluster.phases[mine].clocks)
+    return None
+
+
+# --- Fences, and what changes no value -----------------------------------------------------------------------------------------
+
+
+def proxy_fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.13.3 fence.proxy.async shows the async proxy what threads wrote to shared memory."""
+    warp.cta.shared.stale[:] = False
+    warp.cta.races.fence(warp)
+
+
+def nothing(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.13.3 membar and fence of the generic proxy, §9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol."""
+
+
+def trap(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.17.4 trap"""
+    raise step.error(warp, "trap", warp.active(running)[0])
+
+
+TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
+    "mbarrier.init": partial(_by_lanes, _initialise),
+    "mbarrier.inval": partial(_by_lanes, _invalidate),
+    "mbarrier.expect_tx": partial(_by_lanes, _expect),
+    "mbarrier.arrive": partial(_by_lanes, _arrive),
+    "mbarrier.test_wait": mbarrier_wait,
+    "mbarrier.try_wait": mbarrier_wait,
+    "bar": bar,
+    "barrier": bar,
+    "barrier.cluster.arrive": plain(cluster_arrive),
+    "barrier.cluster.wait": plain(cluster_wait),
+    "fence.proxy": plain(proxy_fence),
+    "trap": plain(trap),
+    **dict.fromkeys(("fence", "membar", "setmaxnreg", "nanosleep", "griddepcontrol"), plain(nothing)),
+}

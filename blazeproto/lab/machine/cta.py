@@ -1,19 +1,19 @@
 """A launch, its clusters and CTAs: what their threads share."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine.asynchronous import Groups, Transaction
+from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
-from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW, Block, Memory, shared_block
+from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, Memory, shared_block
 from blazeproto.lab.machine.ptx import Entry, Program, PtxError
+from blazeproto.lab.machine.races import Races, Unwatched
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
-from blazeproto.lab.machine.wgmma import WARPS, Warpgroup
+from blazeproto.lab.machine.wgmma import Warpgroup
 
 
 class Launch:
@@ -21,8 +21,6 @@ class Launch:
 
     maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
     """
-
-    shared_bytes: int
 
     def __init__(
         self,
@@ -35,21 +33,18 @@ class Launch:
         parameters: bytes,
         maps: Mapping[int, TensorMap],
         variables: Mapping[str, np.ndarray],
+        races: Races | Unwatched,
     ) -> None:
         self.program, self.entry, self.grid, self.block = program, entry, grid, block
-        self.shared_bytes, self.memory, self.changes = shared_bytes, memory, 0
+        self.shared_bytes, self.memory, self.races, self.changes = shared_bytes, memory, races, 0
         self.pending: list[Any] = []
-        self.symbols: dict[str, int] = {}
-        block_of = np.frombuffer(bytearray(parameters), np.uint8)
-        base = memory.add(block_of, "the parameters", read_only=True)
+        base = memory.add(np.frombuffer(bytearray(parameters), np.uint8), "the parameters", read_only=True)
         self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
-        for parameter in entry.parameters:
-            self.symbols[parameter.name] = base + parameter.offset
+        self.symbols = {parameter.name: base + parameter.offset for parameter in entry.parameters}
         for variable in program.variables:
             if variable.space != "shared":
-                data = variables.get(variable.name)
-                if data is None:
-                    data = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                initial = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
+                data = variables.get(variable.name, initial)
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
@@ -61,35 +56,31 @@ class Cluster:
         self.arrivals: dict[Warp, int] = {}
         self.phases: dict[int, Named] = {}  # of that barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
-
-    @property
-    def warps(self) -> list[Warp]:
-        return [warp for cta in self.ctas for warp in cta.warps]
+        self.warps = [warp for cta in self.ctas for warp in cta.warps]
+        launch.races.begin(self)
 
 
 class Cta:
     """One CTA: shared memory, named barriers, warps."""
 
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
-        self.launch: Launch = launch
-        self.cluster: Cluster = cluster
-        self.index: int = index
-        self.rank: int = rank
+        self.launch, self.cluster, self.index, self.rank, self.name = launch, cluster, index, rank, f"CTA {index}"
         x, y, _ = launch.grid
         self.place = index % x, index // x % y, index // (x * y)
         self.threads = int(np.prod(launch.block))
-        self.name = f"CTA {index}"
-        self.symbols, size = _placed(launch, rank)
+        symbols, size = _placed(launch, rank)
+        self.symbols = launch.symbols | symbols
         self.shared = shared_block(rank, size)
         self.named: dict[int, Named] = {}
         self.at_barrier: dict[int, Named] = {}
-        self.races: Any = None
-        self.groups: dict[tuple[int, str], Groups] = {}
-        self.copies: dict[int, list[Transaction]] = {}
-        self.warpgroups: dict[int, Warpgroup] = {}
-        widths = launch.entry.widths
-        count = -(-self.threads // LANES)
-        self.warps = [Warp(self, n, min(LANES, self.threads - LANES * n), widths) for n in range(count)]
+        self.races: Any = launch.races
+        self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
+            lambda: [[]]
+        )  # by warp and kind, the last one open
+        self.copies: dict[Warp, list[Transaction]] = defaultdict(list)
+        self.warpgroups: dict[int, Warpgroup] = defaultdict(Warpgroup)
+        begins = range(0, self.threads, LANES)
+        self.warps = [Warp(self, n, self.threads - begin, launch.entry.widths) for n, begin in enumerate(begins)]
 
     def threads_of(self, warp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tid.x, tid.y, tid.z of a warp's lanes."""
@@ -98,11 +89,9 @@ class Cta:
 
     def address_of(self, name: str) -> int:
         """Where a variable or a parameter lies."""
-        if name in self.symbols:
-            return self.symbols[name]
-        if name in self.launch.symbols:
-            return self.launch.symbols[name]
-        raise PtxError(f"unknown symbol {name}")
+        if name not in self.symbols:
+            raise PtxError(f"unknown symbol {name}")
+        return self.symbols[name]
 
     def block(self, address: int, size: int) -> Block | None:
         """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""
@@ -117,7 +106,7 @@ class Cta:
     def describe(self, address: int) -> str:
         if address >> 40:
             return self.launch.memory.describe(address)
-        offset = (address & (1 << WINDOW) - 1) - SHARED_BASE
+        offset = (address & IN_WINDOW) - SHARED_BASE
         ended = ", which has ended" if self.gone(address) else ""
         return f"byte {offset} of the shared memory of rank {address >> WINDOW}{ended} ({self.shared.size} bytes)"
 
@@ -125,15 +114,6 @@ class Cta:
         """Whether it is in the shared memory of another CTA, all of whose warps are at their end."""
         rank = address >> WINDOW
         return rank != self.rank and all(warp.done for cta in self.cluster.ctas[rank : rank + 1] for warp in cta.warps)
-
-    def groups_of(self, warp: Warp, kind: str) -> Groups:
-        return self.groups.setdefault((warp.number, kind), Groups())
-
-    def copies_of(self, warp: Warp) -> list[Transaction]:
-        return self.copies.setdefault(warp.number, [])
-
-    def warpgroup(self, warp: Warp) -> Warpgroup:
-        return self.warpgroups.setdefault(warp.number // WARPS, Warpgroup())
 
 
 def _placed(launch: Launch, rank: int) -> tuple[dict[str, int], int]:

@@ -142,7 +142,7 @@ def choosing(number: np.ufunc, of_equals: np.ufunc) -> Callable[[np.dtype, str],
 
 
 def approximating(compute: Function) -> Callable[[np.dtype, str], Function]:
-    """The float64 function, rounded: within what the ISA allows the hardware (`arithmetic.APPROXIMATE`)."""
+    """The float64 function, rounded: within what the ISA allows the hardware."""
     return lambda kind, _: lambda *sources: compute(*(source.astype(F64) for source in sources)).astype(kind)
 
 

@@ -57,92 +57,57 @@ def _with(product: Callable[[np.dtype], Function]) -> Callable[[np.dtype], Funct
     return make
 
 
-def _quotient(kind: np.dtype) -> Function:
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """div, towards zero. By zero, which PTX leaves open, all ones."""
-    ones = np.array([-1]).astype(kind)
-
-    def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        result = np.floor_divide(a - np.fmod(a, b), b)
-        np.copyto(result, ones, where=b == 0)
-        return result
-
-    return divide
+    return np.where(b == 0, ~np.zeros_like(a), np.floor_divide(a - np.fmod(a, b), b))
 
 
-def _remainder(kind: np.dtype) -> Function:
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """rem, of the dividend's sign. By zero, which PTX leaves open, all ones."""
-    ones = np.array([-1]).astype(kind)
-
-    def remain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        result = np.fmod(a, b)
-        np.copyto(result, ones, where=b == 0)
-        return result
-
-    return remain
+    return np.where(b == 0, ~np.zeros_like(a), np.fmod(a, b))
 
 
-def _bit_length(kind: np.dtype) -> Function:
-    """How many bits a number takes; of a negative one, its complement. uint32"""
-    word = np.dtype(f"u{kind.itemsize}")
-    steps = [np.array([1 << n], word) for n in range(3 + kind.itemsize.bit_length() - 1)]
+def _of_length(compute: Callable[[np.ndarray, int], np.ndarray]) -> Callable[[np.dtype], Function]:
+    """clz and bfind. length: how many bits a number takes, of a negative one its complement. width: of the word."""
 
-    def length(a: np.ndarray) -> np.ndarray:
-        bits = (a ^ (a >> 8 * kind.itemsize - 1) if kind.kind == "i" else a).view(word)
-        for step in steps:
-            bits = bits | bits >> step
-        return np.bitwise_count(bits).astype(np.uint32)
+    def make(kind: np.dtype) -> Function:
+        width, word = 8 * kind.itemsize, np.dtype(f"u{kind.itemsize}")
+        steps = [np.array([1 << n], word) for n in range(width.bit_length() - 1)]
 
-    return length
+        def find(a: np.ndarray) -> np.ndarray:
+            bits = (a ^ (a >> width - 1) if kind.kind == "i" else a).view(word)
+            for step in steps:
+                bits = bits | bits >> step
+            return compute(np.bitwise_count(bits).astype(np.uint32), width)
 
+        return find
 
-def _leading_zeros(kind: np.dtype) -> Function:
-    length, width = _bit_length(kind), 8 * kind.itemsize
-    return lambda a: width - length(a)
-
-
-def _find(kind: np.dtype) -> Function:
-    """bfind: where the highest bit is that is no sign; all ones where there is none."""
-    length = _bit_length(kind)
-    return lambda a: length(a) - 1
+    return make
 
 
-def _find_shift(kind: np.dtype) -> Function:
-    """bfind.shiftamt: by how much that bit is to be shifted to the top."""
-    length, width = _bit_length(kind), 8 * kind.itemsize
-    return lambda a: np.where(found := length(a), width - found, np.uint32(0xFFFFFFFF))
+def _to_the_top(length: np.ndarray, width: int) -> np.ndarray:
+    """bfind.shiftamt: by how much the highest bit is to be shifted; all ones where there is none."""
+    return np.where(length, width - length, np.uint32(0xFFFFFFFF))
 
 
-def _reversed(kind: np.dtype) -> Function:
+def _reversed(a: np.ndarray) -> np.ndarray:
     """brev"""
-
-    def reverse(a: np.ndarray) -> np.ndarray:
-        bits = np.unpackbits(np.ascontiguousarray(a[:, None]).view(np.uint8), axis=1, bitorder="little")
-        return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(kind)[:, 0]
-
-    return reverse
+    bits = np.unpackbits(np.ascontiguousarray(a[:, None]).view(np.uint8), axis=1, bitorder="little")
+    return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(a.dtype)[:, 0]
 
 
-def _extract(kind: np.dtype) -> Function:
+def _extract(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
     """bfe: the field to the top, and down again, with zeros or its sign."""
-    width = 8 * kind.itemsize
-
-    def extract(a: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        rest = (width - np.minimum(length & 0xFF, width)).astype(kind)
-        return a >> (position & 0xFF).astype(kind) << rest >> rest
-
-    return extract
+    width = 8 * a.itemsize
+    rest = (width - np.minimum(length & 0xFF, width)).astype(a.dtype)
+    return a >> (position & 0xFF).astype(a.dtype) << rest >> rest
 
 
-def _insert(kind: np.dtype) -> Function:
+def _insert(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
     """bfi: a's lowest bits into b."""
-    one = np.ones(1, kind)
-
-    def insert(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
-        at = (position & 0xFF).astype(kind)
-        mask = (one << (length & 0xFF).astype(kind)) - one << at
-        return b & ~mask | a << at & mask
-
-    return insert
+    at, one = (position & 0xFF).astype(a.dtype), np.ones(1, a.dtype)
+    mask = (one << (length & 0xFF).astype(a.dtype)) - one << at
+    return b & ~mask | a << at & mask
 
 
 def _lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -214,19 +179,19 @@ FAMILIES = {
     "mad.hi": Family("su", "tttt", _with(_high_product)),  # 9.7.1.4
     "mad.wide": Family("su", "wttw", _with(_wide_product)),  # 9.7.1.4
     "sad": Family("su", "tttt", _same(lambda a, b, c: np.add(c, np.maximum(a, b) - np.minimum(a, b)))),  # 9.7.1.7
-    "div": Family("su", "ttt", _quotient),  # 9.7.1.8
-    "rem": Family("su", "ttt", _remainder),  # 9.7.1.9
+    "div": Family("su", "ttt", _same(_quotient)),  # 9.7.1.8
+    "rem": Family("su", "ttt", _same(_remainder)),  # 9.7.1.9
     "abs": Family("s", "tt", _same(np.abs)),  # 9.7.1.10
     "neg": Family("s", "tt", _same(np.negative)),  # 9.7.1.11
     "min": Family("su", "ttt", _same(np.minimum)),  # 9.7.1.12
     "max": Family("su", "ttt", _same(np.maximum)),  # 9.7.1.13
     "popc": Family("b", "nt", _same(lambda a: np.bitwise_count(a).astype(np.uint32))),  # 9.7.1.14
-    "clz": Family("b", "nt", _leading_zeros),  # 9.7.1.15
-    "bfind": Family("su", "nt", _find),  # 9.7.1.16
-    "bfind.shiftamt": Family("su", "nt", _find_shift),  # 9.7.1.16
-    "brev": Family("b", "tt", _reversed),  # 9.7.1.18
-    "bfe": Family("su", "ttnn", _extract),  # 9.7.1.19
-    "bfi": Family("b", "tttnn", _insert),  # 9.7.1.20
+    "clz": Family("b", "nt", _of_length(lambda length, width: width - length)),  # 9.7.1.15
+    "bfind": Family("su", "nt", _of_length(lambda length, width: length - 1)),  # 9.7.1.16
+    "bfind.shiftamt": Family("su", "nt", _of_length(_to_the_top)),  # 9.7.1.16
+    "brev": Family("b", "tt", _same(_reversed)),  # 9.7.1.18
+    "bfe": Family("su", "ttnn", _same(_extract)),  # 9.7.1.19
+    "bfi": Family("b", "tttnn", _same(_insert)),  # 9.7.1.20
     "copysign": Family("f", "ttt", _same(lambda a, b: np.copysign(b, a))),  # 9.7.3.2, of bits: a NaN keeps its payload
     "selp": Family("subf", "tttp", _same(_select)),  # 9.7.6.3
     "and": Family("bp", "ttt", _same(np.bitwise_and)),  # 9.7.8.1

@@ -1,7 +1,5 @@
 """A target of the package's launches: inside ``launches_on(Machine())`` they run on NumPy arrays, from their PTX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,43 +39,33 @@ class Machine:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array that nobody has written: kernels that read it are told so."""
-        made = np.empty(shape, dtype)
-        self._add(made, written=False)
-        return made
+        return self._added(np.empty(shape, dtype), written=False)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        made = np.zeros(shape, dtype)
-        self._add(made)
-        return made
+        return self._added(np.zeros(shape, dtype))
 
-    def _add(self, array: np.ndarray, written: bool = True, name: str = "") -> int:
-        name = name or f"array {len(self.arrays)}"
-        address = self.memory.add(
-            array,
-            f"{name}, {array.dtype.name}{list(array.shape)}",
-            written=written,
-            read_only=not array.flags.writeable,
-        )
-        self.arrays[array.__array_interface__["data"][0]] = array, address
-        return address
+    def _added(self, array: np.ndarray, written: bool = True, name: str = "") -> np.ndarray:
+        said = f"{name or f'array {len(self.arrays)}'}, {array.dtype.name}{list(array.shape)}"
+        address = self.memory.add(array, said, written=written, read_only=not array.flags.writeable)
+        self.arrays[_place(array)] = array, address
+        return array
 
     def address(self, array: np.ndarray, name: str = "") -> int:
         """Where the first element lies, of an array or a part of one. name: what messages call it."""
         root: Any = array
         while isinstance(root.base, np.ndarray):
             root = root.base
-        begin = root.__array_interface__["data"][0]
-        known = self.arrays.get(begin)
-        base = known[1] if known is not None and known[0].nbytes == root.nbytes else self._add(root, name=name)
-        return base + array.__array_interface__["data"][0] - begin
+        begin = _place(root)
+        if begin not in self.arrays or self.arrays[begin][0].nbytes != root.nbytes:
+            self._added(root, name=name)
+        return self.arrays[begin][1] + _place(array) - begin
 
     def clear(self, address: int, size: int) -> None:
         block = self.memory.block(address, size)
         assert block is not None
         begin = address - block.address
         block.bytes[begin : begin + size] = 0
-        if block.written is not None:
-            block.written[begin : begin + size] = True
+        block.wrote(slice(begin, begin + size))
 
     def launch(
         self,
@@ -91,8 +79,7 @@ class Machine:
     ) -> None:
         """See `blazeproto.runtime.target.Target`. Raises what `run` raises."""
         text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
-        program = self.programs.setdefault(text, None) or Program.read(text)  # type: ignore[arg-type]
-        self.programs[text] = program
+        program = self.programs[text] = self.programs.get(text) or Program.read(text)
         entry = getattr(kernel, "entry", None)
         maps = {
             offset: TensorMap(address, box.shape, box.strides, box.box, box.element.bytes)
@@ -104,8 +91,10 @@ class Machine:
             "shared_bytes": shared_bytes,
             "cluster": cluster,
             "maps": maps,
+            "seed": self.seed,
+            "races": self.races,
+            "variables": self.variables,
         }
-        options |= {"seed": self.seed, "races": self.races, "variables": self.variables}
         if self.held is None:
             try:
                 report = run(program, name, grid, (block,), parameters, progress=self.progress, **options)
@@ -134,3 +123,8 @@ class Machine:
             raise ValueError("call: expected one launch, got none")
         held[0].result = result
         return held[0]
+
+
+def _place(array: np.ndarray) -> int:
+    """Where the host has its first element."""
+    return int(array.__array_interface__["data"][0])

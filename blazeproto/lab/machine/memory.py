@@ -13,7 +13,8 @@ import numpy as np
 POISON = 0xFB  # what memory holds that nobody wrote: bf16 and fp32 numbers of -1e36
 PAGE = 1 << 21  # arrays begin at multiples, the first at 1 << 40
 SHARED_BASE = 1024  # the bytes below belong to the system
-WINDOW = 24  # bits of a CTA's shared addresses
+WINDOW = 24  # bits of a CTA's shared addresses,
+IN_WINDOW = (1 << WINDOW) - 1  # of which these say where in its shared memory
 UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
@@ -37,6 +38,28 @@ class Block:
     @property
     def end(self) -> int:
         return self.address + self.size
+
+    def wrote(self, index: np.ndarray | slice, anything: bool = True) -> None:
+        """These bytes are written; or hold again what nobody wrote."""
+        if self.written is not None:
+            self.written[index] = anything
+
+    def shows_late(self, index: np.ndarray) -> None:
+        """Threads are about to write: until a fence the async proxy sees what is there now (PTX ISA §8.6, "Proxies")."""
+        if self.stale is not None:
+            fresh = index[~self.stale[index]]
+            self.before[fresh] = self.bytes[fresh]
+            self.stale[index] = True
+
+    def seen_by_async(self, index: np.ndarray) -> np.ndarray:
+        """Bytes as the async proxy sees them."""
+        found, stale = self.bytes[index], self.stale[index]
+        return np.where(stale, self.before[index], found) if stale.any() else found
+
+
+def bytes_at(offsets: np.ndarray, size: int) -> np.ndarray:
+    """The offsets of all bytes of pieces of so many, flat."""
+    return (offsets[:, None] + np.arange(size)).reshape(-1)
 
 
 class Memory:
@@ -65,16 +88,19 @@ class Memory:
 
     def block(self, address: int, size: int = 1) -> Block | None:
         """Whose bytes these are; None for nobody's."""
-        place = bisect_right(self.starts, address) - 1
-        found = self.blocks[place] if place >= 0 else None
-        return found if found is not None and found.address <= address and address + size <= found.end else None
+        found = self._near(address)
+        return found if found is not None and address + size <= found.end else None
+
+    def _near(self, address: int) -> Block | None:
+        """The last array that does not begin behind the address."""
+        place = bisect_right(self.starts, address)
+        return self.blocks[place - 1] if place else None
 
     def describe(self, address: int) -> str:
         """Where an address lies, for a message."""
-        place = bisect_right(self.starts, address) - 1
-        if place < 0:
+        near = self._near(address)
+        if near is None:
             return f"address {address:#x}, below all arrays"
-        near = self.blocks[place]
         beyond = address - near.end
         where = f"byte {address - near.address}" if beyond < 0 else f"{beyond} bytes beyond the end"
         return f"address {address:#x}, {where} of {near.name} ({near.size} bytes)"

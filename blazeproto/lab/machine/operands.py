@@ -1,7 +1,5 @@
 """Operands: how an instruction gets the values of its lanes, and what nobody wrote is followed through arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +18,11 @@ from blazeproto.lab.machine.ptx import (
     Symbol,
     Vector,
 )
-from blazeproto.lab.machine.warp import LANE, LANES, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, Compiled, Warp
 
 Fetch = Callable[[Warp], np.ndarray]
+Known = Callable[[Warp, np.ndarray], np.ndarray]  # of lanes, by their numbers
+INT32, INT64, UINT16, UINT32, UINT64, BOOL = map(np.dtype, ("i4", "i8", "u2", "u4", "u8", "?"))
 SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special registers"
     "tid.x": lambda warp: warp.cta.threads_of(warp.number)[0],
     "tid.y": lambda warp: warp.cta.threads_of(warp.number)[1],
@@ -58,21 +58,18 @@ def registers_of(operand: Operand) -> tuple[int, ...]:
 
 def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
     """How to get an operand's (32,) values, viewed as this dtype. A register of more bits gives its lowest."""
+    unsigned, width = (BOOL, 1) if dtype == BOOL else (np.dtype(f"u{dtype.itemsize}"), 8 * dtype.itemsize)
     if isinstance(operand, Register):
         index = operand.place
-        width = 8 * dtype.itemsize if dtype != np.bool_ else 1
         if width == operand.bits:
-            if dtype.kind in "ub":
+            if dtype == unsigned:
                 return lambda warp: warp.registers[index]
             return lambda warp: warp.registers[index].view(dtype)
         if operand.bits == 1 or width == 1:
             raise PtxError(f"operand: expected {dtype}, got a register of {operand.bits} bits")
-        unsigned = np.dtype(f"u{dtype.itemsize}")
         return lambda warp: warp.registers[index].astype(unsigned).view(dtype)
     if isinstance(operand, Immediate):
-        bits = operand.value % (1 << 8 * dtype.itemsize) if dtype != np.bool_ else bool(operand.value)
-        unsigned = np.dtype(f"u{dtype.itemsize}") if dtype != np.bool_ else dtype
-        constant = np.full(LANES, bits, unsigned).view(dtype)
+        constant = np.full(LANES, operand.value % (1 << width) if width > 1 else operand.value, unsigned).view(dtype)
         return lambda warp: constant
     if isinstance(operand, Special):
         if operand.name not in SPECIAL:
@@ -80,24 +77,35 @@ def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
         special = SPECIAL[operand.name]
         return lambda warp: np.broadcast_to(np.asarray(special(warp)), (LANES,)).astype(dtype)
     if isinstance(operand, Symbol):
-        name = operand.name
-        return lambda warp: np.full(LANES, warp.cta.address_of(name), dtype)
+        return lambda warp: np.full(LANES, warp.cta.address_of(operand.name), dtype)
     raise PtxError(f"operand: expected a value, got {operand}")
 
 
-def address(operand: Operand) -> Fetch:
+def _place(operand: Operand) -> Fetch:
     """How to get the (32,) int64 addresses of [base + offset]. Shared addresses of 32 bits are not negative."""
     assert isinstance(operand, Address)
-    base, offset = operand.base, operand.offset
-    if isinstance(base, Register):
-        index = base.place
-        if base.bits == 64:
-            if not offset:
-                return lambda warp: warp.registers[index].view(np.int64)
-            return lambda warp: warp.registers[index].view(np.int64) + offset
-        return lambda warp: warp.registers[index].astype(np.int64) + offset
-    at = fetch(base, np.dtype(np.int64))
-    return lambda warp: at(warp) + offset
+    at, offset = fetch(operand.base, INT64), operand.offset
+    return (lambda warp: at(warp) + offset) if offset else at
+
+
+def _known(step: Compiled, get: Fetch, read: tuple[int, ...], what: str) -> Known:
+    def known(warp: Warp, lanes: np.ndarray) -> np.ndarray:
+        missing = warp.unwritten_among(read) if warp.unwritten else None
+        if missing is not None and missing[lanes].any():
+            raise step.error(warp, f"{what} that nobody wrote", lanes[missing[lanes]][0])
+        return get(warp)[lanes]
+
+    return known
+
+
+def known(step: Compiled, operand: Operand, dtype: np.dtype) -> Known:
+    """How to get an operand's values where somebody must have written them: MachineError where nobody did."""
+    return _known(step, fetch(operand, dtype), registers_of(operand), "an operand")
+
+
+def address(step: Compiled, operand: Operand) -> Known:
+    """How to get the int64 addresses of [base + offset], of which the same holds."""
+    return _known(step, _place(operand), registers_of(operand), "an address")
 
 
 def result(instruction: Statement, place: int = 0) -> tuple[int, int]:

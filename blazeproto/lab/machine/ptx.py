@@ -5,27 +5,14 @@ memory. What is not known raises here, before anything runs.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
 
-BITS = {
-    "pred": 1,
-    "b8": 8,
-    "u8": 8,
-    "s8": 8,
-    "b16": 16,
-    "u16": 16,
-    "s16": 16,
-    "f16": 16,
-    "bf16": 16,
-    "b32": 32,
-    "u32": 32,
-}
-BITS |= {"s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64}
+BITS = {"pred": 1, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+BITS |= {f"{letter}{bits}": bits for letter in "bus" for bits in (8, 16, 32, 64)}
 WORDS = {1: np.dtype(np.bool_)} | {bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
 # Statements that say nothing that an interpreter needs.
 IGNORED = (
@@ -170,7 +157,12 @@ class Program:
         return self.entries[name]
 
 
-_OF_ONE_LINE = re.compile(rf"\.({'|'.join(IGNORED)})\b")
+_IGNORED = re.compile(rf"\.(?:{'|'.join(IGNORED)})\b")
+# A statement is a directive of one line, a label, a brace, an entry with its parameters, or what ends in a semicolon.
+_STATEMENT = re.compile(
+    rf"{_IGNORED.pattern}[^\n]*|[\w$]+:|[{{}}]|(?:\.\w+\s+)*\.entry\b[^)]*\)|[^\s;][^;]*;",
+)
+_BREAK = re.compile(r"\n\s*")
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
 _VARIABLE = re.compile(
     r"(?P<how>(?:\.(?:visible|extern|weak|common)\s+)*)\.(?P<space>shared|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
@@ -183,8 +175,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.number = text, 1
         self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
-        self.entries: dict[str, Entry] = {}
-        self.variables: list[Variable] = []
+        self.program = Program({}, [], text)
         self.entry: Entry | None = None
         self.scopes: list[dict[str, Operand]] = []
         self.line = Line(())
@@ -195,63 +186,25 @@ class _Reader:
 
     def read(self) -> Program:
         place = re.search(r"^\s*\.section\b", self.text, re.MULTILINE)  # debugging data, to the end of the file
-        body = self.text[: place.start()] if place else self.text
-        for statement in self._statements(body):
-            self._take(statement)
-        if not self.entries:
+        body = re.sub(r"//[^\n]*", "", self.text[: place.start()] if place else self.text)
+        read = 0
+        for statement in _STATEMENT.finditer(body):
+            self.number += body.count("\n", read, statement.start())
+            read = statement.start()
+            self._take(_BREAK.sub(" ", statement[0].rstrip(";").strip()))
+        if not self.program.entries:
             raise PtxError("text: expected PTX with an .entry, got none")
-        for entry in self.entries.values():
+        for entry in self.program.entries.values():
             for instruction in entry.instructions:
-                self._check_labels(entry, instruction)
-        return Program(self.entries, self.variables, self.text)
+                if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
+                    self.number = instruction.number
+                    raise self.fail("unknown label", instruction.text)
+        return self.program
 
-    def _statements(self, body: str) -> Iterator[str]:
-        """Statements without comments; a directive of one line, a label and a brace are statements too."""
-        pending, begun = "", 1
-        for number, line in enumerate(body.splitlines(), 1):
-            rest = line.split("//", 1)[0]
-            while rest.strip() or not rest:
-                text = rest.strip()
-                if not pending:
-                    begun = number
-                    if _OF_ONE_LINE.match(text):
-                        self.number = number
-                        yield text.rstrip(";")
-                        break
-                    if label := re.match(r"([\w$]+):\s*", text):
-                        self.number = number
-                        yield label.group(0).strip()
-                        rest = text[label.end() :]
-                        if not rest:
-                            break
-                        continue
-                if not text:
-                    break
-                cut = self._cut(pending, text)
-                if cut is None:
-                    pending += text + " "
-                    break
-                whole, rest = pending + text[:cut], text[cut:]
-                pending, self.number = "", begun
-                yield whole.strip()
-                if not rest:
-                    break
-
-    @staticmethod
-    def _cut(pending: str, text: str) -> int | None:
-        """Where the statement that begins with ``pending`` ends in ``text``: behind a semicolon, a brace of a block, or the
-        parenthesis that closes an entry's parameters."""
-        if pending.startswith((".visible .entry", ".entry", ".weak .entry")) or re.match(r"(\.\w+ )*\.entry", text):
-            return text.index(")") + 1 if ")" in text else None
-        if not pending and text[0] in "{}":
-            return 1
-        return text.index(";") + 1 if ";" in text else None
-
-    def _take(self, statement: str) -> None:
-        text = statement.rstrip(";").strip()
+    def _take(self, text: str) -> None:
         if text.startswith(".loc"):
             self._loc(text)
-        elif (text.startswith(".") and text[1:].split()[0] in IGNORED) or not text:
+        elif _IGNORED.match(text):
             return
         elif ".entry" in text.split("(", 1)[0]:
             self._entry(text)
@@ -277,16 +230,15 @@ class _Reader:
     def _loc(self, text: str) -> None:
         """.loc file line column[, function_name label, inlined_at file line column]: the chain hangs together by places."""
         numbers = [int(n) for n in re.findall(r"(?<![\w$])\d+(?![\w$])", text.split("function_name")[0])]
-        place = self.files.get(numbers[0], "?"), numbers[1]
         inlined = re.search(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)", text)
-        if not inlined:
-            self.chains = {(numbers[0], *numbers[1:3]): (place,)}
-            self.line = Line((place,))
-            return
-        outer = tuple(map(int, inlined.groups()))
-        chain = self.chains.get(outer, ((self.files.get(outer[0], "?"), outer[1]),))
-        self.chains[(numbers[0], *numbers[1:3])] = (place, *chain)
-        self.line = Line((place, *chain))
+        chain: tuple[tuple[str, int], ...] = ()
+        if inlined:
+            outer = tuple(map(int, inlined.groups()))
+            chain = self.chains.get(outer, ((self.files.get(outer[0], "?"), outer[1]),))
+        else:
+            self.chains = {}
+        self.line = Line(((self.files.get(numbers[0], "?"), numbers[1]), *chain))
+        self.chains[tuple(numbers[:3])] = self.line.places
 
     def _entry(self, text: str) -> None:
         name, _, inside = text.partition(".entry")[2].partition("(")
@@ -302,7 +254,7 @@ class _Reader:
             begin = -(-end // alignment) * alignment
             parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
-        self.entry = self.entries[name.strip()] = Entry(name.strip(), parameters, [])
+        self.entry = self.program.entries[name.strip()] = Entry(name.strip(), parameters, [])
         self.scopes, self.chains = [], {}
 
     def _registers(self, text: str) -> None:
@@ -321,8 +273,7 @@ class _Reader:
         kind, count = found["type"], found["array"]
         if kind not in BITS:
             raise self.fail("unknown type", text)
-        width = BITS[kind] // 8
-        data = None
+        width, data = BITS[kind] // 8, None
         if found["data"]:
             values = [int(v, 0) for v in re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found["data"])]
             data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values)
@@ -330,7 +281,7 @@ class _Reader:
         made = Variable(
             found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
         )
-        (self.entry.variables if self.entry else self.variables).append(made)
+        (self.entry.variables if self.entry else self.program.variables).append(made)
 
     # --- Instructions --------------------------------------------------------------------------------------------------------
 
@@ -343,11 +294,9 @@ class _Reader:
             if not isinstance(register, Register):
                 raise self.fail("unknown predicate", text)
             guard = register.place, "!" in word
-        opcode, _, operands = rest.partition(" ")
-        if "\t" in opcode:
-            opcode, _, operands = rest.partition("\t")
+        opcode, operands = [*rest.split(None, 1), ""][:2]
         parts = tuple(self._operand(part, text) for part in _split(operands))
-        self.entry.instructions.append(Statement(opcode.strip(), parts, guard, self.line, text, self.number))
+        self.entry.instructions.append(Statement(opcode, parts, guard, self.line, text, self.number))
 
     def _operand(self, text: str, statement: str) -> Operand:
         text = text.strip()
@@ -379,19 +328,14 @@ class _Reader:
             return Symbol(text)
         raise self.fail(f"unknown operand {text!r}", statement)
 
-    def _check_labels(self, entry: Entry, instruction: Statement) -> None:
-        if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
-            self.number = instruction.number
-            raise self.fail("unknown label", instruction.text)
-
 
 def _split(text: str) -> list[str]:
     """At the commas that are in no brace or bracket."""
-    parts, depth, begin = [], 0, 0
-    for place, letter in enumerate(text):
+    parts, depth = [""], 0
+    for letter in text:
         depth += (letter in "{[") - (letter in "}]")
         if letter == "," and not depth:
-            parts.append(text[begin:place])
-            begin = place + 1
-    parts.append(text[begin:])
+            parts.append("")
+        else:
+            parts[-1] += letter
     return [part for part in parts if part.strip()]

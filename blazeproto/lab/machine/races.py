@@ -13,6 +13,8 @@ with each other alone. Lanes of a warp count as ordered. Scope is not judged.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,10 +23,12 @@ import numpy as np
 from blazeproto.lab.machine.memory import Block
 
 if TYPE_CHECKING:
+    from blazeproto.lab.machine.asynchronous import Transaction
+    from blazeproto.lab.machine.barriers import Mbarrier
     from blazeproto.lab.machine.cta import Cluster
-    from blazeproto.lab.machine.warp import Warp
+    from blazeproto.lab.machine.warp import Compiled, Warp
 
-Clocks = tuple[np.ndarray, np.ndarray] | None  # of what ended, and of what the async proxy sees
+Clocks = np.ndarray  # (2, actors): the epochs that ended, and those that the async proxy sees
 
 
 class Race(NamedTuple):
@@ -63,12 +67,11 @@ class Shadow:
 
 
 class Order(NamedTuple):
-    """What was known when a transaction was issued: actor, epoch, clock of what ended, clock of what the async proxy sees."""
+    """What was known when a transaction was issued."""
 
     actor: int
     epoch: int
-    known: np.ndarray
-    seen: np.ndarray
+    clocks: Clocks
 
 
 class Access(NamedTuple):
@@ -86,26 +89,24 @@ class Races:
 
     def __init__(self) -> None:
         self.found: dict[Any, Race] = {}
+        self.earlier = 0  # epochs up to this one are of other clusters
+        self.epochs: dict[int, int] = {}  # by actor
         self.sites: list[tuple[Any, str]] = []  # instruction, CTA and warp
         self.of_step: dict[Any, int] = {}
         self.shadows: dict[Block, Shadow] = {}
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
-        self.highest = 0  # of all epochs
         self.size = 0  # of clocks
-        self.nothing = np.zeros(0, np.int32)  # is known
 
     def begin(self, cluster: Cluster) -> None:
         """Another cluster runs from now on."""
-        self.earlier = self.highest  # epochs up to this one are of other clusters
+        self.earlier = max(self.epochs.values(), default=0)
         self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
         self.actors: dict[Any, int] = {"nobody": 0}
         self.size = max(self.size, 64 + 8 * len(cluster.warps))
-        self.clocks: dict[Warp, np.ndarray] = {}
-        self.seen: dict[Warp, np.ndarray] = {}
-        self.epochs = np.full(self.size, self.earlier, np.int32)
+        self.epochs = defaultdict(lambda: self.earlier)
         self.generic = np.zeros(self.size, np.bool_)  # actors that are threads, or act as threads do
+        self.clocks: dict[Warp, Clocks] = {warp: np.zeros((2, self.size), np.int32) for warp in cluster.warps}
         for warp in cluster.warps:
-            self.clocks[warp], self.seen[warp] = np.zeros(self.size, np.int32), np.zeros(self.size, np.int32)
             warp.actor = self._actor(warp, generic=True)
             self._tick(warp)
 
@@ -113,97 +114,85 @@ class Races:
         if key not in self.actors:
             self.actors[key] = len(self.actors)
             if len(self.actors) > self.size:
-                self._grow()
+                self.size *= 2
+                self.generic = self._fit(self.generic)
+                self.clocks = {warp: self._fit(clocks) for warp, clocks in self.clocks.items()}
             self.generic[self.actors[key]] = generic
         return self.actors[key]
 
-    def _grow(self) -> None:
-        more = np.zeros(self.size, np.int32)
-        self.epochs = np.concatenate([self.epochs, more + self.earlier])
-        self.generic = np.concatenate([self.generic, more > 0])
-        for clocks in (self.clocks, self.seen):
-            for warp, clock in clocks.items():
-                clocks[warp] = np.concatenate([clock, more])
-        self.size *= 2
-
     def _next(self, actor: int) -> int:
         self.epochs[actor] += 1
-        epoch = int(self.epochs[actor])
-        self.highest = max(self.highest, epoch)
-        return epoch
+        return self.epochs[actor]
 
     def _tick(self, warp: Warp) -> None:
         """A new epoch of a warp: what it does from now on is not known to those who know what it did so far."""
-        self.clocks[warp][warp.actor] = self._next(warp.actor)
+        self.clocks[warp][0, warp.actor] = self._next(warp.actor)
 
-    def _fit(self, clock: np.ndarray) -> np.ndarray:
-        return clock if len(clock) == self.size else np.concatenate([clock, np.zeros(self.size - len(clock), np.int32)])
+    def _fit(self, clocks: np.ndarray) -> np.ndarray:
+        """As long as there are actors by now."""
+        more = self.size - clocks.shape[-1]
+        return np.pad(clocks, [(0, 0)] * (clocks.ndim - 1) + [(0, more)]) if more else clocks
 
-    def _joined(self, clocks: Clocks, known: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        known, seen = self._fit(known), self._fit(seen)
-        if clocks is None:
-            return known.copy(), seen.copy()
-        return np.maximum(self._fit(clocks[0]), known), np.maximum(self._fit(clocks[1]), seen)
+    def _joined(self, clocks: Clocks | None, mine: Clocks) -> Clocks:
+        return self._fit(mine).copy() if clocks is None else np.maximum(self._fit(clocks), self._fit(mine))
 
     # --- What orders ---------------------------------------------------------------------------------------------------------
 
     def release(self, warp: Warp, to: Any) -> None:
         """To a barrier: it knows what the warp knows."""
-        to.clocks = self._joined(to.clocks, self.clocks[warp], self.seen[warp])
+        to.clocks = self._joined(to.clocks, self.clocks[warp])
         self._tick(warp)
 
-    def acquire(self, warp: Warp, clocks: Clocks) -> None:
+    def acquire(self, warp: Warp, clocks: Clocks | None) -> None:
         """A warp has waited for those whose clocks these are."""
-        if clocks is not None:
-            self.clocks[warp], self.seen[warp] = self._joined(clocks, self.clocks[warp], self.seen[warp])
+        self.clocks[warp] = self._joined(clocks, self.clocks[warp])
 
     def fence(self, warp: Warp) -> None:
         """The async proxy sees what the warp knows."""
-        self.seen[warp] = np.maximum(self.seen[warp], self.clocks[warp])
+        known, seen = self.clocks[warp]
+        np.maximum(known, seen, out=seen)
         self._tick(warp)
 
     def issue(self, warp: Warp, key: Any, generic: bool = False) -> Order:
         """A transaction, an epoch of its own of the actor that its key names; who waits for it learns of that."""
         actor = self._actor(key, generic)
-        return Order(actor, self._next(actor), self.clocks[warp].copy(), self.seen[warp].copy())
+        return Order(actor, self._next(actor), self.clocks[warp].copy())
 
-    def join(self, transaction: Any, warp: Warp) -> None:
+    def join(self, transaction: Transaction, warp: Warp) -> None:
         """Another warp issues it too."""
-        order = transaction.order
-        known, seen = self._joined((order.known, order.seen), self.clocks[warp], self.seen[warp])
-        transaction.order = order._replace(known=known, seen=seen)
+        order = transaction.orders[0]
+        transaction.orders[0] = order._replace(clocks=self._joined(order.clocks, self.clocks[warp]))
 
     def finish(self, warp: Warp, order: Order) -> None:
         """The warp has waited for a transaction."""
-        clock = self.clocks[warp]
-        clock[order.actor] = max(clock[order.actor], order.epoch)
-
-    def release_transaction(self, transaction: Any, barrier: Any) -> None:
-        """It completes a barrier's bytes or arrives there."""
-        order = transaction.order
-        known, seen = self._joined(barrier.clocks, order.known, order.seen)
+        known = self.clocks[warp][0]
         known[order.actor] = max(known[order.actor], order.epoch)
-        barrier.clocks = known, seen
 
-    def initialise(self, warp: Warp, barrier: Any, step: Any) -> None:
+    def release_transaction(self, transaction: Transaction, barrier: Mbarrier) -> None:
+        """It completes a barrier's bytes or arrives there."""
+        actor, epoch, clocks = transaction.orders[0]
+        barrier.clocks = self._joined(barrier.clocks, clocks)
+        barrier.clocks[0, actor] = max(barrier.clocks[0, actor], epoch)
+
+    def initialise(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
         """Who uses a barrier has to know that it was initialised."""
-        barrier.made = warp.actor, int(self.clocks[warp][warp.actor]), self._site(warp, step)
+        barrier.made = warp.actor, self.epochs[warp.actor], self._site(warp, step)
 
-    def use(self, warp: Warp, barrier: Any, step: Any) -> None:
+    def use(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
         actor, epoch, site = barrier.made
-        if epoch > self.clocks[warp][actor] and actor != warp.actor:
+        if epoch > self.clocks[warp][0, actor] and actor != warp.actor:
             self._report(warp.cta.describe(barrier.address), site, self._site(warp, step), "a barrier made, then used")
 
     # --- Accesses ------------------------------------------------------------------------------------------------------------
 
-    def read(self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Any) -> None:
+    def read(self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Compiled) -> None:
         """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction."""
         if block.read_only or not len(offsets):
             return
         shadow, who = self.shadows.get(block), self._who(by, step, None)
         if shadow is None:
             if block.address >> 40:
-                self.unwritten.setdefault(block, []).append((offsets, size, who._replace(known=self.nothing)))
+                self.unwritten.setdefault(block, []).append((offsets, size, who._replace(known=np.zeros(0, np.int32))))
                 return
             shadow = self.shadows[block] = Shadow(block.size)
         index = shadow.places(offsets, size)
@@ -216,7 +205,7 @@ class Races:
         offsets: np.ndarray,
         size: int,
         by: Any,
-        step: Any,
+        step: Compiled,
         order: Order | None = None,
         atomic: bool = False,
     ) -> None:
@@ -236,12 +225,12 @@ class Races:
             row[1, index] = 0
         shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [atomic]])
 
-    def _who(self, by: Any, step: Any, order: Order | None) -> Access:
-        if hasattr(by, "lanes"):
-            return Access(by.actor, int(self.clocks[by][by.actor]), self._site(by, step), self.clocks[by], None)
-        order = order or by.order
-        seen = None if by.generic else self._fit(order.seen)
-        return Access(order.actor, order.epoch, self._site(by.warp, step), self._fit(order.known), seen)
+    def _who(self, by: Any, step: Compiled, order: Order | None) -> Access:
+        if by in self.clocks:
+            return Access(by.actor, self.epochs[by.actor], self._site(by, step), self.clocks[by][0], None)
+        order = order or by.orders[0]
+        known, seen = self._fit(order.clocks)
+        return Access(order.actor, order.epoch, self._site(by.warp, step), known, None if by.generic else seen)
 
     def _judge(self, block: Block, shadow: Shadow, row: np.ndarray, index: np.ndarray, by: Access, kind: str) -> None:
         """Reports where an actor does not know that these accesses have ended."""
@@ -273,7 +262,7 @@ class Races:
             if not len(index):
                 return
 
-    def _site(self, warp: Warp, step: Any) -> int:
+    def _site(self, warp: Warp, step: Compiled) -> int:
         key = id(step), warp.cta.index, warp.number
         if key not in self.of_step:
             self.of_step[key] = len(self.sites)
@@ -286,3 +275,15 @@ class Races:
         if key not in self.found:
             texts = f"{one.line}: {one.opcode} of {of_one}", f"{two.line}: {two.opcode} of {of_two}"
             self.found[key] = Race(kind, where, *texts)
+
+
+class Unwatched:
+    """In the place of `Races` where nobody asked for them: notes nothing."""
+
+    found: Mapping[Any, Race] = {}
+
+    def note(self, *_: Any, **__: Any) -> None:
+        """What anybody does."""
+
+    begin = release = acquire = fence = issue = join = finish = note
+    release_transaction = initialise = use = read = write = note

@@ -5,8 +5,6 @@ What nobody waits for may happen late; the seed decides how late, and whether al
 chance, or some are put off for long. The same seed gives the same run.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine.asynchronous import Store
 from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
-from blazeproto.lab.machine.races import Race, Races
-from blazeproto.lab.machine.step import Compiled, compile_entry
+from blazeproto.lab.machine.races import Race, Races, Unwatched
+from blazeproto.lab.machine.step import compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
-from blazeproto.lab.machine.warp import MachineError, Wait, Warp
+from blazeproto.lab.machine.warp import Compiled, MachineError, Wait, Warp
 
 SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
 HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
@@ -35,6 +32,7 @@ PRIORITIES: tuple[Callable[[Any], Any], ...] = (
     lambda one: one.key,
     lambda one: one,
 )
+NEVER: tuple[int, dict[int, tuple[Compiled, Wait]], bool] = (-1, {}, False)  # has a warp asked in vain
 
 
 class Deadlock(MachineError):
@@ -69,7 +67,7 @@ def start(
     seed: int = 0,
     races: bool = True,
     variables: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Report, int, Iterator[Schedule]]:
+) -> tuple[Report, int, "Iterator[Schedule]"]:
     """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
@@ -80,21 +78,26 @@ def start(
     if len(parameters) < of.parameter_bytes:
         raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
     whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    launch = Launch(program, of, whole_grid, whole_block, shared_bytes, memory, parameters, maps or {}, variables or {})
+    launch = Launch(
+        program,
+        of,
+        whole_grid,
+        whole_block,
+        shared_bytes,
+        memory,
+        parameters,
+        maps or {},
+        variables or {},
+        Races() if races else Unwatched(),
+    )
     steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
     count = int(np.prod(whole_grid))
     if count % cluster:
         raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
 
-    def schedules() -> Iterator[Schedule]:
-        watched = Races() if races else None
+    def schedules() -> "Iterator[Schedule]":
         for first in range(0, count, cluster):
-            group = Cluster(launch, first, cluster)
-            if watched:
-                watched.begin(group)
-                for cta in group.ctas:
-                    cta.races = watched
-            schedule = Schedule(launch, group, steps, draw, report, watched)
+            schedule = Schedule(launch, Cluster(launch, first, cluster), steps, draw, report)
             yield schedule
             schedule.tell()
 
@@ -117,7 +120,7 @@ def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **o
 
 
 class Schedule:
-    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends.  last: the last one."""
+    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends."""
 
     def __init__(
         self,
@@ -126,19 +129,15 @@ class Schedule:
         steps: list[Compiled],
         draw: random.Random,
         report: Report,
-        watched: Races | None,
     ) -> None:
-        self.launch, self.cluster, self.steps, self.draw = launch, cluster, steps, draw
-        self.report, self.watched = report, watched
+        self.launch, self.cluster, self.steps, self.draw, self.report = launch, cluster, steps, draw, report
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
-        # Who asked in vain: the launch's changes then, and what.
-        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]]]] = {}
-        self.stuck: set[Warp] = set()  # who asked the same again, although nothing had changed
+        # Who asked in vain: the launch's changes then, what, and whether it was the same again although nothing had changed.
+        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]], bool]] = {}
         self.count, self.until = 0, float("inf")
         self.warps = [warp for warp in cluster.warps if warp.alive.any()]
-        self.last: tuple[Warp, Compiled] | None = None
 
     def advance(self, chosen: Warp | None = None) -> bool:
         """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
@@ -163,7 +162,7 @@ class Schedule:
     def _ended(self) -> None:
         """Threads are at their end: what they have issued may still write to global memory, and no more than that."""
         for one in self.launch.pending:
-            if isinstance(one, Store) and one.next == 0:
+            if len(one.orders) > 1 and one.next == 0:  # a TMA store, whose reads and writes are waited for apart
                 raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
 
     def _next(self, able: list[Warp]) -> Warp:
@@ -178,17 +177,15 @@ class Schedule:
     def tell(self) -> None:
         """The report, of what the cluster did."""
         self.report.steps += self.count
-        self.report.races = list(self.watched.found.values()) if self.watched else []
+        self.report.races = list(self.launch.races.found.values())
 
     def able(self, warp: Warp) -> bool:
         if warp.wait is not None:
             if not warp.wait.over():
                 return False
             warp.wait = None
-        if warp in self.stuck and self.spun[warp][0] == self.launch.changes:
-            return False
-        self.stuck.discard(warp)
-        return True
+        since, _, again = self.spun.get(warp, NEVER)
+        return not again or since != self.launch.changes
 
     def _go(self, warp: Warp) -> None:
         """Until the schedule has another go on, or this one waits."""
@@ -196,7 +193,7 @@ class Schedule:
         pending = self.launch.pending
         while not warp.done and self.count < self.until:
             step = steps[warp.pc]
-            self.last = warp, step
+            self.last = warp, step  # what ran last
             wait = step(warp)
             self.count += 1
             warp.clock = self.count
@@ -204,13 +201,11 @@ class Schedule:
                 if not wait.spinning:
                     warp.wait = wait
                     return
-                since, asked = self.spun.get(warp, (-1, {}))
-                if since != self.launch.changes:
-                    asked = {}
-                if id(step) in asked:
-                    self.stuck.add(warp)
-                self.spun[warp] = self.launch.changes, asked | {id(step): (step, wait)}
-                if warp in self.stuck:
+                since, asked, _ = self.spun.get(warp, NEVER)
+                before = asked if since == self.launch.changes else {}
+                again = id(step) in before
+                self.spun[warp] = self.launch.changes, before | {id(step): (step, wait)}, again
+                if again:
                     return
             if step.visible:
                 if pending and happen and random_number() < happen:
@@ -232,7 +227,7 @@ class Schedule:
         """In the order of warps, those together that wait for the same at the same line."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for warp in warps:
-            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, (0, {}))[1].values()]
+            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, NEVER)[1].values()]
             line = self.steps[warp.pc].instruction.line
             why = f"at {line}: {warp.wait.what}" if warp.wait else f"asking again at {'; at '.join(asked)}"
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))

@@ -7,16 +7,13 @@ stepper.step(10, warp=4)               # of this one, as far as it can go
 stepper.registers(warp=4, lane=31)
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.barriers import Mbarrier
-from blazeproto.lab.machine.memory import SHARED_BASE, WINDOW
+from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW
 from blazeproto.lab.machine.operands import registers_of
 from blazeproto.lab.machine.ptx import Statement
 from blazeproto.lab.machine.run import Report, start
@@ -43,7 +40,7 @@ class Stepper:
 
     # --- Going on ----------------------------------------------------------------------------------------------------------
 
-    def step(self, count: int = 1, warp: int | None = None, cta: int = 0) -> Stepper:
+    def step(self, count: int = 1, warp: int | None = None, cta: int = 0) -> "Stepper":
         """So many instructions, by the schedule, which may let things happen between; or of one warp, as far as it can go.
 
         ValueError for a warp that there is not. Raises what `run` raises.
@@ -54,16 +51,16 @@ class Stepper:
                 break
         return self
 
-    def until(self, text: str, most: int = 10**7) -> Stepper:
+    def until(self, text: str, most: int = 10**7) -> "Stepper":
         """Up to the first instruction, and with it, whose PTX or source line (``up.cu:120``) has this text.
 
         RuntimeError where the launch ends, or ``most`` instructions have run, without one. Raises what `run` raises.
         """
         for _ in range(checks.integer("most", most, least=1)):
-            if not self._one(None):
+            last = self._one(None)
+            if last is None:
                 break
-            last: Any = self._schedule.last
-            if text in last[1].instruction.text or text in str(last[1].instruction.line):
+            if text in last.text or text in str(last.line):
                 return self
         raise RuntimeError(f"text: expected that of an instruction that still runs, got {text!r}")
 
@@ -73,22 +70,22 @@ class Stepper:
             pass
         return self.report
 
-    def _one(self, chosen: Warp | None, count: float = 1) -> bool:
-        """Whether an instruction has run."""
+    def _one(self, chosen: Warp | None, count: float = 1) -> Statement | None:
+        """The instruction that has run last, of so many."""
         while not self.done:
             schedule = self._schedule
             before = schedule.count
             schedule.until = before + count
             while schedule.advance(chosen):
                 if schedule.count > before:
-                    assert schedule.last is not None
-                    self._last[schedule.last[0]] = schedule.last[1].instruction
-                    return True
+                    warp, step = schedule.last
+                    self._last[warp] = step.instruction
+                    return step.instruction
             if chosen:
-                return False
+                return None
             following = next(self._schedules, None)
             self._schedule, self.done = following or schedule, following is None
-        return False
+        return None
 
     # --- Looking -----------------------------------------------------------------------------------------------------------
 
@@ -105,7 +102,7 @@ class Stepper:
         """The instruction that a warp has before it. ValueError for a warp that there is not."""
         return self._schedule.steps[self._warp(warp, cta).pc].instruction
 
-    def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> LaneRegisters:
+    def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> "LaneRegisters":
         """Those of one lane, as they are now. ValueError for a warp or a lane that there is not."""
         if not 0 <= checks.integer("lane", lane) < LANES:
             raise ValueError(f"lane: expected 0 to {LANES - 1}, got {lane}")
@@ -117,8 +114,7 @@ class Stepper:
         """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
         rank = self._warp(0, cta).cta.rank
         known = self._schedule.cluster.mbarriers
-        window = (1 << WINDOW) - 1
-        return {(at & window) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
+        return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
 
     def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of a CTA's shared memory, uint8 (size,), and which of them somebody wrote, bool. ValueError beyond its end."""
@@ -138,7 +134,7 @@ class Stepper:
         """
         of = self._warp(WARPS * warpgroup, cta).cta
         names = self._schedule.launch.entry.names
-        sums = of.warpgroups[warpgroup].sums if warpgroup in of.warpgroups else {}
+        sums = of.warpgroups[warpgroup].sums
         return {names[registers[0]]: values.copy() for registers, values in sums.items()}
 
     def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
@@ -181,30 +177,23 @@ class Value(NamedTuple):
         return f"{self.bits:#x} = {self.signed}" + ("" if self.number is None else f" = {self.number:.7g}")
 
 
-class LaneRegisters(Mapping[str, Value]):
+def _value(warp: Warp, place: int, lane: int) -> Value:
+    word, width = warp.registers[place][lane], warp.cta.launch.entry.widths[place]
+    bits, missing = int(word), warp.unwritten.get(place)
+    signed = bits - (1 << width) if width > 1 and bits >> (width - 1) else bits
+    number = float(word.view(FLOATS[width])) if width in FLOATS else None
+    return Value(bits, signed, number, missing is None or not missing[lane])
+
+
+class LaneRegisters(dict[str, Value]):
     """A lane's registers by name. Its repr has the first of the warp's last instruction and of its next one."""
 
     def __init__(self, warp: Warp, lane: int, near: list[Statement]) -> None:
-        self.warp, self.lane, self.near = warp, lane, near
-        self.places = {name: place for place, name in enumerate(warp.cta.launch.entry.names)}
-
-    def __getitem__(self, name: str) -> Value:
-        place = self.places[name]
-        word, width = self.warp.registers[place][self.lane], self.warp.cta.launch.entry.widths[place]
-        number = float(word.view(FLOATS[width])) if width in FLOATS else None
-        bits = int(word)
-        signed = bits - (1 << width) if width > 1 and bits >> (width - 1) else bits
-        missing = self.warp.unwritten.get(place)
-        return Value(bits, signed, number, missing is None or not missing[self.lane])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+        self.warp, self.lane, self.near, self.names = warp, lane, near, warp.cta.launch.entry.names
+        super().__init__({name: _value(warp, place, lane) for place, name in enumerate(self.names)})
 
     def __repr__(self) -> str:
-        names, lines = self.warp.cta.launch.entry.names, [f"{self.warp.cta.name}, {self.warp.name}, lane {self.lane}"]
+        names, lines = self.names, [f"{self.warp.cta.name}, {self.warp.name}, lane {self.lane}"]
         for when, statement in zip(("last", "next")[-len(self.near) :], self.near, strict=True):
             lines.append(f"  {when}: {statement.text}   ({statement.line})"[:150])
             read = dict.fromkeys(place for operand in statement.operands for place in registers_of(operand))

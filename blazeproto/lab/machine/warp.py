@@ -1,21 +1,19 @@
-"""A warp: 32 lanes with their registers, and who of them goes on where.
+"""A warp: 32 lanes with their registers, who of them goes on where, and the step that one instruction is.
 
 Lanes that branch apart form groups, each with a program counter. The group that is furthest back runs until it meets another,
 which it joins; so lanes come together again at the first place that all of them reach. (PTX ISA §3.1 leaves the order open.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.lab.machine.ptx import WORDS
+from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
 ALL = np.ones(LANES, np.bool_)
-NONE = np.zeros(LANES, np.bool_)
 LANE = np.arange(LANES)
 POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]) for bits in (1, 16, 32, 64)}
 
@@ -55,27 +53,27 @@ class Warp:
     """
 
     def __init__(self, cta: Any, number: int, threads: int, widths: list[int]) -> None:
-        self.cta, self.number = cta, number
+        self.cta, self.number, self.name = cta, number, f"warp {number}"
         self.registers: list[np.ndarray] = [POISON_OF[width] for width in widths]
         self.unwritten: dict[int, np.ndarray] = dict.fromkeys(range(len(widths)), ALL)
         self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for, and that instruction
         self.fenced: list[np.ndarray] = []  # the registers at the last wgmma.fence
         self.alive = threads > LANE
-        self.pc = 0
+        self.pc, self.clock, self.done = 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too
-        self.done = False
         self.wait: Wait | None = None
-        self.clock = 0
         self.actor: Any = None  # races.py
 
-    @property
-    def name(self) -> str:
-        return f"warp {self.number}"
+    def mask(self, running: np.ndarray | None = None) -> np.ndarray:
+        """The lanes that run: those that an instruction was given, or else all that are here."""
+        chosen = self.lanes if running is None else running
+        return ALL if chosen is None else chosen
 
-    def mask(self) -> np.ndarray:
-        return ALL if self.lanes is None else self.lanes
+    def active(self, running: np.ndarray | None) -> np.ndarray:
+        """Their numbers."""
+        return self.mask(running).nonzero()[0]
 
     # --- Control -------------------------------------------------------------------------------------------------------------
 
@@ -88,13 +86,11 @@ class Warp:
     def branch(self, taken: np.ndarray, target: int) -> None:
         """The running lanes that take a branch, and the others."""
         rest = self.mask() & ~taken
-        if not rest.any():
-            self.go(target)
-        elif not taken.any():
-            self.go(self.pc + 1)
-        else:
+        if rest.any():
             self.others += [(target, taken), (self.pc + 1, rest)]
             self._next_group()
+        else:
+            self.go(target)
 
     def leave(self, lanes: np.ndarray) -> None:
         """These lanes are at their end."""
@@ -160,3 +156,56 @@ class Warp:
                     raise InFlight(f"the wgmma at {self.in_flight[register].instruction.line} is under way")
                 found = missing if found is None else found | missing
         return found
+
+
+Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]  # a warp, and its lanes that run: None for all that are here
+
+
+class Compiled:
+    """One instruction: runs for the lanes of a warp, and moves its program counter.
+
+    run: what it does to registers and memory.  target: of a branch.  A ``ret`` has neither.
+    visible: whether other warps may see what it does, so that another may go first.
+    """
+
+    def __init__(self, instruction: Statement, target: int | None = None, visible: bool = False) -> None:
+        self.instruction, self.guard, self.target, self.visible = instruction, instruction.guard, target, visible
+        self.run: Run | None = None
+
+    def __call__(self, warp: Warp) -> Wait | None:
+        running = warp.lanes
+        if self.guard is not None:
+            index, negated = self.guard
+            missing = warp.unwritten.get(index)
+            if missing is not None and (missing & warp.mask()).any():
+                raise self.error(warp, "a predicate that nobody wrote decides", (missing & warp.mask()).argmax())
+            taken = ~warp.registers[index] if negated else warp.registers[index]
+            if running is not None:
+                taken = taken & running
+            if not taken.any():
+                warp.go(warp.pc + 1)
+                return None
+            running = None if taken.all() else taken
+        if self.target is not None:
+            warp.branch(warp.mask(running), self.target)
+            return None
+        if self.run is None:
+            warp.leave(warp.mask(running))
+            return None
+        try:
+            wait = self.run(warp, running)
+        except InFlight as error:
+            raise self.error(warp, f"an accumulator that nobody has waited for: {error}") from None
+        if wait is None or wait.spinning:
+            warp.go(warp.pc + 1)
+        return wait
+
+    def error(self, warp: Warp, what: str, lane: Any = None) -> MachineError:
+        where = "" if lane is None else f", lane {lane}"
+        text = f"{self.instruction.line}: {what} ({warp.cta.name}, {warp.name}{where}; {self.instruction.text})"
+        return MachineError(f"{warp.cta.launch.entry.name}: {text}")
+
+
+def plain(act: Callable[[Compiled, Warp, "np.ndarray | None"], "Wait | None"]) -> Callable[[Statement, Compiled], Run]:
+    """What makes of an instruction without operands what its step runs."""
+    return lambda instruction, step: partial(act, step)

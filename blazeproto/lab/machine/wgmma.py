@@ -5,190 +5,161 @@ Until a wait, the accumulators are nobody's: reading or writing them is an error
 instructions wrote since the last wgmma.fence.
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from blazeproto.lab.machine import matrices
-from blazeproto.lab.machine.asynchronous import Transaction, seen_by_async
-from blazeproto.lab.machine.operands import fetch, registers_of
+from blazeproto.lab.machine.asynchronous import Transaction
+from blazeproto.lab.machine.memory import SHARED_BASE, bytes_at
+from blazeproto.lab.machine.operands import BOOL, UINT64, known, registers_of
 from blazeproto.lab.machine.ptx import Immediate, PtxError, Statement, Vector
-from blazeproto.lab.machine.warp import ALL, Wait, Warp
+from blazeproto.lab.machine.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp, plain
 
 WARPS = 4
-Made = Callable[[Any], Any]
+DEPTH = 16  # K of one wgmma
 
 
 class Multiplication(Transaction):
-    """One wgmma of a warpgroup. issued: of each warp its accumulators' first values, or None where D = A B."""
+    """One wgmma of a warpgroup. issued: of each warp its accumulators' first values, or None where D = A B + D goes on."""
 
-    def __init__(self, warp: Warp, step: Any, group: Warpgroup, run: Callable[[Multiplication], None]) -> None:
+    def __init__(self, warp: Warp, step: Compiled, group: "Warpgroup", run: "Callable[[Multiplication], None]") -> None:
         self.issued: dict[int, np.ndarray | None] = {}
-        super().__init__(warp, step, [lambda: run(self)], group, group.queue)
+        super().__init__(warp, step, [lambda: run(self)], (group,), group.queue)
 
     def ready(self) -> bool:
         return len(self.issued) == WARPS and super().ready()
 
 
 class Warpgroup:
-    """The products under way of four warps, and by registers the accumulators that these make."""
+    """The products under way of four warps, and by registers the accumulators that these make.
+
+    Of each warp: how many it has issued, how many at each commit, and its last product of these registers.
+    """
 
     def __init__(self) -> None:
-        self.queue: list[Any] = []
-        self.made = [0] * WARPS  # issued by each warp
-        self.groups: list[list[int]] = [
-            [] for _ in range(WARPS)
-        ]  # of each warp: how many had been issued at each commit
+        self.products: list[Multiplication] = []
+        self.queue: list[Multiplication] = []  # those of them that have not happened
         self.sums: dict[tuple[int, ...], np.ndarray] = {}
-        self.last: list[dict[tuple[int, ...], int]] = [
-            {} for _ in range(WARPS)
-        ]  # of each warp: its last of these registers
+        self.made = [0] * WARPS
+        self.groups: list[list[int]] = [[] for _ in range(WARPS)]
+        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(WARPS)]
 
     def completed(self) -> int:
-        return next((i for i, one in enumerate(self.queue) if not one.done), len(self.queue))
+        return len(self.products) - len(self.queue)
 
 
-def wgmma(instruction: Statement) -> Made:
-    """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory; fence, commit_group, wait_group (§9.7.15.7)."""
-    kind = instruction.words[1]
-    if kind == "fence":
-        return lambda step: _fence
-    if kind == "commit_group":
-        return lambda step: _commit
-    return _wait(instruction) if kind == "wait_group" else _multiply(instruction)
+def _of(warp: Warp) -> tuple[Warpgroup, int]:
+    """A warp's group, and its number there."""
+    return warp.cta.warpgroups[warp.number // WARPS], warp.number % WARPS
 
 
-def _fence(warp: Warp, running: np.ndarray | None) -> None:
+def _fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.15.7 wgmma.fence"""
     warp.fenced = list(warp.registers)  # an instruction that writes one puts another array there
 
 
-def _commit(warp: Warp, running: np.ndarray | None) -> None:
-    group, mine = warp.cta.warpgroup(warp), warp.number % WARPS
+def _commit(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
+    """§9.7.15.7 wgmma.commit_group"""
+    group, mine = _of(warp)
     group.groups[mine].append(group.made[mine])
 
 
-def _wait(instruction: Statement) -> Made:
+def _wait(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.15.7 wgmma.wait_group"""
     left = int(instruction.operands[0].value)  # type: ignore[union-attr]
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-            group, mine = warp.cta.warpgroup(warp), warp.number % WARPS
-            marks = group.groups[mine]
-            until = marks[len(marks) - 1 - left] if len(marks) > left else 0
-            if group.completed() < until:
-                return Wait(lambda: group.completed() >= until, f"wgmma.wait_group {left}")
-            if warp.cta.races:
-                for one in group.queue[:until][-1:]:  # they end in their order
-                    warp.cta.races.finish(warp, one.order)
-            for registers, last in group.last[mine].items():
-                if last < until and registers[0] in warp.in_flight:
-                    rows = matrices.matrix_to_fragment(group.sums[registers])[mine].view(np.uint32)
-                    for register, row in zip(registers, rows, strict=True):
-                        made = warp.in_flight.pop(register)
-                        if warp.unwritten.pop(register, None) is not ALL:
-                            line = made.instruction.line
-                            raise step.error(
-                                warp, f"an accumulator was written while the wgmma at {line} was under way"
-                            )
-                        warp.registers[register] = warp.fenced[register] = row
-            return None
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+        group, mine = _of(warp)
+        marks = group.groups[mine]
+        until = marks[len(marks) - 1 - left] if len(marks) > left else 0
+        if group.completed() < until:
+            return Wait(lambda: group.completed() >= until, f"wgmma.wait_group {left}")
+        for one in group.products[:until][-1:]:  # they end in their order
+            warp.cta.races.finish(warp, one.orders[0])
+        for registers, last in group.last[mine].items():
+            if last < until and registers[0] in warp.in_flight:
+                rows = matrices.matrix_to_fragment(group.sums[registers])[mine].view(np.uint32)
+                for register, row in zip(registers, rows, strict=True):
+                    line = warp.in_flight.pop(register).instruction.line
+                    if warp.unwritten.pop(register, None) is not ALL:
+                        raise step.error(warp, f"an accumulator was written while the wgmma at {line} was under way")
+                    warp.registers[register] = warp.fenced[register] = row
+        return None
 
-        return run
-
-    return made
+    return run
 
 
-def _multiply(instruction: Statement) -> Made:
-    words = instruction.words
-    shape = words[4]
-    columns, depth = (int(number) for number in shape[1:].replace("n", " ").replace("k", " ").split()[1:])
-    if words[5:] != ("f32", "bf16", "bf16") or not shape.startswith("m64n") or depth != 16:
+def _multiply(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory"""
+    shape = re.fullmatch(rf"m64n(\d+)k{DEPTH}\.f32\.bf16\.bf16", ".".join(instruction.words[4:]))
+    if not shape:
         raise PtxError("expected bf16 operands in shared memory and sums in fp32")
     d, a, b, scale_d, *immediates = instruction.operands
     if not isinstance(d, Vector) or not all(isinstance(one, Immediate) for one in immediates):
         raise PtxError("expected accumulators, two descriptors, scale-d and four constants")
-    scale_a, scale_b, transpose_a, transpose_b = (one.value for one in immediates)  # type: ignore[union-attr]
+    scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
         raise PtxError("expected no negated operand")
-    registers = registers_of(d)
-    descriptors = [fetch(operand, np.dtype(np.uint64)) for operand in (a, b)]
-    accumulate = fetch(scale_d, np.dtype(np.bool_))
-    read = registers_of(Vector((a, b, scale_d)))
+    registers, accumulate = registers_of(d), known(step, scale_d, BOOL)
+    descriptors, rows = [known(step, operand, UINT64) for operand in (a, b)], (64, int(shape[1]))
 
-    def operand(warp: Warp, step: Any, word: int, rows: int, transposed: bool, product: Multiplication) -> np.ndarray:
+    def operand(warp: Warp, word: int, rows: int, transposed: int, product: Multiplication) -> np.ndarray:
         try:
             described = matrices.Descriptor.decode(word)
         except ValueError as error:
             raise step.error(warp, str(error)) from error
-        shared = warp.cta.shared
-        rank = shared.address >> 24 << 24  # a descriptor's address is that inside its CTA
-        places = matrices.operand_addresses(described, rows, depth, transposed) + rank - shared.address
+        shared = warp.cta.shared  # a descriptor's address is that inside its CTA
+        places = matrices.operand_addresses(described, rows, DEPTH, bool(transposed)) - SHARED_BASE
         if places.min() < 0 or places.max() + 2 > shared.size:
             raise step.error(warp, f"a matrix at {described.address:#x} beyond shared memory of {shared.size} bytes")
-        pairs = (places[..., None] + np.arange(2)).reshape(-1)
-        if warp.cta.races:
-            chunks = places[::8] if transposed else places[:, ::8]  # of 16 bytes, in every layout
-            warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
+        chunks = places[::8] if transposed else places[:, ::8]  # of 16 bytes, in every layout
+        warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
-        return seen_by_async(shared, pairs).view(np.uint16).reshape(rows, depth)
+        return shared.seen_by_async(bytes_at(places.reshape(-1), 2)).view(np.uint16).reshape(rows, DEPTH)
 
-    def made(step: Any) -> Any:
-        def run(warp: Warp, running: np.ndarray | None) -> None:
-            if running is not None:
-                raise step.error(warp, "expected all 32 lanes", ~running)
-            group, mine = warp.cta.warpgroup(warp), warp.number % WARPS
-            missing = warp.unwritten_among(read)
+    def happen(warp: Warp, given: list[int], product: Multiplication) -> None:
+        group, _ = _of(warp)
+        first = [product.issued[i] for i in range(WARPS)]
+        going_on = any(one is None for one in first)
+        sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
+        left, right = (operand(warp, *one, product) for one in zip(given, rows, transposed, strict=True))
+        group.sums[registers] = matrices.multiply(left, right, sums)
+
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        if running is not None:
+            raise step.error(warp, "expected all 32 lanes", running.argmin())
+        group, mine = _of(warp)
+        given, adds = [int(get(warp, LANE)[0]) for get in descriptors], bool(accumulate(warp, LANE)[0])
+        number, going_on = group.made[mine], registers[0] in warp.in_flight
+        if number == len(group.products):
+            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given)))
+        product = group.products[number]
+        if product.step is not step:
+            line = product.step.instruction.line
+            raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
+        fenced = warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
+        if not (going_on or fenced):
+            raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
+        product.issued[mine] = None if adds else np.zeros((len(registers), LANES), np.float32)
+        if adds and not going_on:
+            missing = warp.unwritten_among(registers)
             if missing is not None:
-                raise step.error(warp, "a descriptor or scale-d that nobody wrote", missing)
-            number = group.made[mine]
-            if number == len(group.queue):
-                given = [int(get(warp)[0]) for get in descriptors]
-                Multiplication(warp, step, group, lambda product: happen(warp, product, given))
-            product = group.queue[number]
-            if product.step is not step:
-                raise step.error(
-                    warp, f"another wgmma than other warps of its warpgroup issue ({product.step.instruction.line})"
-                )
-            group.made[mine] += 1
-            first = None
-            if registers[0] not in warp.in_flight and not (
-                warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
-            ):
-                raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
-            if bool(accumulate(warp)[0]) and registers[0] not in warp.in_flight:
-                missing = warp.unwritten_among(registers)
-                if missing is not None:
-                    raise step.error(warp, "accumulators that nobody wrote", missing)
-                first = np.array([warp.registers[register] for register in registers]).view(np.float32)
-            elif not accumulate(warp)[0]:
-                first = np.zeros((len(registers), 32), np.float32)
-            product.issued[mine] = first
-            if warp.cta.races and product.order is not None:
-                warp.cta.races.join(product, warp)
-            for register in registers:
-                warp.in_flight[register] = step
-                warp.unwritten[register] = ALL
-            group.last[mine][registers] = number
+                raise step.error(warp, "accumulators that nobody wrote", missing.argmax())
+            product.issued[mine] = np.array([warp.registers[register] for register in registers]).view(np.float32)
+        warp.cta.races.join(product, warp)
+        warp.in_flight |= dict.fromkeys(registers, step)
+        warp.unwritten |= dict.fromkeys(registers, ALL)
+        group.made[mine], group.last[mine][registers] = number + 1, number
 
-        def happen(warp: Warp, product: Multiplication, given: list[int]) -> None:
-            group = warp.cta.warpgroup(warp)
-            first = [product.issued[i] for i in range(WARPS)]
-            if all(one is not None for one in first):
-                sums = matrices.fragment_to_matrix(np.array(first))
-            else:
-                sums = group.sums[registers]
-            tiles = [
-                operand(warp, step, word, rows, bool(transposed), product)
-                for word, rows, transposed in zip(given, (64, columns), (transpose_a, transpose_b), strict=True)
-            ]
-            group.sums[registers] = matrices.multiply(tiles[0], tiles[1], sums)
-
-        return run
-
-    return made
+    return run
 
 
-TABLE: dict[str, Any] = {"wgmma": wgmma}
+TABLE = {
+    "wgmma.fence": plain(_fence),
+    "wgmma.commit_group": plain(_commit),
+    "wgmma.wait_group": _wait,
+    "wgmma.mma_async": _multiply,
+}

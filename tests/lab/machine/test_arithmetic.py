@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from blazeproto.lab.machine import arithmetic
-from blazeproto.lab.machine.arithmetic import APPROXIMATE, Operation, operation
+from blazeproto.lab.machine.arithmetic import Operation, operation
+from tests.lab.machine.approximate import APPROXIMATE
 from tests.lab.machine.ptx_programs import INSTRUCTIONS
 
 Operations = Callable[[tuple[str, ...]], Operation | None]
@@ -662,7 +663,7 @@ MUTANTS = [
     ),
     ("arithmetic", "rounded(odd_sum((a >> 32)", "rounded(np.add((a >> 32)", check_conversions_of_integers),
     ("integers", "np.floor_divide(a - np.fmod(a, b), b)", "np.floor_divide(a, b)", check_integers),
-    ("integers", "np.fmod(a, b)\n", "np.remainder(a, b)\n", check_integers),
+    ("integers", "np.fmod(a, b))\n", "np.remainder(a, b))\n", check_integers),
     (
         "arithmetic",
         "bounds.max, where=values >= beyond",
