@@ -165,10 +165,11 @@ SCHEDULED = [(name, None) for name in CALLS] + [
 @pytest.mark.parametrize("first", range(0, 100, 20))
 @pytest.mark.parametrize(("name", "config"), SCHEDULED)
 def test_every_schedule_gives_the_same(name: str, config: TileConfig | None, first: int) -> None:
-    """One CTA, or one cluster, has all tiles: it uses stages, slabs and tickets again, and a tile's epilogue runs beside the
-    next one's mainloop."""
-    tiles = config or TILES.get(name, TileConfig())
-    check(name, DEEPER if first else TINY, range(first, first + 20), config, multiprocessors=tiles.cluster)
+    """The first twenty share TINY's tiles between two CTAs, or clusters. Then one has all of DEEPER's: it uses stages and slabs
+    again, and a tile's epilogue runs beside the next one's mainloop."""
+    cluster = (config or TILES.get(name, TileConfig())).cluster
+    sizes, multiprocessors = (DEEPER, cluster) if first else (TINY, 2 * cluster)
+    check(name, sizes, range(first, first + 20), config, multiprocessors)
 
 
 @pytest.mark.full
