@@ -326,10 +326,11 @@ def test_hashes(num_experts: int, top_k: int) -> None:
 def test_losses(
     num_tokens: int, num_experts: int, top_k: int, score: Any, balance: bool, z: bool, masked: bool
 ) -> None:
-    """Tokens that are masked change nothing; some ids are not here."""
+    """Tokens that are masked change nothing. Some ids are not here where none is masked: else the load says how many are left."""
     rng = np.random.default_rng(num_experts)
     values = 3 * rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
-    everyone = np.tile(np.arange(-1, num_experts + 1, dtype=np.int32), (num_tokens, 1))
+    ids = np.arange(num_experts) if masked else np.arange(-1, num_experts + 1)
+    everyone = np.tile(ids.astype(np.int32), (num_tokens, 1))
     experts = rng.permuted(everyone, axis=1)[:, :top_k].copy()
     options: dict[str, Any] = {"score": score, "balance": balance, "z": z, "masked": masked}
     if masked:
