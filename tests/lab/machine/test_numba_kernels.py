@@ -232,14 +232,12 @@ def test_scores_of_pairs(score: Any, num_tokens: int, num_experts: int, renormal
                 ("normal", 0, 3, 2),
                 ("normal", 1, 1, 1),
                 ("ties", 75, 3, 3),
-                ("normal", 140, 128, 8),
                 ("same", 67, 4, 2),
                 ("one_expert", 65, 6, 2),
                 ("saturated", 66, 5, 2),
                 ("nan", 70, 3, 1),
             ]
         ),
-        *(full(by, "ties", 40, 512, 10) for by in ("nr_f", "expert_choice", "score")),
     ],
 )
 def test_choices(by: str, kind: str, num_tokens: int, num_experts: int, top_k: int) -> None:
@@ -254,11 +252,36 @@ def test_choices(by: str, kind: str, num_tokens: int, num_experts: int, top_k: i
             np.testing.assert_array_equal(mine, right)
 
 
+def of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many has an expert's block from now on. Where they are fewer than tokens they go on to further ones."""
+    monkeypatch.setattr(pairs, "SELECT_THREADS", threads)
+    monkeypatch.setattr(pairs, "choosing_kernels", pairs.choosing_kernels.__wrapped__)  # past its cache
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("by", "masked"), [("nr_f", 13), *(full(by, masked) for by in WAYS for masked in (1, 30, 35, 36))]
+    ("by", "kind", "num_tokens", "num_experts", "top_k", "threads"),
+    [
+        *((by, "normal", 70, 140, 8, 64) for by in WAYS),
+        *((by, "ties", 40, 264, 10, 32) for by in ("nr_f", "expert_choice", "score")),
+    ],
 )
-def test_choices_with_masked_tokens(by: str, masked: int) -> None:
+def test_choices_of_many_experts(
+    by: str, kind: str, num_tokens: int, num_experts: int, top_k: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a tile of keys has, or than a block that counts or lists has threads. With 1024 threads an expert, as in
+    `test_choices`, the machine would take minutes."""
+    of_threads(threads, monkeypatch)
+    test_choices(by, kind, num_tokens, num_experts, top_k)
+
+
+@pytest.mark.parametrize(
+    ("by", "masked", "threads"),
+    [("nr_f", 13, pairs.SELECT_THREADS), *(full(by, masked, 32) for by in WAYS for masked in (1, 30, 35, 36))],
+)
+def test_choices_with_masked_tokens(by: str, masked: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last tokens masked the pairs are those of the others alone. What lies at masked tokens is not read."""
+    of_threads(threads, monkeypatch)
     scores, experts = make_scores("ties", 36, 3, 2)
     draws, kept = np.random.default_rng(0).random(3, dtype=np.float32), 36 - masked
     size = size_of(by, kept, 2, 3)
@@ -303,10 +326,11 @@ def test_hashes(num_experts: int, top_k: int) -> None:
 def test_losses(
     num_tokens: int, num_experts: int, top_k: int, score: Any, balance: bool, z: bool, masked: bool
 ) -> None:
-    """Tokens that are masked change nothing; some ids are not here."""
+    """Tokens that are masked change nothing. Some ids are not here where none is masked: else the load says how many are left."""
     rng = np.random.default_rng(num_experts)
     values = 3 * rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
-    everyone = np.tile(np.arange(-1, num_experts + 1, dtype=np.int32), (num_tokens, 1))
+    ids = np.arange(num_experts) if masked else np.arange(-1, num_experts + 1)
+    everyone = np.tile(ids.astype(np.int32), (num_tokens, 1))
     experts = rng.permuted(everyone, axis=1)[:, :top_k].copy()
     options: dict[str, Any] = {"score": score, "balance": balance, "z": z, "masked": masked}
     if masked:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.gemm import Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.gemm import TILES, Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.bounds import Reference, reference
@@ -25,7 +25,9 @@ from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case, pad_row
 from tests.lab.machine.trials import SLACK, Logits, Trial, of_reports, stream_k, trial_of, with_tiles
 
 SMALL = Sizes(48, 136, 72, 4, 2)
-TINY = Sizes(24, 56, 56, 3, 2)  # every reduction is one stage
+# Three experts have rows, the last one has none. Reductions of TINY are mostly of one stage; those of DEEPER are of a stage and
+# a part of one, so that all tiles together have more stages than the ring.
+TINY, DEEPER = Sizes(24, 56, 56, 4, 3), Sizes(92, 72, 72, 4, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +56,14 @@ def made(name: str, sizes: Sizes) -> Made:
     return Made(case, given, reference(name, case, yardstick), exact, yardstick)
 
 
-def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = None) -> None:
+def check(name: str, sizes: Sizes, seeds: range, config: TileConfig | None = None, multiprocessors: int = 2) -> None:
     """One run a seed, into poisoned memory."""
     call, (case, given, references, exact, yardstick) = CALLS[name], made(name, sizes)
     outputs = call.outputs(case, given, config)
     memory = {key: Poisoned(output, "cpu") for key, output in outputs.items()}
     places = {key: places_of(outputs[key], case) for key in references}
     comparison = Comparison(references, places, fixed_order=call.entry.fixed_order)
-    pool, wrong, machine = Pool(), list[str](), Machine()
+    pool, wrong, machine = Pool(), list[str](), Machine(multiprocessors)
     for machine.seed in seeds:
         for one in memory.values():
             one.poison()
@@ -163,7 +165,11 @@ SCHEDULED = [(name, None) for name in CALLS] + [
 @pytest.mark.parametrize("first", range(0, 100, 20))
 @pytest.mark.parametrize(("name", "config"), SCHEDULED)
 def test_every_schedule_gives_the_same(name: str, config: TileConfig | None, first: int) -> None:
-    check(name, TINY, range(first, first + 20), config)
+    """The first twenty share TINY's tiles between two CTAs, or clusters. Then one has all of DEEPER's: it uses stages and slabs
+    again, and a tile's epilogue runs beside the next one's mainloop."""
+    cluster = (config or TILES.get(name, TileConfig())).cluster
+    sizes, multiprocessors = (DEEPER, cluster) if first else (TINY, 2 * cluster)
+    check(name, sizes, range(first, first + 20), config, multiprocessors)
 
 
 @pytest.mark.full
