@@ -130,7 +130,8 @@ def routing_losses(
     of the T K choices that fell on an expert, P its mean probability (softmax; sigmoid scores divided by their sum). The
     z-loss is the mean of logsumexp(logits)².
     balance, z: whether that loss is wanted; else it is 0 and costs nothing.  score: scores.py says what they are.
-    masked: a token whose first expert is negative has no part in either loss, and T is the number of the others, at least 1.
+    masked: a token whose first expert is negative has no part in either loss, and T is the number of the others, at least 1;
+        their experts are all in [0, E), since T is the load's sum over K.
     out: the three, to fill.  workspace: (losses_workspace(T, E),) fp32; made where it is not given.  E up to 1024, T at least 1.
 
     stream: a raw cudaStream_t; default: the caller's current one. Raises TypeError or ValueError naming the argument, what was
