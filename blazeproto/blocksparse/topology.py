@@ -26,8 +26,8 @@ class Topology(Shown):
     row_offsets: (M / 128 + 1,) int32, where each row's blocks begin.
     column_offsets: (N / 128 + 1,) int32, where each column's begin in the transposed order, column by column.
     block_offsets_t: (B,) int32, where each block of that order lies.
-    tiles: (B, 4) int32: what SDD computes at a time: a block, its row, its column, and the next block's column where that is of the
-        same row and belongs to it, else -1.  tile_count: (1,) int32.
+    tiles: (B, 4) int32: what SDD computes at a time: a block, its row, its column, and the next block's column where that is of
+        the same row and belongs to it, else -1.  tile_count: (1,) int32.
     """
 
     shape: tuple[int, int]
@@ -41,9 +41,9 @@ class Topology(Shown):
 
     @classmethod
     def of_blocks(cls, mask: Any) -> Topology:
-        """The topology of a set of blocks: a NumPy (M / 128, N / 128) bool array of which there are. Its arrays are NumPy's.
+        """The topology of any set of blocks, with NumPy's arrays. MegaBlocks §5.1.3.
 
-        TypeError or ValueError where the mask is none.
+        mask (M / 128, N / 128) bool, NumPy's: which blocks there are. TypeError or ValueError for anything else.
         """
         if not isinstance(mask, np.ndarray) or mask.dtype != bool:
             raise TypeError(f"mask: expected a NumPy array of bool, got {getattr(mask, 'dtype', type(mask).__name__)}")

@@ -1,7 +1,7 @@
 """Products with a block-sparse matrix: what sdd.py and dsd.py share. MegaBlocks §5.1; cuda/blocks.cuh has the format.
 
-A matrix S (M, N) keeps some of its 128 x 128 blocks, values (B, 128, 128), row by row. The topology says where they belong; it is a
-record of int32 arrays (`blazeproto.blocksparse.Topology`), of which nothing is taken but its fields:
+A matrix S (M, N) keeps some of its 128 x 128 blocks, values (B, 128, 128), row by row. The topology says where they belong; it is
+a record of int32 arrays (`blazeproto.blocksparse.Topology`), of which nothing is taken but its fields:
 
     shape             (M, N), multiples of 128
     row_indices       (B,)                 a block's row of blocks
@@ -12,7 +12,8 @@ record of int32 arrays (`blazeproto.blocksparse.Topology`), of which nothing is 
     tiles             (B, 4)               block, row, column, and the next block's column or -1: what SDD computes at a time
     tile_count        (1,)                 how many there are
 
-B is a capacity: there are row_offsets[-1] blocks, a number that the host need not know. What lies behind is neither read nor written.
+B is a capacity: there are row_offsets[-1] blocks, a number that the host need not know. What lies behind is neither read nor
+written.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,8 +55,23 @@ BLOCK_PARAMS = Params(
 
 
 def values_box(count: int, box: tuple[int, int]) -> Any:
-    """Of values (B, 128, 128). box: columns and rows of a block."""
+    """What TMA moves of values (B, 128, 128). box: columns and rows of a block."""
     return dense_box((BLOCK, BLOCK, max(count, 1)), (*box, 1))
+
+
+class TopologyArrays(Protocol):
+    """What has these arrays: `blazeproto.blocksparse.Topology`."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    row_indices: Any
+    column_indices: Any
+    row_offsets: Any
+    column_offsets: Any
+    block_offsets_t: Any
+    tiles: Any
+    tile_count: Any
 
 
 # --- Arguments -----------------------------------------------------------------------------------------------------------
@@ -107,7 +123,7 @@ class TwinBlockArguments(BlockArguments, TwinArguments):
 
 @dataclass(frozen=True)
 class BlockSpecification(Specification):
-    """Of a product with a topology in a dispatch's place. Its formula's ``m`` is a `Blocks`."""
+    """For a product that takes a topology and no dispatch. Its formula's ``m`` is a `Blocks`."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
         """As `Specification.check`."""

@@ -6,18 +6,28 @@ MegaBlocks §5.1; appendix B.
 """
 
 from functools import lru_cache
+from itertools import product as every
 from typing import Any
 
 from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
-from blazeproto.gemm.blocks import BLOCK, BLOCK_PARAMS, SQUARE, BlockArguments, Blocks, BlockSpecification, values_box
+from blazeproto.gemm.blocks import (
+    BLOCK,
+    BLOCK_PARAMS,
+    SQUARE,
+    BlockArguments,
+    Blocks,
+    BlockSpecification,
+    TopologyArrays,
+    values_box,
+)
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box, num_sms
-from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Variant, tiled_kernel
+from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
 from blazeproto.gemm.tiles import BK, SLAB, TileConfig, tiles_for
 from blazeproto.runtime import driver
 
-WIDTHS = (256, 192, 128)
+WIDTHS = (256, 192)
 
 
 def formula_dsd(m: Blocks, values: Any, b: Any, *, transpose_s: bool, transpose_b: bool) -> Any:
@@ -47,7 +57,7 @@ _DDS = BlockSpecification(
 def dsd(
     values: Any,
     b: Any,
-    topology: Any,
+    topology: TopologyArrays,
     *,
     transpose_s: bool = False,
     transpose_b: bool = False,
@@ -57,11 +67,12 @@ def dsd(
 ) -> Any:
     """out = S b. MegaBlocks §5.1: DSD, with ``transpose_b`` DSD^T, with ``transpose_s`` DS^T D; appendix B.
 
-    values (B, 128, 128) of S (M, N), b (N, m), both bf16, and the topology of S → out (M, m) bf16; zeros in rows without blocks.
+    values (B, 128, 128) of S (M, N), b (N, m), both bf16, and S's topology of (M, N) → out (M, m) bf16; zeros in rows without
+    blocks.
 
     transpose_s: S^T b, b (M, m) → out (N, m).  transpose_b: b lies transposed, (m, N) or (m, M).
 
-    config: tiles, of 256, 192 or 128 columns.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current one.
+    config: tiles, of 256 or 192 columns.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current one.
     TypeError or ValueError names the argument, before anything is launched.
     """
     given = _DSD.check(locals())
@@ -72,7 +83,7 @@ def dsd(
 def dds(
     a: Any,
     values: Any,
-    topology: Any,
+    topology: TopologyArrays,
     *,
     transpose_s: bool = False,
     transpose_a: bool = False,
@@ -82,12 +93,13 @@ def dds(
 ) -> Any:
     """out = a S. MegaBlocks §5.1: DDS, and with ``transpose_a`` DD^T S.
 
-    a (m, M), values (B, 128, 128) of S (M, N), both bf16, and the topology of S → out (m, N) bf16; zeros in columns without blocks.
+    a (m, M), values (B, 128, 128) of S (M, N), both bf16, and S's topology of (M, N) → out (m, N) bf16; zeros in columns without
+    blocks.
 
     transpose_s: a S^T, a (m, N) → out (m, M).  transpose_a: a lies transposed, (M, m) or (N, m).
 
-    config: tiles, of 256, 192 or 128 of the m.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current one.
-    TypeError or ValueError names the argument, before anything is launched.
+    config: tiles, of 256 or 192 of the m.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current
+    one. TypeError or ValueError names the argument, before anything is launched.
     """
     given = _DDS.check(locals())
     return _launch(given, given.views["a"], not transpose_s, transpose_a, True, config, "dds")
@@ -148,3 +160,20 @@ def _plan(
     )
     grid = min(num_sms(device), lines * -(-columns // config.tile_n))
     return Plan(kernel(config, variant, build), BLOCK_PARAMS, maps, (lines, 0, columns), grid=grid, device=device)
+
+
+def _kernels(transposed_out: bool) -> list[Kernel]:
+    of_output = variants(transposed=BOTH, gather=BOTH, fused=[transposed_out])
+    return [kernel(TileConfig(tile_n=width), variant) for width, variant in every(WIDTHS, of_output)]
+
+
+DSD = Product("dsd", dsd, _DSD, kernels=lambda: _kernels(False), kernel=kernel, options=("transposed", "gather"))
+DDS = Product(
+    "dds",
+    dds,
+    _DDS,
+    kernels=lambda: _kernels(True),
+    kernel=kernel,
+    variant=Variant(fused=True),
+    options=("transposed", "gather"),
+)

@@ -8,10 +8,10 @@ from typing import Any
 
 from blazeproto.gemm import product
 from blazeproto.gemm.arguments import Array
-from blazeproto.gemm.blocks import BLOCK, BLOCK_PARAMS, SQUARE, Blocks, BlockSpecification, values_box
+from blazeproto.gemm.blocks import BLOCK, BLOCK_PARAMS, SQUARE, Blocks, BlockSpecification, TopologyArrays, values_box
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box, num_sms
-from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Variant, tiled_kernel
+from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
 from blazeproto.gemm.tiles import BK, SLAB, TileConfig
 from blazeproto.runtime import driver
 
@@ -35,7 +35,7 @@ _SDD = BlockSpecification(
 def sdd(
     a: Any,
     b: Any,
-    topology: Any,
+    topology: TopologyArrays,
     *,
     transpose_b: bool = False,
     out: Any = None,
@@ -44,10 +44,10 @@ def sdd(
 ) -> Any:
     """values = the topology's blocks of a b. MegaBlocks §5.1: SDD, and with ``transpose_b`` SDD^T; appendix B.
 
-    a (M, k), b (k, N), with ``transpose_b`` (N, k), both bf16, and a topology of (M, N) → values (B, 128, 128) bf16, of which those
-    beyond the blocks that there are stay as they were.
+    a (M, k), b (k, N), with ``transpose_b`` (N, k), both bf16, and a topology of (M, N) → values (B, 128, 128) bf16, of which
+    those beyond the blocks that there are stay as they were.
 
-    config: tiles, of 256 columns, two blocks.  out, stream: memory for values; a raw cudaStream_t, default: the
+    config: tiles, of 256 columns, two blocks.  out: (B, 128, 128) bf16, to fill.  stream: a raw cudaStream_t; default: the
     caller's current one. TypeError or ValueError names the argument, before anything is launched.
     """
     given = _SDD.check(locals())
@@ -88,3 +88,13 @@ def _plan(
     made = kernel(config, Variant(transposed=transposed), build)
     grid = min(num_sms(device), count)
     return Plan(made, BLOCK_PARAMS, maps, (0, a[1], 0), grid=grid, device=device)
+
+
+SDD = Product(
+    "sdd",
+    sdd,
+    _SDD,
+    kernels=lambda: [kernel(None, variant) for variant in variants(transposed=BOTH)],
+    kernel=kernel,
+    options=("transposed",),
+)

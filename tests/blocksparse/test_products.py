@@ -2,68 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import numpy as np
 import pytest
+import torch
 
+from blazeproto import gemm
 from blazeproto.blocksparse import Topology
+from blazeproto.gemm import TileConfig
 from blazeproto.gemm.blocks import BLOCK
-from blazeproto.gemm.dsd import dds, dsd
-from blazeproto.gemm.sdd import sdd
+from blazeproto.lab.accuracy import Pool
+from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
 from blazeproto.lab.machine import Machine
-from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits
+from blazeproto.lab.oracle import EXACT, YARDSTICK
+from blazeproto.runtime.rounding import from_bfloat16_bits
 from blazeproto.runtime.target import launches_on
-
-MASKS = {
-    "diagonal": np.kron(np.eye(2), np.ones((2, 3))) > 0,
-    "random": np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]) > 0,
-    "empty": np.zeros((2, 2), bool),
-    "one": np.ones((1, 1), bool),
-}
-M_WIDTH, K_WIDTH = 72, 136
-
-
-def bits(values: np.ndarray) -> np.ndarray:
-    return bfloat16_bits(np.ascontiguousarray(values, np.float32))
-
-
-def drawn(*shape: int, seed: int) -> np.ndarray:
-    """Whole numbers, whose sums are exact."""
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float64)
-
-
-def dense(values: np.ndarray, topology: Topology) -> np.ndarray:
-    made = np.zeros((topology.shape[0] // BLOCK, BLOCK, topology.shape[1] // BLOCK, BLOCK))
-    for value, row, column in zip(values, topology.row_indices, topology.column_indices, strict=True):
-        made[row, :, column] = value
-    return made.reshape(topology.shape)
-
-
-def blocks(matrix: np.ndarray, topology: Topology) -> np.ndarray:
-    parts = matrix.reshape(topology.shape[0] // BLOCK, BLOCK, -1, BLOCK).swapaxes(1, 2)
-    return parts[topology.row_indices, topology.column_indices]
-
-
-def cases(topology: Topology) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, bool], np.ndarray]]:
-    """Function, arrays, options and the result of each product of MegaBlocks §5.1."""
-    (M, N), B = topology.shape, len(topology.row_indices)
-    x, w, s = drawn(M, K_WIDTH, seed=0), drawn(K_WIDTH, N, seed=1), drawn(B, BLOCK, BLOCK, seed=2)
-    right, left = drawn(N, M_WIDTH, seed=3), drawn(M, M_WIDTH, seed=4)
-    S, t = dense(s, topology), np.ascontiguousarray
-    return {
-        "SDD": (sdd, (x, w), {}, blocks(x @ w, topology)),
-        "SDD^T": (sdd, (x, t(w.T)), {"transpose_b": True}, blocks(x @ w, topology)),
-        "DSD": (dsd, (s, right), {}, S @ right),
-        "DSD^T": (dsd, (s, t(right.T)), {"transpose_b": True}, S @ right),
-        "DS^TD": (dsd, (s, left), {"transpose_s": True}, S.T @ left),
-        "DS^TD^T": (dsd, (s, t(left.T)), {"transpose_s": True, "transpose_b": True}, S.T @ left),
-        "DDS": (dds, (t(left.T), s), {}, left.T @ S),
-        "DD^TS": (dds, (left, s), {"transpose_a": True}, left.T @ S),
-        "DDS^T": (dds, (t(right.T), s), {"transpose_s": True}, right.T @ S.T),
-        "DD^TS^T": (dds, (right, s), {"transpose_s": True, "transpose_a": True}, right.T @ S.T),
-    }
-
+from tests.blocksparse.block_cases import MASKS, bits, cases
 
 NAMES = list(cases(Topology.of_blocks(MASKS["one"])))
 
@@ -86,3 +41,93 @@ def test_kernels_on_the_machine(name: str, mask: str) -> None:
         made = function(*map(bits, arrays), topology, **options)
     np.testing.assert_array_equal(from_bfloat16_bits(made), from_bfloat16_bits(bits(right)))
     assert not [race for report in machine.reports for race in report.races]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_against_float64(device: str) -> None:
+    """Topologies of no, some and all blocks; on a GPU the kernels, twice with the same bits."""
+    pool = Pool()
+    for seed, (shape, share) in enumerate((((5, 4), 0.5), ((1, 7), 1.0), ((6, 2), 0.1), ((3, 3), 0.0))):
+        case = make_block_case(np.random.default_rng(seed).random(shape) < share, 136, 200, device=device, seed=seed)
+        made, again = run_kernels(case), run_kernels(case)
+        assert all(torch.equal(made[name], again[name]) for name in made)
+        pool.add_all(made, evaluate(YARDSTICK, case), evaluate(EXACT, case))
+    assert not pool.failures()
+
+
+def test_what_lies_behind_the_blocks_is_left() -> None:
+    """Room for more blocks than there are, as a topology made on a device has."""
+    topology = Topology.of_blocks(MASKS["random"])
+    room = 3
+    wider = Topology(
+        topology.shape,
+        *(np.pad(getattr(topology, name), (0, room), constant_values=-1) for name in ("row_indices", "column_indices")),
+        topology.row_offsets,
+        topology.column_offsets,
+        np.pad(topology.block_offsets_t, (0, room), constant_values=-1),
+        np.pad(topology.tiles, ((0, room), (0, 0)), constant_values=-1),
+        topology.tile_count,
+    )
+    for name, (function, arrays, options, right) in cases(topology).items():
+        behind = np.full((room, BLOCK, BLOCK), math.nan)
+        given = [np.concatenate([a, behind]) if a.ndim == 3 else a for a in arrays]
+        np.testing.assert_array_equal(function(*given, wider, **options)[: len(right)], right, name)
+        with launches_on(Machine()):
+            made = from_bfloat16_bits(function(*map(bits, given), wider, **options))
+        np.testing.assert_array_equal(made[: len(right)], from_bfloat16_bits(bits(right)), name)
+
+
+BAD = {
+    "an odd width": ({"a": np.zeros((512, 12))}, ValueError, r"a: expected widths that are multiples of 8"),
+    "rows that the topology has not": ({"a": np.zeros((384, 136))}, ValueError, r"a: expected shape \(512, any\), got"),
+    "no columns": (
+        {"a": np.zeros((512, 0)), "b": np.zeros((0, 768))},
+        ValueError,
+        "a: expected columns to sum over, got none",
+    ),
+    "no topology": ({"topology": 3}, TypeError, "topology: expected a Topology, got int without shape"),
+    "tiles of another kernel": ({"config": TileConfig(tile_n=192)}, ValueError, "config: expected tile_n=256 for sdd"),
+    "a config that is none": ({"config": 256}, TypeError, "config: expected a TileConfig or None, got int"),
+    "a stream that is none": ({"stream": -1}, ValueError, "stream: expected"),
+    "an output of another shape": (
+        {"out": np.zeros((1, 128, 128))},
+        ValueError,
+        r"values: expected shape \(12, 128, 128\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises(name: str) -> None:
+    changed, error, message = BAD[name]
+    topology = Topology.of_blocks(MASKS["diagonal"])
+    _, (a, b), _, _ = cases(topology)["SDD"]
+    given = {"a": a, "b": b, "topology": topology} | changed
+    with pytest.raises(error, match=message), launches_on(Machine()):
+        gemm.sdd(**{k: bits(v) if isinstance(v, np.ndarray) else v for k, v in given.items()})
+
+
+def test_a_mask_is_a_numpy_array_of_two_dimensions() -> None:
+    for mask, error, message in (
+        ([[True]], TypeError, "mask: expected a NumPy array of bool, got list"),
+        (np.zeros((2, 2)), TypeError, "mask: expected a NumPy array of bool, got float64"),
+        (np.zeros(3, bool), ValueError, r"mask: expected two dimensions, got \(3,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            Topology.of_blocks(mask)
+
+
+def test_the_format_of_figure_6() -> None:
+    """The module's picture."""
+    made = Topology.of_blocks(np.array([[1, 1, 0], [0, 1, 0], [1, 0, 1]], bool))
+    expected = {
+        "row_indices": [0, 0, 1, 2, 2],
+        "column_indices": [0, 1, 1, 0, 2],
+        "row_offsets": [0, 2, 3, 5],
+        "column_offsets": [0, 2, 4, 5],
+        "block_offsets_t": [0, 3, 1, 2, 4],
+        "tiles": [[0, 0, 0, 1], [2, 1, 1, -1], [3, 2, 0, 2], [-1] * 4, [-1] * 4],
+        "tile_count": [3],
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(getattr(made, name), values, name)
