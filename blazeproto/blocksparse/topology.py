@@ -1,5 +1,5 @@
 """`Topology`: which 128 x 128 blocks a block-sparse matrix has. MegaBlocks §5.1.3 and §5.1.4: hybrid blocked-CSR-COO with
-transpose indices.
+transpose indices. `Padding`: which rows its experts have, in whole blocks.
 
         column  0 1 2          row_indices      0 0 1 2 2       block_offsets_t  0 3 1 2 4
     row 0       a b .          column_indices   0 1 1 0 2
@@ -61,3 +61,21 @@ class Topology(Shown):
         arrays = (rows, columns, row_offsets, column_offsets, by_column, tiles, [len(first)])
         shape = (mask.shape[0] * BLOCK, mask.shape[1] * BLOCK)
         return cls(shape, *(np.ascontiguousarray(array, np.int32) for array in arrays))
+
+
+@dataclass(frozen=True)
+class Padding(Shown):
+    """Rows of pairs in expert order, each expert's padded to a multiple of 128; M of them, of which the last may be no expert's.
+
+    row_pairs: (M,) int32, the pair in each row, or -1.  pair_rows: (P,) int32, the row of each pair, or -1.
+    expert_row_offsets: (E + 1,) int32, where each expert's rows begin, and the end.
+
+    For experts of 2, 0 and 1 pairs, were a block 4 rows high:
+
+        row_pairs             1 3 - -   0 - - -   - - - -
+        expert_row_offsets    0         4 4       8
+    """
+
+    row_pairs: Any
+    pair_rows: Any
+    expert_row_offsets: Any
