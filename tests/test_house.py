@@ -32,7 +32,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"gemm"},
     {"autograd", "reference"},
     {"router"},
-    {"layer"},
+    {"layer", "blocksparse"},
     {"cost"},
     {"lab", "integrations"},
     {"doctor", "__main__"},
