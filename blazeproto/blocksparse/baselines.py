@@ -88,13 +88,14 @@ class DroppingMoE(PlainMoE):
 
     The experts are one batched product of (E, C, d), as in GShard (Lepikhin et al. 2021) and Switch Transformer (Fedus et al.
     2022). An expert's first C pairs are computed, the others are dropped: a dropped pair adds nothing and has no gradient. The
-    output of a token that loses all its pairs is 0; a residual connection carries it on. First means by token, a token's K choices
-    together, as in Switch, whose K is 1, and in MegaBlocks' code. GShard's Algorithm 1 takes all first choices before any
-    second one (`blazeproto.router.choices.Capacity` has both). So a token's experts do not depend on the tokens after it.
+    output of a token that loses all its pairs is 0; a residual connection carries it on. First means by
+    token, a token's K choices together: Switch's order, whose K is 1, and that of MegaBlocks' code. GShard's Algorithm 1, and
+    Tutel, take all first choices before any second one (`blazeproto.router.choices.Capacity` has both orders). So a token's
+    experts do not depend on the tokens after it.
 
     C = capacity_factor * T * K / E, rounded up, at most T. MegaBlocks §2.2 writes the quotient for K = 1, without rounding; its
-    code and Switch's round down, DeepSpeed's rounds up, as we do, so that factor 1 drops nothing where the load is even. Masked
-    tokens count in T, which needs no look at the mask, but take no place.
+    code and Switch's round that down, DeepSpeed's up, Tutel's T / E up. Rounded up, factor 1 drops nothing where the load is even.
+    Masked tokens count in T, which needs no look at the mask, but take no place.
 
     Args:
         d_model, d_expert, num_experts, top_k: d, n, E, K.

@@ -117,7 +117,8 @@ def test_output_and_gradients_are_a_loops_over_pairs(
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     if kind is DroppingMoE:
         assert stats.overflow.tolist() == [dropped] and stats.overflow.dtype == torch.int32
-        assert (dropped > 0) == (options["capacity_factor"] == 0.5 or (routing is skewed and dropped > 0))
+        if options["capacity_factor"] == 0.5 or (options["capacity_factor"] == 1 and routing is skewed):
+            assert dropped
     else:
         assert stats.overflow is None
     d_out = torch.randn_like(out)
@@ -236,7 +237,7 @@ def test_dtypes(layer_of: tuple[type[MoE], dict[str, Any]], dtype: torch.dtype) 
         assert out.dtype == moe(x)[0].dtype == torch.bfloat16
     out.sum().backward()
     assert layer.down_proj.grad.dtype == torch.float32 and layer.down_proj.grad.any()
-    with pytest.raises(ValueError, match="x: expected dtype torch.bfloat16 with gate_up_proj"):
+    with pytest.raises(ValueError, match=r"x: expected dtype torch\.bfloat16 with gate_up_proj"):
         layer.bfloat16()(x.float())
 
 
