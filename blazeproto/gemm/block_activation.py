@@ -41,7 +41,7 @@ def blocks_of(m: Blocks, activation: str) -> Any:
 def _read(m: Blocks, h: Any, activation: str) -> Any:
     """(blocks, 128, G 128): H for each block of act."""
     index = blocks_of(m, activation)
-    return h[index].swapaxes(1, 2).reshape(len(index), BLOCK, -1)
+    return h[index].swapaxes(1, 2).reshape(len(index), BLOCK, index.shape[1] * BLOCK)
 
 
 def formula(m: Blocks, h: Any, *, activation: str) -> Any:

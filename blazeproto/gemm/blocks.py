@@ -64,14 +64,20 @@ class TopologyArrays(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]: ...
-
-    row_indices: Any
-    column_indices: Any
-    row_offsets: Any
-    column_offsets: Any
-    block_offsets_t: Any
-    tiles: Any
-    tile_count: Any
+    @property
+    def row_indices(self) -> Any: ...
+    @property
+    def column_indices(self) -> Any: ...
+    @property
+    def row_offsets(self) -> Any: ...
+    @property
+    def column_offsets(self) -> Any: ...
+    @property
+    def block_offsets_t(self) -> Any: ...
+    @property
+    def tiles(self) -> Any: ...
+    @property
+    def tile_count(self) -> Any: ...
 
 
 # --- Arguments -----------------------------------------------------------------------------------------------------------
@@ -198,4 +204,6 @@ class Blocks:
             blocks, parts = values[mine], b.reshape(-1, BLOCK, b.shape[1])[places[mine]]
             blocks = blocks.swapaxes(1, 2) if transposed else blocks
             of_lines.append((blocks @ parts).sum(0))
-        return self.join(of_lines) if of_lines else b[:0]
+        if not of_lines:  # no rows, of which gradients are zeros
+            return values.reshape(-1, BLOCK)[:0] @ b[:BLOCK]
+        return self.join(of_lines)
