@@ -295,6 +295,7 @@ FORMULATIONS = {
     "moe": {"save": "paper"},
     "dropping": {"capacity_factor": 1.5},
     "sequential": {},
+    "dmoe": {"d_expert": 128},
 }
 
 
