@@ -213,11 +213,24 @@ def test_no_tokens(layer_of: tuple[type[MoE], dict[str, Any]], router: str) -> N
 
 @pytest.mark.parametrize("layer_of", LAYERS, ids=str)
 def test_a_nan_of_one_expert_stays_with_its_tokens(layer_of: tuple[type[MoE], dict[str, Any]]) -> None:
+    """And a NaN of one token with its expert, in the gradients too. Nobody chooses expert 2."""
     kind, options = layer_of
     layer = kind(D, N, E, 1, router=Chosen([[0], [1], [1], [3]]), dtype=torch.float64, **options)
+    x = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
-        layer.down_proj[2:] = math.nan  # nobody chooses 2
-    assert layer(torch.randn(4, D, dtype=torch.float64))[0].isnan().all(1).tolist() == [False, False, False, True]
+        layer.down_proj[2:] = math.nan
+    out = layer(x)[0]
+    out.sum().backward()
+    fine = [True, True, True, False]
+    of_tokens = [out, x.grad, layer.router.scores.grad]
+    assert all(t.isfinite().all(1).tolist() == fine for t in of_tokens)
+    with torch.no_grad():
+        layer.down_proj[2:] = layer.router.scores[0] = math.nan
+        layer.down_proj[2:] = 0.5
+    layer.zero_grad()
+    layer(x)[0].sum().backward()
+    for weight in (layer.up_proj_weight, layer.down_proj):
+        assert weight.grad.isfinite().all((1, 2)).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("layer_of", EXACT, ids=str)
