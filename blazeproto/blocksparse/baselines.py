@@ -152,21 +152,20 @@ class DroppingMoE(PlainMoE):
 
     def sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
         """By one batched product for all experts; `PlainMoE.sum_of_experts` gives the shapes."""
-        num_tokens, num_pairs = x.shape[0], experts.shape[0]
         order = experts.argsort(stable=True)  # by expert, and inside one as they came
         begins = torch.searchsorted(
             experts[order], torch.arange(self.num_experts + 1, device=x.device, dtype=experts.dtype)
         )
-        loads, capacity = begins.diff(), self.capacity(num_tokens)
+        loads, capacity = begins.diff(), self.capacity(x.shape[0])
         if capacity is None:
             capacity = int(loads.max())  # waits for the device
-        place = torch.arange(min(capacity, num_pairs), device=x.device)  # (C,)
+        place = torch.arange(capacity, device=x.device)  # (C,)
         padding = place >= loads[:, None]  # (E, C)
-        pairs = order[(begins[:-1, None] + place).clamp_max(num_pairs - 1)]  # (E, C); where there is padding, any
+        pairs = order[(begins[:-1, None] + place).clamp_max(len(order) - 1)]  # (E, C); where there is padding, any
         token = tokens[pairs].flatten()
 
         rows = x.index_select(0, token).unflatten(0, pairs.shape).masked_fill(padding[..., None], 0)
-        # Both are 0 at padding: a NaN of another expert's weights, or of another token's score, would stay NaN times 0.
+        # Both are 0 at padding: a NaN of an expert that no token chose, or of a score that multiplies nothing, times 0 is NaN.
         y = expert_mlp(rows, weights, self.activation).masked_fill(padding[..., None], 0)
         weighed = scores[pairs].masked_fill(padding, 0)[..., None] * y
         return torch.zeros_like(x, dtype=scores.dtype).index_add_(0, token, weighed.flatten(0, 1))
