@@ -40,7 +40,7 @@ class PlainMoE(MoE):
     def __init__(self, *sizes: int, **keywords: Any) -> None:
         super().__init__(*sizes, **{"backend": PLAIN.backend} | keywords)
 
-    def _experts(  # type: ignore[override]
+    def _experts(
         self,
         x: Tensor,
         up_proj: Tensor,
@@ -90,13 +90,13 @@ class DroppingMoE(PlainMoE):
 
     The experts are one batched product of (E, C, d), as in GShard (Lepikhin et al. 2021) and Switch Transformer (Fedus et al.
     2022). An expert's first C pairs are computed, the others are dropped: a dropped pair adds nothing and has no gradient. The
-    output of a token that loses all its pairs is 0; a residual connection carries it on. First means by
-    token, a token's K choices together: Switch's order, whose K is 1, and that of MegaBlocks' code. GShard's Algorithm 1, and
-    Tutel, take all first choices before any second one (`blazeproto.router.choices.Capacity` has both orders). So a token's
-    experts do not depend on the tokens after it.
+    output of a token that loses all its pairs is 0; a residual connection carries it on. First means by token, a token's K
+    choices together: Switch's order, whose K is 1, and that of MegaBlocks' code. GShard's Algorithm 1, and Tutel, take all
+    first choices before any second one (`blazeproto.router.choices.Capacity` has both orders). So whether a pair is dropped does
+    not depend on the tokens after it, but for their number T.
 
     C = capacity_factor * T * K / E, rounded up, at most T. MegaBlocks §2.2 writes the quotient for K = 1, without rounding; its
-    code and Switch's round that down, DeepSpeed's up, Tutel's T / E up. So factor 1 drops nothing where the load is even.
+    code and Switch's round that down, DeepSpeed's up, Tutel's T / E up. Rounded up, factor 1 drops nothing of an even load.
     Masked tokens count in T, which needs no look at the mask, but take no place.
 
     Args:
@@ -154,23 +154,22 @@ class DroppingMoE(PlainMoE):
 
     def sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
         """By one batched product for all experts; `PlainMoE.sum_of_experts` gives the shapes."""
-        num_tokens, num_pairs = x.shape[0], experts.shape[0]
         order = experts.argsort(stable=True)  # by expert, and inside one as they came
         begins = torch.searchsorted(
             experts[order], torch.arange(self.num_experts + 1, device=x.device, dtype=experts.dtype)
         )
-        loads, capacity = begins.diff(), self.capacity(num_tokens)
+        loads, capacity = begins.diff(), self.capacity(x.shape[0])
         if capacity is None:
             capacity = int(loads.max())  # waits for the device
-        place = torch.arange(min(capacity, num_pairs), device=x.device)  # (C,)
+        place = torch.arange(capacity, device=x.device)  # (C,)
         padding = place >= loads[:, None]  # (E, C)
-        pairs = order[(begins[:-1, None] + place).clamp_max(num_pairs - 1)]  # (E, C); where there is padding, any
+        pairs = order[(begins[:-1, None] + place).clamp_max(len(order) - 1)]  # (E, C); where there is padding, any
         token = tokens[pairs].flatten()
 
         rows = x.index_select(0, token).unflatten(0, pairs.shape).masked_fill(padding[..., None], 0)
-        y = expert_mlp(rows, weights, self.activation)
-        # Not times 0: with a NaN in an expert's weights, padding would take it to tokens of other experts.
-        weighed = (scores[pairs][..., None] * y).masked_fill(padding[..., None], 0)
+        # Both are 0 at padding: a NaN of an expert that no token chose, or of a score that multiplies nothing, times 0 is NaN.
+        y = expert_mlp(rows, weights, self.activation).masked_fill(padding[..., None], 0)
+        weighed = scores[pairs].masked_fill(padding, 0)[..., None] * y
         return torch.zeros_like(x, dtype=scores.dtype).index_add_(0, token, weighed.flatten(0, 1))
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blazeproto import activations, gemm
+from blazeproto import gemm
+from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice
 from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.autograd.options import Options
@@ -112,12 +113,10 @@ class dMoE(PlainMoE):
         lists = (ids, pair_tokens, token_offsets) if pair_tokens is not None else (ids,)
         build: Any = build_dispatch if pair_tokens is None else build_dispatch_varying
         dispatch = build(*(each if on_gpu else each.cpu() for each in lists), num_experts)  # type: ignore[union-attr, arg-type]
-        halves = activations.activation_named(self.activation).halves
-        blocked = dispatch, *topology_of(dispatch, self.widths, halves)
-        if on_gpu:
-            made: Tensor = BlockExperts.apply(x, up_proj, down_proj, scores.flatten(), blocked, self.activation)  # type: ignore[no-untyped-call]
-            return made
-        return by_formulas(x, up_proj, down_proj, scores.flatten(), blocked, self.activation)
+        blocked = dispatch, *topology_of(dispatch, self.widths, activation_named(self.activation).halves)
+        compute: Any = BlockExperts.apply if on_gpu else by_formulas
+        made: Tensor = compute(x, up_proj, down_proj, scores.flatten(), blocked, self.activation)
+        return made
 
     def prepare(self, num_tokens: int) -> None:
         """Compiles and loads what a forward and a backward of ``num_tokens`` tokens launch, by running them."""

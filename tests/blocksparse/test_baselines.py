@@ -57,7 +57,7 @@ class Chosen(nn.Module):
         self.scores = nn.Parameter(torch.rand(self.experts.shape, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Routing:
-        load = torch.bincount(self.experts.flatten(), minlength=E).int()
+        load = torch.bincount(self.experts.flatten(), minlength=E)[:E].int()
         return Routing(self.scores, self.experts, torch.zeros(len(x), E), load, {})
 
 
@@ -212,12 +212,39 @@ def test_no_tokens(layer_of: tuple[type[MoE], dict[str, Any]], router: str) -> N
 
 
 @pytest.mark.parametrize("layer_of", LAYERS, ids=str)
-def test_a_nan_of_one_expert_stays_with_its_tokens(layer_of: tuple[type[MoE], dict[str, Any]]) -> None:
+def test_a_nan_stays_with_its_expert_and_its_token(layer_of: tuple[type[MoE], dict[str, Any]]) -> None:
+    """In the gradients too. Nobody chooses expert 1, whose padding is made of what comes after: token 2."""
     kind, options = layer_of
-    layer = kind(D, N, E, 1, router=Chosen([[0], [1], [1], [3]]), dtype=torch.float64, **options)
+    layer = kind(D, N, E, 1, router=Chosen([[0], [0], [2], [3]]), dtype=torch.float64, **options)
+    x = torch.randn(4, D, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
-        layer.down_proj[2:] = math.nan  # nobody chooses 2
-    assert layer(torch.randn(4, D, dtype=torch.float64))[0].isnan().all(1).tolist() == [False, False, False, True]
+        layer.down_proj[1] = layer.down_proj[3] = math.nan
+    out = layer(x)[0]
+    out.sum().backward()
+    assert all(t.isfinite().all(1).tolist() == [True] * 3 + [False] for t in (out, x.grad, layer.router.scores.grad))
+    with torch.no_grad():
+        layer.down_proj[1:] = 0.5
+        x[2] = math.nan
+    layer.zero_grad()
+    layer(x)[0].sum().backward()
+    for weight in (layer.up_proj_weight, layer.down_proj):
+        assert weight.grad.isfinite().all((1, 2)).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("layer_of", LAYERS, ids=str)
+def test_experts_elsewhere_take_no_place(layer_of: tuple[type[MoE], dict[str, Any]]) -> None:
+    """Ids outside [0, E), as `moe_mlp` takes them; their scores may be anything."""
+    kind, options = layer_of
+    experts = [[0, -1], [E + 1, 2], [E, -3], [-1, E]]
+    layer = kind(D, N, E, 2, router=Chosen(experts), dtype=torch.float64, **options)
+    layer.router.forward = lambda x: Routing(layer.router.scores, layer.router.experts, x, torch.ones(E).int(), {})
+    here = (layer.router.experts >= 0) & (layer.router.experts < E)
+    layer.router.scores.data[~here] = math.nan
+    x = torch.randn(4, D, dtype=torch.float64)
+    out = layer(x)[0]
+    assert out.isfinite().all() and out.abs().sum(1).gt(0).tolist() == [True, True, False, False]
+    out.sum().backward()
+    assert not layer.router.scores.grad[~here].any()
 
 
 @pytest.mark.parametrize("layer_of", EXACT, ids=str)
