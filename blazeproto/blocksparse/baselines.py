@@ -30,7 +30,7 @@ PLAIN = Options(backend="torch")  # what these layers have, but for the activati
 
 
 class PlainMoE(MoE):
-    """A `blazeproto.MoE` whose experts are computed by `sum_of_experts`, and differentiated by autograd.
+    """A `blazeproto.MoE` whose experts are computed by `_sum_of_experts`, and differentiated by autograd.
 
     Not a layer by itself: `DroppingMoE` and `SequentialMoE` are.
     """
@@ -65,15 +65,16 @@ class PlainMoE(MoE):
         if pair_tokens is None:
             pair_tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(experts.shape[1])
         weights = [w if w is None else cast(w, x.dtype) for w in (up_proj, up_bias, down_proj, down_bias)]
-        return self.sum_of_experts(x, weights, scores.flatten(), experts.flatten(), pair_tokens).to(x.dtype)
+        return self._sum_of_experts(x, weights, scores.flatten(), experts.flatten(), pair_tokens).to(x.dtype)
 
-    def sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
+    def _sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
         """x (T, d) floating point, and of pairs, token by token, scores (P,) float32 or float64, experts (P,) and tokens (P,)
         integers; an expert outside [0, E) is none -> (T, d) of the scores' dtype."""
         raise NotImplementedError
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """NotImplementedError: autograd decides what it keeps; `torch.autograd.graph.saved_tensors_hooks` sees it."""
+        """NotImplementedError, whatever num_tokens and dtype: autograd decides what is kept, and
+        `torch.autograd.graph.saved_tensors_hooks` sees it."""
         raise NotImplementedError(f"saved_bytes: expected a layer that decides what is kept, got {type(self).__name__}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -152,8 +153,8 @@ class DroppingMoE(PlainMoE):
         places = stats.load if capacity is None else stats.load.clamp_max(capacity)
         return out, stats._replace(overflow=(stats.load - places).sum(dim=0, keepdim=True, dtype=torch.int32))
 
-    def sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
-        """By one batched product for all experts; `PlainMoE.sum_of_experts` gives the shapes."""
+    def _sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
+        """By one batched product for all experts; `PlainMoE._sum_of_experts` gives the shapes."""
         order = experts.argsort(stable=True)  # by expert, and inside one as they came
         begins = torch.searchsorted(
             experts[order], torch.arange(self.num_experts + 1, device=x.device, dtype=experts.dtype)
@@ -193,8 +194,8 @@ class SequentialMoE(PlainMoE):
     def __init__(self, d_model: int, d_expert: int, num_experts: int, top_k: int, **keywords: Any) -> None:
         super().__init__(d_model, d_expert, num_experts, top_k, **keywords)
 
-    def sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
-        """By the products of one expert after the other; `PlainMoE.sum_of_experts` gives the shapes."""
+    def _sum_of_experts(self, x: Tensor, weights: Weights, scores: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:
+        """By the products of one expert after the other; `PlainMoE._sum_of_experts` gives the shapes."""
         out = torch.zeros_like(x, dtype=scores.dtype)
         for expert in range(self.num_experts):
             pairs = (experts == expert).nonzero().flatten()  # waits for the device
