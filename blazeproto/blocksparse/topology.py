@@ -26,8 +26,8 @@ class Topology(Shown):
     row_offsets: (M / 128 + 1,) int32, where each row's blocks begin.
     column_offsets: (N / 128 + 1,) int32, where each column's begin in the transposed order, column by column.
     block_offsets_t: (B,) int32, where each block of that order lies.
-    tiles: (B, 4) int32: what SDD computes at a time: a block, its row, its column, and the next block's column where that is of the
-        same row and belongs to it, else -1.  tile_count: (1,) int32.
+    tiles: (B, 4) int32: what SDD computes at a time: a block, its row, its column, and the next block's column where that is of
+        the same row and belongs to it, else -1.  tile_count: (1,) int32.
     """
 
     shape: tuple[int, int]
