@@ -151,16 +151,16 @@ def kernel(name: str, **constants: bool) -> NumbaKernel:
     return NumbaKernel(getattr(rows_kernels, name), parameters[name], threads=THREADS, **constants)
 
 
-def _launch(made: NumbaKernel, at: Addresses, lines: int, columns: int, addresses: tuple[int, ...]) -> None:
+def _launch(made: NumbaKernel, at: Addresses, lines: int, columns: int, *addresses: int) -> None:
     """A warp a line, which has so many columns."""
     if lines:
         made.launch(at.device, at.stream, -(-lines * WARP // THREADS), 0, *addresses, lines, columns // CHUNK, at.top_k)
 
 
 def _launch_gather(x: Any, at: Addresses, *, padding: Padding, scores: Any, rows: Any) -> None:
+    made, (num_rows, d) = kernel("padded_gather", weighted=scores is not None), rows.shape
     row_pairs, weights = view(padding.row_pairs).ptr, 0 if scores is None else scores.data_ptr()
-    addresses = (x.data_ptr(), row_pairs, at.pair_to_token[1], weights, rows.data_ptr())
-    _launch(kernel("padded_gather", weighted=scores is not None), at, *rows.shape, addresses)
+    _launch(made, at, num_rows, d, x.data_ptr(), row_pairs, at.pair_to_token[1], weights, rows.data_ptr())
 
 
 def _launch_scatter(rows: Any, at: Addresses, *, padding: Padding, scores: Any, out: Any) -> None:
@@ -168,11 +168,5 @@ def _launch_scatter(rows: Any, at: Addresses, *, padding: Padding, scores: Any, 
 
 
 def _launch_score_grad(d_out: Any, rows: Any, at: Addresses, *, padding: Padding, d_scores: Any) -> None:
-    addresses = (
-        d_out.data_ptr(),
-        rows.data_ptr(),
-        view(padding.pair_rows).ptr,
-        at.pair_to_token[1],
-        d_scores.data_ptr(),
-    )
-    _launch(kernel("score_grad"), at, at.num_pairs, d_out.shape[1], addresses)
+    inputs = (d_out.data_ptr(), rows.data_ptr(), view(padding.pair_rows).ptr, at.pair_to_token[1])
+    _launch(kernel("score_grad"), at, at.num_pairs, d_out.shape[1], *inputs, d_scores.data_ptr())
