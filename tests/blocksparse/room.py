@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from routings import make_routing, make_varying
 
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
@@ -20,15 +21,15 @@ def dispatch_of(name: str) -> Dispatch:
     if name == "varying":
         return build_dispatch_varying(*make_varying(70, 4), 4)
     if name == "limited":
-        return build_dispatch(make_routing("random", 150, 4, 2), 4, row_capacity=140)
+        return build_dispatch(make_routing("random", 80, 4, 2), 4, row_capacity=140)
     if name == "one expert":
         return build_dispatch(np.zeros((130, 1), np.int32), 1)
     kind, num_tokens = {
-        "uniform": ("random", 128),
-        "skewed": ("zipf", 300),
-        "busy": ("one_expert_busy", 150),
+        "uniform": ("random", 64),
+        "skewed": ("zipf", 90),
+        "busy": ("one_expert_busy", 140),
         "empty experts": ("same", 65),
-        "sentinels": ("sentinels", 200),
+        "sentinels": ("sentinels", 90),
         "nobody": ("nobody_here", 5),
         "no tokens": ("random", 0),
     }[name]
@@ -47,6 +48,11 @@ DISPATCHES = (
     "varying",
     "limited",
 )
+
+
+def some(names: Sequence[str], *left: str) -> list[Any]:
+    """``names`` as parameters, of which the full set alone has the ``left``."""
+    return [pytest.param(name, marks=pytest.mark.full) if name in left else name for name in names]
 
 
 @contextmanager

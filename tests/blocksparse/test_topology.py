@@ -13,7 +13,7 @@ from blazeproto.blocksparse import Padding, Topology, topology_of
 from blazeproto.dispatch import Dispatch, build_dispatch
 from blazeproto.gemm.blocks import BLOCK
 
-from .room import DISPATCHES, dispatch_of, on_machine, same_record
+from .room import DISPATCHES, dispatch_of, on_machine, same_record, some
 
 UNEQUAL = (128, 384, 256, 128)
 
@@ -85,7 +85,7 @@ def test_twin(name: str, kind: str, halves: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "halves"), [("equal", 1), ("unequal", 2)])
-@pytest.mark.parametrize("name", DISPATCHES)
+@pytest.mark.parametrize("name", some(DISPATCHES, "uniform", "busy", "one expert"))
 def test_kernel(name: str, kind: str, halves: int) -> None:
     dispatch = dispatch_of(name)
     widths = widths_of(dispatch, kind)
@@ -96,7 +96,7 @@ def test_kernel(name: str, kind: str, halves: int) -> None:
 
 
 def test_many_experts() -> None:
-    dispatch = build_dispatch(make_routing("zipf", 40, 512, 3), 512)
+    dispatch = build_dispatch(make_routing("zipf", 12, 512, 2), 512)
     with on_machine():
         made = topology_of(dispatch, 128)
     same_record(made[1], topology_of(dispatch, 128)[1])
@@ -148,5 +148,5 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 
 def test_more_experts_than_the_kernel_takes() -> None:
     dispatch = build_dispatch(make_routing("random", 5, 513, 2), 513)
-    with on_machine(), pytest.raises(ValueError, match="dispatch.num_experts: expected at most 512, got 513"):
+    with on_machine(), pytest.raises(ValueError, match=r"dispatch\.num_experts: expected at most 512, got 513"):
         topology_of(dispatch, 128)
