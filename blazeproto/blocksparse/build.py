@@ -6,6 +6,8 @@ H = X W_1 is block-diagonal but for the experts' unequal numbers of rows: MegaBl
 experts' offsets, without waiting for the device: shapes are bounds that the dispatch's shapes give.
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,10 +15,12 @@ import numpy as np
 
 from blazeproto.blocksparse.topology import Padding, Topology
 from blazeproto.dispatch.structures import Dispatch
-from blazeproto.gemm.arguments import TwinArguments
+from blazeproto.gemm.arguments import Arguments, TwinArguments
 from blazeproto.gemm.blocks import BLOCK, FIELDS
-from blazeproto.runtime import checks
+from blazeproto.gemm.tiles import MAX_EXPERTS
+from blazeproto.runtime import arrays, checks, memory
 from blazeproto.runtime.libraries import any_library
+from blazeproto.runtime.numba_kernel import NumbaKernel
 
 THREADS = 512  # of a block: at least one an expert
 MAX_BLOCKS = 132
@@ -122,4 +126,39 @@ def topology_arrays(
     token_index_map: Any, dispatch: Dispatch, widths: Any, halves: int, *, stream: int | None = None
 ) -> tuple[Any, ...]:
     """The arrays of `topology_of`, one behind the other: down's, up's, or down's again, and the padding's."""
-    raise NotImplementedError
+    given = Arguments(dispatch, stream)
+    lists, bounds = given.lists(), bounds_of(dispatch, widths, halves)
+    if (num_experts := given.sizes["E"]) > MAX_EXPERTS:
+        raise ValueError(f"dispatch.num_experts: expected at most {MAX_EXPERTS}, got {num_experts}")
+    first, sizes = lists["token_index_map"], (bounds.rows, bounds.capacity, given.sizes["P"])
+    padding = dict(zip(PADDING, ((BLOCK * bounds.rows,), (given.sizes["P"],), (num_experts + 1,)), strict=True))
+    with memory.on_stream(first, stream) as stream:
+
+        def made(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[Any, Any]]:
+            """New arrays and their views."""
+            return [arrays.output(name, None, "int32", shape, first) for name, shape in shapes.items()]
+
+        down = made(bounds.of_topology(1))
+        out = [*down, *(made(bounds.of_topology(halves)) if halves > 1 else down), *made(padding)]
+        taken = (lists["expert_pair_indices"], lists["expert_token_offsets"], first, *(view for _, view in out))
+        blocks = min(max(-(-max(BLOCK * sizes[0], halves * sizes[1], sizes[2]) // THREADS), 1), MAX_BLOCKS)
+        pointers = [memory.argument(array) for array in taken]
+        kernel(bounds.columns, halves).launch(first.device, stream, blocks, 0, *pointers, *sizes)
+    return tuple(array for array, _ in out)
+
+
+@lru_cache(maxsize=256)
+def kernel(columns: tuple[int, ...], halves: int) -> NumbaKernel:
+    """`topology_kernels.make_topology`."""
+    from blazeproto.blocksparse import topology_kernels
+
+    pointers = "int32* " * (3 + 2 * len(FIELDS) + len(PADDING))
+    even = columns == tuple(range(0, columns[-1] + 1, columns[1]))
+    return NumbaKernel(
+        topology_kernels.make_topology,
+        f"{pointers}int64 int64 int64",
+        threads=THREADS,
+        num_experts=len(columns) - 1,
+        columns=columns[1:2] if even else columns,
+        halves=halves,
+    )

@@ -6,14 +6,21 @@ dX       <--padded_scatter--       <--experts--        <--padded_gather-- dO, we
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from blazeproto.blocksparse.topology import Padding
-from blazeproto.dispatch.structures import Dispatch
+from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments, Array, TwinArguments
+from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.specification import Specification
+from blazeproto.gemm.tiles import CHUNK
+from blazeproto.runtime.arrays import view
+from blazeproto.runtime.numba_kernel import NumbaKernel
+
+THREADS, WARP = 256, 32  # of a block; that share a line
 
 # --- Arguments -----------------------------------------------------------------------------------------------------------
 
@@ -29,12 +36,10 @@ class PaddedArguments(Arguments):
         self.sizes |= {"M": self._view("padding.row_pairs", padding.row_pairs).shape[0]}
 
     def lists(self) -> dict[str, Any]:
-        """The dispatch's lists, checked, and the padding's."""
-        shapes = {"row_pairs": "M", "pair_rows": "P", "expert_row_offsets": str(self.sizes["E"] + 1)}
-        return super().lists() | {
-            name: self._checked(f"padding.{name}", getattr(self.padding, name), shape, "int32")
-            for name, shape in shapes.items()
-        }
+        """The dispatch's lists, checked, as the padding's are."""
+        for name, shape in (("row_pairs", "M"), ("pair_rows", "P"), ("expert_row_offsets", str(self.sizes["E"] + 1))):
+            self._checked(f"padding.{name}", getattr(self.padding, name), shape, "int32")
+        return super().lists()
 
 
 class TwinPaddedArguments(PaddedArguments, TwinArguments):
@@ -95,7 +100,7 @@ def padded_gather(
     out: (M, d) bf16, to fill.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the
     argument, before anything is launched.
     """
-    raise NotImplementedError
+    return _GATHER.run(_launch_gather, locals(), "padding")
 
 
 @_SCATTER.public
@@ -112,7 +117,7 @@ def padded_scatter(
     out: (T, d) bf16, to fill.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the
     argument, before anything is launched.
     """
-    raise NotImplementedError
+    return _SCATTER.run(_launch_scatter, locals(), "padding")
 
 
 @_SCORE_GRAD.public
@@ -128,4 +133,40 @@ def score_grad(
     out: (P,) fp32, to fill.  stream: a raw cudaStream_t; default: the caller's current one. TypeError or ValueError names the
     argument, before anything is launched.
     """
-    raise NotImplementedError
+    return _SCORE_GRAD.run(_launch_score_grad, locals(), "padding")
+
+
+# --- Launches ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def kernel(name: str, **constants: bool) -> NumbaKernel:
+    """name: of rows_kernels.py.  constants: ``weighted``, of padded_gather."""
+    from blazeproto.blocksparse import rows_kernels
+
+    parameters = {
+        "padded_gather": "uint32* int32* int32* float32* uint32* int64 int64 int64",
+        "score_grad": "uint16* uint16* int32* int32* float32* int64 int64 int64",
+    }
+    return NumbaKernel(getattr(rows_kernels, name), parameters[name], threads=THREADS, **constants)
+
+
+def _launch(made: NumbaKernel, at: Addresses, lines: int, columns: int, *addresses: int) -> None:
+    """A warp a line, which has so many columns."""
+    if lines:
+        made.launch(at.device, at.stream, -(-lines * WARP // THREADS), 0, *addresses, lines, columns // CHUNK, at.top_k)
+
+
+def _launch_gather(x: Any, at: Addresses, *, padding: Padding, scores: Any, rows: Any) -> None:
+    made, (num_rows, d) = kernel("padded_gather", weighted=scores is not None), rows.shape
+    row_pairs, weights = view(padding.row_pairs).ptr, 0 if scores is None else scores.data_ptr()
+    _launch(made, at, num_rows, d, x.data_ptr(), row_pairs, at.pair_to_token[1], weights, rows.data_ptr())
+
+
+def _launch_scatter(rows: Any, at: Addresses, *, padding: Padding, scores: Any, out: Any) -> None:
+    launch_combine(rows, at._replace(token_index_map=view(padding.pair_rows).ptr), scores=scores, out=out)
+
+
+def _launch_score_grad(d_out: Any, rows: Any, at: Addresses, *, padding: Padding, d_scores: Any) -> None:
+    inputs = (d_out.data_ptr(), rows.data_ptr(), view(padding.pair_rows).ptr, at.pair_to_token[1])
+    _launch(kernel("score_grad"), at, at.num_pairs, d_out.shape[1], *inputs, d_scores.data_ptr())

@@ -1,11 +1,14 @@
 """The experts' nonlinearity on the blocks of H, and its derivative (cuda/block_activation.cu). MegaBlocks §5.1. Memory-bound.
 
-A row of act has w blocks, a row of H G w: of a gated activation the w of gate and then the w of up. So block b of act, in row r,
-is made of H's blocks b + row_offsets[r] and b + row_offsets[r + 1]; where gate and up alternate in the columns, of 2 b and 2 b + 1.
+A row of act has w blocks, a row of H G w: of a gated activation the w of gate and then the w of up. So block b of act, in row
+r, is made of H's blocks b + row_offsets[r] and b + row_offsets[r + 1]; where gate and up alternate in the columns, of 2 b and
+2 b + 1.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,13 @@ from blazeproto import activations
 from blazeproto.activations import activation_named
 from blazeproto.gemm.arguments import Arguments, Array
 from blazeproto.gemm.blocks import BLOCK, SQUARE, BlockArguments, Blocks, BlockSpecification
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.product import build_of
+from blazeproto.gemm.tiles import CHUNK
+from blazeproto.runtime import driver
+
+THREADS = 256  # of a CTA
+MAX_BLOCKS = 132 * 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,12 @@ def block_activate(
     h lies as SDD makes it with a topology whose rows have G times the blocks: an expert's columns of gate, then those of up.
     Computed in fp32. Floor: 2 (G + 1) 128^2 bytes a block in use / 4.24 TB/s.
 
-    activation: a name of `blazeproto.activations`.  out: memory for act.  stream: a raw cudaStream_t; default: the caller's current
-    one. TypeError or ValueError names the argument, before anything is launched.
+    activation: a name of `blazeproto.activations`.  out: memory for act.  stream: a raw cudaStream_t; default: the caller's
+    current one. TypeError or ValueError names the argument, before anything is launched.
     """
-    raise NotImplementedError
+    given = _FORWARD.check(locals())
+    _launch("block_activate", activation, given, ("h",), "act")
+    return given.arrays["act"]
 
 
 @_BACKWARD.public
@@ -96,4 +108,23 @@ def block_activate_backward(
     activation: as in `block_activate`.  out: memory for d_h.  stream: a raw cudaStream_t; default: the caller's current one.
     TypeError or ValueError names the argument, before anything is launched.
     """
-    raise NotImplementedError
+    given = _BACKWARD.check(locals())
+    _launch("block_activate_backward", activation, given, ("h", "d_act"), "d_h")
+    return given.arrays["d_h"]
+
+
+def _launch(entry: str, activation: str, given: BlockArguments, inputs: tuple[str, ...], output: str) -> None:
+    lists, device, stream = given.placed()
+    addresses = [given.views[name].data_ptr() for name in inputs]
+    places = [lists[name].data_ptr() for name in ("row_indices", "row_offsets")]
+    if blocks := min(given.sizes["B"] * BLOCK * BLOCK // (THREADS * CHUNK), MAX_BLOCKS):
+        words = (*addresses, *places, given.views[output].data_ptr(), given.sizes["rows"] - 1)
+        made = kernel(entry, activation, build_of(entry).sources)
+        driver.launch(made.handle(device), (blocks, 1), THREADS, 0, stream, words)
+
+
+@cache
+def kernel(entry: str, activation: str = "swiglu", sources: Path | None = None) -> Kernel:
+    """entry: of block_activation.cu."""
+    macros = {**activation_named(activation).macros, "THREADS": THREADS, "BM": BLOCK}
+    return Kernel("block_activation.cu", entry, macros, sources=sources)

@@ -322,11 +322,10 @@ class _Reader:
         if kind not in BITS:
             raise self.fail("unknown type", text)
         width = BITS[kind] // 8
-        data = None
-        if found["data"]:
+        data, size = None, width * (int(count[1:-1] or 0) if count else 1)
+        if found["data"]:  # zeros behind what is named
             values = [int(v, 0) for v in re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found["data"])]
-            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values)
-        size = width * (int(count[1:-1] or 0) if count else 1)
+            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values).ljust(size, b"\0")
         made = Variable(
             found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
         )
