@@ -49,6 +49,7 @@ DEVICE void load_b(const TensorMap& b, const Ring& ring, int k, FirstColumn firs
 // Accumulators to bf16, and slab by slab to memory. The Scheduler knows where a tile's slabs belong:
 //   stores(p, tile, part)           whether there is anything of columns 64 * part and on
 //   store(p, tile, part, slab)      issues the TMA store of this consumer's slab
+//   prefetch(p, tile)               called while a tile is multiplied: loads what the next one's start reads
 //   TRANSPOSED                      whether slabs are stored transposed
 template <class Scheduler>
 struct BlockEpilogue : PlainEpilogue<Scheduler> {
@@ -60,6 +61,8 @@ struct BlockEpilogue : PlainEpilogue<Scheduler> {
     typename Scheduler::Tile tile;
 
     DEVICE explicit BlockEpilogue(const BlockParams& params) : p(params) {}
+
+    DEVICE void look_ahead(const typename Scheduler::Tile& of) { Scheduler::prefetch(p, of); }
 
     DEVICE void hold(const float (&acc)[BN / 2], const typename Scheduler::Tile& of, const Ring&) {
         tile = of;

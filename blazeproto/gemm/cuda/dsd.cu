@@ -43,6 +43,17 @@ struct LineScheduler {
     }
     DEVICE Tile strip_at(int position, int) const { return at(position); }
 
+    // The next tile's offsets into L1: consumers read them before they can multiply.
+    DEVICE static void prefetch(const BlockParams& p, const Tile& tile) {
+        const int columns = (p.columns + BN - 1) / BN;
+        const int next = (tile.line * columns + tile.column / BN + int(gridDim.x)) / columns;
+        if (next < p.lines) {
+            int begin, end;
+            asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(begin) : "l"(p.offsets + next));
+            asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(end) : "l"(p.offsets + next + 1));
+        }
+    }
+
     DEVICE int begin(const Tile& tile) const { return __ldg(p.offsets + tile.line); }
     DEVICE int end(const Tile& tile) const { return __ldg(p.offsets + tile.line + 1); }
     DEVICE int steps(const Tile& tile) const { return (end(tile) - begin(tile)) * (BLOCK / BK); }

@@ -37,6 +37,8 @@ struct SampledScheduler {
     }
     DEVICE Tile strip_at(int position, int) const { return at(position); }
 
+    DEVICE static void prefetch(const BlockParams&, const Tile&) {}
+
     // A block takes two slabs' columns.
     DEVICE static bool stores(const BlockParams&, const Tile& tile, int part) {
         return part * SLAB < BLOCK || tile.next_column >= 0;
