@@ -28,7 +28,7 @@ MAX_BLOCKS = 132 * 16
 
 @dataclass(frozen=True)
 class ActivationSpecification(BlockSpecification):
-    """Of a function of H's blocks; the topology is act's. Letters: A, H's capacity, G B."""
+    """What a function of H's blocks computes; the topology is act's. Letters: A, H's capacity, G B."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
         """As `BlockSpecification.check`."""
