@@ -41,7 +41,7 @@ class ActivationSpecification(BlockSpecification):
 
 def blocks_of(m: Blocks, activation: str) -> Any:
     """(blocks, G): H's blocks of each of act."""
-    (offsets, _, _), chosen = m.lines[0], activation_named(activation)
+    offsets, chosen = np.array(m.lines[0][0]), activation_named(activation)
     sizes, index = np.diff(offsets), np.arange(offsets[-1])
     if chosen.alternating or not chosen.gated:
         return chosen.halves * index[:, None] + np.arange(chosen.halves)
@@ -51,7 +51,7 @@ def blocks_of(m: Blocks, activation: str) -> Any:
 def _read(m: Blocks, h: Any, activation: str) -> Any:
     """(blocks, 128, G 128): H for each block of act."""
     index = blocks_of(m, activation)
-    return h[index].swapaxes(1, 2).reshape(len(index), BLOCK, -1)
+    return h[index].swapaxes(1, 2).reshape(len(index), BLOCK, index.shape[1] * BLOCK)
 
 
 def formula(m: Blocks, h: Any, *, activation: str) -> Any:
