@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 from blazeproto.router.logits_kernels import bf16_bits
-from blazeproto.runtime.numba import cuda, float32, int32, int64, types, uint32
+from blazeproto.runtime.numba import cuda, float32, int64, types, uint32
 from blazeproto.runtime.warp import WARP, bits_float, device, group_of, load_eight
 
 _WORD, _WORDS = ir.IntType(32), ir.VectorType(ir.IntType(32), 4)
@@ -36,7 +36,7 @@ def load_words(typing_context, words, index):
 
 @intrinsic
 def store_words(typing_context, words, index, a, b, c, d):
-    """The same of a store."""
+    """Stores four such words, by one store."""
 
     def codegen(context, builder, signature, arguments):
         place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), _WORDS.as_pointer())
@@ -61,24 +61,21 @@ def padded_gather(threads: int, weighted: bool) -> Any:
     warps = threads // WARP
 
     def padded_gather(x, row_pairs, pair_tokens, scores, rows, num_rows, chunks, top_k):
-        lane = int32(cuda.threadIdx.x & (WARP - 1))
+        lane = int64(cuda.threadIdx.x & (WARP - 1))
         row = int64(cuda.blockIdx.x) * warps + (cuda.threadIdx.x >> 5)
         if row >= num_rows:
             return
-        pair, token, weight = int64(row_pairs[row]), int64(0), float32(1.0)
+        pair, token = int64(row_pairs[row]), int64(0)
         if pair >= 0:
             token = pair // top_k if top_k > 0 else int64(pair_tokens[pair])
-            if weighted:
-                weight = scores[pair]
-        chunk = int64(lane)
-        while chunk < chunks:
+        weight = scores[pair] if weighted and pair >= 0 else float32(1.0)
+        for chunk in range(lane, chunks, WARP):
             a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             if pair >= 0:
                 a, b, c, d = load_words(x, 4 * (token * chunks + chunk))
                 if weighted:
                     a, b, c, d = weighed(a, weight), weighed(b, weight), weighed(c, weight), weighed(d, weight)
             store_words(rows, 4 * (row * chunks + chunk), a, b, c, d)
-            chunk += WARP
 
     return padded_gather
 
@@ -89,20 +86,18 @@ def score_grad(threads: int) -> Any:
     total_of = group_of(WARP, threads).total
 
     def score_grad(d_out, rows, pair_rows, pair_tokens, d_scores, num_pairs, chunks, top_k):
-        lane = int32(cuda.threadIdx.x & (WARP - 1))
+        lane = int64(cuda.threadIdx.x & (WARP - 1))
         pair = int64(cuda.blockIdx.x) * warps + (cuda.threadIdx.x >> 5)
         if pair >= num_pairs:
             return
         row, total = int64(pair_rows[pair]), float32(0.0)
         if row >= 0:
             token = pair // top_k if top_k > 0 else int64(pair_tokens[pair])
-            chunk = int64(lane)
-            while chunk < chunks:
+            for chunk in range(lane, chunks, WARP):
                 left = load_eight(d_out, CHUNK * (token * chunks + chunk))
                 right = load_eight(rows, CHUNK * (row * chunks + chunk))
                 for i in range(CHUNK):
                     total += left[i] * right[i]
-                chunk += WARP
         total = total_of(total)
         if lane == 0:
             d_scores[pair] = total

@@ -69,8 +69,7 @@ def make_topology(threads: int, num_experts: int, columns: tuple[int, ...], halv
         blocks, num_tiles = half * first_block[num_experts], first_tile[num_experts]
         if thread == 0:
             tile_count[0] = num_tiles
-        at = thread
-        while at < half * capacity:
+        for at in range(thread, half * capacity, all_threads):
             row, column, transposed = int32(-1), int32(-1), int32(-1)
             if at < blocks:
                 e = expert_of(first_block, num_experts, at // half)
@@ -91,25 +90,20 @@ def make_topology(threads: int, num_experts: int, columns: tuple[int, ...], halv
                 row, column = int32(first_row[e] + i), int32(half * first_column[e] + k)
                 following = int32(column + 1) if k + 1 < wide else int32(-1)
             tiles[4 * at], tiles[4 * at + 1], tiles[4 * at + 2], tiles[4 * at + 3] = block, row, column, following
-            at += all_threads
-        at = thread
-        while at <= num_rows:
+        for at in range(thread, num_rows + 1, all_threads):
             begin = blocks
             if at < first_row[num_experts]:
                 e = expert_of(first_row, num_experts, at)
                 wide = first_column[e + 1] - first_column[e]
                 begin = half * (first_block[e] + (at - first_row[e]) * wide)
             row_offsets[at] = int32(begin)
-            at += all_threads
-        at = thread
-        while at <= half * first_column[num_experts]:
+        for at in range(thread, half * first_column[num_experts] + 1, all_threads):
             begin = blocks
             if at < half * first_column[num_experts]:
                 e = expert_of(first_column, num_experts, at // half)
                 high = first_row[e + 1] - first_row[e]
                 begin = half * first_block[e] + (at - half * first_column[e]) * high
             column_offsets[at] = int32(begin)
-            at += all_threads
 
     @device
     def place(
@@ -118,12 +112,9 @@ def make_topology(threads: int, num_experts: int, columns: tuple[int, ...], halv
         """The padding.  begins: the experts' offsets."""
         thread = int64(cuda.blockIdx.x) * threads + cuda.threadIdx.x
         all_threads = int64(cuda.gridDim.x) * threads
-        at = thread
-        while at <= num_experts:
+        for at in range(thread, num_experts + 1, all_threads):
             row_offsets[at] = int32(HEIGHT * first_row[at])
-            at += all_threads
-        at = thread
-        while at < HEIGHT * num_rows:
+        for at in range(thread, HEIGHT * num_rows, all_threads):
             pair = int32(-1)
             if at < HEIGHT * first_row[num_experts]:
                 e = expert_of(first_row, num_experts, at // HEIGHT)
@@ -131,15 +122,12 @@ def make_topology(threads: int, num_experts: int, columns: tuple[int, ...], halv
                 if row < begins[e + 1]:
                     pair = pair_indices[row]
             row_pairs[at] = pair
-            at += all_threads
-        at = thread
-        while at < num_pairs:
+        for at in range(thread, num_pairs, all_threads):
             row = index_map[at]
             if row >= 0:
                 e = expert_of(begins, num_experts, row)
                 row = int32(HEIGHT * first_row[e] + row - begins[e])
             pair_rows[at] = row
-            at += all_threads
 
     def make_topology(
         pair_indices, offsets, index_map,

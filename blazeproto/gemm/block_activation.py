@@ -28,7 +28,7 @@ MAX_BLOCKS = 132 * 16
 
 @dataclass(frozen=True)
 class ActivationSpecification(BlockSpecification):
-    """Of a function of H's blocks; the topology is act's. Letters: A, H's capacity, G B."""
+    """What a function of H's blocks computes; the topology is act's. Letters: A, H's capacity, G B."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
         """As `BlockSpecification.check`."""
@@ -41,7 +41,7 @@ class ActivationSpecification(BlockSpecification):
 
 def blocks_of(m: Blocks, activation: str) -> Any:
     """(blocks, G): H's blocks of each of act."""
-    (offsets, _, _), chosen = m.lines[0], activation_named(activation)
+    offsets, chosen = np.array(m.lines[0][0]), activation_named(activation)
     sizes, index = np.diff(offsets), np.arange(offsets[-1])
     if chosen.alternating or not chosen.gated:
         return chosen.halves * index[:, None] + np.arange(chosen.halves)
