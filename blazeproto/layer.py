@@ -34,7 +34,7 @@ class MoEStats(NamedTuple):
 
     load: Tensor  # (E,) int32: pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
-    overflow: Tensor | None = None  # (1,) int32: pairs left out by row_capacity; None without one
+    overflow: Tensor | None = None  # (1,) int32: pairs left out by a capacity; None without one
 
     @property
     def aux_loss(self) -> Tensor | float:
@@ -72,6 +72,8 @@ class MoE(nn.Module, Shown):
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came.
     """
 
+    _experts: Any = staticmethod(moe_mlp)  # a layer of another formulation has its own
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...  # the options, properties that are made below
@@ -92,12 +94,8 @@ class MoE(nn.Module, Shown):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("d_model", d_model),
-            ("d_expert", d_expert),
-            ("num_experts", num_experts),
-            ("top_k", top_k),
-        ):
+        sizes = {"d_model": d_model, "d_expert": d_expert, "num_experts": num_experts, "top_k": top_k}
+        for name, size in sizes.items():
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
@@ -180,7 +178,7 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
-        out = moe_mlp(
+        out = self._experts(
             tokens,
             self.up_proj_weight,
             self.down_proj,
@@ -201,9 +199,8 @@ class MoE(nn.Module, Shown):
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         overflow = None
         if self.options.row_capacity is not None:
-            overflow = (
-                routing.load.sum(dim=0, keepdim=True, dtype=torch.int32) - self.options.row_capacity
-            ).clamp_min_(0)
+            pairs = routing.load.sum(dim=0, keepdim=True, dtype=torch.int32)
+            overflow = (pairs - self.options.row_capacity).clamp_min_(0)
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
 

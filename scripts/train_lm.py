@@ -3,6 +3,7 @@
     python -m scripts.train_lm                        # the preset that fits the machine, on Python's own library
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
+    python -m scripts.train_lm --formulation dropping --capacity-factor 1.5
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
     python -m scripts.train_lm --resume --steps 1000  # make the newest run that long, also where it has ended
     python -m scripts.train_lm --sample runs/cpu      # text by the best weights of a run's checkpoint
@@ -173,7 +174,8 @@ class Trainer:
         state = run_folder.load_checkpoint(path)
         if state["data"] != self.data:
             raise CheckpointError(f"checkpoint: {path} was trained on another text than there is now")
-        then, now = state["config"], dataclasses.asdict(self.config)
+        # A setting that came after the checkpoint has its default there.
+        then, now = dataclasses.asdict(Config()) | state["config"], dataclasses.asdict(self.config)
         # The text has been compared; where it lies may have changed, and a run may have been made longer.
         differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - {"data", "steps"}
         if differing:

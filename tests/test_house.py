@@ -32,7 +32,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"gemm"},
     {"autograd", "reference"},
     {"router"},
-    {"layer"},
+    {"layer", "blocksparse"},
     {"cost"},
     {"lab", "integrations"},
     {"doctor", "__main__"},
@@ -270,6 +270,7 @@ def test_twins_take_the_same_types_but_for_arrays(room: str) -> None:
 
 
 def test_every_public_function_of_gemm_is_a_product_with_a_twin() -> None:
-    runs = {name: entry.run for name, entry in gemm.PRODUCTS.items()} | {"grouped_mm": gemm.grouped_mm}
-    assert runs.keys() == gemm.TWINS.keys() and all(entry.name == name for name, entry in gemm.PRODUCTS.items())
+    products = gemm.PRODUCTS | gemm.BLOCK_PRODUCTS
+    runs = {name: entry.run for name, entry in products.items()} | {"grouped_mm": gemm.grouped_mm}
+    assert runs.keys() == gemm.TWINS.keys() and all(entry.name == name for name, entry in products.items())
     assert all(runs[name] is ours for name, (ours, _) in functions_with_twins("gemm").items())

@@ -33,7 +33,7 @@ REFUSES_NOTHING = {  # torch calls it, or there is nothing to give
 }
 NO_PAPERS = {"finish_logits", "logits_product", "split_gradient", "make_router", "routing_stats"}  # of router
 WITH_SOURCE = {
-    **{f"gemm.{name}": entry.run for name, entry in gemm.PRODUCTS.items()},
+    **{f"gemm.{name}": entry.run for name, entry in (gemm.PRODUCTS | gemm.BLOCK_PRODUCTS).items()},
     **{
         f"dispatch.{name}": getattr(dispatch, name) for name in ("build_dispatch", "build_dispatch_varying", "Dispatch")
     },

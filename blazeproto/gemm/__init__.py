@@ -16,16 +16,19 @@ and n are multiples of 8 (TMA moves 16 bytes), pointers 16-byte aligned, E at mo
 from blazeproto.gemm.combine import combine
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.down_backward import down_backward_act, score_partials
+from blazeproto.gemm.dsd import dds, dsd
 from blazeproto.gemm.fused import down_forward_fused
 from blazeproto.gemm.linear import down_forward, grouped_mm, up_backward_act
 from blazeproto.gemm.product import Product, Sizes
 from blazeproto.gemm.reduce import bias_score_grad, expert_row_sum
-from blazeproto.gemm.registry import PRODUCTS, TWINS, all_kernels, candidates, kernel_for, prepare
+from blazeproto.gemm.registry import BLOCK_PRODUCTS, PRODUCTS, TWINS, all_kernels, candidates, kernel_for, prepare
+from blazeproto.gemm.sdd import sdd
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.gemm.up import up_forward
 from blazeproto.gemm.weight import down_backward_weight, up_backward_weight, weight_workspace
 
 __all__ = [
+    "BLOCK_PRODUCTS",
     "PRODUCTS",
     "TILES",
     "TWINS",
@@ -37,15 +40,18 @@ __all__ = [
     "bias_score_grad",
     "candidates",
     "combine",
+    "dds",
     "down_backward_act",
     "down_backward_weight",
     "down_forward",
     "down_forward_fused",
+    "dsd",
     "expert_row_sum",
     "grouped_mm",
     "kernel_for",
     "prepare",
     "score_partials",
+    "sdd",
     "up_backward_act",
     "up_backward_weight",
     "up_forward",

@@ -8,10 +8,12 @@ from blazeproto.gemm import logits
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
+from blazeproto.gemm.dsd import DDS, DSD
 from blazeproto.gemm.fused import DOWN_FORWARD_FUSED
 from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
 from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
+from blazeproto.gemm.sdd import SDD
 from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
 from blazeproto.gemm.up import UP_FORWARD
 from blazeproto.gemm.weight import DOWN_BACKWARD_WEIGHT, UP_BACKWARD_WEIGHT
@@ -34,7 +36,10 @@ PRODUCTS = {
 }
 
 
-TWINS = {name: entry.spec.twin_of(entry.run) for name, entry in PRODUCTS.items()}
+BLOCK_PRODUCTS = {entry.name: entry for entry in (SDD, DSD, DDS)}
+"""Those that take a topology (blocks.py) and no dispatch; `MoE` has none of them."""
+
+TWINS = {name: entry.spec.twin_of(entry.run) for name, entry in (PRODUCTS | BLOCK_PRODUCTS).items()}
 TWINS["grouped_mm"] = GROUPED_MM.twin_of(grouped_mm)
 """The specification of each public function of arrays, by its name: the same computed by NumPy, with ``round_to`` beside
 (specification.py)."""
@@ -58,11 +63,12 @@ def kernel_for(
     """
     if config is not None and not isinstance(config, TileConfig):
         raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
-    kernels = {key: entry.kernel for key, entry in PRODUCTS.items() if entry.kernel}
+    products = PRODUCTS | BLOCK_PRODUCTS
+    kernels = {key: entry.kernel for key, entry in products.items() if entry.kernel}
     checks.one_of("product", name, tuple(kernels))
     if low_rank:
         variant["rank"] = low_rank * BF16.k
-    entry = PRODUCTS[name]
+    entry = products[name]
     if unknown := variant.keys() - {*entry.options}:
         raise TypeError(f"{name}: expected of {', '.join(entry.options)}, got {', '.join(sorted(unknown))}")
     return kernels[name](config, entry.variant._replace(**variant), Build(debug, sources))
@@ -76,7 +82,7 @@ def candidates(name: str) -> list[TileConfig]:
 
 def all_kernels() -> list[Kernel]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled."""
-    of_products = (kernel for entry in PRODUCTS.values() for kernel in entry.kernels())
+    of_products = (kernel for entry in (PRODUCTS | BLOCK_PRODUCTS).values() for kernel in entry.kernels())
     return list(dict.fromkeys((*of_products, *logits.kernels())))
 
 

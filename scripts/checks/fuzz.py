@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,9 @@ from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
+from blazeproto.lab import block_oracle
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
+from blazeproto.lab.block_oracle import make_block_case
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
     EXACT,
@@ -300,6 +303,31 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     return lines
 
 
+# --- Block-sparse products ---------------------------------------------------------------------------------------------------
+
+
+def draw_blocks(seed: int) -> tuple[tuple[int, int], float, int, int]:
+    """Blocks of rows and of columns, the share of them that there is, k and m of `make_block_case`."""
+    rng = random.Random(f"blocks {seed}")
+    shape = rng.randint(1, 12), rng.randint(1, 12)
+    k, m = (8 * rng.choice([rng.randint(1, 40), 8, 64]) for _ in range(2))
+    return shape, rng.choice([0.0, 0.1, 0.5, 0.5, 0.9, 1.0]), k, m
+
+
+def check_blocks(seed: int, totals: dict[str, Pool]) -> list[str]:
+    """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
+    shape, share, k, m = draw_blocks(seed)
+    case = make_block_case(np.random.default_rng(seed).random(shape) < share, k, m, seed=seed)
+    made, pool = block_oracle.run_kernels(case), Pool()
+    again = block_oracle.run_kernels(case)
+    lines = [
+        f"blocks: {name}: another run gives other bits" for name in made if not torch.equal(made[name], again[name])
+    ]
+    pool.add_all(made, *(block_oracle.evaluate(arithmetic, case) for arithmetic in (YARDSTICK, EXACT)))
+    totals["blocks"].merge(pool)
+    return lines + [f"blocks: {failure}" for failure in pool.failures(SINGLE_RUN_SLACK["products"], FP32_NOISE)]
+
+
 # --- All parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +347,7 @@ class Part(NamedTuple):
 PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
+    "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
 }
 
 

@@ -91,6 +91,9 @@ STEPS = {
         last_lines=60,
     ),
     "router": Step("python -m scripts.bench.router --quick", 2, "python -m scripts.bench.router", 3),
+    "blocksparse": Step(
+        "python -m scripts.bench.blocksparse --quick", 3, "python -m scripts.bench.blocksparse", 6, last_lines=60
+    ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
     "products": Step(
         "python -m scripts.bench.products --quick",

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 import blazeproto
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm.tiles import give_tickets
+from blazeproto.lab.block_oracle import make_block_case, run_kernels
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
 from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
 from scripts.checks.compare_layers import Layer, run_layer
@@ -84,6 +86,21 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
             yield title, partial(finite, partial(run_product, *given))
 
 
+def run_blocks(mask: np.ndarray) -> dict[str, Any]:
+    return run_kernels(make_block_case(mask, 136, 200))
+
+
+def block_products() -> Iterator[tuple[str, Callable[[], None]]]:
+    """On a random topology, one of no blocks, and one whose rows have odd numbers of them."""
+    masks = {
+        "random": np.random.default_rng(0).random((3, 4)) < 0.6,
+        "empty": np.zeros((2, 1), bool),
+        "odd": np.ones((2, 3), bool),
+    }
+    for name, mask in masks.items():
+        yield f"block-sparse products: {name}", partial(finite, partial(run_blocks, mask))
+
+
 def dispatches() -> Iterator[tuple[str, Callable[[], None]]]:
     for shape, routing, method in itertools.product((SHAPES[0], *FEW, SCANNED), ("sentinels", "capacity"), METHODS):
         name = f"dispatch: {shape}, {routing}, {method}"
@@ -135,7 +152,13 @@ def routers() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     parser = argument_parser("scripts.checks.sanitize_target", __doc__)
-    parts = {"layers": layers, "dispatches": dispatches, "choices": choices, "routers": routers}
+    parts = {
+        "layers": layers,
+        "blocks": block_products,
+        "dispatches": dispatches,
+        "choices": choices,
+        "routers": routers,
+    }
     parser.add_argument("--parts", type=some_of(parts), default=[*parts], help="some of " + ", ".join(parts))
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name, such as tickets")
     options = parser.parse_args()

@@ -27,10 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blazeproto.layer import MoE
 from blazeproto.runtime import checks
 from scripts.lm.run_folder import LOCK
-from scripts.lm.settings import GPTConfig
+from scripts.lm.settings import FORMULATIONS, GPTConfig
 
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
 GREEDY_BELOW = 1e-30  # logits over a lower temperature overflow
@@ -72,15 +71,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.d_model)
         self.attention = Attention(config.d_model, config.heads)
         self.moe_norm = nn.RMSNorm(config.d_model)
-        self.moe = MoE(
-            config.d_model,
-            config.d_expert,
-            config.num_experts,
-            config.top_k,
-            router=config.router,
-            backend=config.backend,
-            save=config.save,
-        )
+        layer, settings = FORMULATIONS[config.formulation]
+        # A dynamic capacity factor is 0 there, as in Tutel, and None here.
+        own = {name: getattr(config, name) or None for name in settings}
+        sizes = (config.d_model, config.d_expert, config.num_experts, config.top_k)
+        self.moe = layer(*sizes, router=config.router, **own)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, ids: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from blazeproto import blocksparse
 from blazeproto.autograd import SavePolicy
+from blazeproto.layer import MoE
 from blazeproto.router import ROUTERS
 from blazeproto.runtime import checks
 
@@ -65,6 +67,16 @@ def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str]
     return dataclasses.field(default=default, metadata={"text": text, "interval": interval, "names": tuple(names)})
 
 
+# ---- the experts' formulations ------------------------------------------------------------------------------------
+
+# The layer of each, and which of the settings that not all of them have it takes. A line here is a formulation of train_lm.
+FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "moe": (MoE, ("backend", "save")),
+    "dropping": (blocksparse.DroppingMoE, ("capacity_factor",)),
+    "sequential": (blocksparse.SequentialMoE, ()),
+    "dmoe": (blocksparse.dMoE, ("backend",)),
+}
+
 # ---- the settings ------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +97,10 @@ class GPTConfig:
     top_k: int = setting(2, "experts a token, at most num_experts", "[1, inf)")
     dropout: float = setting(0.0, "share of the residual's additions that training leaves out", "[0, 1)")
     router: str = setting("top_k", "how tokens choose experts, see docs/routers.md", names=[*ROUTERS])
+    formulation: str = setting("moe", "how experts are computed, see blazeproto.blocksparse", names=[*FORMULATIONS])
+    capacity_factor: float = setting(
+        1.0, "of dropping: an expert's places over the mean load; 0 makes as many as the largest load", "[0, inf)"
+    )
     backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
 
@@ -95,6 +111,12 @@ class GPTConfig:
             raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+        for field in dataclasses.fields(GPTConfig):
+            takers = [name for name, (_, settings) in FORMULATIONS.items() if field.name in settings]
+            if takers and self.formulation not in takers and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name}: expected none with formulation {self.formulation}, as {', '.join(takers)} takes it"
+                )
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def test_saved_bytes_are_what_the_experts_save(monkeypatch, router, save, dtype)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return expert_mlp(*arguments, **options)
 
-    monkeypatch.setattr(blazeproto.layer, "moe_mlp", watched)
+    monkeypatch.setattr(MoE, "_experts", staticmethod(watched))
     parameters = torch.float32 if dtype == "autocast" else dtype
     x = torch.randn(300, 32, dtype=parameters, requires_grad=True)
     ids = (torch.arange(300),) if router == "hash" else ()

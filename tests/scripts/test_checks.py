@@ -113,7 +113,12 @@ def test_the_fuzzer_compiles_what_its_runs_launch() -> None:
 
 
 def test_the_sanitizers_target_has_every_activation() -> None:
-    parts = (sanitize_target.layers(), sanitize_target.dispatches(), sanitize_target.choices())
+    parts = (
+        sanitize_target.layers(),
+        sanitize_target.block_products(),
+        sanitize_target.dispatches(),
+        sanitize_target.choices(),
+    )
     names = [name for name, _ in chain(*parts)]
     assert len(set(names)) == len(names)
     assert sum("row_capacity" in name for name in names) == 6 and sum("capacity, " in name for name in names) == 15

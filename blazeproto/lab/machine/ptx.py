@@ -273,11 +273,11 @@ class _Reader:
         kind, count = found["type"], found["array"]
         if kind not in BITS:
             raise self.fail("unknown type", text)
-        width, data = BITS[kind] // 8, None
-        if found["data"]:
+        width = BITS[kind] // 8
+        data, size = None, width * (int(count[1:-1] or 0) if count else 1)
+        if found["data"]:  # zeros behind what is named
             values = [int(v, 0) for v in re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found["data"])]
-            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values)
-        size = width * (int(count[1:-1] or 0) if count else 1)
+            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values).ljust(size, b"\0")
         made = Variable(
             found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
         )

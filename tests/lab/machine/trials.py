@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blazeproto import router
 from blazeproto.activations import ACTIVATIONS, activation_named
+from blazeproto.blocksparse import Topology
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig
 from blazeproto.gemm.arguments import LOW, Array
 from blazeproto.gemm.combine import layout
@@ -25,6 +26,8 @@ from blazeproto.lab.machine import Machine
 from blazeproto.lab.machine.run import Report
 from blazeproto.lab.on_machine import launch
 from blazeproto.lab.oracle import EXACT, YARDSTICK, dispatch_fixed, dispatch_varying, make_case
+from blazeproto.runtime.target import launches_on
+from tests.blocksparse import block_cases
 
 ROWS, FEW = 131, 9  # of the two experts that have some
 SLACK = 2.0  # of `Pool.failures`: these outputs are small
@@ -150,9 +153,11 @@ def _activation(of: Mapping[str, Any]) -> str:
     return next(name for name, own in MACROS.items() if own == macros)
 
 
-def trial_of(kernel: Kernel) -> Trial | Logits:
+def trial_of(kernel: Kernel) -> Trial | Logits | Sparse:
     """A call that launches it."""
     of: Mapping[str, Any] = kernel.defines
+    if kernel.file in ("sdd.cu", "dsd.cu"):
+        return Sparse(of)
     if kernel.entry == "logits":
         return Logits(of["BN"], of["WEIGHT_PARTS"])
     if kernel.entry in _SMALL:
@@ -252,3 +257,31 @@ class Logits:
         wrong = [f"logits: {int(bad.sum())} beyond their bounds"] if bad.any() else []
         wrong += ["logits: wrote beside them"] if memory.touched().any() else []
         return wrong + of_reports(machine.reports)
+
+
+# --- Block-sparse products -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """One on a random topology, with whole numbers. of: a kernel's macros."""
+
+    of: Mapping[str, Any]
+
+    def run(self, machine: Machine) -> list[str]:
+        of = self.of
+        transposed = (of.get(name) for name in ("S_TRANSPOSED", "OUT_TRANSPOSED"))
+        name = {
+            (None, None): "SDD" if of["B_MN"] else "SDD^T",
+            (False, False): "DSD" if of["B_MN"] else "DSD^T",
+            (True, False): "DS^TD" if of["B_MN"] else "DS^TD^T",
+            (True, True): "DD^TS" if of["B_MN"] else "DDS",
+            (False, True): "DD^TS^T" if of["B_MN"] else "DDS^T",
+        }[tuple(transposed)]  # type: ignore[index]
+        topology = Topology.of_blocks(block_cases.MASKS["random"])
+        function, arrays, options, right = block_cases.cases(topology)[name]
+        config = TileConfig(of["BN"], of["STAGES"], bool(of["DEFERRED"]))
+        with launches_on(machine):
+            made = function(*map(block_cases.bits, arrays), topology, **options, config=config)
+        wrong = made != block_cases.bits(right)
+        return [f"{name}: {int(wrong.sum())} wrong"] * bool(wrong.any()) + of_reports(machine.reports)

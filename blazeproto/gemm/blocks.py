@@ -1,0 +1,209 @@
+"""Products with a block-sparse matrix: what sdd.py and dsd.py share. MegaBlocks §5.1; cuda/blocks.cuh has the format.
+
+A matrix S (M, N) keeps some of its 128 x 128 blocks, values (B, 128, 128), row by row. The topology says where they belong; it is
+a record of int32 arrays (`blazeproto.blocksparse.Topology`), of which nothing is taken but its fields:
+
+    shape             (M, N), multiples of 128
+    row_indices       (B,)                 a block's row of blocks
+    column_indices    (B,)                 its column
+    row_offsets       (M / 128 + 1,)       where each row's blocks begin
+    column_offsets    (N / 128 + 1,)       where each column's begin in the transposed order
+    block_offsets_t   (B,)                 where each block of the transposed order lies
+    tiles             (B, 4)               block, row, column, and the next block's column or -1: what SDD computes at a time
+    tile_count        (1,)                 how many there are
+
+B is a capacity: there are row_offsets[-1] blocks, a number that the host need not know. What lies behind is neither read nor
+written.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from blazeproto.gemm.arguments import Arguments, Array, TwinArguments
+from blazeproto.gemm.launch import Params, dense_box
+from blazeproto.gemm.specification import Specification
+from blazeproto.gemm.tiles import BM, TileConfig
+from blazeproto.runtime import checks
+from blazeproto.runtime.arrays import current_stream
+from blazeproto.runtime.rounding import to_bfloat16
+
+F = TypeVar("F", bound=Callable[..., Any])
+BLOCK = BM  # rows and columns of a block
+SQUARE = f"{BLOCK} {BLOCK}"  # a block's shape
+FIELDS = {
+    "row_indices": "B",
+    "column_indices": "B",
+    "row_offsets": "rows",
+    "column_offsets": "columns",
+    "block_offsets_t": "B",
+    "tiles": "B 4",
+    "tile_count": "1",
+}
+BLOCK_PARAMS = Params(
+    "BlockParams",
+    "blocks.cuh",
+    maps=("a", "b", "out"),
+    words=("row_indices", "column_indices", "offsets", "block_offsets_t", "tiles", "tile_count"),
+    numbers=("lines", "reduction", "columns"),
+)
+
+
+def values_box(count: int, box: tuple[int, int]) -> Any:
+    """What TMA moves of values (B, 128, 128). box: columns and rows of a block."""
+    return dense_box((BLOCK, BLOCK, max(count, 1)), (*box, 1))
+
+
+class TopologyArrays(Protocol):
+    """What has these arrays: `blazeproto.blocksparse.Topology`."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def row_indices(self) -> Any: ...
+    @property
+    def column_indices(self) -> Any: ...
+    @property
+    def row_offsets(self) -> Any: ...
+    @property
+    def column_offsets(self) -> Any: ...
+    @property
+    def block_offsets_t(self) -> Any: ...
+    @property
+    def tiles(self) -> Any: ...
+    @property
+    def tile_count(self) -> Any: ...
+
+
+# --- Arguments -----------------------------------------------------------------------------------------------------------
+
+
+class BlockArguments(Arguments):
+    """The arrays of a call with a topology, checked. Letters: M, N of its shape, B its capacity."""
+
+    def __init__(self, topology: Any, stream: int | None, config: TileConfig | None = None) -> None:
+        missing = [name for name in ("shape", *FIELDS) if not hasattr(topology, name)]
+        if missing:
+            raise TypeError(f"topology: expected a Topology, got {type(topology).__name__} without {missing[0]}")
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        if stream is not None:
+            checks.integer("stream", stream, least=0)
+        self.topology, self.stream = topology, stream
+        M, N = (checks.integer("topology.shape", size, least=0) for size in topology.shape)
+        if M % BLOCK or N % BLOCK:
+            raise ValueError(f"topology.shape: expected multiples of {BLOCK}, got {topology.shape}")
+        (capacity,) = self._view("topology.row_indices", topology.row_indices).shape[:1] or (0,)
+        self.sizes = {"M": M, "N": N, "B": capacity, "P": 0}  # no pairs
+        self.sizes |= {"rows": M // BLOCK + 1, "columns": N // BLOCK + 1}
+        self.arrays, self.views = {}, {}
+
+    def lists(self) -> dict[str, Any]:
+        """The topology's arrays, checked."""
+        return {
+            name: self._checked(f"topology.{name}", getattr(self.topology, name), shape, "int32")
+            for name, shape in FIELDS.items()
+        }
+
+    def placed(self) -> tuple[dict[str, Any], int, int]:
+        """The topology's arrays, the device and the stream of a launch."""
+        first = next(array for array in self.views.values() if array is not None)
+        stream = current_stream(first) if self.stream is None else self.stream
+        return self.lists(), first.device, stream
+
+    def _limits(self, a: Any, gathered: bool) -> tuple[tuple[bool, str], ...]:
+        return ()
+
+
+class TwinBlockArguments(BlockArguments, TwinArguments):
+    """Those of a twin's call, NumPy's."""
+
+    def _limits(self, a: Any, gathered: bool) -> tuple[tuple[bool, str], ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class BlockSpecification(Specification):
+    """For a product that takes a topology and no dispatch. Its formula's ``m`` is a `Blocks`."""
+
+    def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
+        """As `Specification.check`."""
+        given: Any = kind(call["topology"], call["stream"], call.get("config"))
+        for array in self.inputs:
+            given.read(array, call[array.name], shape_in(array, call))
+        for array in self.outputs:
+            given.write(Array(array.name, shape_in(array, call)), call["out"])
+            given.arrays["out"] = given.arrays[array.name]
+        return given
+
+    def twin_of(self, function: F) -> F:
+        """As `Specification.twin_of`."""
+        own = signature(function)
+        names = list(signature(self.formula).parameters)[1:]
+
+        @wraps(function)
+        def twin(*args: Any, round_to: str | None = None, **options: Any) -> Any:
+            if round_to not in (None, "bf16"):
+                raise ValueError(f"round_to: expected None or 'bf16', got {round_to!r}")
+            bound = own.bind(*args, **options)
+            bound.apply_defaults()
+            call = bound.arguments
+            given = self.check(call, TwinBlockArguments)
+            given.lists()
+            made = self.formula(Blocks(call["topology"]), **{name: call[name] for name in names})
+            out = given.arrays["out"]
+            out[: len(made)] = to_bfloat16(made) if round_to else made
+            return out
+
+        rounded = Parameter("round_to", Parameter.KEYWORD_ONLY, default=None)
+        twin.__signature__ = own.replace(parameters=[*own.parameters.values(), rounded])  # type: ignore[attr-defined]
+        return twin  # type: ignore[return-value]
+
+
+def shape_in(array: Array, call: Mapping[str, Any]) -> str:
+    """Its shape in a call: of its alternatives "this | that" the one that the call's transpositions, in their order, choose."""
+    choices = array.shape.split(" | ")
+    flags = [bool(call[name]) for name in ("transpose_s", "transpose_a", "transpose_b") if name in call]
+    index = sum(flag << place for place, flag in enumerate(reversed(flags)))
+    return choices[index if len(choices) > 1 else 0]
+
+
+# --- The formulas' operations ----------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """Operations on NumPy arrays with one topology; with ``join=torch.cat`` on torch's, which it differentiates."""
+
+    def __init__(self, topology: Any, join: Callable[[list[Any]], Any] = np.concatenate) -> None:
+        count = int(topology.row_offsets[-1])
+        self.join = join
+        self.rows, self.columns = topology.row_indices[:count], topology.column_indices[:count]
+        order = topology.block_offsets_t[:count]
+        self.lines = (
+            (topology.row_offsets.tolist(), None, self.columns),
+            (topology.column_offsets.tolist(), order, self.rows),
+        )
+
+    def sampled(self, a: Any, b: Any) -> Any:
+        """(M, k), (k, N) → (blocks, 128, 128): the topology's blocks of a b."""
+        of_rows = a.reshape(-1, BLOCK, a.shape[1])[self.rows]
+        of_columns = b.reshape(len(b), -1, BLOCK).swapaxes(0, 1)[self.columns]
+        return of_rows @ of_columns
+
+    def times(self, values: Any, b: Any, *, transposed: bool) -> Any:
+        """(B, 128, 128), (N, m) → (M, m): S b; ``transposed``: (M, m) → (N, m), S^T b. A line without blocks gives zeros."""
+        offsets, order, places = self.lines[transposed]
+        of_lines = []
+        for begin, end in pairwise(offsets):
+            mine = slice(begin, end) if order is None else order[begin:end]
+            blocks, parts = values[mine], b.reshape(-1, BLOCK, b.shape[1])[places[mine]]
+            blocks = blocks.swapaxes(1, 2) if transposed else blocks
+            of_lines.append((blocks @ parts).sum(0))
+        if not of_lines:  # no rows, of which gradients are zeros
+            return values.reshape(-1, BLOCK)[:0] @ b[:BLOCK]
+        return self.join(of_lines)

@@ -1,0 +1,179 @@
+"""A block-sparse matrix times a dense one (cuda/dsd.cu): DSD, DS^T D, DSD^T, and with the sparse one on the right DDS, DD^T S.
+
+Y = H W_2         the second layer of all experts                      dW_2 = H^T dY       its weights' gradient
+dX = dH W_1^T     the first layer's data gradient                      dW_1 = X^T dH       its weights'
+MegaBlocks §5.1; appendix B.
+"""
+
+from functools import lru_cache
+from itertools import product as every
+from typing import Any
+
+from blazeproto.gemm import product
+from blazeproto.gemm.arguments import Array
+from blazeproto.gemm.blocks import (
+    BLOCK,
+    BLOCK_PARAMS,
+    SQUARE,
+    BlockArguments,
+    Blocks,
+    BlockSpecification,
+    TopologyArrays,
+    values_box,
+)
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.launch import Plan, dense_box, num_sms
+from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
+from blazeproto.gemm.tiles import BK, SLAB, TileConfig, tiles_for
+from blazeproto.runtime import driver
+
+WIDTHS = (256, 192)
+
+
+def formula_dsd(m: Blocks, values: Any, b: Any, *, transpose_s: bool, transpose_b: bool) -> Any:
+    """S b."""
+    return m.times(values, b.T if transpose_b else b, transposed=transpose_s)
+
+
+def formula_dds(m: Blocks, a: Any, values: Any, *, transpose_s: bool, transpose_a: bool) -> Any:
+    """a S = (S^T a^T)^T."""
+    return m.times(values, a if transpose_a else a.T, transposed=not transpose_s).T
+
+
+_VALUES = Array("values", f"B {SQUARE}")
+_DSD = BlockSpecification(
+    inputs=(_VALUES, Array("b", "N m | m N | M m | m M")),
+    outputs=(Array("product", "M m | M m | N m | N m"),),
+    formula=formula_dsd,
+)
+_DDS = BlockSpecification(
+    inputs=(Array("a", "m M | M m | m N | N m"), _VALUES),
+    outputs=(Array("product", "m N | m N | m M | m M"),),
+    formula=formula_dds,
+)
+
+
+@_DSD.public
+def dsd(
+    values: Any,
+    b: Any,
+    topology: TopologyArrays,
+    *,
+    transpose_s: bool = False,
+    transpose_b: bool = False,
+    out: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """out = S b. MegaBlocks §5.1: DSD, with ``transpose_b`` DSD^T, with ``transpose_s`` DS^T D; appendix B.
+
+    values (B, 128, 128) of S (M, N), b (N, m), both bf16, and S's topology of (M, N) → out (M, m) bf16; zeros in rows without
+    blocks.
+
+    transpose_s: S^T b, b (M, m) → out (N, m).  transpose_b: b lies transposed, (m, N) or (m, M).
+
+    config: tiles, of 256 or 192 columns.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current one.
+    TypeError or ValueError names the argument, before anything is launched.
+    """
+    given = _DSD.check(locals())
+    return _launch(given, given.views["b"], transpose_s, not transpose_b, False, config, "dsd")
+
+
+@_DDS.public
+def dds(
+    a: Any,
+    values: Any,
+    topology: TopologyArrays,
+    *,
+    transpose_s: bool = False,
+    transpose_a: bool = False,
+    out: Any = None,
+    config: TileConfig | None = None,
+    stream: int | None = None,
+) -> Any:
+    """out = a S. MegaBlocks §5.1: DDS, and with ``transpose_a`` DD^T S.
+
+    a (m, M), values (B, 128, 128) of S (M, N), both bf16, and S's topology of (M, N) → out (m, N) bf16; zeros in columns without
+    blocks.
+
+    transpose_s: a S^T, a (m, N) → out (m, M).  transpose_a: a lies transposed, (M, m) or (N, m).
+
+    config: tiles, of 256 or 192 of the m.  out, stream: memory for it; a raw cudaStream_t, default: the caller's current
+    one. TypeError or ValueError names the argument, before anything is launched.
+    """
+    given = _DDS.check(locals())
+    return _launch(given, given.views["a"], not transpose_s, transpose_a, True, config, "dds")
+
+
+def _launch(
+    given: BlockArguments,
+    dense: Any,
+    transpose_s: bool,
+    mn_major: bool,
+    transpose_out: bool,
+    config: TileConfig | None,
+    name: str,
+) -> Any:
+    """out = S dense, or S^T dense; mn_major: dense lies as it is multiplied.  transpose_out: out lies transposed.  name: whose
+    build it is."""
+    lists, device, stream = given.placed()
+    values, out = given.views["values"], given.views["product"]
+    columns, lines = given.sizes["m"], given.sizes["columns" if transpose_s else "rows"] - 1
+    if columns and lines:
+        variant = Variant(transposed=transpose_s, gather=not mn_major, fused=transpose_out)
+        config = config or tiles(columns)
+        made = _plan(dense.shape, out.shape, values.shape[0], variant, config, product.build_of(name), device)
+        offsets = "column_offsets" if transpose_s else "row_offsets"
+        indices = ("row_indices", "column_indices", offsets, "block_offsets_t", "tiles", "tile_count")
+        # Without blocks nothing is loaded, and a tensor map only has to be some memory's.
+        maps = [x.data_ptr() if x.size else out.data_ptr() for x in (values, dense, out)]
+        driver.launch(*made.fill(maps, [lists[index].data_ptr() for index in indices]), stream)
+    return given.arrays["product"]
+
+
+def tiles(columns: int) -> TileConfig:
+    """Those for so many columns of the dense matrix."""
+    return tiles_for("down_forward", columns)
+
+
+def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """variant: transposed: of S; gather: the dense matrix lies transposed; fused: the output does."""
+    macros = {"S_TRANSPOSED": variant.transposed, "B_MN": not variant.gather, "OUT_TRANSPOSED": variant.fused}
+    return tiled_kernel("dsd.cu", "dsd", config or TileConfig(), build, widths=WIDTHS, GATHER=False, **macros)
+
+
+@lru_cache(maxsize=SHAPES)
+def _plan(
+    dense: tuple[int, int],
+    out: tuple[int, int],
+    count: int,
+    variant: Variant,
+    config: TileConfig,
+    build: Build,
+    device: int,
+) -> Plan:
+    columns, lines = (out if variant.fused else out[::-1])[0], (out[1] if variant.fused else out[0]) // BLOCK
+    maps = (
+        values_box(count, (SLAB, BK) if variant.transposed else (BK, BLOCK)),
+        dense_box(tuple(max(size, 1) for size in dense[::-1]), (BK, config.tile_n) if variant.gather else (SLAB, BK)),
+        dense_box(out[::-1], (SLAB, SLAB)),
+    )
+    grid = min(num_sms(device), lines * -(-columns // config.tile_n))
+    return Plan(kernel(config, variant, build), BLOCK_PARAMS, maps, (lines, 0, columns), grid=grid, device=device)
+
+
+def _kernels(transposed_out: bool) -> list[Kernel]:
+    of_output = variants(transposed=BOTH, gather=BOTH, fused=[transposed_out])
+    return [kernel(TileConfig(tile_n=width), variant) for width, variant in every(WIDTHS, of_output)]
+
+
+DSD = Product("dsd", dsd, _DSD, kernels=lambda: _kernels(False), kernel=kernel, options=("transposed", "gather"))
+DDS = Product(
+    "dds",
+    dds,
+    _DDS,
+    kernels=lambda: _kernels(True),
+    kernel=kernel,
+    variant=Variant(fused=True),
+    options=("transposed", "gather"),
+)

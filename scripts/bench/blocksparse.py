@@ -1,0 +1,222 @@
+"""Block-sparse products beside torch.bmm (MegaBlocks Figure 9), and `dMoE` beside MegaBlocks' own, the dropping layer and `MoE`.
+
+    python -m scripts.bench.blocksparse                   # -> results/h200/blocksparse.json
+    python -m scripts.bench.blocksparse --parts products  # the others' rows stay
+    python -m scripts.bench.blocksparse --quick           # fewer rounds, few shapes -> blocksparse-quick.json
+
+products: the six products of a two-layer expert, forward and backward, for MoE-XS, S and M: 8 experts with as many rows each, so
+that a batched product computes the same. Ours are timed alone, through the kernels and the topology that any set of blocks runs
+through; `topology_ms` is what making that topology from a dispatch takes. torch.bmm is timed with both layouts of the operand, or
+of the result, and the faster one counts. bf16, random data, CUDA graph replay, in turn.
+
+layers: MoEBlaze's Table 1, forward and forward + backward, router excluded, dispatch and topology included; sums of kernel
+durations by the profiler; bytes kept for backward, and the peak. MegaBlocks is absent where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blazeproto import gemm
+from blazeproto.blocksparse import Topology, topology_of
+from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import Sizes
+from blazeproto.gemm.blocks import BLOCK
+from scripts.bench import peers
+from scripts.bench.common import (
+    MIB,
+    RESULTS,
+    TABLES,
+    begun,
+    bench_parser,
+    cfg_of,
+    geometric_mean,
+    in_turn,
+    read_json,
+    settled,
+    stamped,
+    write_json,
+)  # fmt: skip
+from scripts.bench.module import part_times, verdict
+from scripts.bench.peers import dmoe, dropping, megablocks, ours
+from scripts.bench.timing import gpu_ms, peak_bytes, relative_difference, saved_bytes
+from scripts.command import need_hopper, some_of
+
+Row = dict[str, Any]
+EXPERTS = 8
+MODELS = {"XS": (512, 2048, 8192), "S": (768, 3072, 4096), "M": (1024, 4096, 1024)}  # d, n, rows an expert
+LEAST, LEAST_MEAN = 0.90, 0.95  # of torch.bmm's speed
+LARGEST_DIFFERENCE = 1e-2
+ACTIVATIONS = ("gelu", "swiglu")
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+def products_of(
+    model: str, device: str = "cuda"
+) -> dict[str, tuple[Callable[[], Tensor], list[Callable[[], Tensor]], Callable]]:
+    """By the paper's names: ours, torch.bmm's layouts, and how bmm's (first) result lies as ours does."""
+    d, n, rows = MODELS[model]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, fan_in: int = 1) -> Tensor:
+        return torch.randn(size, device=device, generator=generator).mul_(fan_in**-0.5).bfloat16()
+
+    host = Topology.of_blocks(np.kron(np.eye(EXPERTS), np.ones((rows // BLOCK, n // BLOCK))) > 0)
+    lists: dict[str, Any] = {
+        name: torch.from_numpy(value).to(device) for name, value in vars(host).items() if isinstance(value, np.ndarray)
+    }
+    topology = Topology(host.shape, **lists)
+    x, h = normal(EXPERTS, rows, d), normal(EXPERTS, rows, n)
+    w, w_t = normal(EXPERTS, d, n, fan_in=d), normal(EXPERTS, n, d, fan_in=n)
+    flat_x, flat_w, flat_w_t = x.flatten(0, 1), w.transpose(0, 1).flatten(1).contiguous(), w_t.flatten(0, 1)
+    values = in_blocks(h)
+    w_lies, w_t_lies = w.mT.contiguous().mT, w_t.mT.contiguous().mT
+
+    def rows_of(made: Tensor) -> Tensor:
+        return made.flatten(0, 1)
+
+    return {
+        "SDD": (lambda: gemm.sdd(flat_x, flat_w, topology), [lambda: torch.bmm(x, w), lambda: torch.bmm(x, w_lies)], in_blocks),
+        "DSD": (lambda: gemm.dsd(values, flat_w_t, topology),
+                [lambda: torch.bmm(h, w_t), lambda: torch.bmm(h, w_t_lies)], rows_of),
+        "SDD^T": (lambda: gemm.sdd(flat_x, flat_w_t, topology, transpose_b=True),
+                  [lambda: torch.bmm(x, w_t.mT), lambda: torch.bmm(x, w_t_lies.mT)], in_blocks),
+        "DS^TD": (lambda: gemm.dsd(values, flat_x, topology, transpose_s=True),
+                  [lambda: torch.bmm(h.mT, x), lambda: torch.bmm(x.mT, h)], rows_of),
+        "DSD^T": (lambda: gemm.dsd(values, flat_w, topology, transpose_b=True),
+                  [lambda: torch.bmm(h, w.mT), lambda: torch.bmm(h, w_lies.mT)], rows_of),
+        "DD^TS": (lambda: gemm.dds(flat_x, values, topology, transpose_a=True),
+                  [lambda: torch.bmm(x.mT, h), lambda: torch.bmm(h.mT, x)],
+                  lambda made: made.transpose(0, 1).flatten(1)),
+    }  # fmt: skip
+
+
+def in_blocks(h: Tensor) -> Tensor:
+    """(E, rows, n) → (B, 128, 128): each expert's blocks, row by row."""
+    E, rows, n = h.shape
+    return h.view(E, rows // BLOCK, BLOCK, n // BLOCK, BLOCK).transpose(2, 3).reshape(-1, BLOCK, BLOCK).contiguous()
+
+
+def topology_ms(model: str, rounds: int) -> float:
+    """From a dispatch, on the device."""
+    _, n, rows = MODELS[model]
+    ids = torch.arange(EXPERTS, device="cuda", dtype=torch.int32).repeat_interleave(rows)[:, None]
+    dispatch = build_dispatch(ids, EXPERTS)
+    call = {"topology": lambda: topology_of(dispatch, n)}
+    topology_of(dispatch, n)
+    return gpu_ms(call, [], rounds).ms["topology"]
+
+
+def measure_products(model: str, rounds: int) -> list[Row]:
+    """A row a product. RuntimeError where ours computes something else."""
+    made, topology = [], round(topology_ms(model, rounds), 4)
+    for name, (run, bmms, as_ours) in products_of(model).items():
+        difference = relative_difference(run(), as_ours(bmms[0]()))
+        if not difference < LARGEST_DIFFERENCE:
+            raise RuntimeError(f"{name} of {model}: differs from torch.bmm by {difference:.3g}")
+        calls = {"ours": run} | {f"bmm {index}": bmm for index, bmm in enumerate(bmms)}
+        ms = gpu_ms(calls, list(calls), rounds).ms
+        row: Row = {"part": "products", "model": model, "product": name, "ours_ms": round(ms.pop("ours"), 5)}
+        row |= {"bmm_ms": round(min(ms.values()), 5), "bmm_layouts_ms": [round(value, 5) for value in ms.values()]}
+        made.append(row | {"topology_ms": topology, "difference": round(difference, 6)})
+    return made
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+def measure_layers(shape: Sizes, activation: str, rounds: int) -> list[Row]:
+    """One row."""
+    inputs, absent = peers.make_inputs(shape), dict[str, str]()
+    builds: dict[str, Callable[[], peers.Program]] = {
+        "dmoe": lambda: dmoe.build(shape, inputs, activation),
+        "dropping": lambda: dropping.build(shape, inputs, activation),
+    }
+    if activation == "swiglu":  # the others' programs have no other
+        builds |= {"moe": lambda: ours.build(shape, inputs), "megablocks": lambda: megablocks.build(shape, inputs)}
+    programs = {name: made for name, build in builds.items() if (made := peers.if_it_runs(name, warmed(build), absent))}
+    row: Row = {"part": "layers", "cfg": cfg_of(shape), "activation": activation}
+    for name, program in programs.items():
+        row[f"{name}_saved_MiB"] = round(saved_bytes(program.forward, program.weights) / MIB, 1)
+        row[f"{name}_peak_fwdbwd_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
+    row |= part_times({name: [program] for name, program in programs.items()}, rounds)
+    return [row | ({"absent": absent} if absent else {})]
+
+
+def warmed(build: Callable[[], peers.Program]) -> Callable[[], peers.Program]:
+    """With a first step behind it."""
+
+    def run() -> peers.Program:
+        program = build()
+        program.forward_backward()
+        return program
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def print_rows(rows: list[Row]) -> None:
+    products = [row for row in rows if row["part"] == "products"]
+    for row in products:
+        speed = row["bmm_ms"] / row["ours_ms"]
+        line = (
+            f"{row['model']:3s} {row['product']:6s} ours {row['ours_ms']:.4f} bmm {row['bmm_ms']:.4f} ms: {speed:.3f}"
+        )
+        print(f"{line} of bmm's speed; topology {row['topology_ms']:.4f}")
+    for row in rows:
+        if row["part"] == "layers":
+            times = {key.removesuffix("_fwdbwd_ms"): row[key] for key in row if key.endswith("_fwdbwd_ms")}
+            saved = {key: row[key] for key in row if key.endswith("MiB")}
+            print(Sizes(**row["cfg"]), row["activation"], times, saved, row.get("absent", ""))
+    speeds = [row["bmm_ms"] / row["ours_ms"] for row in products]
+    if speeds:
+        least, mean = min(speeds), geometric_mean(speeds)
+        print(verdict(f"of torch.bmm's speed at least {LEAST}: {least:.3f}", least >= LEAST))
+        print(verdict(f"of torch.bmm's speed in the mean at least {LEAST_MEAN}: {mean:.3f}", mean >= LEAST_MEAN))
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def wanted(options: argparse.Namespace) -> Iterator[tuple[Callable[..., list[Row]], tuple[Any, ...]]]:
+    if "products" in options.parts:
+        for model in MODELS:
+            yield measure_products, (model, options.rounds)
+    if "layers" in options.parts:
+        for shape in TABLES["moeblaze-1"][: 2 if options.quick else None]:
+            for activation in ACTIVATIONS:
+                sizes = shape._replace(halves=2 if activation == "swiglu" else 1)
+                yield measure_layers, (sizes, activation, min(options.rounds, 5))
+
+
+def main() -> None:
+    parser = bench_parser(
+        "blocksparse", __doc__, quick="fewer rounds, two layers -> blocksparse-quick.json", time_budget=True
+    )
+    parts = ("products", "layers")
+    parser.add_argument("--parts", type=some_of(parts), default=[*parts], help="some of " + ", ".join(parts))
+    options = settled(parser.parse_args(), "blocksparse", rounds=20)
+    need_hopper()
+    out = options.out or RESULTS / "blocksparse.json"
+    record = begun("blocksparse", __doc__, 3)
+    if out.exists():
+        record["rows"] = [row for row in read_json(out)["rows"] if row["part"] not in options.parts]
+    for measure, arguments in in_turn(wanted(options), options.time_budget):
+        record["rows"] += stamped(measure, *arguments)
+        write_json(out, record)
+    print_rows(record["rows"])
+    print("wrote", out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""dMoE against `blazeproto.MoE` with the same weights, and its kernels' way, on the machine, against its torch operations."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto import MoE
+from blazeproto.blocksparse import dMoE, padded_gather, padded_scatter, score_grad, topology_of
+from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import dsd, sdd
+from blazeproto.gemm.block_activation import block_activate, block_activate_backward
+
+D, N, E = 24, 128, 5
+
+
+def gradients(layer: Any, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = x.detach().clone().requires_grad_()
+    out, stats = layer(x)
+    parameters = [layer.router.weight, layer.up_proj_weight, layer.down_proj]
+    ones = torch.ones_like(stats.aux_loss)
+    return out, list(torch.autograd.grad((out, stats.aux_loss), (x, *parameters), (d_out, ones), allow_unused=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("activation", ["swiglu", "relu", "alternating(swiglu)"])
+@pytest.mark.parametrize("router", ["topk_softmax", "token_rounding"])
+def test_is_the_same_layer(router: str, activation: str, top_k: int) -> None:
+    options: dict[str, Any] = {"activation": activation, "router": router, "aux_loss": 0.01, "dtype": torch.float64}
+    right, layer = MoE(D, N, E, top_k, backend="torch", **options), dMoE(D, N, E, top_k, **options)
+    layer.load_state_dict(right.state_dict())
+    x, d_out = torch.randn(2, 70, D, dtype=torch.float64), torch.randn(2, 70, D, dtype=torch.float64)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected, its = gradients(right, x, d_out)
+        torch.manual_seed(seed)
+        made, ours = gradients(layer, x, d_out)
+        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+        its[2], its[3] = its[2].flatten(0, 1), its[3].mT.flatten(0, 1)
+        for a, b in zip(ours, its, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_experts_of_unequal_widths() -> None:
+    """Each as a layer of one expert of its width."""
+    widths = (256, 128, 384)
+    layer = dMoE(D, widths, 3, 1, router="topk_softmax", dtype=torch.float64)
+    x = torch.randn(200, D, dtype=torch.float64)
+    out, _ = layer(x)
+    routing = layer.router(x)
+    begins = [0, *np.cumsum(widths)]
+    for expert, (begin, end) in enumerate(pairwise(begins)):
+        gate, up = layer.up_proj_weight[2 * begin : 2 * end].chunk(2)
+        y = torch.nn.functional.silu(x @ gate.T) * (x @ up.T) @ layer.down_proj[begin:end]
+        mine = routing.experts[:, 0] == expert
+        assert mine.any()
+        torch.testing.assert_close(out[mine], (routing.scores * y)[mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens: int) -> None:
+    layer = dMoE(D, N, E, 2, router="topk_softmax", dtype=torch.float64)
+    out, found = gradients(
+        layer, torch.randn(tokens, D, dtype=torch.float64), torch.ones(tokens, D, dtype=torch.float64)
+    )
+    assert out.shape == (tokens, D) and all(g.isfinite().all() for g in found)
+    assert tokens or not any(g.any() for g in found)
+
+
+def test_its_backward_is_the_derivative() -> None:
+    """What `BlockExperts` does, by the twins in float64, against torch's derivative of the torch operations."""
+    layer = dMoE(D, N, E, 2, router="topk_softmax", dtype=torch.float64)
+    x, d_out = torch.randn(150, D, dtype=torch.float64), torch.randn(150, D, dtype=torch.float64)
+    _, (d_x, _, d_up, d_down) = gradients(copy.deepcopy(layer), x, d_out)
+    routing = layer.router(x)
+    w_up, w_down, scores = (t.detach() for t in (layer.up_proj_weight, layer.down_proj, routing.scores))
+    dispatch = build_dispatch(routing.experts, E)
+    up, down, padding = topology_of(dispatch, N, 2)
+    rows = padded_gather(x, padding, dispatch)
+    h = sdd(rows, w_up, up, transpose_b=True)
+    act = block_activate(h, down)
+    y = dsd(act, w_down, down)
+    torch.testing.assert_close(
+        padded_scatter(y, padding, dispatch, scores.float()).double(), layer(x)[0], rtol=1e-5, atol=1e-5
+    )
+    d_y = padded_gather(d_out, padding, dispatch, scores.float())
+    d_act = sdd(d_y, w_down, down, transpose_b=True)
+    d_h = block_activate_backward(h, d_act, down)
+    made = {"d_down": dsd(act, d_y, down, transpose_s=True), "d_up": dsd(d_h, rows, up, transpose_s=True)}
+    for name, right in {"d_down": d_down, "d_up": d_up}.items():
+        torch.testing.assert_close(made[name].double(), right, rtol=1e-5, atol=1e-5)
+    d_scores = score_grad(d_out, y, padding, dispatch).double()
+    assert d_scores.shape == (300,) and d_x.shape == x.shape
+
+
+BAD = {
+    "a width that blocks do not divide": ((D, 96, E, 2), {}, ValueError, "d_expert: expected multiples of 128, got 96"),
+    "too few widths": ((D, [128], E, 2), {}, ValueError, "d_expert: expected a width for each of 5 experts, got 1"),
+    "biases": ((D, N, E, 2), {"bias": True}, ValueError, "bias: expected False, as dMoE has none, got True"),
+    "a save policy": ((D, N, E, 2), {"save": "paper"}, ValueError, "save: expected"),
+    "a word": ((D, "128", E, 2), {}, ValueError, "d_expert: expected a width for each"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises(name: str) -> None:
+    sizes, options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        dMoE(*sizes, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_kernels_against_moe_s(activation: str) -> None:
+    """The two round at the same places but for the padded products: bf16 apart."""
+    options: dict[str, Any] = {"activation": activation, "router": "topk_softmax", "aux_loss": 0.01}
+    options |= {"device": "cuda", "dtype": torch.bfloat16}
+    right = MoE(256, 256, 8, 2, **options)
+    layer = dMoE(256, 256, 8, 2, **options)
+    layer.load_state_dict(right.state_dict())
+    x, d_out = (torch.randn(1000, 256, device="cuda").bfloat16() for _ in range(2))
+    (expected, its), (made, ours) = gradients(right, x, d_out), gradients(layer, x, d_out)
+    its[2], its[3] = its[2].flatten(0, 1), its[3].mT.flatten(0, 1)
+    for a, b in zip((made, *ours), (expected, *its), strict=True):
+        assert (a - b).float().norm() < 0.02 * b.float().norm()

@@ -1,0 +1,133 @@
+"""Block-sparse products against dense masked ones: the twins, and on the machine the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from blazeproto import gemm
+from blazeproto.blocksparse import Topology
+from blazeproto.gemm import TileConfig
+from blazeproto.gemm.blocks import BLOCK
+from blazeproto.lab.accuracy import Pool
+from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
+from blazeproto.lab.machine import Machine
+from blazeproto.lab.oracle import EXACT, YARDSTICK
+from blazeproto.runtime.rounding import from_bfloat16_bits
+from blazeproto.runtime.target import launches_on
+from tests.blocksparse.block_cases import MASKS, bits, cases
+
+NAMES = list(cases(Topology.of_blocks(MASKS["one"])))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_twins(name: str, mask: str) -> None:
+    topology = Topology.of_blocks(MASKS[mask])
+    function, arrays, options, right = cases(topology)[name]
+    np.testing.assert_array_equal(function(*arrays, topology, **options), right)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_on_the_machine(name: str, mask: str) -> None:
+    topology = Topology.of_blocks(MASKS[mask])
+    function, arrays, options, right = cases(topology)[name]
+    machine = Machine()
+    with launches_on(machine):
+        made = function(*map(bits, arrays), topology, **options)
+    np.testing.assert_array_equal(from_bfloat16_bits(made), from_bfloat16_bits(bits(right)))
+    assert not [race for report in machine.reports for race in report.races]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_against_float64(device: str) -> None:
+    """Topologies of no, some and all blocks; on a GPU the kernels, twice with the same bits."""
+    pool = Pool()
+    for seed, (shape, share) in enumerate((((5, 4), 0.5), ((1, 7), 1.0), ((6, 2), 0.1), ((3, 3), 0.0))):
+        case = make_block_case(np.random.default_rng(seed).random(shape) < share, 136, 200, device=device, seed=seed)
+        made, again = run_kernels(case), run_kernels(case)
+        assert all(torch.equal(made[name], again[name]) for name in made)
+        pool.add_all(made, evaluate(YARDSTICK, case), evaluate(EXACT, case))
+    assert not pool.failures()
+
+
+def test_what_lies_behind_the_blocks_is_left() -> None:
+    """Room for more blocks than there are, as a topology made on a device has."""
+    topology = Topology.of_blocks(MASKS["random"])
+    room = 3
+    wider = Topology(
+        topology.shape,
+        *(np.pad(getattr(topology, name), (0, room), constant_values=-1) for name in ("row_indices", "column_indices")),
+        topology.row_offsets,
+        topology.column_offsets,
+        np.pad(topology.block_offsets_t, (0, room), constant_values=-1),
+        np.pad(topology.tiles, ((0, room), (0, 0)), constant_values=-1),
+        topology.tile_count,
+    )
+    for name, (function, arrays, options, right) in cases(topology).items():
+        behind = np.full((room, BLOCK, BLOCK), math.nan)
+        given = [np.concatenate([a, behind]) if a.ndim == 3 else a for a in arrays]
+        np.testing.assert_array_equal(function(*given, wider, **options)[: len(right)], right, name)
+        with launches_on(Machine()):
+            made = from_bfloat16_bits(function(*map(bits, given), wider, **options))
+        np.testing.assert_array_equal(made[: len(right)], from_bfloat16_bits(bits(right)), name)
+
+
+BAD = {
+    "an odd width": ({"a": np.zeros((512, 12))}, ValueError, r"a: expected widths that are multiples of 8"),
+    "rows that the topology has not": ({"a": np.zeros((384, 136))}, ValueError, r"a: expected shape \(512, any\), got"),
+    "no columns": (
+        {"a": np.zeros((512, 0)), "b": np.zeros((0, 768))},
+        ValueError,
+        "a: expected columns to sum over, got none",
+    ),
+    "no topology": ({"topology": 3}, TypeError, "topology: expected a Topology, got int without shape"),
+    "tiles of another kernel": ({"config": TileConfig(tile_n=192)}, ValueError, "config: expected tile_n=256 for sdd"),
+    "a config that is none": ({"config": 256}, TypeError, "config: expected a TileConfig or None, got int"),
+    "a stream that is none": ({"stream": -1}, ValueError, "stream: expected"),
+    "an output of another shape": (
+        {"out": np.zeros((1, 128, 128))},
+        ValueError,
+        r"values: expected shape \(12, 128, 128\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises(name: str) -> None:
+    changed, error, message = BAD[name]
+    topology = Topology.of_blocks(MASKS["diagonal"])
+    _, (a, b), _, _ = cases(topology)["SDD"]
+    given = {"a": a, "b": b, "topology": topology} | changed
+    with pytest.raises(error, match=message), launches_on(Machine()):
+        gemm.sdd(**{k: bits(v) if isinstance(v, np.ndarray) else v for k, v in given.items()})
+
+
+def test_a_mask_is_a_numpy_array_of_two_dimensions() -> None:
+    for mask, error, message in (
+        ([[True]], TypeError, "mask: expected a NumPy array of bool, got list"),
+        (np.zeros((2, 2)), TypeError, "mask: expected a NumPy array of bool, got float64"),
+        (np.zeros(3, bool), ValueError, r"mask: expected two dimensions, got \(3,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            Topology.of_blocks(mask)
+
+
+def test_the_format_of_figure_6() -> None:
+    """The module's picture."""
+    made = Topology.of_blocks(np.array([[1, 1, 0], [0, 1, 0], [1, 0, 1]], bool))
+    expected = {
+        "row_indices": [0, 0, 1, 2, 2],
+        "column_indices": [0, 1, 1, 0, 2],
+        "row_offsets": [0, 2, 3, 5],
+        "column_offsets": [0, 2, 4, 5],
+        "block_offsets_t": [0, 3, 1, 2, 4],
+        "tiles": [[0, 0, 0, 1], [2, 1, 1, -1], [3, 2, 0, 2], [-1] * 4, [-1] * 4],
+        "tile_count": [3],
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(getattr(made, name), values, name)

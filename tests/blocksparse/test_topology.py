@@ -1,0 +1,152 @@
+"""Topologies and paddings of dispatches: the twin against loops over experts, the kernel against the twin to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from routings import make_routing
+
+from blazeproto.blocksparse import Padding, Topology, topology_of
+from blazeproto.dispatch import Dispatch, build_dispatch
+from blazeproto.gemm.blocks import BLOCK
+
+from .room import DISPATCHES, dispatch_of, on_machine, same_record, some
+
+UNEQUAL = (128, 384, 256, 128)
+
+
+def widths_of(dispatch: Dispatch, kind: str) -> Any:
+    return UNEQUAL[: dispatch.num_experts] if kind == "unequal" else 256
+
+
+def check_padding(padding: Padding, dispatch: Dispatch, num_rows: int) -> None:
+    """Expert by expert, row by row."""
+    offsets, row = dispatch.expert_token_offsets, 0
+    pairs, rows = np.full(num_rows, -1), np.full(dispatch.num_pairs, -1)
+    for e in range(dispatch.num_experts):
+        assert padding.expert_row_offsets[e] == row
+        mine = dispatch.expert_pair_indices[offsets[e] : offsets[e + 1]]
+        for place, pair in enumerate(mine):
+            pairs[row + place], rows[pair] = pair, row + place
+        row += (len(mine) + BLOCK - 1) // BLOCK * BLOCK
+    assert padding.expert_row_offsets[-1] == row <= num_rows
+    np.testing.assert_array_equal(padding.row_pairs, pairs)
+    np.testing.assert_array_equal(padding.pair_rows, rows)
+
+
+def check_topology(topology: Topology, dispatch: Dispatch, widths: list[int]) -> None:
+    """Its blocks are each expert's rows times its columns, once each, row by row; the transposed order is column by column."""
+    rows, columns = (np.append(0, np.cumsum(sizes)) for sizes in (rows_of(dispatch), np.array(widths) // BLOCK))
+    wanted = [
+        (row, column)
+        for e in range(dispatch.num_experts)
+        for row in range(rows[e], rows[e + 1])
+        for column in range(columns[e], columns[e + 1])
+    ]
+    count = len(wanted)
+    assert topology.row_offsets[-1] == topology.column_offsets[-1] == count <= len(topology.row_indices)
+    assert list(zip(topology.row_indices[:count], topology.column_indices[:count], strict=True)) == wanted
+    by_column = sorted(range(count), key=lambda block: wanted[block][::-1])
+    assert topology.block_offsets_t[:count].tolist() == by_column
+    for offsets, lines in ((topology.row_offsets, 0), (topology.column_offsets, 1)):
+        assert offsets.tolist() == [sum(place[lines] < line for place in wanted) for line in range(len(offsets))]
+    (num_tiles,) = topology.tile_count
+    covered = []
+    for block, row, column, following in topology.tiles[:num_tiles].tolist():
+        covered += [block] if following < 0 else [block, block + 1]
+        assert wanted[block] == (row, column)
+        assert following < 0 or wanted[block + 1] == (row, following)
+    assert covered == list(range(count))
+    for behind in (topology.row_indices, topology.column_indices, topology.block_offsets_t):
+        assert (behind[count:] == -1).all()
+    assert (topology.tiles[num_tiles:] == -1).all()
+
+
+def rows_of(dispatch: Dispatch) -> list[int]:
+    return [(rows + BLOCK - 1) // BLOCK for rows in np.diff(dispatch.expert_token_offsets).tolist()]
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_twin(name: str, kind: str, halves: int) -> None:
+    dispatch = dispatch_of(name)
+    widths = widths_of(dispatch, kind)
+    up, down, padding = topology_of(dispatch, widths, halves)
+    of_experts = list(widths) if kind == "unequal" else [widths] * dispatch.num_experts
+    assert down.shape[1] == sum(of_experts) and up.shape == (down.shape[0], halves * down.shape[1])
+    assert (up is down) == (halves == 1)
+    check_topology(down, dispatch, of_experts)
+    check_topology(up, dispatch, [halves * width for width in of_experts])
+    check_padding(padding, dispatch, down.shape[0])
+
+
+@pytest.mark.parametrize(("kind", "halves"), [("equal", 1), ("unequal", 2)])
+@pytest.mark.parametrize("name", some(DISPATCHES, "uniform", "busy", "one expert"))
+def test_kernel(name: str, kind: str, halves: int) -> None:
+    dispatch = dispatch_of(name)
+    widths = widths_of(dispatch, kind)
+    with on_machine():
+        made = topology_of(dispatch, widths, halves)
+    for record, right in zip(made, topology_of(dispatch, widths, halves), strict=True):
+        same_record(record, right)
+
+
+def test_many_experts() -> None:
+    dispatch = build_dispatch(make_routing("zipf", 12, 512, 2), 512)
+    with on_machine():
+        made = topology_of(dispatch, 128)
+    same_record(made[1], topology_of(dispatch, 128)[1])
+    same_record(made[2], topology_of(dispatch, 128)[2])
+
+
+def test_rows_that_every_routing_fits() -> None:
+    """M is reached by the worst routing: one pair more than whole blocks of each expert."""
+    ids = np.repeat(np.arange(3, dtype=np.int32), [129, 1, 1])[:, None]
+    up, _, padding = topology_of(build_dispatch(ids, 3), 128)
+    assert up.shape[0] == padding.expert_row_offsets[-1] == 4 * BLOCK
+
+
+def test_torch_tensors_of_a_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    ids = make_routing("zipf", 50, 4, 2)
+    made = topology_of(build_dispatch(torch.from_numpy(ids), 4), 128, 2)
+    for record, right in zip(made, topology_of(build_dispatch(ids, 4), 128, 2), strict=True):
+        assert all(isinstance(values, torch.Tensor) for name, values in vars(record).items() if name != "shape")
+        same_record(record, right)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dispatch": None}, TypeError, "dispatch: expected a Dispatch, got NoneType"),
+        ({"widths": 0}, ValueError, "widths: expected a positive multiple of 128, got 0"),
+        ({"widths": 130}, ValueError, "widths: expected a positive multiple of 128, got 130"),
+        ({"widths": 1.5}, TypeError, "widths: expected an int, got float"),
+        ({"widths": (128,) * 3}, ValueError, "widths: expected 4, one an expert, got 3"),
+        ({"widths": (128, 128, 64, 128)}, ValueError, r"widths\[2\]: expected a positive multiple of 128, got 64"),
+        ({"halves": 3}, ValueError, "halves: expected 1 or 2, got 3"),
+        ({"stream": -1}, ValueError, "stream: expected at least 0, got -1"),
+        ({"num_experts": 5}, ValueError, r"dispatch.expert_token_offsets: expected shape \(6\), got \(5,\)"),
+    ],
+)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str, kernels: bool) -> None:
+    call: dict[str, Any] = {"dispatch": dispatch_of("uniform"), "widths": 128}
+    if "num_experts" in change:
+        change = {"dispatch": replace(call["dispatch"], **change)}
+    if kernels:
+        with on_machine(), pytest.raises(error, match=message):
+            topology_of(**call | change)
+    else:
+        with pytest.raises(error, match=message):
+            topology_of(**call | change)
+
+
+def test_more_experts_than_the_kernel_takes() -> None:
+    dispatch = build_dispatch(make_routing("random", 5, 513, 2), 513)
+    with on_machine(), pytest.raises(ValueError, match=r"dispatch\.num_experts: expected at most 512, got 513"):
+        topology_of(dispatch, 128)
