@@ -24,6 +24,9 @@ from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.specification import Specification
 
 GROUPED_MM_ALIGNMENT = 16  # bytes that grouped_mm wants row strides to be a multiple of
+# On a CPU with AMX, products of bf16 (oneDNN 3.12, torch 2.13) read so many bytes past a shorter row, and multiply them with
+# zeros: a NaN in the next token's row would spread.
+CPU_ALIGNMENT = 64
 
 
 def outputs(spec: Specification, rows: Dispatch, dtype: torch.dtype, **call: Any) -> Any:
@@ -238,11 +241,16 @@ def _multiplies(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether grouped_mm takes ``t`` (a row-major or column-major matrix): its stride and address in 16 bytes."""
+    """Whether grouped_mm takes ``t`` (a row-major or column-major matrix): its stride and address."""
     leading = max(t.stride()[-2:]) * t.element_size()
-    return leading % GROUPED_MM_ALIGNMENT == 0 and t.data_ptr() % GROUPED_MM_ALIGNMENT == 0
+    return leading % _alignment(t) == 0 and t.data_ptr() % GROUPED_MM_ALIGNMENT == 0
+
+
+def _alignment(t: Tensor) -> int:
+    """Bytes that a row of ``t`` has to be a multiple of."""
+    return CPU_ALIGNMENT if t.device.type == "cpu" and t.element_size() == 2 else GROUPED_MM_ALIGNMENT
 
 
 def _pad_of(size: int, t: Tensor) -> int:
-    """Elements to add to ``size`` until a row of it is a multiple of 16 bytes."""
-    return -size % (GROUPED_MM_ALIGNMENT // t.element_size())
+    """Elements to add to ``size`` until a row of it is aligned."""
+    return -size % (_alignment(t) // t.element_size())

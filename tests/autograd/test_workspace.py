@@ -47,7 +47,8 @@ def test_gradients_of_float32_weights_are_unrounded_sums(make_case, monkeypatch,
     )
     unrounded = case.run(workspace_bytes=workspace_bytes)
     for narrow, wide in zip(rounded[2:4], unrounded[2:4], strict=True):
-        assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), narrow)
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(wide.bfloat16(), narrow, rtol=2**-7, atol=0)  # sums may be in another order
         assert (wide != narrow).float().mean() > 0.9  # of sums, almost none is a bf16 number
     for same in (0, 1, 4):
         assert torch.equal(rounded[same], unrounded[same])

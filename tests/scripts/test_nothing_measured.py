@@ -70,7 +70,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         (
             "scripts.checks.sanitize_target",
             ["--parts", "layer"],
-            "argument --parts: expected some of layers, dispatches, choices",
+            "argument --parts: expected some of layers, blocks, dispatches, choices",
         ),
         ("scripts.checks.transformers_suite", ["{tmp}"], "folder: expected one with src/transformers, got"),
         ("scripts.lm.compare_backends", ["--results", "{tmp}/none"], "--results: expected the losses of two runs"),
