@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from blazeproto import gemm
 from blazeproto.activations import activation_named
-from blazeproto.autograd.checks import check_choice
+from blazeproto.autograd.checks import check_choice, check_experts
+from blazeproto.autograd.hopper_backend import _ready as ready
 from blazeproto.autograd.operators import autocast_dtype, cast
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
@@ -33,6 +34,7 @@ from blazeproto.blocksparse.topology import Padding, Topology
 from blazeproto.dispatch import Dispatch, build_dispatch, build_dispatch_varying
 from blazeproto.gemm import block_activation
 from blazeproto.gemm.blocks import BLOCK, Blocks
+from blazeproto.router.choices import Hash
 from blazeproto.runtime import checks
 
 Blocked = tuple[Dispatch, Topology, Topology, Padding]  # and H's topology, A's, and what lies in their rows
@@ -87,6 +89,7 @@ class dMoE(PlainMoE):
         for begin, end in pairwise(accumulate(self.widths, initial=0)):
             self.down_proj[begin:end].uniform_(-((end - begin) ** -0.5), (end - begin) ** -0.5)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _experts(  # type: ignore[override]
         self,
         x: Tensor,
@@ -101,6 +104,8 @@ class dMoE(PlainMoE):
         token_offsets: Tensor | None,
         **_: Any,
     ) -> Tensor:
+        # Experts that differ in width are one of all hidden units.
+        check_experts(x, (up_proj[None],), down_proj.mT[None], None, None, None, None, num_experts=1, options=options)
         check_choice(x, scores, experts, None, pair_tokens, token_offsets, num_experts=num_experts, options=options)
         if x.dtype != torch.float64:  # which autocast leaves alone
             x = cast(x, autocast_dtype(x.device.type) or x.dtype)
@@ -109,31 +114,42 @@ class dMoE(PlainMoE):
         runs = self.runs_on(x.dtype)
         if runs.startswith("nothing"):
             raise RuntimeError(f"backend: expected one that runs here, got {options.backend!r}: {runs}")
-        on_gpu, ids = runs.startswith("hopper"), experts.to(torch.int32)
-        lists = (ids, pair_tokens, token_offsets) if pair_tokens is not None else (ids,)
+        on_gpu, ids = runs.startswith("hopper"), experts.clamp(-1, num_experts).to(torch.int32)  # int64 may not fit
+        lists: Any = (ids,) if pair_tokens is None else (ids, pair_tokens, token_offsets)
         build: Any = build_dispatch if pair_tokens is None else build_dispatch_varying
-        dispatch = build(*(each if on_gpu else each.cpu() for each in lists), num_experts)  # type: ignore[union-attr, arg-type]
+        dispatch = build(*(ready(each) if on_gpu else each.cpu() for each in lists), num_experts)
         blocked = dispatch, *topology_of(dispatch, self.widths, activation_named(self.activation).halves)
         compute: Any = BlockExperts.apply if on_gpu else by_formulas
-        made: Tensor = compute(x, up_proj, down_proj, scores.flatten(), blocked, self.activation)
+        arrays = (x, up_proj, down_proj, scores.flatten())
+        made: Tensor = compute(*(map(ready, arrays) if on_gpu else arrays), blocked, self.activation)
         return made
 
+    @torch.enable_grad()
     def prepare(self, num_tokens: int) -> None:
-        """Compiles and loads what a forward and a backward of ``num_tokens`` tokens launch, by running them."""
-        x = self.down_proj.new_zeros(
-            checks.integer("num_tokens", num_tokens, least=0), self.d_model, requires_grad=True
-        )
-        out, _ = self(x)
-        torch.autograd.grad(out.sum(), (x, *self.parameters()), allow_unused=True)
+        """Compiles and loads what a forward and a backward of ``num_tokens`` tokens launch, the router's too, by running them.
+
+        Where the kernels do not run there is nothing to do.
+        """
+        checks.integer("num_tokens", num_tokens, least=0)
+        if not self.runs_on().startswith("hopper"):
+            return
+        x = self.down_proj.new_zeros(num_tokens, self.d_model, dtype=torch.bfloat16, requires_grad=True)
+        hashed = isinstance(getattr(self.router, "choice", None), Hash)
+        out, _ = self(x, x.new_zeros(num_tokens, dtype=torch.int64) if hashed else None)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        torch.autograd.grad(out.sum(), (x, *trained), allow_unused=True)
 
 
 def _flattened(module: dMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint's weights of `blazeproto.MoE` as dMoE has them."""
+    """A checkpoint's weights of `blazeproto.MoE` as dMoE has them.  Those of other experts stay, so that torch refuses them."""
+    sizes = (module.num_experts, module.up_proj_weight.shape[0] // module.num_experts, module.d_model)
     up, down = (f"{prefix}{name}" for name in (module.up_name, "down_proj"))
-    if up in state and state[up].dim() == 3:
+    if len(set(module.widths)) > 1:
+        return
+    if up in state and state[up].shape == sizes:
         state[up] = state[up].flatten(0, 1)
-    if down in state and state[down].dim() == 3:
-        state[down] = state[down].mT.flatten(0, 1)
+    if down in state and state[down].shape == (sizes[0], module.d_model, module.widths[0]):
+        state[down] = state[down].mT.flatten(0, 1).contiguous()
 
 
 class BlockExperts(torch.autograd.Function):
@@ -159,7 +175,7 @@ class BlockExperts(torch.autograd.Function):
         rows, h, act, y, up_proj, down_proj, scores = ctx.saved_tensors
         dispatch, up, down, padding = ctx.blocked
         need_x, need_up, need_down, need_scores = ctx.needs_input_grad[:4]
-        d_out = d_out.contiguous()
+        d_out = ready(d_out)
         d_y = padded_gather(d_out, padding, dispatch, scores)
         d_scores = score_grad(d_out, y, padding, dispatch) if need_scores else None
         d_down = gemm.dsd(act, d_y, down, transpose_s=True) if need_down else None

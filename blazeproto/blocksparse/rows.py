@@ -33,7 +33,8 @@ class PaddedArguments(Arguments):
             raise TypeError(f"padding: expected a Padding, got {type(padding).__name__}")
         super().__init__(dispatch, stream)
         self.padding = padding
-        self.sizes |= {"M": self._view("padding.row_pairs", padding.row_pairs).shape[0]}
+        (rows,) = self._view("padding.row_pairs", padding.row_pairs).shape[:1] or (0,)
+        self.sizes |= {"M": rows}
 
     def lists(self) -> dict[str, Any]:
         """The dispatch's lists, checked, as the padding's are."""

@@ -95,6 +95,8 @@ class BlockArguments(Arguments):
         if stream is not None:
             checks.integer("stream", stream, least=0)
         self.topology, self.stream = topology, stream
+        if not isinstance(topology.shape, tuple) or len(topology.shape) != 2:
+            raise TypeError(f"topology.shape: expected two ints, got {topology.shape!r}")
         M, N = (checks.integer("topology.shape", size, least=0) for size in topology.shape)
         if M % BLOCK or N % BLOCK:
             raise ValueError(f"topology.shape: expected multiples of {BLOCK}, got {topology.shape}")
@@ -198,12 +200,12 @@ class Blocks:
     def times(self, values: Any, b: Any, *, transposed: bool) -> Any:
         """(B, 128, 128), (N, m) → (M, m): S b; ``transposed``: (M, m) → (N, m), S^T b. A line without blocks gives zeros."""
         offsets, order, places = self.lines[transposed]
-        of_lines = []
+        of_lines, b = [], b.reshape(len(b) // BLOCK, BLOCK, b.shape[1])
         for begin, end in pairwise(offsets):
             mine = slice(begin, end) if order is None else order[begin:end]
-            blocks, parts = values[mine], b.reshape(-1, BLOCK, b.shape[1])[places[mine]]
+            blocks, parts = values[mine], b[places[mine]]
             blocks = blocks.swapaxes(1, 2) if transposed else blocks
             of_lines.append((blocks @ parts).sum(0))
         if not of_lines:  # no rows, of which gradients are zeros
-            return values.reshape(-1, BLOCK)[:0] @ b[:BLOCK]
+            return values.reshape(-1, BLOCK)[:0] @ b.reshape(len(b) * BLOCK, b.shape[2])[:BLOCK]
         return self.join(of_lines)

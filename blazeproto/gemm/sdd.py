@@ -55,7 +55,7 @@ def sdd(
         raise ValueError("a: expected columns to sum over, got none")
     lists, device, stream = given.placed()
     a, b, out = (given.views[name] for name in ("a", "b", "values"))
-    if out.shape[0]:
+    if out.shape[0] and all(topology.shape):
         made = _plan(a.shape, b.shape, out.shape[0], transpose_b, config or TILES, product.build_of("sdd"), device)
         indices = ("row_indices", "column_indices", "row_offsets", "block_offsets_t", "tiles", "tile_count")
         driver.launch(
