@@ -1,7 +1,8 @@
 """`dMoE`, MegaBlocks' dropless layer: all experts are products with one block-diagonal matrix. MegaBlocks §4.1, Figures 3 and 4.
 
     x (T, d) --padded_gather--> X (M, d)          rows by expert, each expert's padded to a multiple of 128
-    H = SDD(X, W_1^T)     blocks of (M, G N)      N: all experts' hidden units; a row has its expert's alone
+    H = SDD(X, W_1^T)     blocks of (M, G N)      N: all experts' hidden units; a row has those of its expert
+                                              G: 2 with a gate (gate and up), else 1
     A = act(H)            blocks of (M, N)
     Y = DSD(A, W_2)       (M, d)                  --padded_scatter, weighed by scores--> out (T, d)
 
@@ -46,7 +47,8 @@ class dMoE(PlainMoE):
     Args:
         d_model, num_experts, top_k: d, E, K.
         d_expert: n, or a list of n_e, one an expert; multiples of 128, the side of a block.
-        keywords: those of `blazeproto.MoE`, but for biases, and of its experts' options ``activation`` and ``backend`` alone.
+        keywords: those of `blazeproto.MoE`. There are no biases, and only two of the experts' options may be chosen:
+            ``activation`` and ``backend``.
 
     Parameters: gate_up_proj (2 N, d), an expert's gate rows then its up rows, or without a gate up_proj (N, d); down_proj (N, d),
     N being the sum of the n_e. A checkpoint of `blazeproto.MoE` loads, its down_proj transposed.

@@ -28,7 +28,7 @@ MAX_BLOCKS = 132 * 16
 
 @dataclass(frozen=True)
 class ActivationSpecification(BlockSpecification):
-    """What a function of H's blocks computes; the topology is act's. Letters: A, H's capacity, G B."""
+    """For a function of H's blocks; the topology is that of act. Letter A: how many blocks H has room for, G times B."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = BlockArguments) -> Any:
         """As `BlockSpecification.check`."""

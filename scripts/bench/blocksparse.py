@@ -10,7 +10,8 @@ through; `topology_ms` is what making that topology from a dispatch takes. torch
 of the result, and the faster one counts. bf16, random data, CUDA graph replay, in turn.
 
 layers: MoEBlaze's Table 1, forward and forward + backward, router excluded, dispatch and topology included; sums of kernel
-durations by the profiler; bytes kept for backward, and the peak. MegaBlocks is absent where it is not installed.
+durations by the profiler; bytes kept for backward, and the peak. `MoE` and MegaBlocks run with swiglu alone.
+MegaBlocks is absent where it is not installed.
 """
 
 from __future__ import annotations

@@ -41,11 +41,13 @@ def blocks(matrix: np.ndarray, topology: Topology) -> np.ndarray:
     return parts[topology.row_indices, topology.column_indices]
 
 
-def cases(topology: Topology) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, bool], np.ndarray]]:
-    """Function, arrays, options and the result of each product of MegaBlocks §5.1."""
+def cases(
+    topology: Topology, m: int = M_WIDTH, k: int = K_WIDTH
+) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, bool], np.ndarray]]:
+    """Function, arrays, options and the result of each product of MegaBlocks §5.1. m: of the dense matrix.  k: of SDD's sums."""
     (M, N), B = topology.shape, len(topology.row_indices)
-    x, w, s = drawn(M, K_WIDTH, seed=0), drawn(K_WIDTH, N, seed=1), drawn(B, BLOCK, BLOCK, seed=2)
-    right, left = drawn(N, M_WIDTH, seed=3), drawn(M, M_WIDTH, seed=4)
+    x, w, s = drawn(M, k, seed=0), drawn(k, N, seed=1), drawn(B, BLOCK, BLOCK, seed=2)
+    right, left = drawn(N, m, seed=3), drawn(M, m, seed=4)
     S, t = dense(s, topology), np.ascontiguousarray
     return {
         "SDD": (sdd, (x, w), {}, blocks(x @ w, topology)),

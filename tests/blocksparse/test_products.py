@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from blazeproto import gemm
 from blazeproto.blocksparse import Topology
-from blazeproto.gemm import TileConfig
+from blazeproto.gemm import TWINS, TileConfig
 from blazeproto.gemm.blocks import BLOCK
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
@@ -29,6 +30,15 @@ def test_twins(name: str, mask: str) -> None:
     topology = Topology.of_blocks(MASKS[mask])
     function, arrays, options, right = cases(topology)[name]
     np.testing.assert_array_equal(function(*arrays, topology, **options), right)
+
+
+def test_twins_round_to_bf16() -> None:
+    topology = Topology.of_blocks(MASKS["random"])
+    for function, arrays, options, _ in cases(topology).values():
+        given = [from_bfloat16_bits(bits(array / 7)) for array in arrays]
+        exact, made = (TWINS[function.__name__](*given, topology, round_to=r, **options) for r in (None, "bf16"))
+        np.testing.assert_array_equal(made, from_bfloat16_bits(bits(exact)))
+        assert (made != exact).any()
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -77,6 +87,29 @@ def test_what_lies_behind_the_blocks_is_left() -> None:
         np.testing.assert_array_equal(made[: len(right)], from_bfloat16_bits(bits(right)), name)
 
 
+SHAPES = {
+    "a line of more blocks than a warp looks up": ("DSD", np.ones((1, 34), bool), {}, {"m": 8}),
+    "the same of a column": ("DS^TD", np.ones((34, 1), bool), {}, {"m": 8}),
+    "whole steps alone": ("SDD", MASKS["one"], {}, {"k": 128}),
+    "one slab of four": ("DSD", MASKS["random"].T, {"config": TileConfig(tile_n=256)}, {"m": 8}),
+    "three slabs": ("DSD", MASKS["random"].T, {"config": TileConfig(tile_n=192)}, {"m": 192}),
+    "of the last tile's columns one slab": ("DDS", MASKS["one"], {}, {"m": 264}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_tiles_on_the_machine(shape: str) -> None:
+    """By one CTA, whose tiles share the ring and the slabs; no race."""
+    name, mask, given, sizes = SHAPES[shape]
+    topology = Topology.of_blocks(mask)
+    function, arrays, options, right = cases(topology, **sizes)[name]
+    machine = Machine(1)
+    with launches_on(machine):
+        made = function(*map(bits, arrays), topology, **options, **given)
+    np.testing.assert_array_equal(from_bfloat16_bits(made), from_bfloat16_bits(bits(right)))
+    assert not [race for report in machine.reports for race in report.races]
+
+
 BAD = {
     "an odd width": ({"a": np.zeros((512, 12))}, ValueError, r"a: expected widths that are multiples of 8"),
     "rows that the topology has not": ({"a": np.zeros((384, 136))}, ValueError, r"a: expected shape \(512, any\), got"),
@@ -105,6 +138,16 @@ def test_bad_input_raises(name: str) -> None:
     given = {"a": a, "b": b, "topology": topology} | changed
     with pytest.raises(error, match=message), launches_on(Machine()):
         gemm.sdd(**{k: bits(v) if isinstance(v, np.ndarray) else v for k, v in given.items()})
+
+
+def test_a_topology_has_whole_blocks() -> None:
+    topology = Topology.of_blocks(MASKS["diagonal"])
+    _, (a, b), _, _ = cases(topology)["SDD"]
+    for shape in ((512, 770), (510, 768)):
+        with pytest.raises(
+            ValueError, match=rf"topology.shape: expected multiples of 128, got \({shape[0]}, {shape[1]}\)"
+        ):
+            gemm.sdd(a, b, replace(topology, shape=shape))
 
 
 def test_a_mask_is_a_numpy_array_of_two_dimensions() -> None:
