@@ -14,7 +14,9 @@ from scripts.lm.settings import GPTConfig
 STEPS, LAST = 200, 20  # losses are smoothed over so many
 
 
-def losses(config: GPTConfig, start: GPT | None, text: torch.Tensor, steps: int, device: str) -> tuple[list[float], GPT]:
+def losses(
+    config: GPTConfig, start: GPT | None, text: torch.Tensor, steps: int, device: str
+) -> tuple[list[float], GPT]:
     """start: whose weights it begins with; those are None's own."""
     torch.manual_seed(0)
     model = GPT(config)
