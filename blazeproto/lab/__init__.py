@@ -12,6 +12,7 @@ import importlib
 from typing import Any
 
 _HOME_OF = {
+    "BlockWorkbench": "block_workbench",
     "Workbench": "workbench",
     "explain": "explanation",
     "fragment": "layouts",
@@ -22,7 +23,7 @@ _HOME_OF = {
     "tensor_map": "programs",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
-__all__ = ["Workbench", "explain", "fragment", "machine_code", "run", "step", "swizzle", "tensor_map"]
+__all__ = ["BlockWorkbench", "Workbench", "explain", "fragment", "machine_code", "run", "step", "swizzle", "tensor_map"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,12 @@ def seconds_of(product: str, sizes: Sizes, outputs: int) -> float:
     entry = PRODUCTS[product]
     if entry.kernel is None:  # it moves bytes
         return SECONDS_A_STEP * STEPS_A_BYTE * entry.least_bytes(sizes)
-    return SECONDS_A_STEP * (STEPS_AN_OUTPUT * outputs + STEPS_AN_OPERATION * entry.operations(sizes))
+    return seconds_of_tiles(entry.operations(sizes), outputs)
+
+
+def seconds_of_tiles(operations: float, outputs: int) -> float:
+    """The same of any product that is made of tiles."""
+    return SECONDS_A_STEP * (STEPS_AN_OUTPUT * outputs + STEPS_AN_OPERATION * operations)
 
 
 class Attended:

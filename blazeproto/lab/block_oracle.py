@@ -90,21 +90,31 @@ def evaluate(arithmetic: Arithmetic, case: BlockCase) -> dict[str, Tensor]:
     }
 
 
+CALLS: dict[str, tuple[str, tuple[str, str], dict[str, bool]]] = {
+    "SDD": ("sdd", ("x", "w"), {}),
+    "SDD^T": ("sdd", ("x", "w^T"), {"transpose_b": True}),
+    "DSD": ("dsd", ("values", "right"), {}),
+    "DSD^T": ("dsd", ("values", "right^T"), {"transpose_b": True}),
+    "DS^TD": ("dsd", ("values", "left"), {"transpose_s": True}),
+    "DS^TD^T": ("dsd", ("values", "left^T"), {"transpose_s": True, "transpose_b": True}),
+    "DDS": ("dds", ("left^T", "values"), {}),
+    "DD^TS": ("dds", ("left", "values"), {"transpose_a": True}),
+    "DDS^T": ("dds", ("right^T", "values"), {"transpose_s": True}),
+    "DD^TS^T": ("dds", ("right", "values"), {"transpose_s": True, "transpose_a": True}),
+}
+"""By the products' names: function, arrays of a case, and options."""
+
+
+def operands(case: BlockCase, name: str) -> tuple[Tensor, ...]:
+    """The arrays of a product, in memory as it takes them."""
+    given = [(getattr(case, array.removesuffix("^T")), array.endswith("^T")) for array in CALLS[name][1]]
+    return tuple(array.T.contiguous() if transposed else array for array, transposed in given)
+
+
 def calls(case: BlockCase) -> dict[str, tuple[Any, tuple[Tensor, ...], dict[str, bool]]]:
     """Function, arrays and options by the products' names."""
-    values, right, left = case.values, case.right, case.left
-    right_t, left_t, w_t = (matrix.T.contiguous() for matrix in (right, left, case.w))
     return {
-        "SDD": (gemm.sdd, (case.x, case.w), {}),
-        "SDD^T": (gemm.sdd, (case.x, w_t), {"transpose_b": True}),
-        "DSD": (gemm.dsd, (values, right), {}),
-        "DSD^T": (gemm.dsd, (values, right_t), {"transpose_b": True}),
-        "DS^TD": (gemm.dsd, (values, left), {"transpose_s": True}),
-        "DS^TD^T": (gemm.dsd, (values, left_t), {"transpose_s": True, "transpose_b": True}),
-        "DDS": (gemm.dds, (left_t, values), {}),
-        "DD^TS": (gemm.dds, (left, values), {"transpose_a": True}),
-        "DDS^T": (gemm.dds, (right_t, values), {"transpose_s": True}),
-        "DD^TS^T": (gemm.dds, (right, values), {"transpose_s": True, "transpose_a": True}),
+        name: (getattr(gemm, function), operands(case, name), options) for name, (function, _, options) in CALLS.items()
     }
 
 

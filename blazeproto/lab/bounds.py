@@ -103,15 +103,15 @@ class Bounds:
         }
         absolute = self.m.product(exact.abs(), weights.abs(), **absolutes, **lies)
         moved = self.m.product(error, weights.abs(), **lies) if error.any() else 0.0
-        return Near(self.m.product(exact, weights, bias=bias, low=low, **lies), _sum_error(terms, absolute) + moved)
+        return Near(self.m.product(exact, weights, bias=bias, low=low, **lies), sum_error(terms, absolute) + moved)
 
     def outer(self, left: Tensor | Near, right: Tensor | Near) -> Near:
         (a, _), (b, _) = _near(left), _near(right)
-        return Near(self.m.outer(a, b), _sum_error(self.counts[:, None, None], self.m.outer(a.abs(), b.abs())))
+        return Near(self.m.outer(a, b), sum_error(self.counts[:, None, None], self.m.outer(a.abs(), b.abs())))
 
     def expert_sum(self, values: Tensor | Near) -> Near:
         exact, error = _near(values)
-        added = _sum_error(4 * self.counts[:, None], self.m.expert_sum(exact.abs()))
+        added = sum_error(4 * self.counts[:, None], self.m.expert_sum(exact.abs()))
         return Near(self.m.expert_sum(exact), added + self.m.expert_sum(error))
 
     def combine(self, values: Tensor | Near, scores: Tensor | None = None) -> Near:
@@ -122,12 +122,12 @@ class Bounds:
     def dot(self, left: Tensor | Near, right: Tensor | Near) -> Near:
         exact, error = _near(left) * _near(right)
         total, wrong = (values.sum(dim=1, keepdim=True) for values in (exact, error))
-        return Near(total, wrong + _sum_error(4 * exact.shape[1], exact.abs().sum(dim=1, keepdim=True)))
+        return Near(total, wrong + sum_error(4 * exact.shape[1], exact.abs().sum(dim=1, keepdim=True)))
 
     def dot_expert(self, rows: Tensor | Near, vectors: Tensor) -> Near:
         exact, _ = _near(rows)
         absolute = self.m.dot_expert(exact.abs(), vectors.abs())
-        return Near(self.m.dot_expert(exact, vectors), _sum_error(exact.shape[1], absolute))
+        return Near(self.m.dot_expert(exact, vectors), sum_error(exact.shape[1], absolute))
 
     def by_pair(self, values: Near) -> Near:
         return Near(self.m.by_pair(values.exact), self.m.by_pair(values.error))
@@ -146,12 +146,13 @@ class Bounds:
         moved, gradient = (_for_halves(values, values, activation) for values in (d_act.error, d_act.exact.abs()))
         return Near(made, moved * (slopes.abs() + wrong) + gradient * wrong)
 
-    def stored(self, values: Near) -> Near:
+    @staticmethod
+    def stored(values: Near) -> Near:
         exact, error = values
         return values if values.is_stored else Near(exact, error * (1 + ROUNDING) + ROUNDING * exact.abs(), True)
 
 
-def _sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
+def sum_error(terms: int | Tensor, absolute: Tensor) -> Tensor:
     return (terms / 16 + 16) * STEP * absolute
 
 

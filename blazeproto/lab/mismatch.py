@@ -109,8 +109,8 @@ class Comparison:
                 differs = differs | unlike
             self.found[name] = Found(before.first, before.wrong | wrong, got, differs, other)
 
-    def verdict(self, product: str, stray: Sequence[str] = ()) -> Verdict:
-        """stray: lines about what was written outside of the outputs."""
+    def verdict(self, product: str, stray: Sequence[str] = (), part: str = "expert") -> Verdict:
+        """stray: lines about what was written outside of the outputs.  part: what `Places.expert` counts."""
         maps: list[TileMap] = []
         mismatches: list[Mismatch] = []
         for name, found in self.found.items():
@@ -119,7 +119,7 @@ class Comparison:
                 continue
             maps.append(_map(name, found, self.places[name]))
             mismatches += _first(name, found, bad, self.places[name], self.references[name], SHOWN - len(mismatches))
-        return Verdict(product, self.runs, tuple(mismatches), tuple(maps), tuple(stray))
+        return Verdict(product, self.runs, tuple(mismatches), tuple(maps), tuple(stray), part=part)
 
 
 def _map(name: str, found: Found, places: Places) -> TileMap:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blazeproto.blocksparse.topology import Topology
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import TileConfig, product
 from blazeproto.gemm.product import PACKAGE, Build
@@ -49,11 +50,11 @@ def launch(machine: Machine, function: Callable[..., Any], **arguments: Any) -> 
 
 
 def hosted(value: Any) -> Any:
-    """A tensor of a CPU as the NumPy array of its memory, bf16 as uint16; those of a dispatch or a tuple too. Else itself."""
+    """A tensor of a CPU as the NumPy array of its memory, bf16 as uint16; those in a record or a tuple too. Else itself."""
     if isinstance(value, Tensor):
         return value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     if isinstance(value, tuple):
         return tuple(map(hosted, value))
-    if isinstance(value, Dispatch):
+    if isinstance(value, Dispatch | Topology):
         return replace(value, **{name: hosted(part) for name, part in vars(value).items() if isinstance(part, Tensor)})
     return value

@@ -89,6 +89,7 @@ class Verdict(Drawn):
     mismatches: the first ten.  maps: of outputs with mismatches.  stray: lines about what was written where nothing belongs.
     on_machine: whether it ran on the machine (`blazeproto.lab.machine`), run i with seed i. races, errors: what that found,
     each with its source lines; a run that ends with an error has no part in the maps.
+    part: what stands in the experts' place: of block-sparse products a block, or a row or column of blocks.
     """
 
     width = WIDTH
@@ -100,6 +101,7 @@ class Verdict(Drawn):
     races: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     on_machine: bool = False
+    part: str = "expert"
 
     def __bool__(self) -> bool:
         return not (self.maps or self.stray or self.races or self.errors)
@@ -121,7 +123,7 @@ class Verdict(Drawn):
             runs += f", on the machine, seed{'s 0 to' if self.runs > 1 else ''} {self.runs - 1}, races watched"
         if self:
             return f"{self.product}: right, in {runs}"
-        parts = [_summary(each) for each in self.maps]
+        parts = [_summary(each, self.part) for each in self.maps]
         found = {"race": self.races, "machine error": self.errors}
         parts += [_counted(len(lines), name) for name, lines in found.items() if lines]
         return f"{self.product}: WRONG ({runs}). " + "; ".join([*parts, *self.stray])
@@ -129,9 +131,9 @@ class Verdict(Drawn):
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self.summary, style="green" if self else "bold red")]
         parts += [Text(f"\n{line}") for line in (*self.errors, *self.races)]
-        parts += [_drawn(each) for each in self.maps]
+        parts += [_drawn(each, self.part) for each in self.maps]
         if self.mismatches:
-            parts.append(_table(self.mismatches))
+            parts.append(_table(self.mismatches, self.part))
         return Group(*parts)
 
     def __repr__(self) -> str:
@@ -142,14 +144,14 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
-def _summary(each: TileMap) -> str:
+def _summary(each: TileMap, part: str) -> str:
     bad = [tile for tile in each.tiles if not tile.right]
     wrong, differing = (sum(getattr(tile, what) for tile in bad) for what in ("wrong", "differing"))
     elements = sum(tile.elements for tile in each.tiles)
     said = [f"{wrong} of {elements} elements out of bounds"] if wrong else []
     said += [f"{differing} differ from run to run"] if differing else []
     experts = sorted({tile.expert for tile in bad} - {-1})
-    where = f" of expert{'s' if len(experts) > 1 else ''} {_some(experts)}" if experts else ""
+    where = f" of {part}{'s' if len(experts) > 1 else ''} {_some(experts)}" if experts else ""
     return f"{each.output}: {', '.join(said)}, in {len(bad)} of {len(each.tiles)} tiles{where}"
 
 
@@ -161,10 +163,10 @@ def _some(numbers: list[int], most: int = 12) -> str:
 STYLES = {".": "dim", "x": "yellow", "#": "bold red", "~": "magenta"}
 
 
-def _drawn(each: TileMap) -> Text:
+def _drawn(each: TileMap, part: str) -> Text:
     """The experts with mismatches: a line for each row tile, a sign for each column tile."""
     text = Text(
-        f"\n{each.output}: expert x row tile x column tile   . right   x some wrong   # nearly all   ~ runs differ\n"
+        f"\n{each.output}: {part} x row tile x column tile   . right   x some wrong   # nearly all   ~ runs differ\n"
     )
     experts: dict[int, dict[int, list[Tile]]] = {}
     for tile in each.tiles:
@@ -177,7 +179,7 @@ def _drawn(each: TileMap) -> Text:
             first = next(index for index, r in enumerate(shown) if not all(tile.right for tile in rows[r]))
             shown = shown[min(first, len(shown) - MOST_ROW_TILES) :][:MOST_ROW_TILES]
         for index, row in enumerate(shown):
-            name = f"expert {expert}" if expert >= 0 else "all experts"
+            name = f"{part} {expert}" if expert >= 0 else f"all {part}s"
             text.append(f"  {name if index == 0 else '':12} row tile {row:<4} ")
             for tile in rows[row][:MOST_COLUMN_TILES]:
                 text.append(tile.sign, style=STYLES[tile.sign])
@@ -185,13 +187,13 @@ def _drawn(each: TileMap) -> Text:
         if len(rows) > len(shown):
             text.append(f"  {'':12} … {len(rows)} row tiles\n", style="dim")
     if len(bad) > MOST_EXPERTS:
-        text.append(f"  … {len(bad)} experts\n", style="dim")
+        text.append(f"  … {len(bad)} {part}s\n", style="dim")
     return text
 
 
-def _table(mismatches: tuple[Mismatch, ...]) -> Table:
+def _table(mismatches: tuple[Mismatch, ...], part: str) -> Table:
     table = Table(title=f"the first {len(mismatches)} mismatches", title_justify="left", box=None, pad_edge=False)
-    for name in ("index", "expert", "row in expert", "token", "tile", "got", "expected", "beside it: got/expected"):
+    for name in ("index", part, f"row in {part}", "token", "tile", "got", "expected", "beside it: got/expected"):
         table.add_column(name, overflow="fold", justify="left" if name.startswith(("index", "beside")) else "right")
     for m in mismatches:
         got = f"{m.got:.5g}" + ("" if m.other_run is None else f" or {m.other_run:.5g}")

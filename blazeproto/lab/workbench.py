@@ -15,7 +15,7 @@ SASS, compile errors and `diff` need none either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from math import prod
@@ -29,7 +29,7 @@ from blazeproto import cost
 from blazeproto.activations import activation_named
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
 from blazeproto.gemm.compile import compile_many
-from blazeproto.gemm.product import Build
+from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab import on_machine
 from blazeproto.lab.attended import Attended, seconds_of
@@ -54,13 +54,18 @@ DELAYS = "INJECT_DELAYS"  # ptx.cuh: a race shows as a wrong answer
 class Inputs(NamedTuple):
     """What runs read and are compared with: made once, kept where the kernel runs. sums: of the bits of all that is read."""
 
-    case: Case
+    case: Any
     given: dict[str, Tensor]
     outputs: dict[str, Output]
     memory: dict[str, Poisoned]
     references: dict[str, Reference]
     places: dict[str, Places]
+    read: dict[str, Tensor | None]
     sums: dict[str, int]
+
+    def used(self, name: str) -> int | None:
+        """Lines of an output that are in use, where not all are."""
+        return len(self.case.row_pair) if self.outputs[name].index == "row" else None
 
 
 class Workbench:
@@ -76,6 +81,8 @@ class Workbench:
 
     ValueError or TypeError for what no product takes.
     """
+
+    part = "expert"  # what a line of an output belongs to, in a verdict
 
     def __init__(
         self,
@@ -100,26 +107,34 @@ class Workbench:
         if E > MAX_EXPERTS:
             raise ValueError(f"E: expected at most {MAX_EXPERTS}, got {E}")
         checks.one_of("routing", routing, ROUTINGS)
-        checks.integer("seed", seed)
-        if config is not None and not isinstance(config, TileConfig):
-            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
-        if config is not None and PRODUCTS[product].kernel is None:
+        self._set_up(product, PRODUCTS[product], seed, config, device)
+        if config is not None and self.entry.kernel is None:
             raise ValueError(f"config: expected None for {product}, which has no tiles, got {config}")
-        checks.one_of("device", device, ("auto", "cpu"))
-        self.product, self.activation, self.routing, self.seed, self.config = product, activation, routing, seed, config
-        self.on_gpu = device == "auto" and _has_hopper()
+        self.activation, self.routing = activation, routing
         sizes = Sizes(T, d, n, E, K, activation_named(activation).halves)
         self.setting = Setting(product, sizes, activation, config)
         self.call = CALLS[product]
-        self.setting.kernels(Build())  # refuses tiles that it cannot have
+        self._kernels(Build())  # refuses tiles that it cannot have
+
+    def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
+        """What every bench has.  entry: the product in the registry."""
+        checks.integer("seed", seed)
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        checks.one_of("device", device, ("auto", "cpu"))
+        self.product, self.entry, self.seed, self.config = product, entry, seed, config
+        self.on_gpu = device == "auto" and _has_hopper()
         self.edited: EditedSources | None = None
         self.last_kernel: Kernel | None = None
 
     def __repr__(self) -> str:
-        s = self.setting.sizes
         sources = self.edited.folder if self.edited else "the package's sources"
-        sizes = f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}"
-        return f"Workbench({self.product}, {sizes}, {self.activation}, {self.routing}; {sources})"
+        return f"{type(self).__name__}({self.product}, {self._shape}; {sources})"
+
+    @property
+    def _shape(self) -> str:
+        s = self.setting.sizes
+        return f"T={s.T}, d={s.d}, n={s.n}, E={s.E}, K={s.K}, {self.activation}, {self.routing}"
 
     # --- The sources and the kernel ------------------------------------------------------------------------------------
 
@@ -157,12 +172,16 @@ class Workbench:
 
     def _compiled(self, *builds: Build) -> None:
         """All kernels of the product, at a time; the first build's main one becomes ``last_kernel``."""
-        kernels = [kernel for build in builds for kernel in self.setting.kernels(build)]
+        kernels = [kernel for build in builds for kernel in self._kernels(build)]
         if self.edited:
             self.edited.compile(kernels)
         else:
             compile_many(kernels)
         self.last_kernel = kernels[0]
+
+    def _kernels(self, build: Build) -> list[Kernel]:
+        """Those that a call launches, the main one first."""
+        return self.setting.kernels(build)
 
     def diff(self) -> str:
         """What was changed, as a unified diff against the package's sources; empty where nothing was."""
@@ -181,7 +200,7 @@ class Workbench:
         build = self._build()
         self._compiled(build)
         assert build.sources is not None
-        with product.edited(self.product, build.sources):
+        with product.edited(self.entry.name, build.sources):
             yield self
 
     # --- Running it ----------------------------------------------------------------------------------------------------
@@ -202,9 +221,7 @@ class Workbench:
         builds = [plain, plain._replace(debug=(*plain.debug, DELAYS))] if self.on_gpu else [plain]
         self._compiled(*builds)
         inputs = self._inputs
-        comparison = Comparison(
-            inputs.references, inputs.places, fixed_order=PRODUCTS[self.setting.product].fixed_order
-        )
+        comparison = Comparison(inputs.references, inputs.places, fixed_order=self.entry.fixed_order)
         touched = {name: memory.words.new_zeros(3, dtype=torch.int64) for name, memory in inputs.memory.items()}
         attended = None if self.on_gpu else self._attended(runs)
         for index in range(runs):
@@ -217,7 +234,7 @@ class Workbench:
                 touched[name] = torch.maximum(touched[name], self._touched(name, memory))
         stray = [line for name, counts in touched.items() for line in _stray(name, counts.tolist())]
         stray += self._written_over()
-        verdict = comparison.verdict(self.product, stray)
+        verdict = comparison.verdict(self.product, stray, self.part)
         return attended.verdict(verdict) if attended else verdict
 
     def _attended(self, runs: int) -> Attended:
@@ -241,7 +258,10 @@ class Workbench:
         self._compiled(*builds.values())
         graphs = {name: self._graph(build) for name, build in builds.items()}
         measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
-        return Times(self.product, floor_ms=cost.product_floor_ms(self.product, self.setting.sizes), **measured)
+        return Times(self.product, floor_ms=self._floor_ms(), **measured)
+
+    def _floor_ms(self) -> float:
+        return cost.product_floor_ms(self.product, self.setting.sizes)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.
@@ -270,7 +290,7 @@ class Workbench:
         return counters(self.product, s.T, s.d, s.n, s.E, s.K, **options, config=self.config, sources=sources)
 
     def _needs_tiles(self, what: str) -> None:
-        if PRODUCTS[self.product].kernel is None:
+        if self.entry.kernel is None:
             raise ValueError(f"{what}: expected a product that is made of tiles, got {self.product}")
 
     def run(self, *debug: str) -> dict[str, Tensor]:
@@ -301,9 +321,20 @@ class Workbench:
         references = reference(self.product, case, made)
         given = {name: pad_rows(made[name], case.dispatch.num_rows) for name in self.call.given}
         outputs = self.call.outputs(case, given, self.config)
-        memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
         places = {name: places_of(outputs[name], case) for name in references}
-        return Inputs(case, given, outputs, memory, references, places, _sums(case, given))
+        return self._with_memory(case, given, outputs, references, places, _read(case, given))
+
+    def _with_memory(
+        self,
+        case: Any,
+        given: dict[str, Tensor],
+        outputs: dict[str, Output],
+        references: dict[str, Reference],
+        places: dict[str, Places],
+        read: dict[str, Tensor | None],
+    ) -> Inputs:
+        memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
+        return Inputs(case, given, outputs, memory, references, places, read, _sums(read))
 
     def _run(self, build: Build, machine: Machine | None = None) -> None:
         for memory in self._inputs.memory.values():
@@ -320,19 +351,17 @@ class Workbench:
             self.call.run(inputs.case, inputs.given, values, self.config)
 
     def _in_use(self) -> dict[str, Tensor]:
-        used = len(self._inputs.case.row_pair)
-        memory, outputs = self._inputs.memory, self._inputs.outputs
-        return {n: memory[n].values[: used if outputs[n].index == "row" else None] for n in self._inputs.references}
+        inputs = self._inputs
+        return {name: inputs.memory[name].values[: inputs.used(name)] for name in inputs.references}
 
     def _touched(self, name: str, memory: Poisoned) -> Tensor:
         """Elements of 16 bits that were written before an output, after it, and in rows that no pair has."""
-        spare = memory.spare(len(self._inputs.case.row_pair) if self._inputs.outputs[name].index == "row" else None)
-        return torch.cat([memory.touched(), spare[None]])
+        return torch.cat([memory.touched(), memory.spare(self._inputs.used(name))[None]])
 
     def _written_over(self) -> list[str]:
         """Inputs that are not what they were. They are made again then."""
         inputs = self._inputs
-        now = _sums(inputs.case, inputs.given)
+        now = _sums(inputs.read)
         changed = [f"{name}: wrote over this input" for name, value in inputs.sums.items() if now[name] != value]
         if changed:
             del self.__dict__["_inputs"]
@@ -351,10 +380,14 @@ def _has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
 
 
-def _sums(case: Case, given: dict[str, Tensor]) -> dict[str, int]:
-    """The sum of the bits of every input."""
+def _read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Every input."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
-    arrays |= {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
+    return arrays | {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
+
+
+def _sums(arrays: Mapping[str, Tensor | None]) -> dict[str, int]:
+    """The sum of the bits of each."""
     sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 

@@ -1,0 +1,180 @@
+"""The bench of block-sparse products: right as they are, on the machine; planted faults are found where they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto.gemm import Kernel, TileConfig, product
+from blazeproto.lab import BlockWorkbench
+from blazeproto.lab.block_oracle import CALLS, evaluate
+from blazeproto.lab.machine import Machine
+from blazeproto.lab.mismatch import Comparison
+from blazeproto.lab.oracle import EXACT
+from blazeproto.lab.verdict import Verdict
+
+SMALL = {"k": 136, "m": 72, "device": "cpu"}  # the second is less than a tile
+
+
+def edited(tmp_path: Path, name: str, *edits: tuple[str, str, str]) -> BlockWorkbench:
+    bench = BlockWorkbench(name, **SMALL)
+    folder = bench.edit(tmp_path / "sources")
+    for file, old, new in edits:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1, f"{file}: {old!r} stands {text.count(old)} times"
+        (folder / file).write_text(text.replace(old, new))
+    return bench
+
+
+@pytest.mark.parametrize("name", ["SDD", "DS^TD", "DDS"])
+def test_the_sources_are_right_and_have_no_race(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = BlockWorkbench(name, **SMALL).check()
+    assert verdict and verdict.on_machine and not (verdict.races or verdict.errors), verdict
+    assert repr(verdict).startswith(f"{name}: right, in 1 run on poisoned outputs, on the machine, seed 0")
+    assert f"{name} on the machine: about" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_expected_is_the_oracles_and_one_wrong_chunk_is_found(name: str) -> None:
+    bench = BlockWorkbench(name, np.random.default_rng(3).random((3, 4)) < 0.5, **SMALL)
+    inputs = bench._inputs
+    exact, bound = inputs.references["out"]
+    torch.testing.assert_close(exact, evaluate(EXACT, inputs.case)[name])
+    out = exact.bfloat16()
+    comparison = Comparison(inputs.references, inputs.places)
+    comparison.add({"out": out})
+    assert comparison.verdict(name)
+    assert float((bound / exact.abs().clamp(min=1e-2)).median()) < 0.02, "a few roundings wide"
+    lines = out.view(-1, out.shape[-1])
+    line = int(exact.view(lines.shape)[:, :8].abs().amin(dim=1).argmax())
+    lines[line, :8] = lines[line, :8].flip(0) * 1.25
+    comparison.add({"out": out})
+    (tile,) = comparison.verdict(name).tiles
+    assert tile.expert == (-1 if bench.entry.name == "dds" else line // 128) and tile.wrong >= 6
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernel_is_the_one_that_a_launch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, taken = BlockWorkbench(name, **SMALL), list[Kernel]()
+    monkeypatch.setattr(Machine, "launch", lambda self, kernel, *_, **__: taken.append(kernel))
+    bench._launch(product.PACKAGE, Machine())
+    assert taken == bench._kernels(product.PACKAGE)
+
+
+# ---- planted faults -----------------------------------------------------------------------------------------------
+
+
+def found(verdict: Verdict) -> set[tuple[int, int, int]]:
+    return {(tile.expert, tile.row_tile, tile.column_tile) for tile in verdict.tiles}
+
+
+def test_the_wrong_columns_of_b(tmp_path: Path) -> None:
+    """The second block of a tile gets the first one's: blocks 1, 3 and 6 of rows of 2, 2, 1 and 3."""
+    old = "(piece == 0 ? tile.column : other) * BLOCK"
+    bench = edited(tmp_path, "SDD", ("sdd.cu", old, "tile.column * BLOCK"))
+    verdict = bench.check()
+    assert not verdict and verdict.part == "block" and verdict.experts == [1, 3, 6], verdict
+    text = repr(verdict)
+    assert verdict.summary.endswith(" tiles of blocks 1, 3, 6") and "out: block x row tile x column tile" in text
+    assert re.search(r"block 1 +row tile 0 +##\n", text) and "row in block" in text
+    assert "+                load_b<BLOCK>" in bench.diff() and bench.last_kernel is bench.kernel
+
+
+def test_a_store_of_the_wrong_block(tmp_path: Path) -> None:
+    """Consumer 1 stores the right slab of a tile's second block over its first: those two are wrong, in that slab alone."""
+    old = "const int block = tile.block + part * SLAB / BLOCK;"
+    new = "const int block = tile.block + (consumer_index() && part == 3 ? 0 : part * SLAB / BLOCK);"
+    verdict = edited(tmp_path, "SDD^T", ("sdd.cu", old, new)).check()
+    assert not verdict and {(block, 1, 1) for block in (1, 3, 6)} <= found(verdict), verdict
+    assert found(verdict) <= {(block, 1, 1) for block in (0, 1, 2, 3, 5, 6)}
+
+
+def test_the_wrong_line_of_blocks(tmp_path: Path) -> None:
+    """Column 3 of blocks, whose expert has no rows, gets zeros from this too."""
+    old = "S_TRANSPOSED ? __ldg(p.block_offsets_t + mine) : mine"
+    verdict = edited(tmp_path, "DS^TD", ("dsd.cu", old, "mine")).check()
+    assert verdict.part == "block column" and verdict.experts == [0, 1], verdict
+    assert "of block columns 0, 1" in verdict.summary
+
+
+def test_what_lies_transposed_is_named_by_its_columns(tmp_path: Path) -> None:
+    old = "OUT_TRANSPOSED ? row : column, OUT_TRANSPOSED ? column : row"
+    new = "OUT_TRANSPOSED ? row ^ (row == 256 ? 64 : 0) : column, OUT_TRANSPOSED ? column : row"
+    verdict = edited(tmp_path, "DDS", ("dsd.cu", old, new)).check()
+    assert found(verdict) == {(-1, 0, 2)}, verdict
+    assert re.search(r"all block columns +row tile 0 +\.\.[x#]\.\.\.\.\n", repr(verdict)), verdict
+
+
+def test_a_missing_full_wait_is_a_race(tmp_path: Path) -> None:
+    wait = "    ring.wait_until_full();\n    if (GATHER)"
+    verdict = edited(tmp_path, "DSD", ("mainloop.cuh", wait, "    if (GATHER)")).check()
+    assert not verdict and verdict.races, verdict
+    assert "wgmma" in verdict.races[0] and verdict.races[0].splitlines()[1] in repr(verdict)
+
+
+# ---- the rest of a bench ------------------------------------------------------------------------------------------
+
+
+def test_kernel_diff_and_layers_of_the_edited_function_alone(tmp_path: Path) -> None:
+    bench = BlockWorkbench("DS^TD", **SMALL)
+    plain = bench.kernel
+    assert plain.entry == "dsd" and plain.registers > 0 and bench.diff() == ""
+    folder = bench.edit(tmp_path / "sources")
+    (folder / "dsd.cu").write_text((folder / "dsd.cu").read_text() + "// mine\n")
+    assert "+// mine" in bench.diff() and str(folder) in repr(bench) and "8 of 4 x 7 blocks, m=72" in repr(bench)
+    with bench.use():
+        assert product.build_of("dsd").sources is not None
+        assert product.build_of("dds").sources is None and product.build_of("sdd").sources is None
+    assert bench.last_kernel is bench.kernel is not plain
+
+
+def test_a_timeline_in_steps() -> None:
+    picture = BlockWorkbench("DSD", **SMALL).timeline(tiles=2)
+    assert picture.unit == "steps" and picture.kernel == "dsd"
+    assert {"producer", "consumer 0", "consumer 1"} <= set(picture.warps.values())
+    first = {what: min(s.end for s in picture.spans if s.what == what) for what in ("TMA", "mma", "store")}
+    assert first["TMA"] < first["mma"] < first["store"]
+
+
+def test_the_floor_is_that_of_the_sources() -> None:
+    """max(2 nnz 128^2 k / 785 TFLOP/s, 2 (M k + N k + nnz 128^2) bytes / 4.24 TB/s), and dsd.cu's."""
+    mask = np.ones((2, 3), bool)
+    assert BlockWorkbench("SDD", mask, k=64, device="cpu")._floor_ms() == pytest.approx(
+        1e3 * 2 * (256 * 64 + 384 * 64 + 6 * 128**2) / 4.24e12
+    )
+    assert BlockWorkbench("DDS", mask, m=4096, device="cpu")._floor_ms() == pytest.approx(
+        1e3 * max(2 * 6 * 128**2 * 4096 / 785e12, 2 * (6 * 128**2 + 4096 * 640) / 4.24e12)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"product": "SSD"}, ValueError, "product: expected one of .* got 'SSD'"),
+        ({"mask": [[True]]}, TypeError, "mask: expected a NumPy array of bool, got list"),
+        ({"mask": np.ones(3, bool)}, ValueError, r"mask: expected two dimensions, got \(3,\)"),
+        ({"mask": np.zeros((2, 2), bool)}, ValueError, "mask: expected at least one block, got none"),
+        ({"k": 12}, ValueError, "k: expected a multiple of 8, got 12"),
+        ({"m": 0}, ValueError, "m: expected at least 1, got 0"),
+        ({"seed": 1.5}, TypeError, "seed: expected an int, got "),
+        ({"config": 256}, TypeError, "config: expected a TileConfig or None, got int"),
+        ({"config": TileConfig(tile_n=192)}, ValueError, "config: expected tile_n=256 for sdd"),
+        ({"device": "cuda"}, ValueError, "device: expected one of"),
+    ],
+)
+def test_bad_input_raises(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BlockWorkbench(**arguments)
+
+
+@pytest.mark.parametrize(("what", "error"), [("counters", NotImplementedError), ("time", RuntimeError)])
+def test_what_there_is_not_says_so(what: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{what}: expected "):
+        getattr(BlockWorkbench(device="cpu"), what)()
