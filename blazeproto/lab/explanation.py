@@ -147,8 +147,8 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
     return Explanation(
-        f"{type(layer).__name__}: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
-        f"save={call.save}, {str(dtype).removeprefix('torch.')}",
+        f"{type(layer).__name__}: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, "
+        f"K={_per_token(call)}, {layer.activation}, save={call.save}, {str(dtype).removeprefix('torch.')}",
         tuple(steps),
         _saved_bytes(steps) if blocked else layer.saved_bytes(call.sizes.T, dtype),
         _note(layer, call, dtype),
