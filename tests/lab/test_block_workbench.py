@@ -178,3 +178,13 @@ def test_bad_input_raises(arguments: dict[str, Any], error: type[Exception], mes
 def test_what_there_is_not_says_so(what: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{what}: expected "):
         getattr(BlockWorkbench(device="cpu"), what)()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_on_a_gpu(name: str, tmp_path: Path) -> None:
+    bench = BlockWorkbench(name, np.random.default_rng(5).random((9, 8)) < 0.4, k=520, m=520)
+    bench.edit(tmp_path / "sources")
+    assert bench.check()
+    times = bench.time(5)
+    assert times.ms > 0 and times.floor_ms > 0 and bench.timeline().unit != "steps"
