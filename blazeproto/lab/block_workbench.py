@@ -1,6 +1,7 @@
 """A block-sparse product on the bench: `Workbench` for the products of `blazeproto.gemm.BLOCK_PRODUCTS`.
 
->>> bench = BlockWorkbench("DS^TD", mask, m=512)
+>>> from blazeproto.lab import BlockWorkbench
+>>> bench = BlockWorkbench("DS^TD", m=72)
 >>> bench.edit("my_kernels")         # change my_kernels/dsd.cu in an editor, then
 >>> bench.check()                    # right, or a map of where it is wrong, by blocks
 

@@ -41,7 +41,9 @@ def test_twins_round_to_bf16() -> None:
         assert (made != exact).any()
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", ["random", "empty", *(pytest.param(name, marks=pytest.mark.full) for name in ("diagonal", "one"))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_on_the_machine(name: str, mask: str) -> None:
     topology = Topology.of_blocks(MASKS[mask])
@@ -57,9 +59,11 @@ def test_kernels_on_the_machine(name: str, mask: str) -> None:
 def test_against_float64(device: str) -> None:
     """Topologies of no, some and all blocks; on a GPU the kernels, twice with the same bits."""
     pool = Pool()
-    for seed, (shape, share) in enumerate((((5, 4), 0.5), ((1, 7), 1.0), ((6, 2), 0.1), ((3, 3), 0.0))):
+    shapes = (((3, 2), 0.5), ((1, 3), 1.0), ((2, 2), 0.0), ((60, 42), 0.5))
+    for seed, (shape, share) in enumerate(shapes[: 4 if device == "cuda" else 3]):
         case = make_block_case(np.random.default_rng(seed).random(shape) < share, 136, 200, device=device, seed=seed)
-        made, again = run_kernels(case), run_kernels(case)
+        made = run_kernels(case)
+        again = run_kernels(case) if device == "cuda" else made
         assert all(torch.equal(made[name], again[name]) for name in made)
         pool.add_all(made, evaluate(YARDSTICK, case), evaluate(EXACT, case))
     assert not pool.failures()
@@ -78,7 +82,9 @@ def test_what_lies_behind_the_blocks_is_left() -> None:
         np.pad(topology.tiles, ((0, room), (0, 0)), constant_values=-1),
         topology.tile_count,
     )
-    for name, (function, arrays, options, right) in cases(topology).items():
+    called = cases(topology)
+    for name in ("SDD", "DSD", "DS^TD", "DD^TS"):
+        function, arrays, options, right = called[name]
         behind = np.full((room, BLOCK, BLOCK), math.nan)
         given = [np.concatenate([a, behind]) if a.ndim == 3 else a for a in arrays]
         np.testing.assert_array_equal(function(*given, wider, **options)[: len(right)], right, name)

@@ -95,6 +95,7 @@ def test_kernel(name: str, kind: str, halves: int) -> None:
         same_record(record, right)
 
 
+@pytest.mark.full
 def test_many_experts() -> None:
     dispatch = build_dispatch(make_routing("zipf", 12, 512, 2), 512)
     with on_machine():

@@ -11,7 +11,7 @@ import torch
 from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.settings import GPTConfig
 
-STEPS, LAST = 200, 20  # losses are smoothed over so many
+STEPS = 200
 
 
 def losses(
@@ -40,7 +40,7 @@ def losses(
 @pytest.mark.parametrize(
     ("device", "steps"),
     [
-        pytest.param("cpu", 30, id="short"),
+        pytest.param("cpu", 10, id="short"),
         pytest.param("cpu", STEPS, id="cpu", marks=pytest.mark.full),
         pytest.param("cuda", STEPS, id="gpu", marks=pytest.mark.gpu),
     ],
@@ -51,11 +51,13 @@ def test_losses_are_those_of_moe(device: str, steps: int) -> None:
     sizes = {"layers": 2, "d_model": 64, "heads": 2, "context": 64, "d_expert": 128, "num_experts": 4}
     right, start = losses(GPTConfig(**sizes), None, text, steps, device)
 
+    last = steps // 10
+
     def smoothed(values: list[float]) -> float:
-        return math.fsum(values[-LAST:]) / LAST
+        return math.fsum(values[-last:]) / last
 
     ours, _ = losses(GPTConfig(formulation="dmoe", **sizes), start, text, steps, device)
-    assert smoothed(right) < right[0] - 1
-    assert all(abs(smoothed(ours[:end]) / smoothed(right[:end]) - 1) < 0.01 for end in range(LAST, steps + 1))
+    assert smoothed(right) < right[0] - (1 if steps == STEPS else 0.1)
+    assert all(abs(smoothed(ours[:end]) / smoothed(right[:end]) - 1) < 0.01 for end in range(last, steps + 1))
     dropping, _ = losses(GPTConfig(formulation="dropping", **sizes), start, text, steps, device)
     assert abs(smoothed(dropping) / smoothed(right) - 1) < 0.1
