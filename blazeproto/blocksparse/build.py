@@ -27,7 +27,7 @@ MAX_BLOCKS = 132
 PADDING = ("row_pairs", "pair_rows", "expert_row_offsets")
 
 
-class Bounds(NamedTuple):
+class BlockBounds(NamedTuple):
     """What the host knows: sizes in blocks."""
 
     rows: int  # M / 128
@@ -67,7 +67,7 @@ def topology_of(
     return up, down, Padding(*made[-len(PADDING) :])
 
 
-def bounds_of(dispatch: Dispatch, widths: Any, halves: int) -> Bounds:
+def bounds_of(dispatch: Dispatch, widths: Any, halves: int) -> BlockBounds:
     """The bounds, checked; raises what `topology_of` does."""
     num_experts = checks.integer("dispatch.num_experts", dispatch.num_experts, least=1)
     if checks.integer("halves", halves) not in (1, 2):
@@ -81,7 +81,7 @@ def bounds_of(dispatch: Dispatch, widths: Any, halves: int) -> Bounds:
             raise ValueError(f"{name}: expected a positive multiple of {BLOCK}, got {width}")
     of_experts = [width // BLOCK for width in (widths if several else [widths] * num_experts)]
     rows = dispatch.num_rows // BLOCK + min(num_experts, dispatch.num_rows)
-    return Bounds(rows, tuple(accumulate(of_experts, initial=0)), rows * max(of_experts))
+    return BlockBounds(rows, tuple(accumulate(of_experts, initial=0)), rows * max(of_experts))
 
 
 # --- The twin ------------------------------------------------------------------------------------------------------------

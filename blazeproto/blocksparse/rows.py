@@ -48,7 +48,7 @@ class TwinPaddedArguments(PaddedArguments, TwinArguments):
 
 @dataclass(frozen=True)
 class PaddedSpecification(Specification):
-    """Of a function with a padding beside the dispatch."""
+    """For a function with a padding beside the dispatch."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = Arguments) -> Arguments:
         """As `Specification.check`."""
