@@ -77,6 +77,10 @@ class PlainMoE(MoE):
         `torch.autograd.graph.saved_tensors_hooks` sees it."""
         raise NotImplementedError(f"saved_bytes: expected a layer that decides what is kept, got {type(self).__name__}")
 
+    def extra_repr(self) -> str:
+        """As `blazeproto.MoE` shows, without the save policy, which these layers have not."""
+        return super().extra_repr().replace(f"save={self.save}, ", "", 1)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and isinstance(value, Options):
             for option in OPTION_NAMES:

@@ -82,6 +82,13 @@ class dMoE(PlainMoE):
         self.register_load_state_dict_pre_hook(_flattened)
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """As `blazeproto.MoE` shows, with each expert's width where they differ."""
+        shown = super().extra_repr()
+        if len(set(self.widths)) == 1:
+            return shown
+        return shown.replace(f"d_expert={self.d_expert}", f"d_expert={list(self.widths)}", 1)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """As `blazeproto.MoE`: each expert uniform within 1 / sqrt(fan in)."""

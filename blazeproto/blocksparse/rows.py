@@ -49,7 +49,7 @@ class TwinPaddedArguments(PaddedArguments, TwinArguments):
 
 @dataclass(frozen=True)
 class PaddedSpecification(Specification):
-    """What a function computes that takes a padding beside the dispatch."""
+    """For a function with a padding beside the dispatch."""
 
     def check(self, call: Mapping[str, Any], kind: type[Arguments] = Arguments) -> Arguments:
         """As `Specification.check`."""

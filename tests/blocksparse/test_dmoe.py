@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blazeproto import MoE
 from blazeproto.blocksparse import dMoE, padded_gather, padded_scatter, score_grad, topology_of
+from blazeproto.blocksparse.dmoe import BlockExperts, by_formulas
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import dsd, sdd
 from blazeproto.gemm.block_activation import block_activate, block_activate_backward
@@ -63,6 +64,18 @@ def test_experts_of_unequal_widths() -> None:
         torch.testing.assert_close(out[mine], (routing.scores * y)[mine], rtol=1e-12, atol=1e-12)
 
 
+def test_repr_shows_the_widths_and_no_save_policy() -> None:
+    for widths, shown in ((256, "d_expert=256,"), ([128, 256], r"d_expert=[128, 256],")):
+        text = repr(dMoE(D, widths, 2, 1))
+        assert shown in text and "save=" not in text
+
+
+def test_the_first_weights_are_within_one_by_the_root_of_their_fan_in() -> None:
+    layer = dMoE(64, [128, 512], 2, 1)
+    for weight, fan_in in ((layer.up_proj_weight, 64), (layer.down_proj[:128], 128), (layer.down_proj[128:], 512)):
+        assert 0.9 < weight.abs().max() * fan_in**0.5 <= 1
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int) -> None:
     layer = dMoE(D, N, E, 2, router="topk_softmax", dtype=torch.float64)
@@ -97,6 +110,35 @@ def test_its_backward_is_the_derivative() -> None:
         torch.testing.assert_close(made[name].double(), right, rtol=1e-5, atol=1e-5)
     d_scores = score_grad(d_out, y, padding, dispatch).double()
     assert d_scores.shape == (300,) and d_x.shape == x.shape
+
+
+def test_float64_is_left_alone_by_autocast() -> None:
+    layer = dMoE(D, N, E, 2, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(7, D, dtype=torch.float64))[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (0,), (1,), (2,), (3,)])
+def test_the_kernels_function_on_the_host(wanted: tuple[int, ...]) -> None:
+    """`BlockExperts` by the twins: the gradients that are asked for and no others, of a gradient that is not contiguous."""
+    layer = dMoE(D, N, E, 2, router="topk_softmax")
+    x = torch.randn(70, D)
+    routing = layer.router(x)
+    dispatch = build_dispatch(routing.experts, E)
+    blocked = (dispatch, *topology_of(dispatch, N, 2))
+    d_out = torch.randn(D, 70).T
+    found = []
+    for compute in (BlockExperts.apply, by_formulas):
+        given = [t.detach().clone() for t in (x, layer.up_proj_weight, layer.down_proj, routing.scores.flatten())]
+        for index in wanted:
+            given[index].requires_grad_()
+        out = compute(*given, blocked, "swiglu")
+        out.backward(d_out)
+        found.append([out.detach(), *(t.grad for t in given)])
+    for ours, right in zip(*found, strict=True):
+        assert (ours is None) == (right is None)
+        if right is not None:
+            assert (ours - right).norm() < 0.02 * right.norm()
 
 
 BAD = {

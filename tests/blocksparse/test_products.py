@@ -116,6 +116,13 @@ def test_shapes_of_tiles_on_the_machine(shape: str) -> None:
     assert not [race for report in machine.reports for race in report.races]
 
 
+def test_sdd_of_no_blocks_launches_nothing() -> None:
+    topology, machine = Topology.of_blocks(MASKS["empty"]), Machine()
+    with launches_on(machine):
+        assert gemm.sdd(*map(bits, cases(topology)["SDD"][1]), topology).shape == (0, BLOCK, BLOCK)
+    assert not machine.reports
+
+
 BAD = {
     "an odd width": ({"a": np.zeros((512, 12))}, ValueError, r"a: expected widths that are multiples of 8"),
     "rows that the topology has not": ({"a": np.zeros((384, 136))}, ValueError, r"a: expected shape \(512, any\), got"),

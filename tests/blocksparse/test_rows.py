@@ -116,3 +116,13 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         floats = {name: call[name].astype(np.float32) for name in ("x", "out") if name in call}
         with pytest.raises(error, match=message):
             padded_gather(**call | floats)
+
+
+def test_without_rows_nothing_is_launched() -> None:
+    dispatch = dispatch_of("no tokens")
+    *_, padding = topology_of(dispatch, 128)
+    x = np.zeros((0, 24), np.uint16)
+    with on_machine() as machine:
+        assert padded_gather(x, padding, dispatch).shape == (0, 24)
+        assert score_grad(x, x, padding, dispatch).shape == (0,)
+    assert not machine.reports

@@ -151,3 +151,12 @@ def test_more_experts_than_the_kernel_takes() -> None:
     dispatch = build_dispatch(make_routing("random", 5, 513, 2), 513)
     with on_machine(), pytest.raises(ValueError, match=r"dispatch\.num_experts: expected at most 512, got 513"):
         topology_of(dispatch, 128)
+
+
+@pytest.mark.parametrize(("rows", "num_experts", "blocks"), [(0, 4, 0), (1, 4, 1), (5, 4, 4), (128, 1, 2), (300, 4, 6)])
+def test_no_more_rows_than_the_worst_routing_takes(rows: int, num_experts: int, blocks: int) -> None:
+    up, down, padding = topology_of(build_dispatch(np.zeros((rows, 1), np.int32), num_experts), 128, 2)
+    assert (
+        up.shape == (blocks * BLOCK, 2 * num_experts * BLOCK) and down.shape[0] == len(padding.row_pairs) == up.shape[0]
+    )
+    assert len(up.row_indices) == 2 * len(down.row_indices) == 2 * blocks
