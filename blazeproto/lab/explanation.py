@@ -7,7 +7,6 @@ explain(layer, x).rows[0].bytes_read
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,8 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.operators import autocast_dtype
-from blazeproto.blocksparse import dMoE
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
-from blazeproto.lab.block_steps import block_steps
 from blazeproto.lab.steps import LayerCall, Step, steps_of
 from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.layer import MoE
@@ -55,7 +52,6 @@ class Explanation(Drawn):
     rows: tuple[Step, ...]
     saved_bytes: int
     note: str
-    saved_by: str = "layer.saved_bytes"
 
     @property
     def is_timed(self) -> bool:
@@ -94,7 +90,7 @@ class Explanation(Drawn):
             for step in self.rows
         ]
         tables.append(Table(columns, arrays, left=columns))
-        facts = {"kept by the experts": f"{in_bytes(self.saved_bytes)} ({self.saved_by})"}
+        facts = {"kept by the experts": f"{in_bytes(self.saved_bytes)} (layer.saved_bytes)"}
         return View(self.title, facts, tables, self.note)
 
     def _numbers(self, of: Step | Totals) -> list[str]:
@@ -113,8 +109,7 @@ class Explanation(Drawn):
 def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: bool = True) -> Explanation:
     """What one forward and backward of ``layer`` on ``x`` does, step by step.
 
-    layer: a `MoE`, or a `blazeproto.blocksparse.dMoE`, whose steps are not timed.
-    x: (..., d) floating point, as the layer takes it, on its device.
+    layer: a `MoE`.  x: (..., d) floating point, as the layer takes it, on its device.
     token_ids: (...) integers, for hash routing alone.  measure: whether steps are timed where they can be.
 
     Each step has the arrays that it reads and writes, with their shapes; the bytes and operations; its floor on an H200
@@ -123,9 +118,9 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
     inputs, unless ``measure`` is False. That takes memory for all arrays of the layer at once. The layer is left as it was.
 
-    TypeError or ValueError for another layer or x.
+    TypeError or ValueError for another layer or x; those of `blazeproto.blocksparse` are other layers.
     """
-    if not isinstance(layer, MoE) or (isinstance(layer, PlainMoE) and not isinstance(layer, dMoE)):
+    if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
@@ -137,29 +132,20 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     routing = layer.router(tokens) if token_ids is None else layer.router(tokens, token_ids)
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
     call = _call_of(layer, tokens, routing, dtype)
-    blocked = isinstance(layer, dMoE)
-    steps = block_steps(call, routing.load.tolist(), layer.widths) if isinstance(layer, dMoE) else steps_of(call)
+    steps = steps_of(call)
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
-    measure = measure and not blocked
     if measure and layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
         from blazeproto.lab.step_times import measured
 
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
     return Explanation(
-        f"{type(layer).__name__}: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, "
-        f"K={_per_token(call)}, {layer.activation}, save={call.save}, {str(dtype).removeprefix('torch.')}",
+        f"MoE: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
+        f"save={call.save}, {str(dtype).removeprefix('torch.')}",
         tuple(steps),
-        _saved_bytes(steps) if blocked else layer.saved_bytes(call.sizes.T, dtype),
+        layer.saved_bytes(call.sizes.T, dtype),
         _note(layer, call, dtype),
-        "with this routing" if blocked else "layer.saved_bytes",
     )
-
-
-def _saved_bytes(steps: list[Step]) -> int:
-    """What the steps keep, but for the router's."""
-    experts = dropwhile(lambda step: step.name != "dispatch", steps)
-    return sum(step.kept_bytes for step in experts if step.phase == "forward")
 
 
 def _per_token(call: LayerCall) -> str:

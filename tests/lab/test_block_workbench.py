@@ -12,8 +12,10 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
+from blazeproto import MoE
+from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.gemm import Kernel, TileConfig, product
-from blazeproto.lab import BlockWorkbench
+from blazeproto.lab import BlockWorkbench, explain
 from blazeproto.lab.block_oracle import CALLS, evaluate
 from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison
@@ -178,6 +180,12 @@ def test_bad_input_raises(arguments: dict[str, Any], error: type[Exception], mes
 def test_what_there_is_not_says_so(what: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{what}: expected "):
         getattr(BlockWorkbench(device="cpu"), what)()
+
+
+@pytest.mark.parametrize("layer", [dMoE(64, 128, 2, 1), SequentialMoE(64, 128, 2, 1)])
+def test_the_layers_are_not_explained_as_moes(layer: MoE) -> None:
+    with pytest.raises(TypeError, match=f"layer: expected a MoE, got {type(layer).__name__}"):
+        explain(layer, torch.ones(3, 64))
 
 
 @pytest.mark.gpu
