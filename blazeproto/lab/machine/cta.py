@@ -9,7 +9,7 @@ import numpy as np
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
 from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, Memory, shared_block
-from blazeproto.lab.machine.ptx import Entry, Program, PtxError
+from blazeproto.lab.machine.ptx import Entry, Program
 from blazeproto.lab.machine.races import Races, Unwatched
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
@@ -43,8 +43,7 @@ class Launch:
         self.symbols = {parameter.name: base + parameter.offset for parameter in entry.parameters}
         for variable in program.variables:
             if variable.space != "shared":
-                initial = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
-                data = variables.get(variable.name, initial)
+                data = variables.get(variable.name, np.frombuffer(bytearray(variable.data), np.uint8))
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
@@ -89,8 +88,6 @@ class Cta:
 
     def address_of(self, name: str) -> int:
         """Where a variable or a parameter lies."""
-        if name not in self.symbols:
-            raise PtxError(f"unknown symbol {name}")
         return self.symbols[name]
 
     def block(self, address: int, size: int) -> Block | None:
