@@ -189,7 +189,9 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
             if masks is not None:
                 ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
             if not ranks or ranks[-1] >= len(warp.cta.cluster.ctas):
-                raise step.error(warp, f"expected ranks of the cluster's {len(warp.cta.cluster.ctas)} CTAs, got {ranks}")
+                raise step.error(
+                    warp, f"expected ranks of the cluster's {len(warp.cta.cluster.ctas)} CTAs, got {ranks}"
+                )
             if barriers is None:
                 _issue_store(warp, step, box, moved)
             else:

@@ -67,7 +67,7 @@ class Cta:
         x, y, _ = launch.grid
         self.place = index % x, index // x % y, index // (x * y)
         self.threads = int(np.prod(launch.block))
-        symbols, size = _placed(launch, rank)
+        symbols, size = placed(launch.program, launch.entry, launch.shared_bytes, rank)
         self.symbols = launch.symbols | symbols
         self.shared = shared_block(rank, size)
         self.named: dict[int, Named] = {}
@@ -113,12 +113,12 @@ class Cta:
         return rank != self.rank and all(warp.done for cta in self.cluster.ctas[rank : rank + 1] for warp in cta.warps)
 
 
-def _placed(launch: Launch, rank: int) -> tuple[dict[str, int], int]:
+def placed(program: Program, entry: Entry, shared_bytes: int, rank: int = 0) -> tuple[dict[str, int], int]:
     """Addresses of shared variables, and the bytes of all: static ones first, dynamic ones behind."""
     end, symbols = 0, {}
-    shared = [v for v in (*launch.program.variables, *launch.entry.variables) if v.space == "shared"]
+    shared = [v for v in (*program.variables, *entry.variables) if v.space == "shared"]
     for variable in sorted(shared, key=lambda v: v.external):
         end = -(-end // variable.alignment) * variable.alignment
         symbols[variable.name] = (rank << WINDOW) + SHARED_BASE + end
         end += 0 if variable.external else variable.size
-    return symbols, end + launch.shared_bytes
+    return symbols, end + shared_bytes

@@ -199,7 +199,9 @@ class _Reader:
 
     def read(self) -> Program:
         place = re.search(r"^\s*\.section\b", self.text, re.MULTILINE)  # debugging data, to the end of the file
-        body = _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), self.text[: place.start()] if place else self.text)
+        body = _COMMENT.sub(
+            lambda found: "\n" * found[0].count("\n"), self.text[: place.start()] if place else self.text
+        )
         read = end = 0
         for statement in _STATEMENT.finditer(body):
             self.number += body.count("\n", read, statement.start())

@@ -67,7 +67,9 @@ def _arithmetic(instruction: Statement) -> Run:
     (register, bits), sources = result(instruction), instruction.operands[1:]
     if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
         raise PtxError(f"expected a result and {len(known.sources)} operands, got {len(sources)}")
-    registers = [(one.bits, kind) for one, kind in zip(sources, known.sources, strict=True) if isinstance(one, Register)]
+    registers = [
+        (one.bits, kind) for one, kind in zip(sources, known.sources, strict=True) if isinstance(one, Register)
+    ]
     if any(WORDS[size].itemsize < kind.itemsize for size, kind in [(bits, known.result), *registers]):
         raise PtxError("expected registers of the type's size")  # §9.4
     fetches = [fetch(source, dtype) for source, dtype in zip(sources, known.sources, strict=True)]

@@ -62,7 +62,9 @@ class Warp:
         self.pc, self.clock, self.done = 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
-        self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too
+        self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
+        self.kinds: dict[int, object] = {}  # at a barrier of this kind, by their pc
+        self.met = ~ALL  # lanes that have met others at a barrier before which they still are
         self.wait: Wait | None = None
         self.actor: Any = None  # races.py
 
@@ -104,13 +106,30 @@ class Warp:
         else:
             self.done = True
 
-    def hold(self) -> bool:
+    def hold(self, kind: object = None) -> bool:
         """The running lanes wait where they are for the others of the warp: whether there are some that can go on."""
         if not self.others:
             return False
+        self.kinds[self.pc] = kind
         self.held.append((self.pc, self.mask()))
         self._next_group()
         return True
+
+    def meet(self, kind: object) -> np.ndarray:
+        """Lanes that were held before such a barrier elsewhere in the text, which now go on."""
+        here = [group for group in self.held if self.kinds[group[0]] == kind]
+        self.held = [group for group in self.held if self.kinds[group[0]] != kind]
+        self.others = sorted(self.others + here, key=lambda group: -group[0])
+        lanes = np.logical_or.reduce([~ALL, *(lanes for _, lanes in here)])
+        self.met = self.met | lanes
+        return lanes
+
+    def has_met(self, lanes: np.ndarray) -> bool:
+        """Whether these have met others before, at the barrier where they are."""
+        before = not (lanes & ~self.met).any()
+        if before:
+            self.met = self.met & ~lanes
+        return before
 
     def _regroup(self) -> None:
         if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):

@@ -29,7 +29,12 @@ class Multiplication(Transaction):
     """
 
     def __init__(
-        self, warp: Warp, step: Compiled, group: "Warpgroup", run: "Callable[[Multiplication], None]", given: tuple[int, ...]
+        self,
+        warp: Warp,
+        step: Compiled,
+        group: "Warpgroup",
+        run: "Callable[[Multiplication], None]",
+        given: tuple[int, ...],
     ) -> None:
         self.issued, self.given = dict[int, np.ndarray | None](), given
         super().__init__(warp, step, [lambda: run(self)], (group,), group.queue)
