@@ -21,7 +21,7 @@ LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier
 class Mbarrier:
     """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
 
-    place: where it is, and the line that initialised it.  stored: of its bytes, whether somebody wrote them since.
+    place: where it is, and the line that initialised it.  stored: (1,), zero while nobody writes its bytes.
     made, clocks, released: what races.py knows of who initialised it, of who has arrived, and of who had when the last phase
     ended.
     """
@@ -92,7 +92,7 @@ def mbarrier_at(warp: Warp, step: Compiled, place: int) -> Mbarrier:
     found = warp.cta.cluster.mbarriers.get(place)
     if found is None or warp.cta.gone(place):
         raise step.error(warp, f"no mbarrier is there: {warp.cta.describe(place)}")
-    if found.stored.any():
+    if found.stored[0]:
         raise step.error(warp, f"its bytes were written as memory: {found}")
     warp.cta.races.use(warp, found, step)
     return found
@@ -105,8 +105,8 @@ def _initialise(warp: Warp, step: Compiled, place: int, count: int) -> None:
         raise step.error(warp, f"an mbarrier at {where} for {count} arrivals")
     if place in warp.cta.cluster.mbarriers:
         raise step.error(warp, f"expected mbarrier.inval first of the {warp.cta.cluster.mbarriers[place]}")
-    stored = block.written[place - block.address :][:8]
-    stored[:] = False
+    stored = block.written[place - block.address :][:8].view(np.uint64)
+    stored[0] = 0
     made = warp.cta.cluster.mbarriers[place] = Mbarrier(place, count, count, where, stored)
     warp.cta.races.initialise(warp, made, step)
 
@@ -162,7 +162,7 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         lanes = warp.active(running)
         asked = list(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
-        phases = {one: Phase(mbarrier_at(warp, step, one[0]), one[1]) for one in asked}
+        phases = {one: Phase(mbarrier_at(warp, step, one[0]), one[1]) for one in dict.fromkeys(asked)}
         if any(phase.parity > 1 for phase in phases.values()):
             raise step.error(warp, "expected a parity of 0 or 1")
         missing = [phase for phase in phases.values() if not phase.over]
@@ -236,8 +236,8 @@ def bar(instruction: Statement, step: Compiled) -> Run:
             raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
 
         def over() -> bool:
-            missing = (full if counts else LANES * sum(not other.done for other in cta.warps)) - named.arrived
-            if named.generation == now and missing <= 0:
+            ended = 0 if counts else LANES * cta.ended
+            if named.generation == now and named.arrived + ended >= full:
                 named.outcome = combine(named.votes) if vote else 0
                 named.arrived, named.votes, named.generation = 0, [], now + 1
                 named.released, named.clocks = named.clocks, None

@@ -60,10 +60,11 @@ class Cluster:
 
 
 class Cta:
-    """One CTA: shared memory, named barriers, warps."""
+    """One CTA: shared memory, named barriers, warps. ended: how many of these are at their end."""
 
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
         self.launch, self.cluster, self.index, self.rank, self.name = launch, cluster, index, rank, f"CTA {index}"
+        self.ended = 0
         x, y, _ = launch.grid
         self.place = index % x, index // x % y, index // (x * y)
         self.threads = int(np.prod(launch.block))

@@ -212,7 +212,7 @@ class _Reader:
         if not self.program.entries:
             raise PtxError("text: expected PTX with an .entry, got none")
         for instruction, scopes in self.branches:  # which name labels that come later too
-            name = instruction.text.split()[-1]
+            name = instruction.text.rsplit(None, 1)[-1]
             label = next((scope[name] for scope in reversed(scopes) if name in scope), None)
             if not isinstance(label, Label):
                 self.number = instruction.number
@@ -291,8 +291,8 @@ class _Reader:
             if not found or kind[1:] not in BITS:
                 raise self.fail("unknown register", text)
             for number in range(int(found[2])) if found[2] else ("",):
-                self._name(f"{found[1]}{number}", Register(len(entry.widths), BITS[kind[1:]]), text)
                 entry.names.append(f"{found[1]}{number}")
+                self.scopes[-1][entry.names[-1]] = Register(len(entry.widths), BITS[kind[1:]])
                 entry.widths.append(BITS[kind[1:]])
 
     def _variable(self, found: re.Match[str], text: str) -> None:

@@ -115,11 +115,13 @@ def run(
     """
     report, count, schedules = start(*arguments, **options)
     for done, schedule in enumerate(schedules, 1):
-        schedule.until = most - report.steps
+        schedule.until = most + 1 - report.steps
         while schedule.advance():
             if schedule.count >= schedule.until:
                 schedule.tell()
-                raise MachineError(schedule.who_is_where(f"more than {most} instructions"))
+                error = MachineError(schedule.who_is_where(f"more than {most} instructions"))
+                error.report = report
+                raise error
         if progress:
             progress(done, count)
     return report

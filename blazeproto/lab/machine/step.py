@@ -66,7 +66,7 @@ def _arithmetic(instruction: Statement) -> Run:
         raise PtxError("no such opcode")
     (register, bits), sources = result(instruction), instruction.operands[1:]
     if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
-        raise PtxError(f"expected a result and {len(known.sources)} operands, got {len(sources)}")
+        raise PtxError(f"expected one result and {len(known.sources)} operands, got {len(instruction.operands)}")
     registers = [
         (one.bits, kind) for one, kind in zip(sources, known.sources, strict=True) if isinstance(one, Register)
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
-ALL = np.ones(LANES, np.bool_)
+ALL, NONE = np.ones(LANES, np.bool_), np.zeros(LANES, np.bool_)
 LANE = np.arange(LANES)
 POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]) for bits in (1, 16, 32, 64)}
 
@@ -64,7 +64,7 @@ class Warp:
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
         self.kinds: dict[int, object] = {}  # at a barrier of this kind, by their pc
-        self.met = ~ALL  # lanes that have met others at a barrier before which they still are
+        self.met: np.ndarray | None = None  # lanes that have met others at a barrier before which they still are
         self.wait: Wait | None = None
         self.actor: Any = None  # races.py
 
@@ -105,6 +105,7 @@ class Warp:
             self._next_group()
         else:
             self.done = True
+            self.cta.ended += 1
 
     def hold(self, kind: object = None) -> bool:
         """The running lanes wait where they are for the others of the warp: whether there are some that can go on."""
@@ -118,18 +119,20 @@ class Warp:
     def meet(self, kind: object) -> np.ndarray:
         """Lanes that were held before such a barrier elsewhere in the text, which now go on."""
         here = [group for group in self.held if self.kinds[group[0]] == kind]
+        if not here:
+            return NONE
         self.held = [group for group in self.held if self.kinds[group[0]] != kind]
         self.others = sorted(self.others + here, key=lambda group: -group[0])
-        lanes = np.logical_or.reduce([~ALL, *(lanes for _, lanes in here)])
-        self.met = self.met | lanes
+        lanes = np.logical_or.reduce([lanes for _, lanes in here])
+        self.met = lanes if self.met is None else self.met | lanes
         return lanes
 
     def has_met(self, lanes: np.ndarray) -> bool:
         """Whether these have met others before, at the barrier where they are."""
-        before = not (lanes & ~self.met).any()
-        if before:
-            self.met = self.met & ~lanes
-        return before
+        if self.met is None or (lanes & ~self.met).any():
+            return False
+        self.met = self.met & ~lanes if (self.met & ~lanes).any() else None
+        return True
 
     def _regroup(self) -> None:
         if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):
