@@ -147,8 +147,6 @@ def atom(instruction: Statement, step: Compiled) -> Run:
     at = address(step, place)
     elements = [[known(step, part, dtype) for part in parts_of(operand)] for operand in given]
     count = len(elements[0])
-    if returns and count > 1:
-        raise PtxError("expected no vector")
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)

@@ -14,8 +14,9 @@ OPCODES = re.compile(
         (
             rf"ld(\.(weak|volatile|(relaxed|acquire){_SCOPE}))?({_WHERE}|\.const|\.param){_CACHE}{_ELEMENTS}",
             rf"st(\.(weak|volatile|(relaxed|release){_SCOPE}))?{_WHERE}{_CACHE}{_ELEMENTS}",
+            rf"red(\.(relaxed|release))?{_SCOPE}(\.global)?\.add\.v[24]\.f32",
             rf"(atom|red)(\.(relaxed|acquire|release|acq_rel))?{_SCOPE}{_WHERE}"
-            r"\.(add\.([us]32|u64|(v[24]\.)?f32|f64)|(min|max)\.[us](32|64)|(and|or|xor|exch|cas)\.b(32|64)|cas\.b16|(inc|dec)\.u32)",
+            r"\.(add\.([us]32|u64|f32|f64)|(min|max)\.[us](32|64)|(and|or|xor|exch|cas)\.b(32|64)|cas\.b16|(inc|dec)\.u32)",
             rf"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124](\.trans)?{_SHARED}\.b16",
             r"cvta(\.to)?\.(global|shared(::cta|::cluster)?|const|param)\.u(32|64)",
             r"mapa\.shared::cluster\.u32",
@@ -26,7 +27,7 @@ OPCODES = re.compile(
             rf"mbarrier\.(init|inval|(arrive|expect_tx|arrive\.expect_tx)(\.(release|relaxed))?{_SCOPE}){_WHERE}\.b64",
             rf"mbarrier\.(test|try)_wait\.parity(\.(acquire|relaxed))?{_SCOPE}{_SHARED}\.b64",
             rf"fence(\.(sc|acq_rel|acquire|release))?{_SCOPE}|membar\.(cta|gl|sys)|fence\.mbarrier_init\.release\.cluster",
-            r"fence\.proxy\.async(\.(global|shared::(cta|cluster)))?",
+            r"fence\.proxy\.async(\.shared::(cta|cluster))?",
             r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|nanosleep\.u32|griddepcontrol\.(wait|launch_dependents)|trap",
             rf"cp\.async\.(ca|cg){_SHARED}\.global(\.L2::(64|128|256)B)?|cp\.async\.mbarrier\.arrive\.noinc{_SHARED}\.b64",
             r"cp\.async\.(commit_group|wait_group|wait_all|bulk\.commit_group|bulk\.wait_group(\.read)?)",

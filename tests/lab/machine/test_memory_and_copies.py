@@ -41,7 +41,7 @@ def test_a_null_pointer_is_not_shared_memory(store: bool) -> None:
 
 @pytest.mark.parametrize("fence", ["fence();", ""])
 def test_a_slot_that_threads_read_is_loaded_again_behind_a_proxy_fence(fence: str) -> None:
-    """Readers arrive, TMA waits for them, and loads. PTX ISA §8.9.3: what two proxies access is ordered by a proxy fence alone,
+    """Readers arrive, TMA waits for them, and loads. PTX ISA §8: what two proxies access is ordered by a proxy fence alone,
     reads by threads before writes by the async proxy too, although kernels that leave it out are not rare."""
     body = """__shared__ __align__(128) u32 s[32]; __shared__ u64 full, empty;
     if (!threadIdx.x) { init(&full, 1); init(&empty, 32); fence(); } __syncthreads();
