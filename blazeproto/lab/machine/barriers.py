@@ -217,8 +217,6 @@ def bar(instruction: Statement, step: Compiled) -> Run:
                 warp.write(target[0], np.full(LANES, named.outcome, WORDS[target[1]]), running)
             return None
         kind = "red" if vote else place
-        if warp.has_met(lanes):
-            return None
         if how != "arrive" and running is warp.lanes and warp.hold(kind):
             return OTHER_LANES
         together = lanes if vote or how == "arrive" else lanes | warp.meet(kind)

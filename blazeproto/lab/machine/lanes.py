@@ -24,8 +24,6 @@ def together(
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         here, masks = warp.mask(running), mask(warp)
-        if kind and warp.has_met(here):
-            return None
         groups = [
             (here & (masks == one), ((one & BITS) != 0) & warp.alive) for one in sorted(set(masks[here].tolist()))
         ]

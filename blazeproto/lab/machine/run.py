@@ -239,13 +239,8 @@ class Schedule:
         for warp in self.warps:
             asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, NEVER)[1].values()]
             line = self.steps[warp.pc].instruction.line
-            why = (
-                f"at {line}: {warp.wait.what}"
-                if warp.wait
-                else f"asking again at {'; at '.join(asked)}"
-                if asked
-                else f"at {line}"
-            )
+            again = f"asking again at {'; at '.join(asked)}" if asked else f"at {line}"
+            why = f"at {line}: {warp.wait.what}" if warp.wait else again
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))
         lines = [f"{self.launch.entry.name}: {what}"]
         for (cta, why), numbers in reasons.items():

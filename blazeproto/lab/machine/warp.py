@@ -64,7 +64,6 @@ class Warp:
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
         self.kinds: dict[int, object] = {}  # at a barrier of this kind, by their pc
-        self.met: np.ndarray | None = None  # lanes that have met others at a barrier before which they still are
         self.wait: Wait | None = None
         self.actor: Any = None  # races.py
 
@@ -117,22 +116,11 @@ class Warp:
         return True
 
     def meet(self, kind: object) -> np.ndarray:
-        """Lanes that were held before such a barrier elsewhere in the text, which now go on."""
-        here = [group for group in self.held if self.kinds[group[0]] == kind]
-        if not here:
-            return NONE
+        """Lanes that were held at such a barrier elsewhere in the text; they go on behind it."""
+        here = [(pc + 1, lanes) for pc, lanes in self.held if self.kinds[pc] == kind]
         self.held = [group for group in self.held if self.kinds[group[0]] != kind]
         self.others = sorted(self.others + here, key=lambda group: -group[0])
-        lanes = np.logical_or.reduce([lanes for _, lanes in here])
-        self.met = lanes if self.met is None else self.met | lanes
-        return lanes
-
-    def has_met(self, lanes: np.ndarray) -> bool:
-        """Whether these have met others before, at the barrier where they are."""
-        if self.met is None or (lanes & ~self.met).any():
-            return False
-        self.met = self.met & ~lanes if (self.met & ~lanes).any() else None
-        return True
+        return np.logical_or.reduce([lanes for _, lanes in here]) if here else NONE
 
     def _regroup(self) -> None:
         if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):
