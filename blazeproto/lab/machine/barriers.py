@@ -163,7 +163,7 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
         lanes = warp.active(running)
         asked = list(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
         phases = {one: Phase(mbarrier_at(warp, step, one[0]), one[1]) for one in dict.fromkeys(asked)}
-        if any(phase.parity > 1 for phase in phases.values()):
+        if max(parity for _, parity in phases) > 1:
             raise step.error(warp, "expected a parity of 0 or 1")
         missing = [phase for phase in phases.values() if not phase.over]
         waits = Wait(lambda: all(phase.over for phase in missing), missing[0], spinning) if missing else None

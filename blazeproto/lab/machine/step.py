@@ -47,8 +47,6 @@ def _compile(instruction: Statement) -> Compiled:
     if words[0] in ("ret", "exit"):
         return Compiled(instruction)
     make = _family(words)
-    if make and not OPCODES.fullmatch(instruction.opcode):
-        raise PtxError("no such modifiers")
     step = Compiled(instruction, visible=make is not None)
     step.run = make(instruction, step) if make else _arithmetic(instruction)
     return step
@@ -57,7 +55,10 @@ def _compile(instruction: Statement) -> Compiled:
 @cache
 def _family(words: tuple[str, ...]) -> Callable[[Statement, Compiled], Run] | None:
     prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
-    return next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
+    make = next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
+    if make and not OPCODES.fullmatch(".".join(words)):
+        raise PtxError("no such modifiers")
+    return make
 
 
 def _arithmetic(instruction: Statement) -> Run:
@@ -67,10 +68,8 @@ def _arithmetic(instruction: Statement) -> Run:
     (register, bits), sources = result(instruction), instruction.operands[1:]
     if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
         raise PtxError(f"expected one result and {len(known.sources)} operands, got {len(instruction.operands)}")
-    registers = [
-        (one.bits, kind) for one, kind in zip(sources, known.sources, strict=True) if isinstance(one, Register)
-    ]
-    if any(WORDS[size].itemsize < kind.itemsize for size, kind in [(bits, known.result), *registers]):
+    kinds = zip(instruction.operands, (known.result, *known.sources), strict=True)
+    if any(isinstance(one, Register) and WORDS[one.bits].itemsize < kind.itemsize for one, kind in kinds):
         raise PtxError("expected registers of the type's size")  # §9.4
     fetches = [fetch(source, dtype) for source, dtype in zip(sources, known.sources, strict=True)]
     read, function, word = registers_of(Vector(sources)), known.function, WORDS[bits]
