@@ -9,19 +9,22 @@ CUDA C++ is compiled by NVRTC, which NVIDIA has for Linux and Windows. On macOS 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from blazeproto.gemm.compile import Kernel, compile_in_subprocess
+from blazeproto.lab.machine.cta import placed
 from blazeproto.lab.machine.machine import Machine
-from blazeproto.lab.machine.ptx import EntryParameter, Program
+from blazeproto.lab.machine.ptx import Entry, EntryParameter, Program
 from blazeproto.lab.machine.run import Report
 from blazeproto.lab.machine.run import run as run_program
 from blazeproto.lab.machine.stepper import Stepper
@@ -29,9 +32,12 @@ from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.runtime import checks
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
-MOST_THREADS = 1024  # of a CTA
+MOST_THREADS = 1024  # of a CTA; the CUDA programming guide's "Technical specifications per compute capability"
+MOST_OF = {"block": (1024, 1024, 64), "grid": (2**31 - 1, 65535, 65535)}  # by axis
+MOST_OF_CLUSTER = 16
 MOST_SHARED = 227 * 1024  # bytes of a CTA
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+LONGEST_PATH = 1000  # letters; more are no path, and the system would say so in its own words
 _PTX = re.compile(r"^\s*\.(version|visible|entry)\b", re.MULTILINE)
 
 
@@ -64,7 +70,11 @@ def tensor_map(array: np.ndarray, box: Sequence[int], swizzle: int = 0) -> Array
         raise TypeError(f"array: expected a NumPy array, got {type(array).__name__}")
     if array.ndim and array.strides[-1] != array.itemsize:
         raise ValueError(f"array: expected the last dimension contiguous, got strides {array.strides}")
-    made = ArrayMap(array, tuple(checks.integer("box", size) for size in box), swizzle)
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise TypeError(f"array: expected numbers in this computer's byte order, got {array.dtype}")
+    if not isinstance(box, Iterable):
+        raise TypeError(f"box: expected a size of each dimension, got {type(box).__name__}")
+    made = ArrayMap(array, tuple(checks.integer("box", size) for size in box), checks.integer("swizzle", swizzle))
     made.at(0)
     return made
 
@@ -79,12 +89,14 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     entry: str | None = None,
+    most: int | None = None,
 ) -> Report:
     """Runs one launch on the machine. Arrays are written in place; the report has races, and the seed that gives the same run.
 
     kernel: PTX text, CUDA C++ source (it may include the package's headers), a file of either, or a kernel of the package.
     grid, block: CTAs, and threads of a CTA, as a number or up to three.  shared: bytes of dynamic shared memory of a CTA.
     cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, where there is more than one.
+    most: instructions of all warps, beyond which it is a MachineError that says where they are; as of a loop without end.
 
     arguments: one for each parameter. A NumPy array (bf16 as uint16) is its address. A NumPy number has the parameter's size; a
     Python int or float takes its size and, of .f32 and .f64, its type. A `tensor_map`. A struct is its bytes, a NumPy void,
@@ -95,6 +107,8 @@ def run(
     do, as an access out of bounds, Deadlock where no warp can go on; their ``report`` has the races found before.
     """
     arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
+    if most is not None:
+        options["most"] = checks.integer("most", most, least=1)
     return run_program(*arguments_of_run, **options)
 
 
@@ -132,15 +146,36 @@ def _launch(
     """Arguments and options of `blazeproto.lab.machine.run.start`."""
     machine, (program, entry_name) = Machine(seed=checks.integer("seed", seed)), _program(kernel, entry)
     whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
-    if np.prod(whole_block) > MOST_THREADS:
+    if prod(whole_block) > MOST_THREADS:
         raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
     if checks.integer("shared", shared, least=0) > MOST_SHARED:
         raise ValueError(f"shared: expected at most {MOST_SHARED} bytes, got {shared}")
-    if whole_grid[0] % checks.integer("cluster", cluster, least=1):
+    if checks.integer("cluster", cluster, least=1) > MOST_OF_CLUSTER:
+        raise ValueError(f"cluster: expected at most {MOST_OF_CLUSTER} CTAs, got {cluster}")
+    if whole_grid[0] % cluster:
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
+    _check_limits(program, program.entry(entry_name), whole_block, shared, cluster)
     parameters, maps = _laid_out(machine, program, entry_name, arguments)
     options = {"memory": machine.memory, "shared_bytes": shared, "cluster": cluster, "maps": maps, "seed": seed}
     return (program, entry_name, whole_grid, whole_block, parameters), options
+
+
+def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared: int, cluster: int) -> None:
+    """What the kernel itself says of its launch, and all of its shared memory."""
+    of_all = placed(program, entry, shared)[1]
+    if of_all > MOST_SHARED:
+        raise ValueError(
+            f"shared: expected at most {MOST_SHARED - of_all + shared} bytes beside {entry.name}'s own, got {shared}"
+        )
+    most, exactly, ctas = (entry.limits.get(name) for name in ("maxntid", "reqntid", "reqnctapercluster"))
+    if most and prod(block) > prod(most):
+        raise ValueError(f"block: expected at most {prod(most)} threads, as {entry.name}'s .maxntid says, got {block}")
+    if exactly and (*exactly, 1, 1)[:3] != (*block, 1, 1)[:3]:
+        raise ValueError(f"block: expected {exactly}, as {entry.name}'s .reqntid says, got {block}")
+    if ctas and prod(ctas) != cluster:
+        raise ValueError(
+            f"cluster: expected {prod(ctas)} CTAs, as {entry.name}'s .reqnctapercluster says, got {cluster}"
+        )
 
 
 # --- The kernel --------------------------------------------------------------------------------------------------------------
@@ -162,8 +197,9 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
 def _text(kernel: str | Path) -> str:
     """PTX of a text or a file."""
     is_path = isinstance(kernel, Path) or ("\n" not in kernel and "{" not in kernel)
-    if is_path and not Path(kernel).is_file():
-        raise FileNotFoundError(f"kernel: expected PTX text, CUDA C++ source or a file of either, got {str(kernel)!r}")
+    if is_path and (len(str(kernel)) > LONGEST_PATH or not Path(kernel).is_file()):
+        got = repr(str(kernel)[:200])
+        raise FileNotFoundError(f"kernel: expected PTX text, CUDA C++ source or a file of either, got {got}")
     source = Path(kernel).read_text() if is_path else str(kernel)
     if _PTX.search(source):
         return source
@@ -182,7 +218,10 @@ def _sizes(name: str, value: int | tuple[int, ...]) -> tuple[int, ...]:
     sizes = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{name}: expected one to three sizes, got {value}")
-    return tuple(checks.integer(name, size, least=1) for size in sizes)
+    for size, most in zip(sizes, MOST_OF[name], strict=False):
+        if checks.integer(name, size, least=1) > most:
+            raise ValueError(f"{name}: expected at most {MOST_OF[name]}, got {value}")
+    return tuple(map(int, sizes))
 
 
 # --- Its arguments -----------------------------------------------------------------------------------------------------------
@@ -193,6 +232,8 @@ def _laid_out(
 ) -> tuple[bytes, dict[int, TensorMap]]:
     """The bytes of all parameters, and tensor maps by their offsets in these."""
     taken = program.entry(entry)
+    if not isinstance(arguments, list | tuple):
+        raise TypeError(f"arguments: expected a list or a tuple, got {type(arguments).__name__}")
     if len(arguments) != len(taken.parameters):
         raise ValueError(f"arguments: expected {len(taken.parameters)} for {entry}, got {len(arguments)}")
     data, maps = bytearray(taken.parameter_bytes), dict[int, TensorMap]()
@@ -201,7 +242,10 @@ def _laid_out(
         struct, made, whole = isinstance(value, tuple), bytearray(), 1
         for member in value if struct else (value,):
             if isinstance(array := member.array if isinstance(member, ArrayMap) else member, np.ndarray) and array.ndim:
+                _check_array(name, array, contiguous=array is member)
                 machine.address(array, f"argument {number}")
+                if array is value and parameter.kind == "f64":
+                    raise TypeError(f"{name}: expected a number, got an array, which is an address")
             one, alignment = _bytes(machine, name, member, None if struct else parameter)
             made += bytes(-len(made) % alignment)
             if isinstance(member, ArrayMap):
@@ -213,6 +257,21 @@ def _laid_out(
             raise ValueError(f"{name}: expected {parameter.size} bytes, got {len(made)}")
         data[parameter.offset : parameter.offset + parameter.size] = made
     return bytes(data), maps
+
+
+def _check_array(name: str, array: np.ndarray, contiguous: bool) -> None:
+    """Kernels have an array's memory, and no more of it than its address."""
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise TypeError(f"{name}: expected an array of numbers in this computer's byte order, got {array.dtype}")
+    if contiguous and not array.flags.c_contiguous:
+        raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} of {list(array.shape)}")
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if root.flags.writeable and not array.flags.writeable:
+        raise ValueError(
+            f"{name}: expected an array that may be written, or a copy: it is only read, and what it views is not"
+        )
 
 
 def _bytes(machine: Machine, name: str, value: Any, parameter: EntryParameter | None) -> tuple[bytes, int]:
@@ -231,12 +290,18 @@ def _bytes(machine: Machine, name: str, value: Any, parameter: EntryParameter | 
     kind, size = parameter.kind, parameter.size
     given = np.asarray(value)
     real, whole = kind.startswith("f"), kind[0] in "us"
+    if not given.dtype.isnative:
+        raise TypeError(f"{name}: expected this computer's byte order, got {given.dtype}")
+    if kind == "b8" and size > 1:
+        raise TypeError(f"{name}: expected a struct, as bytes, a NumPy void or a tuple, got {value!r}")
     if (whole and given.dtype.kind == "f") or (real and given.dtype.kind not in "iuf"):
         raise TypeError(f"{name}: expected {'a number' if real else 'an int'}, got {value!r}")
     if isinstance(value, np.generic | np.ndarray):
         if given.itemsize != size or (real and given.dtype.kind != "f"):
             raise TypeError(f"{name}: expected a NumPy number of its type, got {value!r} ({given.dtype})")
         return given.tobytes(), 1
+    if real and math.isfinite(value) and abs(value) > np.finfo(f"f{size}").max:
+        raise ValueError(f"{name}: expected a number of {size} bytes, got {value}")
     if real or isinstance(value, float):
         return np.array(value, f"f{size}").tobytes(), 1
     if not -(2 ** (8 * size - 1)) <= value < 2 ** (8 * size):

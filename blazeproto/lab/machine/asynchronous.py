@@ -102,29 +102,33 @@ def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
 def _copy(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3.1 cp.async: bytes of a lane from global to shared memory; what the source's size leaves out is zero."""
     to, source, whole, *given = instruction.operands
-    assert isinstance(whole, Immediate)
+    if not isinstance(whole, Immediate) or whole.value not in ((16,) if "cg" in instruction.words else (4, 8, 16)):
+        raise PtxError("expected a size of 4, 8 or 16 bytes, of .cg 16")
     at, of, amounts = address(step, to), address(step, source), known(step, [*given, whole][0], UINT32)
     size = whole.value
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
-        ((target, offsets, _),) = located(warp, step, at(warp, lanes), lanes, size, store=True)
+        ((target, offsets, _),) = located(warp, step, at(warp, lanes), lanes, size, "shared", store=True)
         sources = list(zip(of(warp, lanes).tolist(), amounts(warp, lanes).tolist(), strict=True))
         for place, amount in sources:
-            if amount and (place % size or warp.cta.block(place, amount) is None):
+            if amount > size or (amount and (place % size or not place >> 40 or warp.cta.block(place, amount) is None)):
                 raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
 
         def happen() -> None:
             data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
-            for row, (place, amount) in zip(data, sources, strict=True):
+            written = np.ones(data.shape, np.bool_)
+            for row, (place, amount) in enumerate(sources):
                 if amount:
                     block = warp.cta.block(place, amount)
                     begin = place - block.address
-                    row[:amount] = block.bytes[begin : begin + amount]
+                    data[row, :amount] = block.bytes[begin : begin + amount]
+                    written[row, :amount] = block.written is None or block.written[begin : begin + amount]
                     reads.setdefault((block, amount), []).append(begin)
             for (block, amount), begins in reads.items():
                 warp.cta.races.read(block, np.array(begins), amount, made, step)
-            target.bytes[write_by_threads(warp, step, target, offsets, size, made)] = data.reshape(-1)
+            index = write_by_threads(warp, step, target, offsets, size, made)
+            target.bytes[index], target.written[index] = data.reshape(-1), written.reshape(-1)
 
         made = _issue_generic(warp, step, happen)
         warp.cta.groups[warp, "copies"][-1].append(made)
@@ -135,8 +139,6 @@ def _copy(instruction: Statement, step: Compiled) -> Run:
 def _arrive(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.15.17 cp.async.mbarrier.arrive.noinc: each lane arrives when its copies so far are done."""
     at = address(step, instruction.operands[0])
-    if "noinc" not in instruction.words:
-        raise PtxError("expected .noinc")
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         barriers = [mbarrier_at(warp, step, place) for place in at(warp, warp.active(running)).tolist()]
@@ -185,7 +187,11 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
                 raise step.error(warp, str(error)) from error
             ranks = [start >> WINDOW]
             if masks is not None:
-                ranks = [rank for rank in range(len(warp.cta.cluster.ctas)) if int(masks[i]) >> rank & 1]
+                ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
+            if not ranks or ranks[-1] >= len(warp.cta.cluster.ctas):
+                raise step.error(
+                    warp, f"expected ranks of the cluster's {len(warp.cta.cluster.ctas)} CTAs, got {ranks}"
+                )
             if barriers is None:
                 _issue_store(warp, step, box, moved)
             else:
@@ -215,12 +221,13 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
     sources, places, inside = moved
     size, races = box.bytes // len(inside), warp.cta.races
     barriers = [mbarrier_at(warp, step, (rank << WINDOW) + (barrier & IN_WINDOW)) for rank in ranks]
-    data = np.zeros((len(places), size), np.uint8)
+    data, written = np.zeros((len(places), size), np.uint8), np.ones((len(places), size), np.bool_)
 
     def read() -> None:
         block, offsets, index = _within(warp, step, box, None, sources[inside], size)
         races.read(block, offsets, size, made, step)
         data[inside] = block.bytes[index].reshape(-1, size)
+        written[inside] = block.written is None or block.written[index].reshape(-1, size)
 
     def write(rank: int, one: Any) -> None:
         if warp.cta.gone(rank << WINDOW):
@@ -228,7 +235,7 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
         there = (places & IN_WINDOW) + (rank << WINDOW)
         target, offsets, index = _within(warp, step, box, warp.cta.cluster.ctas[rank].shared, there, size)
         races.write(target, offsets, size, made, step)
-        target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), True, False
+        target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), written.reshape(-1), False
         races.release_transaction(made, one)
         one.arrive(0, box.bytes)
 

@@ -21,14 +21,16 @@ LARGEST = (1 << 20) - 1  # arrivals, and bytes of transactions, that an mbarrier
 class Mbarrier:
     """PTX ISA §9.7.13.15: phase, arrivals that it still expects, those of every phase, bytes under way.
 
-    place: where it is, and the line that initialised it.  made, clocks, released: what races.py knows of who initialised it, of
-    who has arrived, and of who had when the last phase ended.
+    place: where it is, and the line that initialised it.  stored: (1,), zero while nobody writes its bytes.
+    made, clocks, released: what races.py knows of who initialised it, of who has arrived, and of who had when the last phase
+    ended.
     """
 
     address: int
     expected: int
     pending: int
     place: str
+    stored: np.ndarray
     bytes: int = 0
     phase: int = 0
     made: Any = None
@@ -75,7 +77,7 @@ class Named:
     expected: int = 0
     generation: int = 0
     votes: list[bool] = field(default_factory=list)
-    outcome: bool = False
+    outcome: int = 0
     clocks: Any = None
     released: Any = None
 
@@ -90,16 +92,22 @@ def mbarrier_at(warp: Warp, step: Compiled, place: int) -> Mbarrier:
     found = warp.cta.cluster.mbarriers.get(place)
     if found is None or warp.cta.gone(place):
         raise step.error(warp, f"no mbarrier is there: {warp.cta.describe(place)}")
+    if found.stored[0]:
+        raise step.error(warp, f"its bytes were written as memory: {found}")
     warp.cta.races.use(warp, found, step)
     return found
 
 
 def _initialise(warp: Warp, step: Compiled, place: int, count: int) -> None:
     """§9.7.13.15 mbarrier.init"""
-    if place & 7 or not 1 <= count <= LARGEST:
-        raise step.error(warp, f"an mbarrier at {place:#x} for {count} arrivals")
-    where = f"{warp.cta.describe(place)}, made at {step.instruction.line}"
-    made = warp.cta.cluster.mbarriers[place] = Mbarrier(place, count, count, where)
+    block, where = warp.cta.block(place, 8), f"{warp.cta.describe(place)}, made at {step.instruction.line}"
+    if block is None or block.stale is None or place & 7 or not 1 <= count <= LARGEST:
+        raise step.error(warp, f"an mbarrier at {where} for {count} arrivals")
+    if place in warp.cta.cluster.mbarriers:
+        raise step.error(warp, f"expected mbarrier.inval first of the {warp.cta.cluster.mbarriers[place]}")
+    stored = block.written[place - block.address :][:8].view(np.uint64)
+    stored[0] = 0
+    made = warp.cta.cluster.mbarriers[place] = Mbarrier(place, count, count, where, stored)
     warp.cta.races.initialise(warp, made, step)
 
 
@@ -110,7 +118,10 @@ def _invalidate(warp: Warp, step: Compiled, place: int, count: int) -> None:
 
 def _expect(warp: Warp, step: Compiled, place: int, count: int) -> None:
     """§9.7.13.15 mbarrier.expect_tx"""
-    mbarrier_at(warp, step, place).bytes += count
+    barrier = mbarrier_at(warp, step, place)
+    barrier.bytes += count
+    if barrier.bytes > LARGEST:
+        raise step.error(warp, f"more than {LARGEST} bytes at the {barrier}")
 
 
 def _arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
@@ -119,7 +130,7 @@ def _arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
     warp.cta.races.release(warp, barrier)
     arrivals = count
     if "expect_tx" in step.instruction.words:
-        barrier.bytes += count
+        _expect(warp, step, place, count)
         arrivals = 1
     if arrivals > barrier.pending:
         raise step.error(warp, f"{arrivals} arrivals more than expected at {barrier}")
@@ -145,23 +156,27 @@ def _by_lanes(act: Callable[[Warp, Compiled, int, int], None], instruction: Stat
 def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.15 mbarrier.test_wait and try_wait, of a parity."""
     _, place, wanted = instruction.operands[:3]
-    if "parity" not in instruction.words:
-        raise PtxError("expected .parity")
     spinning, (register, _) = instruction.words[1] == "test_wait", result(instruction)
     at, parity = address(step, place), known(step, wanted, UINT32)
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         lanes = warp.active(running)
-        asked = set(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
-        phases = [Phase(mbarrier_at(warp, step, place), parity) for place, parity in asked]
-        missing = [phase for phase in phases if not phase.over]
-        if spinning or not missing:
-            warp.write(register, np.full(LANES, not missing), running)
-        if missing:
-            return Wait(lambda: all(phase.over for phase in missing), missing[0], spinning)
-        for phase in phases:
-            warp.cta.races.acquire(warp, phase.barrier.released)
-        return None
+        asked = list(zip(at(warp, lanes).tolist(), parity(warp, lanes).tolist(), strict=True))
+        phases = {one: Phase(mbarrier_at(warp, step, one[0]), one[1]) for one in dict.fromkeys(asked)}
+        if max(parity for _, parity in phases) > 1:
+            raise step.error(warp, "expected a parity of 0 or 1")
+        missing = [phase for phase in phases.values() if not phase.over]
+        waits = Wait(lambda: all(phase.over for phase in missing), missing[0], spinning) if missing else None
+        if missing and not spinning:
+            return waits
+        answers = np.full(LANES, not missing)
+        if len(phases) > 1:
+            answers[lanes] = [phases[one].over for one in asked]
+        warp.write(register, answers, running)
+        for phase in phases.values():
+            if phase.over:
+                warp.cta.races.acquire(warp, phase.barrier.released)
+        return waits
 
     return run
 
@@ -170,12 +185,20 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
 
 
 def bar(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.13.1 bar and barrier: sync, arrive, red. A warp counts with all its lanes, those that are at their end too."""
-    how, operands = instruction.words[1], list(instruction.operands)
+    """§9.7.13.1 bar and barrier: sync, arrive, red. A warp counts with all its lanes, those that are at their end too.
+
+    Without a count it is for all warps that have not ended (§9.7.12.7).
+    """
+    words, operands = instruction.words, list(instruction.operands)
+    how = next(word for word in words if word in ("sync", "arrive", "red"))
     target = vote = None
     if how == "red":
-        target, vote, combine = result(instruction), fetch(operands[-1], BOOL), COMBINE[instruction.words[2]]
+        target, vote = result(instruction), fetch(operands[-1], BOOL)
+        combine = next(COMBINE[word] for word in words if word in COMBINE)
         operands = operands[1:-1]
+    for operand, unit, most in zip(operands, (1, LANES), (15, LARGEST), strict=False):
+        if isinstance(operand, Immediate) and (operand.value % unit or not 0 <= operand.value <= most):
+            raise PtxError("expected a barrier of 0 to 15, and a multiple of 32 threads")
     which, *counts = (fetch(operand, UINT32) for operand in operands)
 
     def single(warp: Warp, values: np.ndarray, lanes: np.ndarray, what: str) -> int:
@@ -193,40 +216,43 @@ def bar(instruction: Statement, step: Compiled) -> Run:
             if target:
                 warp.write(target[0], np.full(LANES, named.outcome, WORDS[target[1]]), running)
             return None
-        if how != "arrive" and running is warp.lanes and warp.hold():
+        kind = "red" if vote else place
+        if how != "arrive" and running is warp.lanes and warp.hold(kind):
             return OTHER_LANES
+        together = lanes if vote or how == "arrive" else lanes | warp.meet(kind)
         expected = single(warp, counts[0](warp), lanes, "threads") if counts else cta.threads
         if named.arrived and named.expected != expected:
             raise step.error(warp, f"barrier {place}: expected {named.expected} threads as others do, got {expected}")
-        whole, full = not (warp.alive & ~lanes).any(), -(-expected // LANES) * LANES
+        whole, full = not (warp.alive & ~together).any(), -(-expected // LANES) * LANES
         named.expected, now = expected, named.generation
-        named.arrived += LANES if whole else int(lanes.sum())
+        named.arrived += LANES if whole else int(together.sum())
         if vote:
             named.votes += vote(warp)[lanes].tolist()
         cta.races.release(warp, named)
         cta.launch.changes += 1
         if named.arrived > full:
             raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
-        if named.arrived == full:
-            if vote:
-                named.outcome = combine(named.votes)
-            named.arrived, named.votes, named.generation = 0, [], now + 1
-            named.released, named.clocks = named.clocks, None
-        if how == "arrive":
-            return None
-        cta.at_barrier[warp.number] = named
 
         def over() -> bool:
-            if named.generation > now:
+            ended = 0 if counts else LANES * cta.ended
+            if named.generation == now and named.arrived + ended >= full:
+                named.outcome = combine(named.votes) if vote else 0
+                named.arrived, named.votes, named.generation = 0, [], now + 1
+                named.released, named.clocks = named.clocks, None
+            if named.generation > now and how != "arrive":
                 cta.races.acquire(warp, named.released)
             return named.generation > now
 
+        if how == "arrive":
+            over()
+            return None
+        cta.at_barrier[warp.number] = named
         return Wait(over, named)
 
     return run
 
 
-COMBINE: dict[str, Callable[[list[bool]], bool]] = {"or": any, "and": all}
+COMBINE: dict[str, Callable[[list[bool]], int]] = {"or": any, "and": all, "popc": sum}
 
 
 def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
 from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, Memory, shared_block
-from blazeproto.lab.machine.ptx import Entry, Program, PtxError
+from blazeproto.lab.machine.ptx import Entry, Program
 from blazeproto.lab.machine.races import Races, Unwatched
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
@@ -43,8 +43,7 @@ class Launch:
         self.symbols = {parameter.name: base + parameter.offset for parameter in entry.parameters}
         for variable in program.variables:
             if variable.space != "shared":
-                initial = np.frombuffer(bytearray(variable.data or bytes(variable.size)), np.uint8)
-                data = variables.get(variable.name, initial)
+                data = variables.get(variable.name, np.frombuffer(bytearray(variable.data), np.uint8))
                 self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
 
 
@@ -61,14 +60,15 @@ class Cluster:
 
 
 class Cta:
-    """One CTA: shared memory, named barriers, warps."""
+    """One CTA: shared memory, named barriers, warps. ended: how many of these are at their end."""
 
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
         self.launch, self.cluster, self.index, self.rank, self.name = launch, cluster, index, rank, f"CTA {index}"
+        self.ended = 0
         x, y, _ = launch.grid
         self.place = index % x, index // x % y, index // (x * y)
         self.threads = int(np.prod(launch.block))
-        symbols, size = _placed(launch, rank)
+        symbols, size = placed(launch.program, launch.entry, launch.shared_bytes, rank)
         self.symbols = launch.symbols | symbols
         self.shared = shared_block(rank, size)
         self.named: dict[int, Named] = {}
@@ -89,8 +89,6 @@ class Cta:
 
     def address_of(self, name: str) -> int:
         """Where a variable or a parameter lies."""
-        if name not in self.symbols:
-            raise PtxError(f"unknown symbol {name}")
         return self.symbols[name]
 
     def block(self, address: int, size: int) -> Block | None:
@@ -116,12 +114,12 @@ class Cta:
         return rank != self.rank and all(warp.done for cta in self.cluster.ctas[rank : rank + 1] for warp in cta.warps)
 
 
-def _placed(launch: Launch, rank: int) -> tuple[dict[str, int], int]:
+def placed(program: Program, entry: Entry, shared_bytes: int, rank: int = 0) -> tuple[dict[str, int], int]:
     """Addresses of shared variables, and the bytes of all: static ones first, dynamic ones behind."""
     end, symbols = 0, {}
-    shared = [v for v in (*launch.program.variables, *launch.entry.variables) if v.space == "shared"]
+    shared = [v for v in (*program.variables, *entry.variables) if v.space == "shared"]
     for variable in sorted(shared, key=lambda v: v.external):
         end = -(-end // variable.alignment) * variable.alignment
         symbols[variable.name] = (rank << WINDOW) + SHARED_BASE + end
         end += 0 if variable.external else variable.size
-    return symbols, end + launch.shared_bytes
+    return symbols, end + shared_bytes

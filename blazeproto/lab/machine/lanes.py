@@ -13,26 +13,40 @@ BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)  # of a word, lane 0 it
 
 
 def together(
-    step: Compiled, membermask: Operand, act: Callable[[Warp, np.ndarray | None, np.ndarray], "Wait | None"]
+    step: Compiled, membermask: Operand, act: Callable[[Warp, np.ndarray | None, np.ndarray], None], kind: str = ""
 ) -> Run:
-    """``act`` with the lanes that the mask names, but those at their end, when all are here; till then these wait for them."""
+    """``act`` with the lanes that a mask names, but those at their end, when all are here; till then these wait for them.
+
+    Lanes with different masks, as of cooperative groups' tiles, act by themselves.  kind: of what lanes may do together at
+    different places of the text.
+    """
     mask = fetch(membermask, UINT32)
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-        here = warp.mask(running)
-        members = ((mask(warp)[here.argmax()] & BITS) != 0) & warp.alive
-        if (members & ~here).any():
-            if running is warp.lanes and warp.hold():
+        here, masks = warp.mask(running), mask(warp)
+        groups = [
+            (here & (masks == one), ((one & BITS) != 0) & warp.alive) for one in sorted(set(masks[here].tolist()))
+        ]
+        for lanes, members in groups:
+            if (lanes & ~members).any():
+                raise step.error(warp, "its mask leaves itself out", (lanes & ~members).argmax())
+            if (members & ~here).any() and running is warp.lanes and warp.hold(kind):
                 return OTHER_LANES
-            raise step.error(warp, "its mask names lanes that are elsewhere", (members & ~here).argmax())
-        return act(warp, running, members)
+            elsewhere = members & ~lanes
+            if elsewhere.any() and kind:
+                elsewhere = elsewhere & ~warp.meet(kind)
+            if elsewhere.any():
+                raise step.error(warp, "its mask names lanes that are elsewhere", elsewhere.argmax())
+        for lanes, members in groups:
+            act(warp, running if len(groups) == 1 else lanes, members)
+        return None
 
     return run
 
 
 def warp_sync(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.2 bar.warp.sync. Lanes of a warp count as ordered; but those that the mask names come together."""
-    return together(step, instruction.operands[0], lambda warp, running, members: None)
+    return together(step, instruction.operands[0], lambda warp, running, members: None, "bar.warp")
 
 
 def shfl(instruction: Statement, step: Compiled) -> Run:
@@ -50,10 +64,9 @@ def shfl(instruction: Statement, step: Compiled) -> Run:
         source = {"up": LANE - by, "down": LANE + by, "bfly": LANE ^ by, "idx": lowest | by & ~segment}[mode]
         inside = source >= bound if mode == "up" else source <= bound
         source = np.where(inside, source, LANE)
-        if not members[source[members]].all():
-            raise step.error(warp, "it reads a lane that takes no part", (~members[source] & members).argmax())
-        missing = warp.unwritten_among(read)
-        warp.write(register, a(warp)[source], running, None if missing is None else missing[source])
+        missing, outside = warp.unwritten_among(read), ~members  # of which it gets anything
+        lost = outside if missing is None else missing | outside
+        warp.write(register, a(warp)[source], running, lost[source])
         if predicate:
             warp.write(predicate.place, inside, running)
 

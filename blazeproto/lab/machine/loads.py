@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 
 from blazeproto.lab.machine import matrices
+from blazeproto.lab.machine.floats import flushed
 from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
 from blazeproto.lab.machine.operands import UINT32, address, fetch, known, registers_of, result
 from blazeproto.lab.machine.ptx import BITS, WORDS, Nothing, Operand, PtxError, Register, Statement, Vector
 from blazeproto.lab.machine.warp import LANES, Compiled, Run, Warp
 
-SPACES = ("global", "shared", "shared::cta", "shared::cluster", "param", "const")
+GLOBAL, SHARED = ("global", "param", "const"), ("shared", "shared::cta", "shared::cluster")
 
 
 def located(
-    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, size: int, *, store: bool = False
+    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, size: int, space: str, *, store: bool = False
 ) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
     """Blocks, the offsets in each, and their lanes. addresses: of ``lanes``, their numbers.
 
-    MachineError for an address that is nobody's, misaligned, or of what may only be read.
+    space: of the instruction, "" where it is generic.
+    MachineError for an address that is nobody's or of another space, misaligned, or of what may only be read.
     """
     misaligned = (addresses & (size - 1)).astype(np.bool_)
     if misaligned.any():
@@ -34,7 +36,7 @@ def located(
         places = enumerate(addresses.tolist())
         groups = [(warp.cta.block(place, size), addresses[i : i + 1], lanes[i : i + 1]) for i, place in places]
     for block, within, of in groups:
-        if block is None:
+        if block is None or space in (GLOBAL if block.stale is not None else SHARED):
             raise step.error(warp, f"out of bounds: {warp.cta.describe(int(within[0]))}", of[0])
         if store and block.read_only:
             raise step.error(warp, f"a store to {block.name}, which is only read", of[0])
@@ -42,9 +44,9 @@ def located(
 
 
 def _shape(instruction: Statement) -> tuple[str, int, str, int]:
-    """Space, elements, type, and bytes of one."""
-    space = next(word for word in instruction.words if word in SPACES)
-    count = next((int(word[1:]) for word in instruction.words if word in ("v2", "v4", "v8")), 1)
+    """Space (none: generic, §6.4.1.1), elements, type, and bytes of one."""
+    space = next((word for word in instruction.words if word in GLOBAL + SHARED), "")
+    count = next((int(word[1:]) for word in instruction.words if word in ("v2", "v4")), 1)
     kind = instruction.words[-1]
     return space, count, kind, BITS[kind] // 8
 
@@ -56,7 +58,7 @@ def parts_of(operand: Any) -> tuple[Any, ...]:
 
 def ld(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.8 ld. A narrower signed number is extended by its sign."""
-    (_, count, kind, width), parts = _shape(instruction), parts_of(instruction.operands[0])
+    (space, count, kind, width), parts = _shape(instruction), parts_of(instruction.operands[0])
     if len(parts) != count or not all(isinstance(part, Register) for part in parts):
         raise PtxError(f"expected {count} registers")
     at, size, element = address(step, instruction.operands[1]), count * width, WORDS[8 * width]
@@ -66,7 +68,7 @@ def ld(instruction: Statement, step: Compiled) -> Run:
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
         values, missing = np.zeros((count, LANES), element), None
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size):
+        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size, space):
             values[:, of] = block.words[width][offsets // width + unit]
             if block.written is not None:
                 seen = block.written[offsets[:, None] + np.arange(size)]
@@ -93,10 +95,10 @@ def st(instruction: Statement, step: Compiled) -> Run:
         lanes = warp.active(running)
         values = np.array([get(warp) for get in fetches])
         missing = [warp.unwritten_among(registers) for registers in of_parts]
-        for lost in missing if space == "global" else ():
-            if lost is not None and lost[lanes].any():
-                raise step.error(warp, "it stores what nobody wrote", lanes[lost[lanes]][0])
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size, store=True):
+        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size, space, store=True):
+            for lost in missing if block.stale is None else ():
+                if lost is not None and lost[of].any():
+                    raise step.error(warp, "it stores what nobody wrote", of[lost[of]][0])
             write_by_threads(warp, step, block, offsets, size)
             block.words[width][offsets // width + unit] = values[:, of]
             for i, lost in enumerate(missing):
@@ -132,30 +134,34 @@ COMBINE: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+def _add_flushed(old: Any, new: Any, _: Any) -> Any:
+    return flushed(flushed(old) + flushed(new))
+
+
 def atom(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.5 atom and §9.7.13.7 red, lane after lane; a vector's elements are atomic each."""
     words, returns = instruction.words, instruction.words[0] == "atom"
-    combine, kind = next(COMBINE[word] for word in words[1:] if word in COMBINE), words[-1]
-    dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(BITS[kind] // 8))
+    how, (space, _, kind, width) = next(word for word in words[1:] if word in COMBINE), _shape(instruction)
+    dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(width))
     target, place, *given = instruction.operands if returns else (Nothing(), *instruction.operands)
     at = address(step, place)
     elements = [[known(step, part, dtype) for part in parts_of(operand)] for operand in given]
-    count, width = len(elements[0]), dtype.itemsize
-    if returns and count > 1:
-        raise PtxError("expected no vector")
+    count = len(elements[0])
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
         values = np.zeros((len(given), count, LANES), dtype)
         values[:, :, lanes] = [[get(warp, lanes) for get in parts] for parts in elements]
         old = np.zeros(LANES, dtype)
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, count * width, store=True):
+        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, count * width, space, store=True):
             index = bytes_at(offsets, count * width)
             warp.cta.races.write(block, offsets, count * width, warp, step, atomic=True)
             if block.written is not None and not block.written[index].all():
                 raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
             block.shows_late(index)
-            memory = block.words[width].view(dtype)
+            memory, combine = block.words[width].view(dtype), COMBINE[how]
+            if words[-1] == "f32" and block.stale is None:  # §9.7.13.5: in global memory subnormals are zeros
+                combine = _add_flushed
             for begin, lane in zip((offsets // width).tolist(), of.tolist(), strict=True):
                 old[lane] = memory[begin]
                 for i in range(count):  # sums of integers wrap
@@ -170,12 +176,14 @@ def atom(instruction: Statement, step: Compiled) -> Run:
 def _rows(instruction: Statement, step: Compiled, place: Operand, store: bool) -> Callable[..., tuple[Any, ...]]:
     """8 x 8 matrices of 16 bits, a row's address from each lane: the block, offsets of rows, and bytes of each lane's halves."""
     count = next(int(word[1:]) for word in instruction.words if word in ("x1", "x2", "x4"))
+    if count != len(parts_of(instruction.operands[store])):
+        raise PtxError(f"expected {count} registers")
     at, lanes, transposed = address(step, place), np.arange(8 * count), "trans" in instruction.words
 
     def rows(warp: Warp, running: np.ndarray | None) -> tuple[Any, ...]:
         if running is not None:
             raise step.error(warp, "expected all 32 lanes", running.argmin())
-        ((block, offsets, _),) = located(warp, step, at(warp, lanes), lanes, 16, store=store)
+        ((block, offsets, _),) = located(warp, step, at(warp, lanes), lanes, 16, "shared", store=store)
         full = np.zeros(LANES, np.int64)
         full[: 8 * count] = offsets
         return block, offsets, matrices.matrix_addresses(full, count, transposed)  # (count, lanes, halves)

@@ -51,13 +51,20 @@ class Machine:
         return array
 
     def address(self, array: np.ndarray, name: str = "") -> int:
-        """Where the first element lies, of an array or a part of one. name: what messages call it."""
+        """Where the first element lies, of an array or a part of one. name: what messages call it.
+
+        ValueError where it shares a part of its memory with one that is here, and is no part of it.
+        """
         root: Any = array
         while isinstance(root.base, np.ndarray):
             root = root.base
-        begin = _place(root)
-        if begin not in self.arrays or self.arrays[begin][0].nbytes != root.nbytes:
-            self._added(root, name=name)
+        begin, end = _place(root), _place(root) + root.nbytes
+        for start, (known, address) in self.arrays.items():
+            if start <= begin and end <= start + known.nbytes:
+                return address + _place(array) - start
+            if start < end and begin < start + known.nbytes:
+                raise ValueError(f"{name or 'array'}: expected memory of its own, got some that another array has too")
+        self._added(root, name=name)
         return self.arrays[begin][1] + _place(array) - begin
 
     def clear(self, address: int, size: int) -> None:

@@ -35,7 +35,6 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special register
     "smid": lambda warp: warp.cta.index % 4,
     "cluster_ctarank": lambda warp: warp.cta.rank,
     "cluster_nctarank": lambda warp: len(warp.cta.cluster.ctas),
-    "WARP_SZ": lambda warp: LANES,
     "lanemask_lt": lambda warp: (1 << LANE) - 1,
     "dynamic_smem_size": lambda warp: warp.cta.launch.shared_bytes,
 }

@@ -16,9 +16,10 @@ BITS |= {f"{letter}{bits}": bits for letter in "bus" for bits in (8, 16, 32, 64)
 WORDS = {1: np.dtype(np.bool_)} | {bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
 # Statements that say nothing that an interpreter needs.
 IGNORED = (
-    *("version", "target", "address_size", "file", "maxntid", "reqntid", "minnctapersm", "maxnreg", "pragma"),
-    *("explicitcluster", "reqnctapercluster", "loc", "noreturn"),
+    *("version", "target", "address_size", "file", "minnctapersm", "maxnreg", "pragma"),
+    *("explicitcluster", "loc", "noreturn"),
 )
+LIMITS = ("maxntid", "reqntid", "reqnctapercluster")  # of the sizes of launches: PTX ISA §11.4
 
 
 class PtxError(ValueError):
@@ -40,6 +41,12 @@ class Special(NamedTuple):
 
 class Symbol(NamedTuple):
     name: str
+
+
+class Label(NamedTuple):
+    """Where a branch goes: the instruction's number in its entry."""
+
+    place: int
 
 
 class Address(NamedTuple):
@@ -65,7 +72,7 @@ class Nothing(NamedTuple):
     """_: a result that nobody wants."""
 
 
-Operand = Register | Immediate | Special | Symbol | Address | Vector | Pair | Nothing
+Operand = Register | Immediate | Special | Symbol | Label | Address | Vector | Pair | Nothing
 
 
 class Line(NamedTuple):
@@ -107,7 +114,7 @@ class Variable(NamedTuple):
     name: str
     alignment: int
     size: int
-    data: bytes | None
+    data: bytes  # §5.4.4: zeros where the text gives no value
     external: bool
 
 
@@ -120,7 +127,10 @@ class EntryParameter(NamedTuple):
 
 @dataclass
 class Entry:
-    """A kernel: its parameters by offset in their block, its registers' names and widths, its instructions."""
+    """A kernel: its parameters by offset in their block, its registers' names and widths, its instructions.
+
+    limits: the sizes of a launch that .maxntid, .reqntid and .reqnctapercluster say.
+    """
 
     name: str
     parameters: list[EntryParameter]
@@ -128,7 +138,7 @@ class Entry:
     names: list[str] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
     instructions: list[Statement] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> int:
@@ -157,13 +167,15 @@ class Program:
         return self.entries[name]
 
 
-_IGNORED = re.compile(rf"\.(?:{'|'.join(IGNORED)})\b")
+_IGNORED = re.compile(rf"\.(?:{'|'.join((*IGNORED, *LIMITS))})\b")
 # A statement is a directive of one line, a label, a brace, an entry with its parameters, or what ends in a semicolon.
 _STATEMENT = re.compile(
     rf"{_IGNORED.pattern}[^\n]*|[\w$]+:|[{{}}]|(?:\.\w+\s+)*\.entry\b[^)]*\)|[^\s;][^;]*;",
 )
 _BREAK = re.compile(r"\n\s*")
-_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|\d+)U?$")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
+_FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})$|0[dD]([0-9a-fA-F]{16})$")
 _VARIABLE = re.compile(
     r"(?P<how>(?:\.(?:visible|extern|weak|common)\s+)*)\.(?P<space>shared|global|const)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
     r"\.(?P<type>\w+)\s+(?P<name>[\w$]+)(?P<array>\[\d*\])?(?:\s*=\s*(?P<data>.*))?$",
@@ -177,7 +189,8 @@ class _Reader:
         self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
         self.program = Program({}, [], text)
         self.entry: Entry | None = None
-        self.scopes: list[dict[str, Operand]] = []
+        self.scopes: list[dict[str, Operand]] = [{}]  # names of the module, of the entry's parameters, of blocks (§4.4)
+        self.branches: list[tuple[Statement, list[dict[str, Operand]]]] = []
         self.line = Line(())
         self.chains: dict[tuple[int, ...], tuple[tuple[str, int], ...]] = {}
 
@@ -186,44 +199,58 @@ class _Reader:
 
     def read(self) -> Program:
         place = re.search(r"^\s*\.section\b", self.text, re.MULTILINE)  # debugging data, to the end of the file
-        body = re.sub(r"//[^\n]*", "", self.text[: place.start()] if place else self.text)
-        read = 0
+        body = _COMMENT.sub(
+            lambda found: "\n" * found[0].count("\n"), self.text[: place.start()] if place else self.text
+        )
+        read = end = 0
         for statement in _STATEMENT.finditer(body):
             self.number += body.count("\n", read, statement.start())
-            read = statement.start()
+            read, end = statement.start(), statement.end()
             self._take(_BREAK.sub(" ", statement[0].rstrip(";").strip()))
+        if self.entry or body[end:].strip(" \t\n;"):
+            raise self.fail("the text ends in", body[end:])
         if not self.program.entries:
             raise PtxError("text: expected PTX with an .entry, got none")
-        for entry in self.program.entries.values():
-            for instruction in entry.instructions:
-                if instruction.words[0] == "bra" and instruction.operands[0].name not in entry.labels:  # type: ignore[union-attr]
-                    self.number = instruction.number
-                    raise self.fail("unknown label", instruction.text)
+        for instruction, scopes in self.branches:  # which name labels that come later too
+            name = instruction.text.rsplit(None, 1)[-1]
+            label = next((scope[name] for scope in reversed(scopes) if name in scope), None)
+            if not isinstance(label, Label):
+                self.number = instruction.number
+                raise self.fail("unknown label", instruction.text)
+            instruction.operands = (label,)
         return self.program
 
     def _take(self, text: str) -> None:
-        if text.startswith(".loc"):
+        if re.match(r"\.loc\s", text):
             self._loc(text)
         elif _IGNORED.match(text):
-            return
+            name, *sizes = re.findall(r"\w+", text)
+            if name in LIMITS and self.entry:
+                self.entry.limits[name] = tuple(map(int, sizes))
         elif ".entry" in text.split("(", 1)[0]:
             self._entry(text)
-        elif text == "{":
+        elif text == "{" and self.entry:
             self.scopes.append({})
-        elif text == "}":
+        elif text == "}" and self.entry:
             self.scopes.pop()
-            if not self.scopes:
+            if len(self.scopes) == 2:
                 self.entry = None
         elif text.endswith(":") and self.entry:
-            self.entry.labels[text[:-1]] = len(self.entry.instructions)
-        elif text.startswith(".reg"):
-            self._registers(text)
+            self._name(text[:-1], Label(len(self.entry.instructions)), text)
+        elif text.startswith(".reg") and self.entry:
+            self._registers(self.entry, text)
         elif found := _VARIABLE.match(text):
             self._variable(found, text)
         elif self.entry and text[0] != ".":
-            self._instruction(text)
+            self._instruction(self.entry, text)
         else:
             raise self.fail("unknown statement", text)
+
+    def _name(self, name: str, what: Operand, text: str) -> None:
+        """§4.4: a name is that of the block that declares it."""
+        if name in self.scopes[-1]:
+            raise self.fail("a second declaration", text)
+        self.scopes[-1][name] = what
 
     # --- Declarations --------------------------------------------------------------------------------------------------------
 
@@ -254,39 +281,47 @@ class _Reader:
             begin = -(-end // alignment) * alignment
             parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
+        self.scopes, self.chains = [self.scopes[0], {one.name: Symbol(one.name) for one in parameters}], {}
         self.entry = self.program.entries[name.strip()] = Entry(name.strip(), parameters, [])
-        self.scopes, self.chains = [], {}
 
-    def _registers(self, text: str) -> None:
-        assert self.entry is not None
+    def _registers(self, entry: Entry, text: str) -> None:
         kind, names = text.split(None, 2)[1:]
         for name in map(str.strip, names.split(",")):
             found = re.match(r"(%?[\w$]+)(?:<(\d+)>)?$", name)
             if not found or kind[1:] not in BITS:
                 raise self.fail("unknown register", text)
             for number in range(int(found[2])) if found[2] else ("",):
-                self.scopes[-1][f"{found[1]}{number}"] = Register(len(self.entry.widths), BITS[kind[1:]])
-                self.entry.names.append(f"{found[1]}{number}")
-                self.entry.widths.append(BITS[kind[1:]])
+                entry.names.append(f"{found[1]}{number}")
+                self.scopes[-1][entry.names[-1]] = Register(len(entry.widths), BITS[kind[1:]])
+                entry.widths.append(BITS[kind[1:]])
 
     def _variable(self, found: re.Match[str], text: str) -> None:
         kind, count = found["type"], found["array"]
         if kind not in BITS:
             raise self.fail("unknown type", text)
-        width = BITS[kind] // 8
-        data, size = None, width * (int(count[1:-1] or 0) if count else 1)
-        if found["data"]:  # zeros behind what is named
-            values = [int(v, 0) for v in re.findall(r"-?(?:0[xX][0-9a-fA-F]+|\d+)", found["data"])]
-            data = b"".join((v % 2 ** (8 * width)).to_bytes(width, "little") for v in values).ljust(size, b"\0")
+        width, size = BITS[kind] // 8, BITS[kind] // 8 * (int(count[1:-1] or 0) if count else 1)
+        values = [self._operand(part, text) for part in _split((found["data"] or "").strip("{} "))]
+        if not all(isinstance(value, Immediate) for value in values):
+            raise self.fail("expected numbers as initial values", text)
+        data = b"".join((value.value % (1 << 8 * width)).to_bytes(width, "little") for value in values)  # type: ignore[union-attr]
+        size = max(size, len(data))
         made = Variable(
-            found["space"], found["name"], int(found["align"] or width), size, data, "extern" in found["how"]
+            found["space"],
+            found["name"],
+            int(found["align"] or width),
+            size,
+            data.ljust(size, bytes(1)),
+            "extern" in found["how"],
         )
-        (self.entry.variables if self.entry else self.program.variables).append(made)
+        self._name(made.name, Symbol(made.name), text)
+        known = self.entry.variables if self.entry else self.program.variables
+        if any(variable.name == made.name for variable in known):
+            raise self.fail("expected another name in another block", text)
+        known.append(made)
 
     # --- Instructions --------------------------------------------------------------------------------------------------------
 
-    def _instruction(self, text: str) -> None:
-        assert self.entry is not None
+    def _instruction(self, entry: Entry, text: str) -> None:
         guard, rest = None, text
         if text[0] == "@":
             word, rest = text.split(None, 1)
@@ -295,8 +330,11 @@ class _Reader:
                 raise self.fail("unknown predicate", text)
             guard = register.place, "!" in word
         opcode, operands = [*rest.split(None, 1), ""][:2]
-        parts = tuple(self._operand(part, text) for part in _split(operands))
-        self.entry.instructions.append(Statement(opcode, parts, guard, self.line, text, self.number))
+        is_branch = opcode in ("bra", "bra.uni")
+        parts = () if is_branch else tuple(self._operand(part, text) for part in _split(operands))
+        entry.instructions.append(Statement(opcode, parts, guard, self.line, text, self.number))
+        if is_branch:
+            self.branches.append((entry.instructions[-1], list(self.scopes)))
 
     def _operand(self, text: str, statement: str) -> Operand:
         text = text.strip()
@@ -304,28 +342,25 @@ class _Reader:
             return Vector(tuple(self._operand(part, statement) for part in _split(text[1:-1])))
         if text.startswith("["):
             base, *coordinates = _split(text[1:-1])
-            found = re.match(r"(.*?)\s*\+\s*(-?\d+)$", base.strip())
-            at, offset = (found[1], int(found[2])) if found else (base.strip(), 0)
+            at, _, offset = base.partition("+")
+            added = self._operand(offset or "0", statement)
             inside = self._operand(coordinates[0], statement) if coordinates else Vector(())
-            if not isinstance(inside, Vector):
+            if not (isinstance(inside, Vector) and isinstance(added, Immediate)):
                 raise self.fail("unknown address", statement)
-            return Address(self._operand(at, statement), offset, inside.parts)
+            return Address(self._operand(at, statement), added.value, inside.parts)
         if "|" in text:
-            first, second = text.split("|")
-            return Pair(self._operand(first, statement), self._operand(second, statement))
-        if text == "_":
-            return Nothing()
+            return Pair(*(self._operand(part, statement) for part in text.split("|", 1)))
+        if text in ("_", "WARP_SZ"):
+            return Nothing() if text == "_" else Immediate(32)
         if _NUMBER.match(text):
-            return Immediate(int(text.rstrip("U"), 0))
-        if found := re.match(r"0[fFdD]([0-9a-fA-F]+)$", text):
-            return Immediate(int(found[1], 16))
+            return Immediate(int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0))
+        if found := _FLOAT.match(text):
+            return Immediate(int(found[1] or found[2], 16))
         for scope in reversed(self.scopes):
             if text in scope:
                 return scope[text]
         if text.startswith("%"):
             return Special(text[1:])
-        if re.match(r"[\w$]+$", text):
-            return Symbol(text)
         raise self.fail(f"unknown operand {text!r}", statement)
 
 

@@ -104,16 +104,24 @@ def start(
     return report, count // cluster, schedules()
 
 
-def run(*arguments: Any, progress: Callable[[int, int], None] | None = None, **options: Any) -> Report:
+def run(
+    *arguments: Any, progress: Callable[[int, int], None] | None = None, most: float = float("inf"), **options: Any
+) -> Report:
     """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
 
-    progress: called with clusters done and in all.
-    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, Deadlock where nobody goes on.
+    progress: called with clusters done and in all.  most: warp instructions.
+    Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, and where it takes more than
+    ``most`` instructions, Deadlock where nobody goes on.
     """
     report, count, schedules = start(*arguments, **options)
     for done, schedule in enumerate(schedules, 1):
+        schedule.until = most + 1 - report.steps
         while schedule.advance():
-            pass
+            if schedule.count >= schedule.until:
+                schedule.tell()
+                error = MachineError(schedule.who_is_where(f"more than {most} instructions"))
+                error.report = report
+                raise error
         if progress:
             progress(done, count)
     return report
@@ -138,6 +146,7 @@ class Schedule:
         self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]], bool]] = {}
         self.count, self.until = 0, float("inf")
         self.warps = [warp for warp in cluster.warps if warp.alive.any()]
+        self.turn: Warp | None = None  # whose turn was cut off
 
     def advance(self, chosen: Warp | None = None) -> bool:
         """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
@@ -148,10 +157,10 @@ class Schedule:
                 if not self.warps:
                     self._ended()
                 if able:
-                    self._go(self._next(able))
+                    self._go(self.turn if self.turn in able else self._next(able))
                 elif chosen or not self._let_happen():
                     if not chosen and (self.warps or self.launch.pending):
-                        raise Deadlock(self._who_waits(self.warps))
+                        raise Deadlock(self.who_is_where("nobody can go on"))
                     return False
         except MachineError as error:
             self.tell()
@@ -190,7 +199,7 @@ class Schedule:
     def _go(self, warp: Warp) -> None:
         """Until the schedule has another go on, or this one waits."""
         steps, random_number, switch, happen = self.steps, self.draw.random, self.switch, self.happen
-        pending = self.launch.pending
+        pending, self.turn = self.launch.pending, None
         while not warp.done and self.count < self.until:
             step = steps[warp.pc]
             self.last = warp, step  # what ran last
@@ -212,6 +221,7 @@ class Schedule:
                     self._let_happen()
                 if random_number() < switch:
                     return
+        self.turn = warp
 
     def _let_happen(self) -> bool:
         """One of the transactions that can: whether there was one."""
@@ -223,15 +233,16 @@ class Schedule:
         ready[int(self.draw.random() * len(ready))].perform()
         return True
 
-    def _who_waits(self, warps: list[Warp]) -> str:
+    def who_is_where(self, what: str) -> str:
         """In the order of warps, those together that wait for the same at the same line."""
         reasons: dict[tuple[str, str], list[str]] = {}
-        for warp in warps:
+        for warp in self.warps:
             asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, NEVER)[1].values()]
             line = self.steps[warp.pc].instruction.line
-            why = f"at {line}: {warp.wait.what}" if warp.wait else f"asking again at {'; at '.join(asked)}"
+            again = f"asking again at {'; at '.join(asked)}" if asked else f"at {line}"
+            why = f"at {line}: {warp.wait.what}" if warp.wait else again
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))
-        lines = [f"{self.launch.entry.name}: nobody can go on"]
+        lines = [f"{self.launch.entry.name}: {what}"]
         for (cta, why), numbers in reasons.items():
             lines.append(f"  {cta}, warp{'s' * (len(numbers) > 1)} {', '.join(numbers)} {why}")
         ended = [f"{warp.cta.name}, {warp.name}" for warp in self.cluster.warps if warp.done]

@@ -11,8 +11,9 @@ import numpy as np
 
 from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
+from blazeproto.lab.machine.opcodes import OPCODES
 from blazeproto.lab.machine.operands import fetch, registers_of, result
-from blazeproto.lab.machine.ptx import WORDS, Entry, PtxError, Statement, Symbol, Vector
+from blazeproto.lab.machine.ptx import WORDS, Entry, Line, Pair, PtxError, Register, Statement, Vector
 from blazeproto.lab.machine.warp import Compiled, Run, Warp
 
 FAMILIES: dict[str, Callable[[Statement, Compiled], Run]] = {
@@ -29,20 +30,20 @@ def compile_entry(entry: Entry) -> list[Compiled]:
     steps = []
     for instruction in entry.instructions:
         try:
-            steps.append(_compile(instruction, entry))
+            steps.append(_compile(instruction))
         except (ValueError, LookupError, AttributeError, AssertionError, StopIteration) as error:
             said = f": {error}" if isinstance(error, PtxError) else ""
             raise PtxError(f"line {instruction.number}: unknown instruction: {instruction.text[:200]}{said}") from error
-    return [*steps, Compiled(Statement("ret", (), None, steps[-1].instruction.line, "the end", 0))]
+    line = steps[-1].instruction.line if steps else Line(())
+    return [*steps, Compiled(Statement("ret", (), None, line, "the end", 0))]
 
 
-def _compile(instruction: Statement, entry: Entry) -> Compiled:
+def _compile(instruction: Statement) -> Compiled:
     """§9.7.12.3 bra, §9.7.12.6 ret and §9.7.12.7 exit; what a table has; what computes lane by lane."""
     words = instruction.words
     if words[0] == "bra":
         (label,) = instruction.operands
-        assert isinstance(label, Symbol)
-        return Compiled(instruction, entry.labels[label.name])
+        return Compiled(instruction, label.place)  # type: ignore[union-attr]
     if words[0] in ("ret", "exit"):
         return Compiled(instruction)
     make = _family(words)
@@ -54,7 +55,10 @@ def _compile(instruction: Statement, entry: Entry) -> Compiled:
 @cache
 def _family(words: tuple[str, ...]) -> Callable[[Statement, Compiled], Run] | None:
     prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
-    return next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
+    make = next((FAMILIES[prefix] for prefix in prefixes if prefix in FAMILIES), None)
+    if make and not OPCODES.fullmatch(".".join(words)):
+        raise PtxError("no such modifiers")
+    return make
 
 
 def _arithmetic(instruction: Statement) -> Run:
@@ -62,8 +66,11 @@ def _arithmetic(instruction: Statement) -> Run:
     if known is None:
         raise PtxError("no such opcode")
     (register, bits), sources = result(instruction), instruction.operands[1:]
-    if len(sources) != len(known.sources):
-        raise PtxError(f"expected {len(known.sources)} operands behind the result, got {len(sources)}")
+    if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
+        raise PtxError(f"expected one result and {len(known.sources)} operands, got {len(instruction.operands)}")
+    kinds = zip(instruction.operands, (known.result, *known.sources), strict=True)
+    if any(isinstance(one, Register) and WORDS[one.bits].itemsize < kind.itemsize for one, kind in kinds):
+        raise PtxError("expected registers of the type's size")  # §9.4
     fetches = [fetch(source, dtype) for source, dtype in zip(sources, known.sources, strict=True)]
     read, function, word = registers_of(Vector(sources)), known.function, WORDS[bits]
     same = known.result.itemsize == word.itemsize  # else widened, as a signed number where it is one

@@ -144,7 +144,7 @@ class Stepper:
         """
         names, first = self._schedule.launch.entry.names, self._warp(WARPS * warpgroup, cta)
         of = first.cta.warps[first.number : first.number + WARPS]
-        places = [names.index(name) for name in registers]
+        places = [dict(zip(names, range(len(names)), strict=True))[name] for name in registers]
         return matrices.fragment_to_matrix(
             np.array([[warp.registers[place] for place in places] for warp in of]).view(np.float32)
         )

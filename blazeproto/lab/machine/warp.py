@@ -13,7 +13,7 @@ import numpy as np
 from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
-ALL = np.ones(LANES, np.bool_)
+ALL, NONE = np.ones(LANES, np.bool_), np.zeros(LANES, np.bool_)
 LANE = np.arange(LANES)
 POISON_OF = {bits: np.full(LANES, 0xFBFBFBFBFBFBFBFB >> (64 - bits), WORDS[bits]) for bits in (1, 16, 32, 64)}
 
@@ -62,7 +62,8 @@ class Warp:
         self.pc, self.clock, self.done = 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
-        self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too
+        self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
+        self.kinds: dict[int, object] = {}  # at a barrier of this kind, by their pc
         self.wait: Wait | None = None
         self.actor: Any = None  # races.py
 
@@ -103,14 +104,23 @@ class Warp:
             self._next_group()
         else:
             self.done = True
+            self.cta.ended += 1
 
-    def hold(self) -> bool:
+    def hold(self, kind: object = None) -> bool:
         """The running lanes wait where they are for the others of the warp: whether there are some that can go on."""
         if not self.others:
             return False
+        self.kinds[self.pc] = kind
         self.held.append((self.pc, self.mask()))
         self._next_group()
         return True
+
+    def meet(self, kind: object) -> np.ndarray:
+        """Lanes that were held at such a barrier elsewhere in the text; they go on behind it."""
+        here = [(pc + 1, lanes) for pc, lanes in self.held if self.kinds[pc] == kind]
+        self.held = [group for group in self.held if self.kinds[group[0]] != kind]
+        self.others = sorted(self.others + here, key=lambda group: -group[0])
+        return np.logical_or.reduce([lanes for _, lanes in here]) if here else NONE
 
     def _regroup(self) -> None:
         if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):

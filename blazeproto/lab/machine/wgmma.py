@@ -23,10 +23,20 @@ DEPTH = 16  # K of one wgmma
 
 
 class Multiplication(Transaction):
-    """One wgmma of a warpgroup. issued: of each warp its accumulators' first values, or None where D = A B + D goes on."""
+    """One wgmma of a warpgroup. given: its descriptors and scale-d.
 
-    def __init__(self, warp: Warp, step: Compiled, group: "Warpgroup", run: "Callable[[Multiplication], None]") -> None:
-        self.issued: dict[int, np.ndarray | None] = {}
+    issued: of each warp its accumulators' first values, or None where D = A B + D goes on.
+    """
+
+    def __init__(
+        self,
+        warp: Warp,
+        step: Compiled,
+        group: "Warpgroup",
+        run: "Callable[[Multiplication], None]",
+        given: tuple[int, ...],
+    ) -> None:
+        self.issued, self.given = dict[int, np.ndarray | None](), given
         super().__init__(warp, step, [lambda: run(self)], (group,), group.queue)
 
     def ready(self) -> bool:
@@ -95,16 +105,17 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
 def _multiply(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory"""
     shape = re.fullmatch(rf"m64n(\d+)k{DEPTH}\.f32\.bf16\.bf16", ".".join(instruction.words[4:]))
-    if not shape:
-        raise PtxError("expected bf16 operands in shared memory and sums in fp32")
+    assert shape
     d, a, b, scale_d, *immediates = instruction.operands
     if not isinstance(d, Vector) or not all(isinstance(one, Immediate) for one in immediates):
         raise PtxError("expected accumulators, two descriptors, scale-d and four constants")
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
         raise PtxError("expected no negated operand")
-    registers, accumulate = registers_of(d), known(step, scale_d, BOOL)
-    descriptors, rows = [known(step, operand, UINT64) for operand in (a, b)], (64, int(shape[1]))
+    registers, rows = registers_of(d), (64, int(shape[1]))
+    if rows[1] % 8 or not 8 <= rows[1] <= 256 or len(registers) != rows[1] // 2 or len(transposed) != 2:
+        raise PtxError("expected n a multiple of 8 up to 256, n / 2 accumulators, and four constants")
+    uniform = [known(step, a, UINT64), known(step, b, UINT64), known(step, scale_d, BOOL)]
 
     def operand(warp: Warp, word: int, rows: int, transposed: int, product: Multiplication) -> np.ndarray:
         try:
@@ -132,11 +143,14 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         if running is not None:
             raise step.error(warp, "expected all 32 lanes", running.argmin())
         group, mine = _of(warp)
-        given, adds = [int(get(warp, LANE)[0]) for get in descriptors], bool(accumulate(warp, LANE)[0])
+        lanes = [get(warp, LANE) for get in uniform]
+        *given, adds = (int(values[0]) for values in lanes)
         number, going_on = group.made[mine], registers[0] in warp.in_flight
         if number == len(group.products):
-            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given)))
+            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given), (*given, adds)))
         product = group.products[number]
+        if product.given != (*given, adds) or any((values != values[0]).any() for values in lanes):
+            raise step.error(warp, "descriptors or a scale-d that differ between threads of a warpgroup")
         if product.step is not step:
             line = product.step.instruction.line
             raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
