@@ -84,7 +84,9 @@ class Machine:
         boxes: Mapping[int, tuple[Any, int]],
         cluster: int,
     ) -> None:
-        """See `blazeproto.runtime.target.Target`. Raises what `run` raises."""
+        """See `blazeproto.runtime.target.Target`. Raises what `run` raises; ValueError for a grid of no CTAs, which CUDA refuses."""
+        if 0 in grid:
+            raise ValueError(f"grid: expected at least one CTA, got {grid}")
         text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
         program = self.programs[text] = self.programs.get(text) or Program.read(text)
         entry = getattr(kernel, "entry", None)
