@@ -84,7 +84,7 @@ class Machine:
         boxes: Mapping[int, tuple[Any, int]],
         cluster: int,
     ) -> None:
-        """See `blazeproto.runtime.target.Target`. Raises what `run` raises; ValueError for a grid of no CTAs, which CUDA refuses."""
+        """See `blazeproto.runtime.target.Target`. Raises what `run` raises; ValueError for a grid of no CTAs, as CUDA does."""
         if 0 in grid:
             raise ValueError(f"grid: expected at least one CTA, got {grid}")
         text = kernel.ptx(lineinfo=True) if callable(kernel.ptx) else kernel.ptx
