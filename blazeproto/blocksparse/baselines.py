@@ -59,9 +59,7 @@ class PlainMoE(MoE):
         sizes: dict[str, Any] = {"num_experts": num_experts, "options": options}
         check_experts(x, (up_proj,), down_proj, up_bias, down_bias, None, None, **sizes)
         check_choice(x, scores, experts, None, pair_tokens, token_offsets, **sizes)
-        if x.dtype != torch.float64:  # which autocast leaves alone
-            x = cast(x, autocast_dtype(x.device.type) or x.dtype)
-        scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        x, scores = as_experts_see(x, scores)
         if pair_tokens is None:
             pair_tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(experts.shape[1])
         weights = [w if w is None else cast(w, x.dtype) for w in (up_proj, up_bias, down_proj, down_bias)]
@@ -207,6 +205,13 @@ class SequentialMoE(PlainMoE):
             y = expert_mlp(rows, [w if w is None else w[expert] for w in weights], self.activation)
             out.index_add_(0, tokens[pairs], scores[pairs, None] * y)
         return out
+
+
+def as_experts_see(x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """x in autocast's dtype where it is enabled, and scores in float32; float64 stays float64, which autocast leaves alone."""
+    if x.dtype == torch.float64:
+        return x, cast(scores, torch.float64)
+    return cast(x, autocast_dtype(x.device.type) or x.dtype), cast(scores, torch.float32)
 
 
 def expert_mlp(x: Tensor, weights: Weights, activation: str) -> Tensor:

@@ -26,9 +26,9 @@ from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.hopper_backend import _ready as ready
-from blazeproto.autograd.operators import autocast_dtype, cast
+from blazeproto.autograd.operators import cast
 from blazeproto.autograd.options import Options
-from blazeproto.blocksparse.baselines import PlainMoE
+from blazeproto.blocksparse.baselines import PlainMoE, as_experts_see
 from blazeproto.blocksparse.build import topology_of
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
 from blazeproto.blocksparse.topology import Padding, Topology
@@ -116,9 +116,7 @@ class dMoE(PlainMoE):
         # Experts that differ in width are one of all hidden units.
         check_experts(x, (up_proj[None],), down_proj.mT[None], None, None, None, None, num_experts=1, options=options)
         check_choice(x, scores, experts, None, pair_tokens, token_offsets, num_experts=num_experts, options=options)
-        if x.dtype != torch.float64:  # which autocast leaves alone
-            x = cast(x, autocast_dtype(x.device.type) or x.dtype)
-        scores = cast(scores, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        x, scores = as_experts_see(x, scores)
         up_proj, down_proj = cast(up_proj, x.dtype), cast(down_proj, x.dtype)
         runs = self.runs_on(x.dtype)
         if runs.startswith("nothing"):
@@ -150,7 +148,7 @@ class dMoE(PlainMoE):
 
 
 def _flattened(module: dMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint's weights of `blazeproto.MoE` as dMoE has them.  Those of other experts stay, so that torch refuses them."""
+    """A checkpoint's weights of `blazeproto.MoE` as dMoE has them. Those of other experts stay, so that torch refuses them."""
     sizes = (module.num_experts, module.up_proj_weight.shape[0] // module.num_experts, module.d_model)
     up, down = (f"{prefix}{name}" for name in (module.up_name, "down_proj"))
     if len(set(module.widths)) > 1:

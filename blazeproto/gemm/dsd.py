@@ -120,7 +120,7 @@ def _launch(
     values, out = given.views["values"], given.views["product"]
     columns, lines = given.sizes["m"], given.sizes["columns" if transpose_s else "rows"] - 1
     if columns and lines:
-        variant = Variant(transposed=transpose_s, gather=not mn_major, fused=transpose_out)
+        variant = Variant(transposed=transpose_s, dense_transposed=not mn_major, out_transposed=transpose_out)
         config = config or tiles(columns)
         made = _plan(dense.shape, out.shape, values.shape[0], variant, config, product.build_of(name), device)
         offsets = "column_offsets" if transpose_s else "row_offsets"
@@ -137,8 +137,12 @@ def tiles(columns: int) -> TileConfig:
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: transposed: of S; gather: the dense matrix lies transposed; fused: the output does."""
-    macros = {"S_TRANSPOSED": variant.transposed, "B_MN": not variant.gather, "OUT_TRANSPOSED": variant.fused}
+    """variant: transposed (S), dense_transposed, out_transposed."""
+    macros = {
+        "S_TRANSPOSED": variant.transposed,
+        "B_MN": not variant.dense_transposed,
+        "OUT_TRANSPOSED": variant.out_transposed,
+    }
     return tiled_kernel("dsd.cu", "dsd", config or TileConfig(), build, widths=WIDTHS, GATHER=False, **macros)
 
 
@@ -152,10 +156,15 @@ def _plan(
     build: Build,
     device: int,
 ) -> Plan:
-    columns, lines = (out if variant.fused else out[::-1])[0], (out[1] if variant.fused else out[0]) // BLOCK
+    columns, lines = (
+        (out if variant.out_transposed else out[::-1])[0],
+        (out[1] if variant.out_transposed else out[0]) // BLOCK,
+    )
     maps = (
         values_box(count, (SLAB, BK) if variant.transposed else (BK, BLOCK)),
-        dense_box(tuple(max(size, 1) for size in dense[::-1]), (BK, config.tile_n) if variant.gather else (SLAB, BK)),
+        dense_box(
+            tuple(max(size, 1) for size in dense[::-1]), (BK, config.tile_n) if variant.dense_transposed else (SLAB, BK)
+        ),
         dense_box(out[::-1], (SLAB, SLAB)),
     )
     grid = min(num_sms(device), lines * -(-columns // config.tile_n))
@@ -163,17 +172,19 @@ def _plan(
 
 
 def _kernels(transposed_out: bool) -> list[Kernel]:
-    of_output = variants(transposed=BOTH, gather=BOTH, fused=[transposed_out])
+    of_output = variants(transposed=BOTH, dense_transposed=BOTH, out_transposed=[transposed_out])
     return [kernel(TileConfig(tile_n=width), variant) for width, variant in every(WIDTHS, of_output)]
 
 
-DSD = Product("dsd", dsd, _DSD, kernels=lambda: _kernels(False), kernel=kernel, options=("transposed", "gather"))
+DSD = Product(
+    "dsd", dsd, _DSD, kernels=lambda: _kernels(False), kernel=kernel, options=("transposed", "dense_transposed")
+)
 DDS = Product(
     "dds",
     dds,
     _DDS,
     kernels=lambda: _kernels(True),
     kernel=kernel,
-    variant=Variant(fused=True),
-    options=("transposed", "gather"),
+    variant=Variant(out_transposed=True),
+    options=("transposed", "dense_transposed"),
 )

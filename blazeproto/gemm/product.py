@@ -41,6 +41,7 @@ class Variant(NamedTuple):
     gather: rows are fetched by index.  transposed: weights (E, reduction, columns); a weight gradient: dW_up.
     bias: added.  activation: a name of `blazeproto.activations`.  rank: of low-rank factors, a multiple of 8, or 0.
     fused: a token's experts are summed in the product.  f32: into fp32.  scores: rows are weighed.
+    dense_transposed, out_transposed: how a block-sparse product's dense operand and its output lie.
     inputs, outputs: what the operands are made of, and what is stored.
     """
 
@@ -52,6 +53,8 @@ class Variant(NamedTuple):
     fused: bool = False
     f32: bool = False
     scores: bool = False
+    dense_transposed: bool = False
+    out_transposed: bool = False
     inputs: Element = BF16
     outputs: Element = BF16
 

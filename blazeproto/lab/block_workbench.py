@@ -104,8 +104,10 @@ class BlockWorkbench(Workbench):
         lies = self.options
         variants = {
             "sdd": lambda: Variant(transposed=lies["transpose_b"]),
-            "dsd": lambda: Variant(transposed=self.of_columns, gather=lies["transpose_b"]),
-            "dds": lambda: Variant(transposed=self.of_columns, gather=not lies["transpose_a"], fused=True),
+            "dsd": lambda: Variant(transposed=self.of_columns, dense_transposed=lies["transpose_b"]),
+            "dds": lambda: Variant(
+                transposed=self.of_columns, dense_transposed=not lies["transpose_a"], out_transposed=True
+            ),
         }
         assert self.entry.kernel is not None
         return [self.entry.kernel(self._tiles, variants[self.entry.name](), build)]

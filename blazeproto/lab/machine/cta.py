@@ -56,7 +56,7 @@ class Cluster:
         self.phases: dict[int, Named] = {}  # of that barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
-        launch.races.begin(self)
+        launch.races.begin(self.warps)
 
 
 class Cta:

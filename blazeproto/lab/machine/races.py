@@ -25,7 +25,6 @@ from blazeproto.lab.machine.memory import Block
 if TYPE_CHECKING:
     from blazeproto.lab.machine.asynchronous import Transaction
     from blazeproto.lab.machine.barriers import Mbarrier
-    from blazeproto.lab.machine.cta import Cluster
     from blazeproto.lab.machine.warp import Compiled, Warp
 
 Clocks = np.ndarray  # (2, actors): the epochs that ended, and those that the async proxy sees
@@ -97,16 +96,16 @@ class Races:
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
         self.size = 0  # of clocks
 
-    def begin(self, cluster: Cluster) -> None:
-        """Another cluster runs from now on."""
+    def begin(self, warps: list[Warp]) -> None:
+        """Another cluster runs from now on, of these warps."""
         self.earlier = max(self.epochs.values(), default=0)
         self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
         self.actors: dict[Any, int] = {"nobody": 0}
-        self.size = max(self.size, 64 + 8 * len(cluster.warps))
+        self.size = max(self.size, 64 + 8 * len(warps))
         self.epochs = defaultdict(lambda: self.earlier)
         self.generic = np.zeros(self.size, np.bool_)  # actors that are threads, or act as threads do
-        self.clocks: dict[Warp, Clocks] = {warp: np.zeros((2, self.size), np.int32) for warp in cluster.warps}
-        for warp in cluster.warps:
+        self.clocks: dict[Warp, Clocks] = {warp: np.zeros((2, self.size), np.int32) for warp in warps}
+        for warp in warps:
             warp.actor = self._actor(warp, generic=True)
             self._tick(warp)
 
