@@ -24,10 +24,11 @@ from blazeproto.gemm.blocks import (
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Plan, dense_box, num_sms
 from blazeproto.gemm.product import BOTH, PACKAGE, PLAIN, SHAPES, Build, Product, Variant, tiled_kernel, variants
-from blazeproto.gemm.tiles import BK, SLAB, TileConfig, tiles_for
+from blazeproto.gemm.tiles import BK, SLAB, WORTH_NARROWING, TileConfig
 from blazeproto.runtime import driver
 
 WIDTHS = (256, 192)
+CTAS = 132  # of a round, on an H100 or H200; a constant, so that tiles don't depend on the device
 
 
 def formula_dsd(m: Blocks, values: Any, b: Any, *, transpose_s: bool, transpose_b: bool) -> Any:
@@ -121,7 +122,7 @@ def _launch(
     columns, lines = given.sizes["m"], given.sizes["columns" if transpose_s else "rows"] - 1
     if columns and lines:
         variant = Variant(transposed=transpose_s, dense_transposed=not mn_major, out_transposed=transpose_out)
-        config = config or tiles(columns)
+        config = config or tiles(columns, lines)
         made = _plan(dense.shape, out.shape, values.shape[0], variant, config, product.build_of(name), device)
         offsets = "column_offsets" if transpose_s else "row_offsets"
         indices = ("row_indices", "column_indices", offsets, "block_offsets_t", "tiles", "tile_count")
@@ -131,9 +132,17 @@ def _launch(
     return given.arrays["product"]
 
 
-def tiles(columns: int) -> TileConfig:
-    """Those for so many columns of the dense matrix."""
-    return tiles_for("down_forward", columns)
+def tiles(columns: int, lines: int) -> TileConfig:
+    """Those for so many columns of the dense matrix and so many lines of blocks: narrow ones where CTAs are done earlier so.
+
+    With lines of one length, a CTA computes a tile's columns in each round.
+    """
+
+    def columns_of_a_cta(width: int) -> int:
+        return -(-lines * -(-columns // width) // CTAS) * width
+
+    wide, narrow = map(columns_of_a_cta, WIDTHS)
+    return TileConfig(tile_n=WIDTHS[1] if narrow <= wide * (1 - WORTH_NARROWING) else WIDTHS[0])
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:

@@ -98,7 +98,9 @@ class BlockWorkbench(Workbench):
 
     @property
     def _tiles(self) -> TileConfig:
-        return self.config or (TileConfig() if self.part == "block" else tiles(self.m))
+        return self.config or (
+            TileConfig() if self.part == "block" else tiles(self.m, self.mask.shape[self.of_columns])
+        )
 
     def _kernels(self, build: Build) -> list[Kernel]:
         lies = self.options

@@ -182,7 +182,7 @@ def source_hash() -> str:
 def installed_versions() -> list[str]:
     names = (
         "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings",
-        "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "scattermoe", "megablocks",
+        "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "scattermoe", "megablocks", "stanford-stk",
         "transformers", "peft",
     )  # fmt: skip
     versions = []

@@ -33,6 +33,9 @@ NAMES = {
     "quack-kernels": "QuACK",
     "transformers": "transformers",
     "peft": "peft",
+    "megablocks": "MegaBlocks",
+    "stanford-stk": "stk",
+    "triton": "Triton",
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
 from scripts.bench.markdown import (
     LABELS,
@@ -312,6 +313,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "rounding_layers": ("rounding", rounding_layers_table),
     "integrations": ("integrations", integrations_table),
     "lora": ("lora", lora_table),
+    "block_products": ("blocksparse", block_products_table),
+    "block_layers": ("blocksparse", block_layers_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
 }
@@ -360,6 +363,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "layer_claim": ("layer", layer_claim),
     "many_tokens": ("layer", many_tokens),
     "gather_cost": ("products", gather_cost),
+    "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
 }
 

@@ -67,7 +67,7 @@ _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec(
 _PARALLEL = (
     " -n 10 --dist loadgroup" if importlib.util.find_spec("xdist") else ""
 )  # most of a test is compiling and its oracle
-_PYTEST = f"python -m pytest -q --no-header --tb=short -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
+_PYTEST = f"python -m pytest -q --no-header --tb=short --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
 STEPS = {
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 5, f"{_PYTEST} -m gpu", 9),

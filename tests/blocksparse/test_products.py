@@ -13,6 +13,7 @@ from blazeproto import gemm
 from blazeproto.blocksparse import Topology
 from blazeproto.gemm import TWINS, TileConfig
 from blazeproto.gemm.blocks import BLOCK
+from blazeproto.gemm.dsd import tiles
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.block_oracle import evaluate, make_block_case, run_kernels
 from blazeproto.lab.machine import Machine
@@ -91,6 +92,26 @@ def test_what_lies_behind_the_blocks_is_left() -> None:
         with launches_on(Machine()):
             made = from_bfloat16_bits(function(*map(bits, given), wider, **options))
         np.testing.assert_array_equal(made[: len(right)], from_bfloat16_bits(bits(right)), name)
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "width"),
+    [
+        (
+            768,
+            192,
+            192,
+        ),  # 576 tiles of 256 columns take five rounds of 132, 768 of 192 take six: 1280 columns a CTA, and 1152
+        (768, 256, 256),  # six rounds of 256, or eight of 192: the same
+        (512, 128, 256),
+        (1024, 64, 256),
+        (2880, 4096, 192),  # columns that no tile of 256 divides
+        (192, 1, 192),
+        (256, 132, 256),
+    ],
+)
+def test_the_width_with_which_the_last_cta_is_done_first(columns: int, lines: int, width: int) -> None:
+    assert tiles(columns, lines).tile_n == width
 
 
 SHAPES = {

@@ -37,7 +37,7 @@ class LayerInputs:
     """What every program starts from. x, the weights and the scores are leaves that require gradients."""
 
     x: torch.Tensor  # (T, d) bf16
-    gate_up_proj: torch.Tensor  # (E, 2n, d) bf16, gate rows then up rows
+    gate_up_proj: torch.Tensor  # (E, h, d) bf16, gate rows then up rows, or the n of an expert without a gate
     down_proj: torch.Tensor  # (E, d, n) bf16
     scores: torch.Tensor  # (T, K) fp32, a softmax over the K chosen
     experts: torch.Tensor  # (T, K) int32, distinct in a row
@@ -91,7 +91,7 @@ def make_inputs(shape: Sizes, routing: str = "uniform", seed: int = 0, device: s
     scores = torch.randn(shape.T, shape.K, device=device, generator=generator).softmax(dim=1)
     inputs = LayerInputs(
         x=normal(shape.T, shape.d),
-        gate_up_proj=normal(shape.E, 2 * shape.n, shape.d, scale=shape.d**-0.5),
+        gate_up_proj=normal(shape.E, shape.h, shape.d, scale=shape.d**-0.5),
         down_proj=normal(shape.E, shape.d, shape.n, scale=shape.n**-0.5),
         scores=scores,
         experts=route(shape, routing, device, generator),

@@ -14,7 +14,7 @@ from scripts.bench.peers import LayerInputs, Program
 
 def build(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") -> Program:
     """The dispatch, the topologies and the padding are made in every forward."""
-    up = inputs.gate_up_proj.detach()[:, : shape.h].flatten(0, 1).contiguous().requires_grad_()
+    up = inputs.gate_up_proj.detach().flatten(0, 1).contiguous().requires_grad_()
     down = inputs.down_proj.detach().mT.flatten(0, 1).contiguous().requires_grad_()
     halves = activation_named(activation).halves
 

@@ -8,7 +8,7 @@ import torch
 
 from blazeproto.blocksparse import DroppingMoE
 from blazeproto.gemm import Sizes
-from scripts.bench.peers import LayerInputs, Program
+from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
 def build(
@@ -18,12 +18,10 @@ def build(
     sizes = (shape.d, shape.n, shape.E, shape.K)
     with torch.device("meta"):
         layer = DroppingMoE(*sizes, activation=activation, capacity_factor=capacity_factor)
-    up = inputs.gate_up_proj.detach()[:, : shape.h].contiguous().requires_grad_()
     names: Any = {"num_experts": shape.E, "up_bias": None, "down_bias": None, "options": layer.options}
     names |= {"pair_tokens": None, "token_offsets": None}
 
     def forward() -> torch.Tensor:
-        return layer._experts(inputs.x, up, inputs.down_proj, inputs.scores, inputs.experts, **names)
+        return layer._experts(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores, inputs.experts, **names)
 
-    leaves = (inputs.x, up, inputs.down_proj, inputs.scores)
-    return Program(forward, leaves, inputs.grad_output, (up, inputs.down_proj), computes_layer=capacity_factor is None)
+    return layer_program(inputs, forward, computes_layer=capacity_factor is None)

@@ -9,7 +9,8 @@ from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program
 
 
-def build(shape: Sizes, inputs: LayerInputs) -> Program:
+def build(shape: Sizes, inputs: LayerInputs, activation: str = "swiglu") -> Program:
+    """activation: swiglu or gelu."""
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
 
@@ -18,21 +19,22 @@ def build(shape: Sizes, inputs: LayerInputs) -> Program:
         ffn_hidden_size=shape.n,
         moe_num_experts=shape.E,
         moe_top_k=shape.K,
-        mlp_type="glu",
+        mlp_type="glu" if activation == "swiglu" else "mlp",
         mlp_impl="sparse",
-        activation_fn=F.silu,
+        activation_fn={"swiglu": F.silu, "gelu": F.gelu}[activation],
         bias=False,
         fp16=False,
         bf16=True,
         device=inputs.x.device,
     )
     layer = ParallelDroplessMLP(arguments)
-    gate, up = inputs.gate_up_proj.detach().chunk(2, dim=1)  # its weights are (E * n, d), one matrix for each role
+    names = ("w1", "v1") if activation == "swiglu" else ("w1",)  # (E * n, d), one matrix for each role
+    matrices = dict(zip(names, inputs.gate_up_proj.detach().chunk(len(names), dim=1), strict=True))
+    matrices["w2"] = inputs.down_proj.detach().mT
+    weights = tuple(getattr(layer.mlp, name) for name in matrices)
     with torch.no_grad():
-        layer.mlp.w1.copy_(gate.reshape(-1, shape.d))
-        layer.mlp.v1.copy_(up.reshape(-1, shape.d))
-        layer.mlp.w2.copy_(inputs.down_proj.detach().transpose(1, 2).reshape(-1, shape.d))
-    weights = (layer.mlp.w1, layer.mlp.v1, layer.mlp.w2)
+        for weight, matrix in zip(weights, matrices.values(), strict=True):
+            weight.copy_(matrix.reshape(-1, shape.d))
 
     def forward() -> torch.Tensor:
         out: torch.Tensor = layer.sparse_forward_once(inputs.x, inputs.scores.to(inputs.x.dtype), inputs.experts)[0]

@@ -13,7 +13,7 @@ from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
 def build(shape: Sizes, inputs: LayerInputs, **options: Any) -> Program:
-    """`options` go to moe_mlp (save, combine, workspace_bytes)."""
+    """`options` go to moe_mlp (activation, save, combine, workspace_bytes)."""
     from blazeproto.autograd import moe_mlp
     from blazeproto.autograd.chunks import WHOLE
 
