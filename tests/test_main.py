@@ -304,7 +304,15 @@ def test_all_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert len(listed) == len(gemm.all_kernels())
     for entry in listed:
-        multiplies = entry["file"] in ("up.cu", "down_backward.cu", "linear.cu", "weight.cu", "sdd.cu", "dsd.cu", "logits.cu")
+        multiplies = entry["file"] in (
+            "up.cu",
+            "down_backward.cu",
+            "linear.cu",
+            "weight.cu",
+            "sdd.cu",
+            "dsd.cu",
+            "logits.cu",
+        )
         assert entry["ctas"] >= 1 and (entry["wgmma"] > 0) == multiplies
 
 

@@ -171,3 +171,13 @@ def test_kernels_against_moe_s(activation: str) -> None:
     its[2], its[3] = its[2].flatten(0, 1), its[3].mT.flatten(0, 1)
     for a, b in zip((made, *ours), (expected, *its), strict=True):
         assert (a - b).float().norm() < 0.02 * b.float().norm()
+
+
+def test_on_meta_there_are_shapes_alone() -> None:
+    with torch.device("meta"):
+        layer = dMoE(64, [128, 256, 128, 128], 4, 2)
+        x = torch.randn(2, 5, 64, requires_grad=True)
+        out, _ = layer(x)
+        out.sum().backward()
+    assert out.is_meta and out.shape == x.shape
+    assert x.grad is not None and all(parameter.grad is not None for parameter in layer.parameters())
