@@ -4,6 +4,7 @@
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --formulation dropping --capacity-factor 1.5
+    python -m scripts.train_lm --batch 128 --attention-tiles 8  # attention takes 16 sequences at a time, the experts all 128
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
     python -m scripts.train_lm --resume --steps 1000  # make the newest run that long, also where it has ended
     python -m scripts.train_lm --sample runs/cpu      # text by the best weights of a run's checkpoint
@@ -18,7 +19,8 @@ one process at a time may use, and which is never part of the text:
 
 Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
 losses are, on one device, those of a run that was never interrupted, to the bit. One that is made longer has from there on the
-learning rates of a run of so many steps: after its end they rise again. The exit code is 2 where an option, the text
+learning rates of a run of so many steps: after its end they rise again. One that is resumed with other --attention-tiles keeps
+them from there on, and its losses are the same but for the rounding of sums. The exit code is 2 where an option, the text
 or a checkpoint is refused, 1 where training fails, 130 where Ctrl-C leaves no checkpoint or no summary.
 """
 
@@ -57,6 +59,7 @@ from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY,
 from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
 SAMPLE_BYTES = 400
+RESUMED_WITH = {"steps", "data", "attention_tiles"}  # settings that may be others when a run goes on
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -176,8 +179,8 @@ class Trainer:
             raise CheckpointError(f"checkpoint: {path} was trained on another text than there is now")
         # A setting that came after the checkpoint has its default there.
         then, now = dataclasses.asdict(Config()) | state["config"], dataclasses.asdict(self.config)
-        # The text has been compared; where it lies may have changed, and a run may have been made longer.
-        differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - {"data", "steps"}
+        # The text has been compared; where it lies may have changed.
+        differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - RESUMED_WITH
         if differing:
             raise CheckpointError(f"checkpoint: {path} and {CONFIG} differ in {', '.join(sorted(differing))}")
         try:
@@ -192,7 +195,9 @@ class Trainer:
                 torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
-        self.step, self.seconds, self.saved_bytes = state["step"], state["seconds"], state["saved_bytes"]
+        self.step, self.seconds = state["step"], state["seconds"]
+        if then["attention_tiles"] == now["attention_tiles"]:  # else the next step counts them
+            self.saved_bytes = state["saved_bytes"]
         self.best = state["best"]
         self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
 
@@ -335,8 +340,9 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
         with run_folder.old_run(args.out, args.name, ended="steps" in given) as folder:
             trainer = Trainer(settings_of(folder, given), folder, device)
             trainer.load()
-            if "steps" in given:
+            if given.keys() & {"steps", "attention_tiles"}:
                 run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(trainer.config)], indent=2)
+            if "steps" in given:
                 (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
             yield trainer
         return
@@ -353,7 +359,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(folder: Path, given: dict[str, Any]) -> Config:
-    """What a run began with. Options that are given must say the same, but for more steps, and where the same text lies now."""
+    """What a run began with. Options that are given must say the same, but for those of RESUMED_WITH."""
     try:
         config = Config(**json.loads((folder / CONFIG).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -365,7 +371,7 @@ def settings_of(folder: Path, given: dict[str, Any]) -> Config:
             f"steps: expected at least {least}, as {folder} {ended} with {config.steps}, got {given['steps']}"
         )
     for name, value in given.items():
-        if value != getattr(config, name) and name not in ("data", "steps"):
+        if value != getattr(config, name) and name not in RESUMED_WITH:
             raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
     return dataclasses.replace(config, **given)
 
@@ -440,7 +446,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        code, line = 1, f"out of memory; try a smaller --batch, --context or model ({str(error).splitlines()[0]})"
+        hint = "try more --attention-tiles, a smaller --batch, --context or model"
+        code, line = 1, f"out of memory; {hint} ({str(error).splitlines()[0]})"
     except KeyboardInterrupt:
         code, line = 130, "interrupted"
     if trainer is not None and (trainer.folder / CHECKPOINT).exists():

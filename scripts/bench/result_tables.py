@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
 from scripts.bench.markdown import (
@@ -315,6 +316,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "lora": ("lora", lora_table),
     "block_products": ("blocksparse", block_products_table),
     "block_layers": ("blocksparse", block_layers_table),
+    "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
 }

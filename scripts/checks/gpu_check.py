@@ -94,6 +94,9 @@ STEPS = {
     "blocksparse": Step(
         "python -m scripts.bench.blocksparse --quick", 3, "python -m scripts.bench.blocksparse", 6, last_lines=60
     ),
+    "attention_tiles": Step(
+        "python -m scripts.bench.attention_tiles --quick", 2, "python -m scripts.bench.attention_tiles", 3
+    ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
     "products": Step(
         "python -m scripts.bench.products --quick",

@@ -8,6 +8,10 @@
 A block is x + attention(norm(x)), then x + experts(norm(x)): RMSNorm (Zhang and Sennrich 2019) before each, rotary
 positions (Su et al. 2021) on queries and keys that are normalised (Henry et al. 2020), no biases.
 
+With ``attention_tiles`` = G above 1 the sequences go through a block's attention in G tiles, one after the other, and each tile
+is computed again in backward: the activations inside attention are never those of more than one tile. The experts get all
+sequences at once (Batch Tiling on Attention, Soboleva 2025).
+
 The text: Python's own standard library, or any file or folder, as one tensor of bytes for training and one that is held
 out, and batches that are a function of the seed and the step.
 
@@ -19,13 +23,14 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blazeproto.runtime import checks
 from scripts.lm.run_folder import LOCK
@@ -68,6 +73,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.attention_tiles = config.attention_tiles
         self.attention_norm = nn.RMSNorm(config.d_model)
         self.attention = Attention(config.d_model, config.heads)
         self.moe_norm = nn.RMSNorm(config.d_model)
@@ -79,9 +85,30 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, ids: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        x = x + self.dropout(self.attend(x, rotation))  # one mask of the whole batch, for any number of tiles
         out, stats = self.moe(self.moe_norm(x), ids)  # hash routing alone looks at the bytes themselves
         return x + self.dropout(out), stats.aux_loss, stats.load
+
+    def attend(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """attention(norm(x)), in ``attention_tiles`` tiles of ceil(B / attention_tiles) sequences. x (B, T, d) -> (B, T, d).
+
+        A tile keeps its part of x alone, and is computed again when backward comes to it. Without gradients nothing is kept.
+        """
+
+        def attended(tile: Tensor) -> Tensor:
+            return self.attention(self.attention_norm(tile), rotation)
+
+        if self.attention_tiles == 1:
+            return attended(x)
+        tiles = x.split(-(-len(x) // self.attention_tiles))
+        if not torch.is_grad_enabled():
+            return torch.cat([attended(tile) for tile in tiles])
+        device = x.device.type
+        # Each tile casts the weights anew: the tiles' gradients of one cast, which autocast would keep, would be summed in bf16.
+        with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
+            # No random number is drawn there, so none has to be drawn again.
+            kept = partial(checkpoint, attended, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([kept(tile) for tile in tiles])
 
 
 class GPT(nn.Module):
@@ -114,10 +141,15 @@ class GPT(nn.Module):
             block.moe.down_proj.mul_(scale)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Output:
-        """ids (B, T) integers in [0, 256), T <= context; targets the same, or None for no loss."""
-        length = ids.shape[1]
+        """ids (B, T) integers in [0, 256), T <= context; targets the same, or None for no loss.
+
+        In training attention_tiles divides B. Otherwise, as in validation, B is any number, and the last tile may be smaller.
+        """
+        length, tiles = ids.shape[1], self.config.attention_tiles
         if length > self.config.context:
             raise ValueError(f"ids: expected at most context = {self.config.context} positions, got {length}")
+        if self.training and len(ids) % tiles:
+            raise ValueError(f"ids: expected a multiple of attention_tiles = {tiles} sequences, got {len(ids)}")
         rotation = torch.view_as_complex(self.rotations[:length].float())
         ids = ids.long()
         x = self.dropout(self.embedding(ids))
@@ -127,7 +159,7 @@ class GPT(nn.Module):
             x, aux_loss_of_block, load = block(x, ids, rotation)
             aux_loss = aux_loss + aux_loss_of_block
             loads.append(load)
-        logits = self.head(self.norm(x)).float()
+        logits = at_least_fp32(self.head(self.norm(x)))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
         return Output(logits, loss, aux_loss, torch.stack(loads))
 
@@ -176,9 +208,17 @@ def rotations(length: int, width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x (..., T, width), each pair of numbers turned by its position's angle; rotation (T, width / 2) complex -> fp32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    """x (..., T, width), each pair of numbers turned by its position's angle; rotation (T, width / 2) complex.
+
+    The result is in fp32, or float64 where x is.
+    """
+    pairs = torch.view_as_complex(at_least_fp32(x).unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotation).flatten(-2)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ---- text --------------------------------------------------------------------------------------------------------

@@ -103,6 +103,9 @@ class GPTConfig:
     )
     backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
+    attention_tiles: int = setting(
+        1, "parts of the batch that go through attention one after the other, computed again in backward", "[1, inf)"
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -140,6 +143,11 @@ class Config(GPTConfig):
     val_bytes: int = setting(1 << 15, "of held-out text that is validated on, spread over all of it", "[1, inf)")
     log_every: int = setting(10, "steps between lines of numbers", "[1, inf)")
     checkpoint_every: int = setting(280, "steps between checkpoints", "[1, inf)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch % self.attention_tiles:
+            raise ValueError(f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}")
 
 
 PRESETS = {

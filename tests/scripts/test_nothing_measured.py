@@ -15,6 +15,7 @@ from scripts.checks import gpu_check
 from scripts.lm import compare_routers
 
 NEED_A_GPU = {
+    "scripts.bench.attention_tiles": [],
     "scripts.bench.choices": [],
     "scripts.bench.dispatch": [],
     "scripts.bench.integrations": [],
@@ -65,6 +66,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         ("scripts.bench.router", ["--configs", "3"], "argument --configs: expected numbers from 1 to 2"),
         ("scripts.bench.products", ["--products", "up"], "argument --products: expected some of"),
         ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
+        ("scripts.bench.attention_tiles", ["--cpu", "--quick"], "--quick: expected none with --cpu, which is short"),
         ("scripts.bench.cpu", ["--tokens", "-1"], "argument --tokens: expected"),
         ("scripts.bench.plot_results", ["--results", "{tmp}"], "--results: expected a folder of results"),
         (
