@@ -29,7 +29,7 @@ _HOME_OF = {
     "build_dispatch": "dispatch",
 }
 _ROOMS = (
-    *("activations", "autograd", "blocksparse", "cost", "dispatch", "gemm", "integrations"),
+    *("activations", "autograd", "blocksparse", "cost", "dispatch", "distributed", "gemm", "integrations"),
     *("lab", "layer", "reference", "router", "runtime"),
 )
 

@@ -8,6 +8,7 @@
 import inspect
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from blazeproto.autograd.backends import backend_on, check_device, device_index,
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
+from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
@@ -73,6 +75,7 @@ class MoE(nn.Module, Shown):
     """
 
     _experts: Any = staticmethod(moe_mlp)  # a layer of another formulation has its own
+    dispatcher: Dispatcher | None = None  # to other ranks' experts; `blazeproto.distributed.expert_parallel` sets it
 
     if TYPE_CHECKING:
 
@@ -142,13 +145,9 @@ class MoE(nn.Module, Shown):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Each expert as nn.Linear starts: uniform within 1 / sqrt(fan in), biases too. The router is left as it is."""
-        up, down = self.up_proj_weight, self.down_proj
-        for parameter, fan_in in (
-            (up, self.d_model),
-            (getattr(self, f"{self.up_name}_bias"), self.d_model),
-            (down, self.d_expert),
-            (self.down_proj_bias, self.d_expert),
-        ):
+        up_bias, d, n = getattr(self, f"{self.up_name}_bias"), self.d_model, self.d_expert
+        weights = (self.up_proj_weight, up_bias, self.down_proj, self.down_proj_bias)
+        for parameter, fan_in in zip(weights, (d, d, n, n), strict=True):
             if parameter is not None:
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
 
@@ -178,7 +177,8 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
-        out = self._experts(
+        run = self._experts if self.dispatcher is None else partial(dispatched_mlp, self.dispatcher)
+        out = run(
             tokens,
             self.up_proj_weight,
             self.down_proj,
@@ -212,6 +212,8 @@ class MoE(nn.Module, Shown):
         on the torch backend there is nothing to do. The router's own kernels come with its first forward and backward.
         """
         integer("num_tokens", num_tokens, least=0)
+        if self.dispatcher is not None:
+            raise RuntimeError(f"prepare: expected a layer on one rank, got one with {self.dispatcher}")
         device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
         if self.backend == "torch" or missing_for_hopper(device, torch.bfloat16, *sizes) is not None:
             return
@@ -301,6 +303,7 @@ class MoE(nn.Module, Shown):
         """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
+        found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"activation={self.activation}{biases}, save={self.save}, backend={self.backend}{found}"

@@ -33,7 +33,7 @@ LEVELS = (  # nobody imports from a line below its own
     {"autograd", "reference"},
     {"router"},
     {"layer", "blocksparse"},
-    {"cost"},
+    {"cost", "distributed"},
     {"lab", "integrations"},
     {"doctor", "__main__"},
 )

@@ -2,6 +2,7 @@
 
 from blazeproto.autograd import flops as _flops  # noqa: F401 - registers formulas
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
+from blazeproto.autograd.dispatcher import Arrived, Dispatcher
 from blazeproto.autograd.grouped import grouped_experts
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.mlp import moe_mlp
@@ -9,6 +10,8 @@ from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
 
 __all__ = [
+    "Arrived",
+    "Dispatcher",
     "LowRank",
     "Options",
     "SavePolicy",

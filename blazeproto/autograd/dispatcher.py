@@ -1,0 +1,117 @@
+"""Experts on several ranks: what a layer asks of a *dispatcher*, which takes tokens to the ranks of their experts and back.
+
+    x, S, ids ──dispatch──> rows that arrived, their S and local ids ──moe_mlp──> a partial sum a row ──combine──> out
+
+Each rank computes its own experts by `moe_mlp`, on rows that came from all ranks: a row is a token there, whose other experts are
+not here. So `moe_mlp` is also what a program calls that moves rows itself, with an id outside [0, E) or a varying number of
+experts per row for what is not here; `grouped_experts` is that for rows sorted by expert.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd.checks import check_choice, check_experts
+from blazeproto.autograd.mlp import moe_mlp
+from blazeproto.autograd.operators import autocast_dtype, cast
+from blazeproto.autograd.options import Options
+from blazeproto.autograd.private import refuse_transforms
+
+
+class Arrived(NamedTuple):
+    """Rows that arrived at a rank, as `moe_mlp` takes tokens: R of them, with Q pairs, or K each."""
+
+    x: Tensor  # (R, d)
+    scores: Tensor  # (Q,) or (R, K), differentiable
+    topk_experts: Tensor  # (Q,) or (R, K) int32, from the rank's first expert; outside [0, E / ranks): not here
+    pair_tokens: Tensor | None  # (Q,) int32: the row of each pair; None with K pairs a row
+    token_offsets: Tensor | None  # (R + 1,) int32: where each row's pairs begin
+    route: Any  # the dispatcher's own: what `combine` needs to know of the way back
+
+
+class Dispatcher(Protocol):
+    """Takes tokens to the ranks of their experts, and partial sums back. ``MoE.dispatcher`` is one, or None on one rank.
+
+    All ranks call `dispatch` and `combine`, and run their backward, as often and in the same order, those without a token too.
+    Gradients travel the way back: of x and scores through `dispatch`, of the partial sums through `combine`. ValueError is raised
+    by `check` alone.
+    """
+
+    def check(self, options: Options) -> None:
+        """Raises ValueError that names an option of ``options`` which has no meaning here. Called before anything runs."""
+
+    def dispatch(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        topk_experts: Tensor,
+        pair_tokens: Tensor | None,
+        token_offsets: Tensor | None,
+    ) -> Arrived:
+        """Tokens go out: the arguments are `moe_mlp`'s, with ids of all ranks' experts, checked before.
+
+        x: (T, d) of the dtype that is computed in.  scores: (T, K) or (P,) float32, or float64 with x.
+        topk_experts: (T, K) or (P,), int32 or int64.  pair_tokens, token_offsets: (P,) and (T+1,) int32, or None.
+        """
+
+    def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
+        """Partial sums come back: partial (R, d), one of x's dtype for each row of ``arrived``, → (T, d), their sums by token."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def dispatched_mlp(
+    dispatcher: Dispatcher,
+    x: Tensor,
+    up_proj: Tensor,
+    down_proj: Tensor,
+    scores: Tensor,
+    topk_experts: Tensor,
+    *,
+    num_experts: int,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    options: Options,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+) -> Tensor:
+    """`moe_mlp` with ``num_experts`` experts of all ranks, of which the weights have this rank's: DTensors, or plain local ones.
+
+    Raises what `moe_mlp` raises, and what ``dispatcher.check`` does, before a token leaves.
+    """
+    dispatcher.check(options)
+    up_proj, down_proj, up_bias, down_bias = map(_local, (up_proj, down_proj, up_bias, down_bias))
+    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores))
+    own: dict[str, Any] = {"num_experts": len(down_proj), "options": options}
+    check_experts(x, (up_proj,), down_proj, up_bias, down_bias, None, None, **own)
+    choice = (topk_experts, None, pair_tokens, token_offsets)
+    check_choice(x, scores, *choice, num_experts=num_experts, options=options)
+    wide = x.dtype == torch.float64
+    if not wide:  # which autocast leaves alone everywhere
+        x = cast(x, autocast_dtype(x.device.type) or x.dtype)
+    scores = cast(scores, torch.float64 if wide else torch.float32)
+    arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
+    partial = moe_mlp(
+        arrived.x,
+        up_proj,
+        down_proj,
+        arrived.scores,
+        arrived.topk_experts,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        pair_tokens=arrived.pair_tokens,
+        token_offsets=arrived.token_offsets,
+        **own,
+    )
+    return dispatcher.combine(partial, arrived)
+
+
+def _local(weight: Any) -> Any:
+    """This rank's part of a weight. Over ranks that hold copies of it (data parallel), its gradients are summed."""
+    if not hasattr(weight, "placements"):
+        return weight
+    from torch.distributed.tensor import Partial
+
+    # To where it lies already: nothing moves, but backward takes the gradient there, and that is what sums it.
+    there = weight.redistribute(placements=weight.placements)
+    return there.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])

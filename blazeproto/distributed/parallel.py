@@ -1,0 +1,83 @@
+"""``expert_parallel``: the experts of a layer over ranks, E / P on each, as DTensors; router and shared expert on all."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from blazeproto.autograd import moe_mlp
+from blazeproto.autograd.dispatcher import Dispatcher
+from blazeproto.distributed.all_to_all import AllToAll
+from blazeproto.layer import MoE
+
+
+def expert_parallel(
+    moe: MoE, mesh_or_group: DeviceMesh | dist.ProcessGroup, *, dispatcher: Dispatcher | None = None
+) -> MoE:
+    """Leaves a layer E / P of its experts on each of P ranks, and gives it a dispatcher. MegaBlocks §5.3.
+
+    All ranks have built the same layer (the same seed, or the same checkpoint, or on "meta"): nothing is sent here. Each keeps
+    its slice of the experts' parameters, rank p from p E / P on, as a DTensor sharded over E. They are new parameters, so an
+    optimizer comes afterwards. Router and shared expert stay as they are.
+
+    An expert's gradient is that of the sum of the ranks' losses; it is never reduced over the ranks of ``ep``, for each has
+    other experts. The router's and the shared expert's gradients are of the rank's own tokens: DDP, FSDP or the caller reduces
+    them over all ranks.
+
+    Args:
+        moe: a `MoE`, before DDP and FSDP wrap it; changed, and returned.
+        mesh_or_group: a process group or a mesh of one dimension, ``ep``; or a mesh of two, ``(dp, ep)``: then experts are
+            copied along dp, and a backward sums their gradients over it. For ``fully_shard`` to do that, give ``mesh["ep"]``.
+        dispatcher: another one for these ranks; default: an `AllToAll`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came, and the layer is as
+            it was.
+    """
+    if not isinstance(moe, MoE):
+        raise TypeError(f"moe: expected a MoE, got {type(moe).__name__}")
+    if moe._experts is not moe_mlp:
+        raise TypeError(f"moe: expected a layer whose experts moe_mlp computes, got {type(moe).__name__}")
+    if moe.dispatcher is not None:
+        raise ValueError(f"moe: expected one without a dispatcher, got one with {moe.dispatcher}")
+    names = (moe.up_name, "down_proj", f"{moe.up_name}_bias", "down_proj_bias")
+    weights = {name: weight for name in names if (weight := getattr(moe, name)) is not None}
+    if any(isinstance(weight, DTensor) for weight in weights.values()):
+        raise ValueError("moe: expected plain parameters, before fully_shard, got DTensors")
+    mesh = _mesh(mesh_or_group, moe.down_proj.device.type)
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    if moe.num_experts % ranks:
+        raise ValueError(f"moe: expected num_experts to be a multiple of {ranks} ranks, got {moe.num_experts}")
+    dispatcher = AllToAll(group, moe.num_experts) if dispatcher is None else dispatcher
+    dispatcher.check(moe.options)
+    here = moe.num_experts // ranks
+    begin = group.rank() * here
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for name, weight in weights.items():
+        own = weight.detach()[begin : begin + here].clone()  # a copy, so that the other experts' memory is free
+        sharded = DTensor.from_local(own, mesh, placements, run_check=False)
+        setattr(moe, name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
+    moe.dispatcher = dispatcher
+    return moe
+
+
+def _mesh(mesh_or_group: object, device_type: str) -> DeviceMesh:
+    """A mesh whose last dimension is ``ep``. device_type: the layer's; one on "meta" goes to whatever device the mesh is of."""
+    if isinstance(mesh_or_group, dist.ProcessGroup):
+        if device_type == "meta":
+            device_type = "cuda" if dist.get_backend(mesh_or_group) == "nccl" else "cpu"
+        return DeviceMesh.from_group(mesh_or_group, device_type)
+    mesh = mesh_or_group
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in, got {type(mesh).__name__}"
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"mesh_or_group: expected a mesh of one dimension or (dp, ep), got {mesh.ndim} dimensions")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh_or_group: expected a mesh that this rank is in, got ranks {mesh.mesh.tolist()}")
+    if device_type not in (mesh.device_type, "meta"):
+        raise ValueError(f"mesh_or_group: expected one for {device_type}, where moe is, got one for {mesh.device_type}")
+    return mesh

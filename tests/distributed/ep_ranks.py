@@ -1,0 +1,341 @@
+"""Four processes that share a layer's experts, started by `test_expert_parallel.py`. Each function is a case; all ranks run all.
+
+What a rank has is compared with the same layer on one rank, which is given the batches of all ranks, one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from blazeproto import MoE, moe_mlp
+from blazeproto.distributed import AllToAll, clip_grad_norm_, expert_parallel
+from blazeproto.router.router import Routing
+
+RANKS, D, N, E = 4, 16, 8, 8
+TOKENS = (13, 0, 30, 8)  # of each rank
+
+
+class Given(nn.Module):
+    """A router whose choice ``ids`` (T, K) is given, with scores that depend on x and a weight."""
+
+    def __init__(self, top_k: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.ids = E, top_k, torch.empty(0)
+        self.weight = nn.Parameter(torch.randn(E, D, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Routing:
+        logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        load = torch.bincount(self.ids[self.ids >= 0].flatten(), minlength=E).int()
+        return Routing(wide.sigmoid().gather(1, self.ids.clamp(0)), self.ids.int(), wide, load, {})
+
+
+def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
+    """Distinct in a row. "one": all on rank 0 of four, and nowhere beyond its experts; "empty": none on the last rank."""
+    weights = {
+        "uniform": torch.ones(E),
+        "zipf": 1.0 / torch.arange(1, E + 1) ** 1.5,
+        "one": torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]),
+        "empty": torch.tensor([1.0, 1, 1, 1, 1, 1, 0, 0]),
+    }[kind]
+    most = int((weights > 0).sum())
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.full((num_tokens, top_k), -1)
+    if num_tokens:
+        chosen = torch.multinomial(weights.expand(num_tokens, E), min(top_k, most), generator=generator)
+        drawn[:, : chosen.shape[1]] = chosen
+    return drawn
+
+
+def batch(rank: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    x, d_out = (torch.randn(TOKENS[rank], D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x, d_out
+
+
+def build(seed: int = 1, **options: Any) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(D, N, E, **{"top_k": 3, "dtype": torch.float64, **options})
+
+
+def step(layer: nn.Module, rank: int, ids: Tensor | None = None, seed: int = 0, **given: Any) -> dict[str, Tensor]:
+    """Forward and backward of a rank's batch; its own results."""
+    x, d_out = batch(rank, seed=seed)
+    x.requires_grad_()
+    if ids is not None:
+        layer.router.ids = ids
+    out, stats = layer(x, **given)
+    (torch.sum(out * d_out) + stats.aux_loss).backward()
+    return {"out": out.detach(), "x": x.grad, "load": stats.load}
+
+
+def whole(gradient: Any) -> Tensor:
+    """A sharded one gathered, a plain one summed over ranks."""
+    if hasattr(gradient, "full_tensor"):
+        return gradient.full_tensor()
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    return gradient
+
+
+def assert_near(name: str, got: Any, expected: Any, least: float = 1e-12) -> None:
+    assert got.shape == expected.shape, f"{name}: {got.shape}, expected {expected.shape}"
+    error = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
+    assert error <= least * max(1.0, float(expected.abs().max()) if got.numel() else 0.0), f"{name}: {error}"
+
+
+def compare(rank: int, make: Callable[[], MoE], where: Any, ids: list[Tensor] | None = None, given: Any = None) -> None:
+    """Against one rank: out, x's gradient, loads, and the gradients of all parameters, summed over ranks."""
+    alone, own = make(), {}
+    for each in range(RANKS):
+        results = step(alone, each, ids and ids[each], **({} if given is None else given(each)))
+        own = results if each == rank else own
+    layer = expert_parallel(make(), where)
+    got = step(layer, rank, ids and ids[rank], **({} if given is None else given(rank)))
+    for name, value in got.items():
+        assert_near(name, value, own[name])
+    for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
+        assert (parameter.grad is None) == (right.grad is None), name
+        if right.grad is not None:
+            assert_near(name, whole(parameter.grad), right.grad)
+
+
+def choices_that_are_given(rank: int, folder: Path) -> None:
+    policies = ("minimal", "paper", "recompute")
+    cases = [(kind, top_k) for kind in ("uniform", "zipf", "one", "empty") for top_k in (1, 3, 6)]
+    for number, (kind, top_k) in enumerate(cases):
+        ids = [ids_of(kind, tokens, top_k, seed) for seed, tokens in enumerate(TOKENS)]
+        options = {
+            "save": policies[number % 3],
+            "bias": number % 2 == 0,
+            "combine": ("gather", "fused")[number // 3 % 2],
+        }
+
+        def make(options: Any = options, top_k: int = top_k) -> MoE:
+            torch.manual_seed(3)
+            return build(router=Given(top_k, torch.float64), top_k=top_k, **options)
+
+        compare(rank, make, dist.group.WORLD, ids)
+
+
+def routers(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    named: list[dict[str, Any]] = [
+        {"router": "top_k", "aux_loss": 0.01, "z_loss": 0.01, "d_shared": 8, "activation": "relu"},
+        {"router": "aux_free"},
+        {"router": "token_rounding", "tile": 4},
+        {"router": "expert_choice"},
+    ]
+    for options in named:
+        compare(rank, lambda options=options: build(**options), mesh)
+
+    def frozen() -> MoE:
+        layer = build()
+        layer.router.requires_grad_(False)
+        layer.down_proj.requires_grad_(False)
+        return layer
+
+    compare(rank, frozen, mesh)
+
+    def masked(each: int) -> dict[str, Tensor]:
+        return {"mask": torch.arange(TOKENS[each]) % 3 != 1}
+
+    compare(rank, build, mesh, given=masked)
+
+
+def copies_of_experts(rank: int, folder: Path) -> None:
+    """(dp, ep): experts on two ranks, two copies; their gradients are summed over the copies, in each of two micro-batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    compare(rank, build, mesh)
+    layer, alone = expert_parallel(build(), mesh), build()
+    for seed in (0, 1):
+        step(layer, rank, seed=seed)
+        for each in range(RANKS):
+            step(alone, each, seed=seed)
+    for name in ("gate_up_proj", "down_proj"):
+        assert_near(name, layer.get_parameter(name).grad.full_tensor(), alone.get_parameter(name).grad)
+
+
+def fsdp(rank: int, folder: Path) -> None:
+    """fully_shard reduces experts over dp and the router over all ranks; the factor 4 makes the mean of the ranks' losses."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    layer, alone = expert_parallel(build(), mesh["ep"]), build()
+    fully_shard(layer.router, mesh=init_device_mesh("cpu", (RANKS,)))
+    fully_shard(layer, mesh=mesh["dp"])
+    layer.set_gradient_divide_factor(RANKS)
+    got = step(layer, rank)
+    own = [step(alone, each) for each in range(RANKS)][rank]
+    assert_near("out", got["out"], own["out"])
+    assert_near("x", got["x"], own["x"])
+    for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
+        assert_near(name, parameter.grad.full_tensor(), right.grad / RANKS)
+
+
+def training(rank: int, folder: Path) -> None:
+    """An optimizer's step with clipped gradients; a checkpoint of two ranks on four ranks and on one."""
+    alone, layer = build(), expert_parallel(build(), dist.group.WORLD)
+    step(layer, rank)
+    for each in range(RANKS):
+        step(alone, each)
+    dist.all_reduce(layer.router.weight.grad)
+    right = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    assert_near("norm", clip_grad_norm_(layer.parameters(), 0.5), right)
+    for module in (layer, alone):
+        torch.optim.AdamW(module.parameters(), lr=1e-2).step()
+    for (name, parameter), expected in zip(layer.named_parameters(), alone.parameters(), strict=True):
+        made: Any = parameter.detach()
+        assert_near(name, made.full_tensor() if hasattr(made, "full_tensor") else made, expected.detach())
+
+    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+    pair = expert_parallel(build(seed=5), first if rank < 2 else second)
+    assert pair.down_proj.to_local().untyped_storage().nbytes() == 8 * E // 2 * D * N  # not all experts' memory
+    if rank < 2:
+        dcp.save(pair.state_dict(), checkpoint_id=folder / "two", process_group=first)
+    dist.barrier()
+    saved, fresh, plain = build(seed=5), expert_parallel(build(seed=6), dist.group.WORLD), build(seed=7)
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=folder / "two")
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.down_proj.full_tensor(), saved.down_proj)
+    assert torch.equal(fresh.gate_up_proj.full_tensor(), saved.gate_up_proj)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=folder / "two", no_dist=True)
+    assert all(torch.equal(t, saved.state_dict()[name]) for name, t in state.items())
+
+
+def bf16(rank: int, folder: Path) -> None:
+    """As near to the float64 oracle as plain bf16 with a rank's partial sums rounded, forward and backward; the same bits again.
+    Weights in bf16, and in float32."""
+    errors: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"out": [], "x": []}
+    for weights in (torch.bfloat16, torch.float32):
+        x, d_out = batch(rank, torch.bfloat16)
+        ids = ids_of("uniform", len(x), 6, seed=rank)
+
+        def make(weights: torch.dtype = weights) -> MoE:
+            torch.manual_seed(3)
+            return build(router=Given(6, torch.float32), top_k=6, dtype=weights).to(weights)
+
+        def run(layer: MoE, dtype: torch.dtype, x: Tensor = x, d_out: Tensor = d_out, ids: Tensor = ids) -> Any:
+            layer.zero_grad()
+            layer.router.ids, x = ids, x.detach().to(dtype).clone().requires_grad_()
+            scores = layer.router(x).scores.detach().requires_grad_()
+            layer.router.forward = lambda _: Routing(scores, ids.int(), scores, torch.zeros(E).int(), {})
+            out = layer(x)[0]
+            out.backward(d_out.to(dtype))
+            del layer.router.forward
+            return out.detach(), x.grad, scores.grad, layer.down_proj.grad, scores.detach()
+
+        layer = expert_parallel(make(), dist.group.WORLD)
+        *got, scores = run(layer, torch.bfloat16)
+        for a, b in zip(got, run(layer, torch.bfloat16), strict=False):
+            assert torch.equal(
+                a.to_local() if hasattr(a, "to_local") else a, b.to_local() if hasattr(b, "to_local") else b
+            )
+        assert got[3].dtype == weights and got[0].dtype == torch.bfloat16
+        alone, leaf, local = make(), x.clone().requires_grad_(), scores.clone().requires_grad_()
+        sums = [torch.zeros(x.shape), torch.zeros(x.shape)]
+        oracle_x, oracle_scores = x.detach().double().requires_grad_(), scores.double()
+        up, down = (t.detach().bfloat16() for t in (alone.gate_up_proj, alone.down_proj))
+        oracle = moe_mlp(oracle_x, up.double(), down.double(), oracle_scores, ids, num_experts=E)
+        oracle.backward(d_out.double())
+        for p in range(RANKS):
+            here = slice(2 * p, 2 * p + 2)
+            of_rank = torch.where((ids >= 2 * p) & (ids < 2 * p + 2), ids - 2 * p, -1)
+            made = moe_mlp(leaf, up[here].contiguous(), down[here].contiguous(), local, of_rank, num_experts=2)
+            sums[0] += made.detach().float()
+            sums[1] += torch.autograd.grad(made, leaf, d_out, retain_graph=True)[0].float()
+        for place, (name, right) in enumerate((("out", oracle.detach()), ("x", oracle_x.grad))):
+            errors[name].append((got[place].double() - right, sums[place].bfloat16().double() - right, right))
+    for name, found in errors.items():
+        ours, plain, right = (torch.cat(each) for each in zip(*found, strict=True))
+        if len(right):
+            assert ours.norm() / right.norm() <= 1.1 * plain.norm() / right.norm(), name
+            assert ours.abs().max() <= 3 * plain.abs().max() and ours.norm(dim=1).max() <= 3 * plain.norm(dim=1).max()
+
+
+def bits_of_a_token(rank: int, folder: Path) -> None:
+    """The same, whatever the other tokens of its own and of other ranks are; a router's pairs of experts in any order."""
+    dispatcher, top_k, kept = AllToAll(dist.group.WORLD, E), 5, 3
+    results = []
+    for seed, more in ((0, 0), (1, 0), (2, 17)):
+        generator = torch.Generator().manual_seed(50 * seed + rank)
+        x = torch.randn(TOKENS[rank] + more, D, generator=generator).bfloat16()
+        scores = torch.rand(len(x), top_k, generator=generator)
+        ids = ids_of("uniform", len(x), top_k, 10 * seed + rank).int()
+        own = torch.Generator().manual_seed(rank)
+        at = slice(0, min(kept, TOKENS[rank]))
+        x[at] = torch.randn(kept, D, generator=own).bfloat16()[at]
+        scores[at] = torch.rand(kept, top_k, generator=own)[at]
+        ids[at] = ids_of("uniform", kept, top_k, rank).int()[at]
+        x.requires_grad_(), scores.requires_grad_()
+        arrived = dispatcher.dispatch(x, scores, ids, None, None)
+        weight = torch.zeros(len(arrived.x)).index_add(
+            0, arrived.pair_tokens.long(), arrived.scores * (1 + arrived.topk_experts)
+        )
+        assert arrived.token_offsets[-1] == len(arrived.scores) and arrived.token_offsets.diff().ge(1).all()
+        out = dispatcher.combine((weight[:, None] * arrived.x.float()).bfloat16(), arrived)
+        (out.float() * torch.arange(D)).sum().backward()
+        results.append([t.detach()[at] for t in (out, x.grad, scores.grad)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def a_row_goes_once_to_a_rank(rank: int, folder: Path) -> None:
+    x, ids = batch(rank)[0], ids_of("uniform", TOKENS[rank], 6, rank)
+    arrived = AllToAll(dist.group.WORLD, E).dispatch(x, torch.rand(ids.shape), ids, None, None)
+    goes = [[((ids // 2 == p).any(1)).sum().item(), (ids // 2 == p).sum().item()] for p in range(RANKS)]
+    counts: list[Any] = [None] * RANKS
+    dist.all_gather_object(counts, goes)
+    rows, pairs = torch.tensor(counts)[:, rank].sum(0).tolist()
+    assert (len(arrived.x), len(arrived.scores)) == (rows, pairs)
+
+
+def refusals(rank: int, folder: Path) -> None:
+    three = dist.new_group([0, 1, 2])
+    mesh = init_device_mesh("cpu", (2, 2))
+    if rank < 3:
+        with pytest.raises(ValueError, match="moe: expected num_experts to be a multiple of 3 ranks, got 8"):
+            expert_parallel(build(), three)
+        with pytest.raises(ValueError, match="num_experts: expected a multiple of the group's 3 ranks, got 8"):
+            AllToAll(three, E)
+    with pytest.raises(TypeError, match="mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in"):
+        expert_parallel(build(), three if rank == 3 else None)
+    layer = build()
+    fully_shard(layer, mesh=init_device_mesh("cpu", (RANKS,)))
+    with pytest.raises(ValueError, match="moe: expected plain parameters, before fully_shard"):
+        expert_parallel(layer, mesh)
+
+
+CASES = (
+    choices_that_are_given,
+    routers,
+    copies_of_experts,
+    fsdp,
+    training,
+    bf16,
+    bits_of_a_token,
+    a_row_goes_once_to_a_rank,
+    refusals,
+)
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    for case in CASES:
+        case(rank, folder)
+        dist.barrier()
+    os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive
