@@ -11,13 +11,23 @@ from typing import NamedTuple
 import numpy as np
 
 from blazeproto.lab.machine import floats
-from blazeproto.lab.machine.floats import F16, F32, F64, MODES, Function, Maker
-from blazeproto.lab.machine.floats import approximating, choose, finished, odd_sum, rounded, rounding
+from blazeproto.lab.machine.floats import (
+    F16,
+    F32,
+    F64,
+    MODES,
+    Function,
+    Maker,
+    approximating,
+    choose,
+    finished,
+    odd_sum,
+    rounded,
+    rounding,
+)
 from blazeproto.lab.machine.integers import FAMILIES, INTEGERS, Family, same, wider
 
-BOOL: np.dtype = np.dtype(np.bool_)
-U16: np.dtype = np.dtype(np.uint16)
-U32: np.dtype = np.dtype(np.uint32)
+BOOL, U16, U32 = map(np.dtype, ("?", "u2", "u4"))
 
 
 class Operation(NamedTuple):

@@ -77,7 +77,6 @@ class Cta:
         self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
             lambda: [[]]
         )  # by warp and kind, the last one open
-        self.copies: dict[Warp, list[Transaction]] = defaultdict(list)
         self.warpgroups: dict[int, Warpgroup] = defaultdict(Warpgroup)
         begins = range(0, self.threads, LANES)
         self.warps = [Warp(self, n, self.threads - begin, launch.entry.widths) for n, begin in enumerate(begins)]
@@ -86,10 +85,6 @@ class Cta:
         """tid.x, tid.y, tid.z of a warp's lanes."""
         thread, (x, y, _) = np.arange(LANES * warp, LANES * (warp + 1)), self.launch.block
         return thread % x, thread // x % y, thread // (x * y)
-
-    def address_of(self, name: str) -> int:
-        """Where a variable or a parameter lies."""
-        return self.symbols[name]
 
     def block(self, address: int, size: int) -> Block | None:
         """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""

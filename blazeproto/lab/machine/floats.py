@@ -9,9 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 Function = Callable[..., np.ndarray]
-F16: np.dtype = np.dtype(np.float16)
-F32: np.dtype = np.dtype(np.float32)
-F64: np.dtype = np.dtype(np.float64)
+F16, F32, F64 = map(np.dtype, ("f2", "f4", "f8"))
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
 KINDS = (F16, F32, F64)
 # Constants are arrays without axes: NumPy takes three times as long for Python's numbers.
@@ -89,7 +87,7 @@ Maker = Callable[[np.dtype, str], Function]
 def rounding(exact: Function, nearest: Function | None = None) -> Maker:
     """``exact``, of float64 sources and the mode, rounded once.  nearest: what NumPy has for rn.
 
-    A quotient or a root of float32 is in float64 never so near to a float32, or to the middle of two, that rounding it again errs.
+    A float64 quotient or root of float32 is never so near to a float32, or to the middle of two, that rounding it again errs.
     """
 
     def make(kind: np.dtype, mode: str) -> Function:

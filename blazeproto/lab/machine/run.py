@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
@@ -225,7 +226,10 @@ class Schedule:
 
     def _let_happen(self) -> bool:
         """One of the transactions that can: whether there was one."""
-        ready = [one for one in self.launch.pending if one.ready()]
+        heads: dict[Any, Transaction] = {}
+        for one in self.launch.pending:
+            heads.setdefault(one.queue, one)
+        ready = [one for one in heads.values() if one.ready()]
         if not ready:
             return False
         first = max(self.priorities[self.kind(one)] for one in ready)

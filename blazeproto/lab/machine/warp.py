@@ -79,28 +79,21 @@ class Warp:
     # --- Control -------------------------------------------------------------------------------------------------------------
 
     def go(self, pc: int) -> None:
-        """The running lanes go on at ``pc``."""
+        """The running lanes go on at ``pc``, unless others are further back."""
         self.pc = pc
-        if self.others or self.held:
-            self._regroup()
-
-    def branch(self, taken: np.ndarray, target: int) -> None:
-        """The running lanes that take a branch, and the others."""
-        rest = self.mask() & ~taken
-        if rest.any():
-            self.others += [(target, taken), (self.pc + 1, rest)]
+        if (self.others and pc >= self.others[-1][0]) or (self.held and any(pc == at for at, _ in self.held)):
+            self.others.append((pc, self.mask()))
             self._next_group()
-        else:
-            self.go(target)
 
-    def leave(self, lanes: np.ndarray) -> None:
-        """These lanes are at their end."""
-        rest = self.mask() & ~lanes
-        self.alive = self.alive & ~lanes
-        if rest.any():
-            self.lanes = rest
-            self.go(self.pc + 1)
-        elif self.others or self.held:
+    def branch(self, taken: np.ndarray, target: int | None) -> None:
+        """The running lanes that take a branch, None to their end, and the others."""
+        rest = self.mask() & ~taken
+        self.others += [(self.pc + 1, rest)] if rest.any() else []
+        if target is not None:
+            self.others.append((target, taken))
+        else:
+            self.alive = self.alive & ~taken
+        if self.others or self.held:
             self._next_group()
         else:
             self.done = True
@@ -122,11 +115,6 @@ class Warp:
         self.others = sorted(self.others + here, key=lambda group: -group[0])
         return np.logical_or.reduce([lanes for _, lanes in here]) if here else NONE
 
-    def _regroup(self) -> None:
-        if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):
-            self.others.append((self.pc, self.mask()))
-            self._next_group()
-
     def _next_group(self) -> None:
         """The lanes that are furthest back, together with all that are at the same place. Lanes that are held go on last."""
         groups = self.others or self.held
@@ -141,30 +129,25 @@ class Warp:
 
     # --- Registers -----------------------------------------------------------------------------------------------------------
 
-    def write(
-        self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray | None = None
-    ) -> None:
-        """value: (32,), of the register's width."""
-        missing = self.unwritten.pop(register, None)
+    def write(self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray = NONE) -> None:
+        """value: (32,), of the register's width.  unwritten: the lanes in which nobody wrote what it was made of."""
+        before = self.unwritten.pop(register, NONE)
         if lanes is not None:
             value = np.where(lanes, value, self.registers[register])
-            if missing is not None:
-                unwritten = missing & ~lanes if unwritten is None else np.where(lanes, unwritten, missing)
-            elif unwritten is not None:
-                unwritten = unwritten & lanes
+            if unwritten is not before:
+                unwritten = np.where(lanes, unwritten, before)
         self.registers[register] = value
-        if unwritten is not None and unwritten.any():
+        if unwritten is not NONE and unwritten.any():
             self.unwritten[register] = unwritten
 
-    def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray | None:
-        """The lanes of which one of these registers holds what nobody wrote; None where there is none. Raises InFlight."""
-        found = None
+    def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray:
+        """The lanes of which one of these registers holds what nobody wrote; NONE itself without any. Raises InFlight."""
+        found = NONE
         for register in registers:
-            missing = self.unwritten.get(register)
-            if missing is not None:
+            if register in self.unwritten:
                 if register in self.in_flight:
                     raise InFlight(f"the wgmma at {self.in_flight[register].instruction.line} is under way")
-                found = missing if found is None else found | missing
+                found = found | self.unwritten[register]
         return found
 
 
@@ -174,7 +157,7 @@ Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]  # a warp, and its la
 class Compiled:
     """One instruction: runs for the lanes of a warp, and moves its program counter.
 
-    run: what it does to registers and memory.  target: of a branch.  A ``ret`` has neither.
+    run: what it does to registers and memory; a branch and a ``ret`` do nothing.  target: of a branch.
     visible: whether other warps may see what it does, so that another may go first.
     """
 
@@ -186,9 +169,8 @@ class Compiled:
         running = warp.lanes
         if self.guard is not None:
             index, negated = self.guard
-            missing = warp.unwritten.get(index)
-            if missing is not None and (missing & warp.mask()).any():
-                raise self.error(warp, "a predicate that nobody wrote decides", (missing & warp.mask()).argmax())
+            if index in warp.unwritten:
+                self.refuse(warp, warp.unwritten[index] & warp.mask(), "a predicate that nobody wrote decides")
             taken = ~warp.registers[index] if negated else warp.registers[index]
             if running is not None:
                 taken = taken & running
@@ -196,11 +178,8 @@ class Compiled:
                 warp.go(warp.pc + 1)
                 return None
             running = None if taken.all() else taken
-        if self.target is not None:
-            warp.branch(warp.mask(running), self.target)
-            return None
         if self.run is None:
-            warp.leave(warp.mask(running))
+            warp.branch(warp.mask(running), self.target)
             return None
         try:
             wait = self.run(warp, running)
@@ -209,6 +188,11 @@ class Compiled:
         if wait is None or wait.spinning:
             warp.go(warp.pc + 1)
         return wait
+
+    def refuse(self, warp: Warp, lanes: np.ndarray, what: str) -> None:
+        """Raises where there are such lanes, with the first of them."""
+        if lanes.any():
+            raise self.error(warp, what, lanes.argmax())
 
     def error(self, warp: Warp, what: str, lane: Any = None) -> MachineError:
         where = "" if lane is None else f", lane {lane}"
