@@ -67,21 +67,19 @@ def _commit(kind: str, instruction: Statement, step: Compiled) -> Run:
 
 def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups
-    have done their parts; with .read the first."""
-    number = int(instruction.operands[0].value) if instruction.operands else 0  # type: ignore[union-attr]
-    parts, wait_all = 1 if "read" in instruction.words else 2, "wait_all" in instruction.words
+    have done their parts, wait_all: the open one too; with .read the first."""
+    parts = 1 if "read" in instruction.words else 2
+    left = int(instruction.operands[0].value) if instruction.operands else -1  # type: ignore[union-attr]
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         groups = warp.cta.groups[warp, kind]
-        if wait_all and groups[-1]:
-            groups.append([])
-        waited = [one for group in groups[: max(len(groups) - 1 - number, 0)] for one in group]
+        waited = [one for group in groups[: max(len(groups) - 1 - left, 0)] for one in group]
 
         def over() -> bool:
             return all(one.next >= min(parts, len(one.parts)) for one in waited)
 
         if not over():
-            return Wait(over, f"{instruction.opcode} {number}")
+            return Wait(over, instruction.text)
         for one in waited:
             for order in one.orders[:parts]:
                 warp.cta.races.finish(warp, order)

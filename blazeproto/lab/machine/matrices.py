@@ -108,18 +108,11 @@ def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -
     lane_addresses: (32,), lane 8 m + r has that of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed: .trans.
     PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
     """
-    row, byte = _MATRIX[transposed]
-    return lane_addresses.astype(np.int64).reshape(4, 8)[:count, row] + byte
-
-
-def _matrix(transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Which row of an 8 x 8 matrix a lane's half is of, and its byte in the row: (32 lanes, 2 halves) each."""
     lane, half = np.mgrid[:32, :2]
-    row, column = lane // 4, 2 * (lane % 4) + half
-    return (column, 2 * row) if transposed else (row, 2 * column)
-
-
-_MATRIX = _matrix(False), _matrix(True)
+    row, column = lane // 4, 2 * (lane % 4) + half  # of its matrix, where it is not transposed
+    if transposed:
+        row, column = column, row
+    return lane_addresses.astype(np.int64).reshape(4, 8)[:count, row] + 2 * column
 
 
 # --- The product ---------------------------------------------------------------------------------------------------------

@@ -68,12 +68,14 @@ def start(
     seed: int = 0,
     races: bool = True,
     variables: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Report, int, "Iterator[Schedule]"]:
-    """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Report, "Iterator[Schedule]"]:
+    """A launch that has not begun: its report, which fills, and the schedule of each cluster in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
     shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
     variables: the program's global variables that lie in these arrays; the others begin as the program says.
+    progress: called with clusters done and in all.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
@@ -101,21 +103,21 @@ def start(
             schedule = Schedule(launch, Cluster(launch, first, cluster), steps, draw, report)
             yield schedule
             schedule.tell()
+            if progress:
+                progress(first // cluster + 1, count // cluster)
 
-    return report, count // cluster, schedules()
+    return report, schedules()
 
 
-def run(
-    *arguments: Any, progress: Callable[[int, int], None] | None = None, most: float = float("inf"), **options: Any
-) -> Report:
+def run(*arguments: Any, most: float = float("inf"), **options: Any) -> Report:
     """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
 
-    progress: called with clusters done and in all.  most: warp instructions.
+    most: warp instructions.
     Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, and where it takes more than
     ``most`` instructions, Deadlock where nobody goes on.
     """
-    report, count, schedules = start(*arguments, **options)
-    for done, schedule in enumerate(schedules, 1):
+    report, schedules = start(*arguments, **options)
+    for schedule in schedules:
         schedule.until = most + 1 - report.steps
         while schedule.advance():
             if schedule.count >= schedule.until:
@@ -123,8 +125,6 @@ def run(
                 error = MachineError(schedule.who_is_where(f"more than {most} instructions"))
                 error.report = report
                 raise error
-        if progress:
-            progress(done, count)
     return report
 
 

@@ -39,11 +39,9 @@ def compile_entry(entry: Entry) -> list[Compiled]:
 def _compile(instruction: Statement) -> Compiled:
     """§9.7.12.3 bra, §9.7.12.6 ret and §9.7.12.7 exit; what a table has; what computes lane by lane."""
     words = instruction.words
-    if words[0] == "bra":
-        (label,) = instruction.operands
-        return Compiled(instruction, label.place)  # type: ignore[union-attr]
-    if words[0] in ("ret", "exit"):
-        return Compiled(instruction)
+    if words[0] in ("bra", "ret", "exit"):
+        labels = (one.scopes[one.name] for one in instruction.operands)  # type: ignore[union-attr]
+        return Compiled(instruction, next((label.target for label in labels), None))  # type: ignore[union-attr]
     make = _family(words)
     step = Compiled(instruction, visible=make is not None)
     step.run = make(instruction, step) if make else lane_wise(instruction, operation(words))

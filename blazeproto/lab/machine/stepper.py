@@ -32,7 +32,7 @@ class Stepper:
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.report, _, self._schedules = start(*arguments, **options)
+        self.report, self._schedules = start(*arguments, **options)
         self._schedule = next(self._schedules)
         self._last: dict[Warp, Statement] = {}
         self.result: Any = None

@@ -171,9 +171,7 @@ class Compiled:
             index, negated = self.guard
             if index in warp.unwritten:
                 self.refuse(warp, warp.unwritten[index] & warp.mask(), "a predicate that nobody wrote decides")
-            taken = ~warp.registers[index] if negated else warp.registers[index]
-            if running is not None:
-                taken = taken & running
+            taken = warp.mask() & (~warp.registers[index] if negated else warp.registers[index])
             if not taken.any():
                 warp.go(warp.pc + 1)
                 return None
