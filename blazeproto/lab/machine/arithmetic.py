@@ -145,6 +145,7 @@ _HALVES: dict[tuple[str, str], tuple[tuple[np.dtype, ...], np.dtype, Callable[..
     ("bf16x2", "f32"): ((F32, F32), U32, floats.bf16_pair),  # the first source in the upper half
     ("f16x2", "f32"): ((F32, F32), U32, floats.f16_pair),
     ("bf16", "f32"): ((F32,), U16, floats.to_bf16),
+    ("f32", "bf16"): ((U16,), F32, floats.from_bf16),
 }
 
 
@@ -155,9 +156,7 @@ def _conversion(words: tuple[str, ...]) -> Operation:
     sat, ftz = "sat" in modifiers, "ftz" in modifiers
     if set(modifiers) - {mode, "sat", "ftz"}:
         raise KeyError(words)
-    if (to, of) == ("f32", "bf16"):
-        return Operation((U16,), F32, floats.from_bf16)
-    if (halves := _HALVES.get((to, of))) and mode in ("rn", "rz"):
+    if (halves := _HALVES.get((to, of))) and (mode in ("rn", "rz") or of == "bf16"):
         sources, result, convert = halves
         return Operation(sources, result, lambda *values: convert(*values, mode))
     kinds = _BYTES | _NUMBERS

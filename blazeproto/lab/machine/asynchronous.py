@@ -25,6 +25,7 @@ class Transaction:
 
     keys: what each part is waited for by, with others.  queue: those of one happen in their order; None: at any time.
     generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.  next: parts that have happened.
+    missing: warps that have to issue it too, before it may happen.
     """
 
     def __init__(
@@ -35,15 +36,12 @@ class Transaction:
         keys: tuple[Any, ...],
         queue: Any = None,
         generic: bool = False,
+        missing: int = 0,
     ) -> None:
         self.warp, self.step, self.parts, self.next, self.generic = warp, step, parts, 0, generic
-        self.queue = queue or self
+        self.queue, self.missing = queue or self, missing
         self.key, self.orders = keys[0], [warp.cta.races.issue(warp, key, generic) for key in keys]
         warp.cta.launch.pending.append(self)
-
-    def ready(self) -> bool:
-        """Whether it may happen once it is the first of its queue."""
-        return True
 
     def perform(self) -> None:
         launch = self.warp.cta.launch
@@ -167,10 +165,7 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
             box = warp.cta.launch.maps.get(place)
             if box is None:
                 raise step.error(warp, f"no tensor map there: {warp.cta.describe(place)}")
-            try:
-                moved = tensor_map.transfer(box, corner, start)
-            except ValueError as error:
-                raise step.error(warp, str(error)) from error
+            moved = tensor_map.transfer(box, corner, start)
             ranks = [rank for rank in range(16) if mask >> rank & 1] if multicast else [start >> WINDOW]
             if not ranks or ranks[-1] >= there:
                 raise step.error(warp, f"expected ranks of the cluster's {there} CTAs, got {ranks}")
@@ -191,11 +186,8 @@ def _within(
     low, high = int(addresses.min()), int(addresses.max())
     found = block or warp.cta.block(low, size)
     if found is None or low < found.address or high + size > found.end:
-        if block:
-            said = f"a box of {box.bytes} bytes beyond shared memory of {block.size} bytes"
-        else:
-            said = f"a tensor map reaches beyond its array: {warp.cta.describe(high if found else low)}"
-        raise step.error(warp, said)
+        reached = f"from {warp.cta.describe(low)} to {warp.cta.describe(high)}"
+        raise step.error(warp, f"a box of {box.bytes} bytes beyond its array or the shared memory, {reached}")
     return found, addresses - found.address, bytes_at(addresses - found.address, size)
 
 

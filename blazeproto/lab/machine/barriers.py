@@ -42,8 +42,7 @@ class Mbarrier:
         self.pending -= arrivals
         self.bytes -= bytes
         if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending, self.released = self.expected, self.clocks
+            self.phase, self.pending, self.released = self.phase + 1, self.expected, self.clocks
 
     def __repr__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
@@ -254,20 +253,19 @@ COMBINE: dict[str, Callable[[list[bool]], int]] = {"or": any, "and": all, "popc"
 
 def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.13.4 barrier.cluster.arrive"""
-    cluster = warp.cta.cluster
-    number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
-    warp.cta.races.release(warp, cluster.phases.setdefault(number, Named(number)))
+    warp.arrivals += 1
+    warp.cta.races.release(warp, warp.cta.cluster.phases[warp.arrivals])
     warp.cta.launch.changes += 1
 
 
 def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
     """§9.7.13.4 barrier.cluster.wait"""
-    cluster, mine = warp.cta.cluster, warp.cta.cluster.arrivals.get(warp, 0)
+    cluster, mine = warp.cta.cluster, warp.arrivals
     if not mine:
         raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
 
     def over() -> bool:
-        return all(cluster.arrivals.get(other, 0) >= mine or other.done for other in cluster.warps)
+        return all(other.arrivals >= mine or other.done for other in cluster.warps)
 
     if not over():
         return Wait(over, f"the cluster's barrier, for the {mine}. time")

@@ -121,8 +121,8 @@ def fast_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # --- bfloat16 -------------------------------------------------------------------------------------------------------------
 
 
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """uint16 to float32, exact."""
+def from_bf16(bits: np.ndarray, _: str) -> np.ndarray:
+    """uint16 to float32, exact in every mode."""
     return (bits.astype(np.uint32) << SIXTEEN).view(F32)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from blazeproto.lab.machine.operands import BOOL, INT32, INT64, UINT32, fetch, registers_of, result
 from blazeproto.lab.machine.ptx import WORDS, Nothing, Operand, Pair, Register, Statement
-from blazeproto.lab.machine.warp import LANE, LANES, NONE, OTHER_LANES, Compiled, Run, Wait, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, OTHER_LANES, Compiled, Run, Wait, Warp
 
 BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)  # of a word, lane 0 its lowest
 
@@ -109,9 +109,8 @@ def redux(instruction: Statement, step: Compiled) -> Run:
     value, read = fetch(given, dtype), registers_of(given)
 
     def act(warp: Warp, running: np.ndarray | None, members: np.ndarray) -> None:
-        partly = (warp.unwritten_among(read) & members).any()
         made = np.full(LANES, reduce(value(warp)[members]), dtype).view(UINT32)
-        warp.write(register, made, running, members if partly else NONE)
+        warp.write(register, made, running, members & (warp.unwritten_among(read) & members).any())
 
     return together(step, mask, act)
 

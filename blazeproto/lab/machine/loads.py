@@ -73,7 +73,7 @@ def ld(instruction: Statement, step: Compiled) -> Run:
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
-        values, missing = _loaded(warp, step, at(warp, lanes), lanes, (len(parts), width), space)
+        values, missing = _loaded(warp, step, at(warp, lanes), lanes, len(parts), width, space)
         for part, value, lost in zip(parts, values, missing, strict=True):
             warp.write(part.place, value.view(number).astype(WORDS[part.bits]), running, lost)
 
@@ -81,13 +81,9 @@ def ld(instruction: Statement, step: Compiled) -> Run:
 
 
 def _loaded(
-    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, shape: tuple[int, int], space: str
+    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, count: int, width: int, space: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elements that lie one behind the other, and where nobody wrote them: (count, 32) each.
-
-    shape: how many elements, and bytes of one.
-    """
-    count, width = shape
+    """So many elements of ``width`` bytes that lie one behind the other, and where nobody wrote them: (count, 32) each."""
     values, missing = np.zeros((count, LANES), WORDS[8 * width]), np.zeros((count, LANES), np.bool_)
     for block, offsets, of in located(warp, step, addresses, lanes, count * width, space):
         values[:, of] = block.words[width][offsets // width + np.arange(count)[:, None]]
@@ -218,7 +214,7 @@ def ldmatrix(instruction: Statement, step: Compiled) -> Run:
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         addresses = at(warp, running)
-        values, missing = _loaded(warp, step, addresses, LANE[: len(addresses)], (8, 2), "shared")
+        values, missing = _loaded(warp, step, addresses, LANE[: len(addresses)], 8, 2, "shared")
         words, lost = values.T.take(places).view(UINT32)[:, :, 0], np.any(missing.T.take(places), axis=2)
         for i, register in enumerate(registers):
             warp.write(register.place, words[i], running, lost[i])

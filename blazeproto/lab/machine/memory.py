@@ -15,7 +15,10 @@ PAGE = 1 << 21  # arrays begin at multiples, the first at 1 << 40
 SHARED_BASE = 1024  # the bytes below belong to the system
 WINDOW = 24  # bits of a CTA's shared addresses,
 IN_WINDOW = (1 << WINDOW) - 1  # of which these say where in its shared memory
-UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+
+
+class Refusal(ValueError):
+    """What an instruction may not do, raised where it is not known which one: the step that runs it says that."""
 
 
 class Block:
@@ -33,8 +36,7 @@ class Block:
         self.written: Any = None if written else np.zeros(self.size, np.bool_)
         self.stale: Any = None  # of shared memory, bools: where the async proxy does not see what was written ...
         self.before: Any = None  # ... and what it sees there
-        whole = {width: self.size // width * width for width in UNSIGNED}
-        self.words = {width: self.bytes[: whole[width]].view(dtype) for width, dtype in UNSIGNED.items()}
+        self.words = {width: self.bytes[: self.size // width * width].view(f"u{width}") for width in (1, 2, 4, 8)}
 
     def known(self, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Pieces of so many bytes, (pieces, size) uint8, and which of these somebody wrote, bool or True for all."""

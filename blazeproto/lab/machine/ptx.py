@@ -202,7 +202,8 @@ class _Reader:
         self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
         self.program = Program({}, [])
         self.entry: Entry | None = None
-        self.scopes: Scopes = ChainMap()  # names of blocks (§4.4), of the entry's parameters, of the module
+        # Names of blocks (§4.4), of the entry's parameters, of the module and of the language.
+        self.scopes: Scopes = ChainMap({"_": Nothing(), "WARP_SZ": Immediate(32)})
         self.line = Line(())
         self.chains: dict[tuple[int, ...], tuple[tuple[str, int], ...]] = {}
 
@@ -335,10 +336,11 @@ class _Reader:
                 raise self.fail("unknown predicate", text)
             guard = register.place, "!" in word
         opcode, operands = [*rest.split(None, 1), ""][:2]
-        if opcode in ("bra", "bra.uni"):
-            parts: tuple[Operand, ...] = (Target(operands.strip(), self.scopes),)
-        else:
-            parts = tuple(self._operand(part, text) for part in _split(operands))
+        parts = (
+            (Target(operands.strip(), self.scopes),)
+            if opcode in ("bra", "bra.uni")
+            else tuple(self._operand(part, text) for part in _split(operands))
+        )
         entry.instructions.append(Statement(opcode, parts, guard, self.line, text, self.number))
 
     def _operand(self, text: str, statement: str) -> Operand:
@@ -355,8 +357,6 @@ class _Reader:
             return Address(self._operand(at, statement), added.value, inside.parts)
         if "|" in text:
             return Pair(*(self._operand(part, statement) for part in text.split("|", 1)))
-        if text in ("_", "WARP_SZ"):
-            return Nothing() if text == "_" else Immediate(32)
         if _NUMBER.match(text):
             return Immediate(int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0))
         if found := _FLOAT.match(text):

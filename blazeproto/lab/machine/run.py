@@ -229,7 +229,7 @@ class Schedule:
         heads: dict[Any, Transaction] = {}
         for one in self.launch.pending:
             heads.setdefault(one.queue, one)
-        ready = [one for one in heads.values() if one.ready()]
+        ready = [one for one in heads.values() if not one.missing]
         if not ready:
             return False
         first = max(self.priorities[self.kind(one)] for one in ready)

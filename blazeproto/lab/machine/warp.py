@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blazeproto.lab.machine.memory import Refusal
 from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
@@ -30,10 +31,6 @@ class MachineError(RuntimeError):
         return super().__str__() + (f"\n{self.report}" if self.report else "")
 
 
-class InFlight(RuntimeError):
-    """A register that a wgmma under way is going to write; it says which."""
-
-
 class Wait(NamedTuple):
     """Why a warp does not go on. what: its text, at any time, says for what it waits."""
 
@@ -49,7 +46,7 @@ class Warp:
     """Its CTA, which cta.py makes, and what its lanes have.
 
     registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.
-    clock: instructions of all warps of its cluster so far.
+    clock: instructions of all warps of its cluster so far.  arrivals: at the cluster's barrier.
     """
 
     def __init__(self, cta: Any, number: int, threads: int, widths: list[int]) -> None:
@@ -59,7 +56,7 @@ class Warp:
         self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for, and that instruction
         self.fenced: list[np.ndarray] = []  # the registers at the last wgmma.fence
         self.alive = threads > LANE
-        self.pc, self.clock, self.done = 0, 0, False
+        self.pc, self.clock, self.arrivals, self.done = 0, 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
@@ -141,12 +138,13 @@ class Warp:
             self.unwritten[register] = unwritten
 
     def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray:
-        """The lanes of which one of these registers holds what nobody wrote; NONE itself without any. Raises InFlight."""
+        """The lanes of which one of these registers holds what nobody wrote; NONE itself without any. Refused: one under way."""
         found = NONE
         for register in registers:
             if register in self.unwritten:
                 if register in self.in_flight:
-                    raise InFlight(f"the wgmma at {self.in_flight[register].instruction.line} is under way")
+                    line = self.in_flight[register].instruction.line
+                    raise Refusal(f"an accumulator that nobody has waited for: the wgmma at {line} is under way")
                 found = found | self.unwritten[register]
         return found
 
@@ -181,8 +179,8 @@ class Compiled:
             return None
         try:
             wait = self.run(warp, running)
-        except InFlight as error:
-            raise self.error(warp, f"an accumulator that nobody has waited for: {error}") from None
+        except Refusal as error:
+            raise self.error(warp, str(error)) from error
         if wait is None or wait.spinning:
             warp.go(warp.pc + 1)
         return wait

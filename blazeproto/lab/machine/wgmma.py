@@ -36,10 +36,7 @@ class Multiplication(Transaction):
         given: tuple[int, ...],
     ) -> None:
         self.issued, self.given = dict[int, np.ndarray | None](), given
-        super().__init__(warp, step, [lambda: run(self)], (group,), group)
-
-    def ready(self) -> bool:
-        return len(self.issued) == WARPS
+        super().__init__(warp, step, [lambda: run(self)], (group,), group, missing=WARPS)
 
 
 class Warpgroup:
@@ -108,11 +105,9 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         raise PtxError("expected n a multiple of 8 up to 256, n / 2 accumulators, and four constants")
     uniform = [known(step, a, UINT64), known(step, b, UINT64), known(step, scale_d, BOOL)]
 
-    def operand(warp: Warp, word: int, rows: int, transposed: int, product: Multiplication) -> np.ndarray:
-        try:
-            described = matrices.Descriptor.decode(word)
-        except ValueError as error:
-            raise step.error(warp, str(error)) from error
+    def operand(
+        warp: Warp, described: matrices.Descriptor, rows: int, transposed: int, product: Multiplication
+    ) -> np.ndarray:
         shared = warp.cta.shared  # a descriptor's address is that inside its CTA
         places = matrices.operand_addresses(described, rows, DEPTH, bool(transposed)) - SHARED_BASE
         if places.min() < 0 or places.max() + 2 > shared.size:
@@ -122,11 +117,11 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
         return shared.seen_by_async(bytes_at(places.reshape(-1), 2)).view(np.uint16).reshape(rows, DEPTH)
 
-    def happen(warp: Warp, given: list[int], product: Multiplication) -> None:
+    def happen(warp: Warp, given: list[matrices.Descriptor], product: Multiplication) -> None:
         group, _ = _of(warp)
         first = [product.issued[i] for i in range(WARPS)]
-        going_on = any(one is None for one in first)
-        sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
+        onto_last = any(one is None for one in first)
+        sums = group.sums[registers] if onto_last else matrices.fragment_to_matrix(np.array(first))
         left, right = (operand(warp, *one, product) for one in zip(given, (64, n), transposed, strict=True))
         group.sums[registers] = matrices.multiply(left, right, sums)
 
@@ -137,7 +132,8 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         *given, adds = (int(values[0]) for values in lanes)
         number, going_on = group.groups[mine][-1], registers[0] in warp.in_flight
         if number == len(group.products):
-            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given), (*given, adds)))
+            act = partial(happen, warp, [matrices.Descriptor.decode(word) for word in given])
+            group.products.append(Multiplication(warp, step, group, act, (*given, adds)))
         product = group.products[number]
         if product.given != (*given, adds) or any((values != values[0]).any() for values in lanes):
             raise step.error(warp, "descriptors or a scale-d that differ between threads of a warpgroup")
@@ -151,6 +147,7 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         if adds and not going_on:
             step.refuse(warp, warp.unwritten_among(registers), "accumulators that nobody wrote")
             product.issued[mine] = np.array([warp.registers[register] for register in registers]).view(np.float32)
+        product.missing -= 1
         warp.cta.races.join(product, warp)
         warp.in_flight |= dict.fromkeys(registers, step)
         warp.unwritten |= dict.fromkeys(registers, ALL)
