@@ -4,19 +4,30 @@
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import methodcaller
 from typing import NamedTuple
 
 import numpy as np
 
 from blazeproto.lab.machine import floats
-from blazeproto.lab.machine.floats import F16, F32, F64, MODES, Function, finished, odd_sum, rounded
-from blazeproto.lab.machine.integers import FAMILIES, INTEGERS, Family, wider
+from blazeproto.lab.machine.floats import (
+    F16,
+    F32,
+    F64,
+    MODES,
+    Function,
+    Maker,
+    approximating,
+    choose,
+    finished,
+    odd_sum,
+    rounded,
+    rounding,
+)
+from blazeproto.lab.machine.integers import FAMILIES, INTEGERS, Family, same, wider
 
-BOOL: np.dtype = np.dtype(np.bool_)
-U16: np.dtype = np.dtype(np.uint16)
-U32: np.dtype = np.dtype(np.uint32)
+BOOL, U16, U32 = map(np.dtype, ("?", "u2", "u4"))
 
 
 class Operation(NamedTuple):
@@ -88,32 +99,32 @@ def _comparison(words: tuple[str, ...]) -> Operation:
 
 # --- Floating point -------------------------------------------------------------------------------------------------------
 
-_Maker = Callable[[np.dtype, str], Function]
-_FLOAT_FAMILIES: dict[str, tuple[int, tuple[str, ...], _Maker]] = {  # how many sources, of which types
-    "add": (2, ("f16", "f32", "f64"), floats.adding),
-    "sub": (2, ("f16", "f32", "f64"), floats.subtracting),
-    "mul": (2, ("f16", "f32", "f64"), floats.multiplying),
-    "fma": (3, ("f16", "f32"), floats.fusing),
-    "mad": (3, ("f32",), floats.fusing),
-    "div": (2, ("f32", "f64"), floats.dividing),
-    "abs": (1, ("f16", "f32", "f64"), lambda *_: np.abs),  # 9.7.3.9: of a NaN some NaN, in hardware that of all results
-    "neg": (1, ("f16", "f32", "f64"), lambda *_: np.negative),  # 9.7.3.10
-    "min": (2, ("f16", "f32", "f64"), floats.choosing(np.fmin, np.bitwise_or)),
-    "max": (2, ("f16", "f32", "f64"), floats.choosing(np.fmax, np.bitwise_and)),
-    "min.NaN": (2, ("f16", "f32"), floats.choosing(np.minimum, np.bitwise_or)),
-    "max.NaN": (2, ("f16", "f32"), floats.choosing(np.maximum, np.bitwise_and)),
-    "rcp": (1, ("f32", "f64"), floats.inverting),
-    "sqrt": (1, ("f32", "f64"), floats.rooting),
-    "div.approx": (2, ("f32",), floats.approximating(floats.fast_quotient)),
-    "div.full": (2, ("f32",), floats.approximating(np.divide)),
-    "rcp.approx": (1, ("f32",), floats.approximating(np.reciprocal)),
-    "sqrt.approx": (1, ("f32",), floats.approximating(np.sqrt)),
-    "rsqrt.approx": (1, ("f32",), floats.approximating(lambda a: 1 / np.sqrt(a))),
-    "sin.approx": (1, ("f32",), floats.approximating(np.sin)),
-    "cos.approx": (1, ("f32",), floats.approximating(np.cos)),
-    "lg2.approx": (1, ("f32",), floats.approximating(np.log2)),
-    "ex2.approx": (1, ("f32",), floats.approximating(np.exp2)),
-    "tanh.approx": (1, ("f32",), floats.approximating(np.tanh)),
+_ALL = ("f16", "f32", "f64")
+_FLOAT_FAMILIES: dict[str, tuple[int, tuple[str, ...], Maker]] = {  # how many sources, of which types
+    "add": (2, _ALL, rounding(odd_sum, np.add)),  # 9.7.3.3
+    "sub": (2, _ALL, rounding(lambda a, b, mode: odd_sum(a, -b, mode), np.subtract)),  # 9.7.3.4
+    "mul": (2, _ALL, rounding(lambda a, b, _: a * b, np.multiply)),  # 9.7.3.5
+    "fma": (3, ("f16", "f32"), rounding(lambda a, b, c, mode: odd_sum(a * b, c, mode))),  # 9.7.3.6
+    "mad": (3, ("f32",), rounding(lambda a, b, c, mode: odd_sum(a * b, c, mode))),  # 9.7.3.7
+    "div": (2, ("f32", "f64"), rounding(lambda a, b, _: a / b)),  # 9.7.3.8
+    "abs": (1, _ALL, same(np.abs)),  # 9.7.3.9: of a NaN some NaN, in hardware that of all results
+    "neg": (1, _ALL, same(np.negative)),  # 9.7.3.10
+    "min": (2, _ALL, same(partial(choose, np.fmin, np.bitwise_or))),  # 9.7.3.11
+    "max": (2, _ALL, same(partial(choose, np.fmax, np.bitwise_and))),  # 9.7.3.12
+    "min.NaN": (2, ("f16", "f32"), same(partial(choose, np.minimum, np.bitwise_or))),
+    "max.NaN": (2, ("f16", "f32"), same(partial(choose, np.maximum, np.bitwise_and))),
+    "rcp": (1, ("f32", "f64"), rounding(lambda a, _: 1 / a)),  # 9.7.3.13
+    "sqrt": (1, ("f32", "f64"), rounding(lambda a, _: np.sqrt(a))),  # 9.7.3.15
+    "div.approx": (2, ("f32",), approximating(floats.fast_quotient)),
+    "div.full": (2, ("f32",), approximating(np.divide)),
+    "rcp.approx": (1, ("f32",), approximating(np.reciprocal)),
+    "sqrt.approx": (1, ("f32",), approximating(np.sqrt)),
+    "rsqrt.approx": (1, ("f32",), approximating(lambda a: 1 / np.sqrt(a))),  # 9.7.3.16
+    "sin.approx": (1, ("f32",), approximating(np.sin)),
+    "cos.approx": (1, ("f32",), approximating(np.cos)),
+    "lg2.approx": (1, ("f32",), approximating(np.log2)),
+    "ex2.approx": (1, ("f32",), approximating(np.exp2)),
+    "tanh.approx": (1, ("f32",), approximating(np.tanh)),
 }
 _MODIFIERS = (*MODES, "ftz", "sat")
 
@@ -134,6 +145,7 @@ _HALVES: dict[tuple[str, str], tuple[tuple[np.dtype, ...], np.dtype, Callable[..
     ("bf16x2", "f32"): ((F32, F32), U32, floats.bf16_pair),  # the first source in the upper half
     ("f16x2", "f32"): ((F32, F32), U32, floats.f16_pair),
     ("bf16", "f32"): ((F32,), U16, floats.to_bf16),
+    ("f32", "bf16"): ((U16,), F32, floats.from_bf16),
 }
 
 
@@ -144,9 +156,7 @@ def _conversion(words: tuple[str, ...]) -> Operation:
     sat, ftz = "sat" in modifiers, "ftz" in modifiers
     if set(modifiers) - {mode, "sat", "ftz"}:
         raise KeyError(words)
-    if (to, of) == ("f32", "bf16"):
-        return Operation((U16,), F32, floats.from_bf16)
-    if (halves := _HALVES.get((to, of))) and mode in ("rn", "rz"):
+    if (halves := _HALVES.get((to, of))) and (mode in ("rn", "rz") or of == "bf16"):
         sources, result, convert = halves
         return Operation(sources, result, lambda *values: convert(*values, mode))
     kinds = _BYTES | _NUMBERS
@@ -178,9 +188,7 @@ def _between_integers(source: np.dtype, result: np.dtype, _: str, sat: bool) -> 
 def _to_float(source: np.dtype, result: np.dtype, mode: str, _: bool) -> Function:
     if mode not in MODES or (source.itemsize == 8 and result == F64 and mode != "rn"):
         raise KeyError(mode)
-    if mode == "rn" and result != F16:
-        return methodcaller("astype", result)
-    if source.itemsize < 8:
+    if source.itemsize < 8 or result == F64:
         return lambda a: rounded(a.astype(F64), result, mode)
     return lambda a: rounded(odd_sum((a >> 32).astype(F64) * 2**32, (a & 0xFFFFFFFF).astype(F64)), result, mode)
 

@@ -17,14 +17,15 @@ from blazeproto.lab.machine.loads import located, write_by_threads
 from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
 from blazeproto.lab.machine.operands import INT32, UINT16, UINT32, address, known
 from blazeproto.lab.machine.ptx import Address, Immediate, PtxError, Statement
-from blazeproto.lab.machine.warp import Compiled, Run, Wait, Warp
+from blazeproto.lab.machine.warp import LANES, Compiled, Run, Wait, Warp
 
 
 class Transaction:
     """Something that happens later: ``parts``, one after the other.
 
-    keys: what each part is waited for by, with others.  queue: those of one queue happen in its order, and leave it.
-    generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.
+    keys: what each part is waited for by, with others.  queue: those of one happen in their order; None: at any time.
+    generic: not by the async proxy.  orders: what races.py knows of the issue, for each key.  next: parts that have happened.
+    missing: warps that have to issue it too, before it may happen.
     """
 
     def __init__(
@@ -33,31 +34,22 @@ class Transaction:
         step: Compiled,
         parts: list[Callable[[], None]],
         keys: tuple[Any, ...],
-        queue: list[Any] | None = None,
+        queue: Any = None,
         generic: bool = False,
+        missing: int = 0,
     ) -> None:
-        self.warp, self.step, self.parts, self.queue, self.next, self.generic = warp, step, parts, queue, 0, generic
+        self.warp, self.step, self.parts, self.next, self.generic = warp, step, parts, 0, generic
+        self.queue, self.missing = queue or self, missing
         self.key, self.orders = keys[0], [warp.cta.races.issue(warp, key, generic) for key in keys]
-        if queue is not None:
-            queue.append(self)
         warp.cta.launch.pending.append(self)
-
-    @property
-    def done(self) -> bool:
-        return self.next == len(self.parts)
-
-    def ready(self) -> bool:
-        return self.queue is None or self.queue[0] is self
 
     def perform(self) -> None:
         launch = self.warp.cta.launch
         self.parts[self.next]()
         self.next += 1
         launch.changes += 1
-        if self.done:
+        if self.next == len(self.parts):
             launch.pending.remove(self)
-            if self.queue:
-                self.queue.pop(0)
 
     def __str__(self) -> str:
         return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
@@ -73,21 +65,19 @@ def _commit(kind: str, instruction: Statement, step: Compiled) -> Run:
 
 def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups
-    have done their parts; with .read the first."""
-    number = int(instruction.operands[0].value) if instruction.operands else 0  # type: ignore[union-attr]
-    parts, wait_all = 1 if "read" in instruction.words else 2, "wait_all" in instruction.words
+    have done their parts, wait_all: the open one too; with .read the first."""
+    parts = 1 if "read" in instruction.words else 2
+    left = int(instruction.operands[0].value) if instruction.operands else -1  # type: ignore[union-attr]
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         groups = warp.cta.groups[warp, kind]
-        if wait_all and groups[-1]:
-            groups.append([])
-        waited = [one for group in groups[: max(len(groups) - 1 - number, 0)] for one in group]
+        waited = [one for group in groups[: max(len(groups) - 1 - left, 0)] for one in group]
 
         def over() -> bool:
             return all(one.next >= min(parts, len(one.parts)) for one in waited)
 
         if not over():
-            return Wait(over, f"{instruction.opcode} {number}")
+            return Wait(over, instruction.text)
         for one in waited:
             for order in one.orders[:parts]:
                 warp.cta.races.finish(warp, order)
@@ -110,25 +100,24 @@ def _copy(instruction: Statement, step: Compiled) -> Run:
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
         ((target, offsets, _),) = located(warp, step, at(warp, lanes), lanes, size, "shared", store=True)
-        sources = list(zip(of(warp, lanes).tolist(), amounts(warp, lanes).tolist(), strict=True))
-        for place, amount in sources:
-            if amount > size or (amount and (place % size or not place >> 40 or warp.cta.block(place, amount) is None)):
-                raise step.error(warp, f"a copy of {amount} bytes from {warp.cta.describe(place)}")
+        places, taken = of(warp, lanes), amounts(warp, lanes)
+        if taken.max() > size:
+            raise step.error(warp, f"a copy of {taken.max()} bytes, of {size} at most", lanes[taken.argmax()])
+        pieces = [
+            (amount, *piece)
+            for amount in sorted(set(taken.tolist()) - {0})
+            for piece in located(
+                warp, step, places[taken == amount], lanes[taken == amount], amount, "global", unit=size
+            )
+        ]
 
         def happen() -> None:
-            data, reads = np.zeros((len(lanes), size), np.uint8), dict[tuple[Block, int], list[int]]()
-            written = np.ones(data.shape, np.bool_)
-            for row, (place, amount) in enumerate(sources):
-                if amount:
-                    block = warp.cta.block(place, amount)
-                    begin = place - block.address
-                    data[row, :amount] = block.bytes[begin : begin + amount]
-                    written[row, :amount] = block.written is None or block.written[begin : begin + amount]
-                    reads.setdefault((block, amount), []).append(begin)
-            for (block, amount), begins in reads.items():
-                warp.cta.races.read(block, np.array(begins), amount, made, step)
+            data, written = np.zeros((LANES, size), np.uint8), np.ones((LANES, size), np.bool_)
+            for amount, block, begins, rows in pieces:
+                warp.cta.races.read(block, begins, amount, made, step)
+                data[rows, :amount], written[rows, :amount] = block.known(begins, amount)
             index = write_by_threads(warp, step, target, offsets, size, made)
-            target.bytes[index], target.written[index] = data.reshape(-1), written.reshape(-1)
+            target.bytes[index], target.written[index] = data[lanes].reshape(-1), written[lanes].reshape(-1)
 
         made = _issue_generic(warp, step, happen)
         warp.cta.groups[warp, "copies"][-1].append(made)
@@ -154,7 +143,7 @@ def _arrive(instruction: Statement, step: Compiled) -> Run:
 
 
 def _issue_generic(warp: Warp, step: Compiled, happen: Callable[[], None]) -> Transaction:
-    return Transaction(warp, step, [happen], ((warp, "copies"),), warp.cta.copies[warp], generic=True)
+    return Transaction(warp, step, [happen], ((warp, "copies"),), warp, generic=True)
 
 
 # --- TMA ---------------------------------------------------------------------------------------------------------------------
@@ -163,39 +152,27 @@ def _issue_generic(warp: Warp, step: Compiled, happen: Callable[[], None]) -> Tr
 def _tma(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.27.1.2 cp.async.bulk.tensor, between global memory and shared memory, tiled, with multicast; by one lane."""
     words, operands = instruction.words, instruction.operands
-    load = words.index("global") > next(i for i, word in enumerate(words) if word.startswith("shared"))
+    load, multicast = words[5].startswith("shared"), "multicast::cluster" in words
     shared, tensor = operands[:2] if load else operands[1::-1]
     assert isinstance(tensor, Address)
-    at_shared, at_map = address(step, shared), address(step, tensor)
-    coordinates = [known(step, part, INT32) for part in tensor.coordinates]
-    at_barrier = address(step, operands[2]) if load else None
-    multicast = known(step, operands[3], UINT16) if "multicast::cluster" in words else None
+    given = [address(step, operand) for operand in (shared, tensor, operands[2] if load else shared)]
+    given.append(known(step, operands[3] if multicast else Immediate(0), UINT16))
+    given += [known(step, part, INT32) for part in tensor.coordinates]
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        lanes = warp.active(running)
-        starts, places = at_shared(warp, lanes), at_map(warp, lanes)
-        corners = [part(warp, lanes) for part in coordinates]
-        barriers = at_barrier(warp, lanes) if at_barrier else None
-        masks = multicast(warp, lanes) if multicast else None
-        for i, (start, place) in enumerate(zip(starts.tolist(), places.tolist(), strict=True)):
+        lanes, there = warp.active(running), len(warp.cta.cluster.ctas)
+        for start, place, signalled, mask, *corner in zip(*(get(warp, lanes).tolist() for get in given), strict=True):
             box = warp.cta.launch.maps.get(place)
             if box is None:
                 raise step.error(warp, f"no tensor map there: {warp.cta.describe(place)}")
-            try:
-                moved = tensor_map.transfer(box, [int(corner[i]) for corner in corners], start)
-            except ValueError as error:
-                raise step.error(warp, str(error)) from error
-            ranks = [start >> WINDOW]
-            if masks is not None:
-                ranks = [rank for rank in range(16) if int(masks[i]) >> rank & 1]
-            if not ranks or ranks[-1] >= len(warp.cta.cluster.ctas):
-                raise step.error(
-                    warp, f"expected ranks of the cluster's {len(warp.cta.cluster.ctas)} CTAs, got {ranks}"
-                )
-            if barriers is None:
-                _issue_store(warp, step, box, moved)
+            moved = tensor_map.transfer(box, corner, start)
+            ranks = [rank for rank in range(16) if mask >> rank & 1] if multicast else [start >> WINDOW]
+            if not ranks or ranks[-1] >= there:
+                raise step.error(warp, f"expected ranks of the cluster's {there} CTAs, got {ranks}")
+            if load:
+                _issue_load(warp, step, box, moved, ranks, signalled)
             else:
-                _issue_load(warp, step, box, moved, ranks, int(barriers[i]))
+                _issue_store(warp, step, box, moved)
 
     return run
 
@@ -209,11 +186,8 @@ def _within(
     low, high = int(addresses.min()), int(addresses.max())
     found = block or warp.cta.block(low, size)
     if found is None or low < found.address or high + size > found.end:
-        if block:
-            said = f"a box of {box.bytes} bytes beyond shared memory of {block.size} bytes"
-        else:
-            said = f"a tensor map reaches beyond its array: {warp.cta.describe(high if found else low)}"
-        raise step.error(warp, said)
+        reached = f"from {warp.cta.describe(low)} to {warp.cta.describe(high)}"
+        raise step.error(warp, f"a box of {box.bytes} bytes beyond its array or the shared memory, {reached}")
     return found, addresses - found.address, bytes_at(addresses - found.address, size)
 
 
@@ -224,10 +198,9 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
     data, written = np.zeros((len(places), size), np.uint8), np.ones((len(places), size), np.bool_)
 
     def read() -> None:
-        block, offsets, index = _within(warp, step, box, None, sources[inside], size)
+        block, offsets, _ = _within(warp, step, box, None, sources[inside], size)
         races.read(block, offsets, size, made, step)
-        data[inside] = block.bytes[index].reshape(-1, size)
-        written[inside] = block.written is None or block.written[index].reshape(-1, size)
+        data[inside], written[inside] = block.known(offsets, size)
 
     def write(rank: int, one: Any) -> None:
         if warp.cta.gone(rank << WINDOW):
@@ -258,11 +231,10 @@ def _issue_store(warp: Warp, step: Compiled, box: Any, moved: Any) -> None:
         kept.append(shared.seen_by_async(index))
 
     def write() -> None:
-        if inside.any():
-            block, offsets, index = _within(warp, step, box, None, targets[inside], size)
-            races.write(block, offsets, size, made, step, made.orders[1])
-            block.bytes[index] = kept[0]
-            block.wrote(index)
+        block, offsets, index = _within(warp, step, box, None, targets[inside], size)
+        races.write(block, offsets, size, made, step, made.orders[1])
+        block.bytes[index] = kept[0]
+        block.wrote(index)
 
     made = Transaction(warp, step, [read, write], ((warp, "bulk reads"), (warp, "bulk writes")))
     warp.cta.groups[warp, "bulk"][-1].append(made)

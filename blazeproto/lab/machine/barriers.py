@@ -42,12 +42,7 @@ class Mbarrier:
         self.pending -= arrivals
         self.bytes -= bytes
         if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending, self.released = self.expected, self.clocks
-
-    def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity is over: the one before the current one is what a parity can name."""
-        return self.phase % 2 != parity
+            self.phase, self.pending, self.released = self.phase + 1, self.expected, self.clocks
 
     def __repr__(self) -> str:
         missing = f"{self.pending} of {self.expected} arrivals and {self.bytes} bytes missing"
@@ -62,7 +57,8 @@ class Phase(NamedTuple):
 
     @property
     def over(self) -> bool:
-        return self.barrier.passed(self.parity)
+        """A parity can name the current phase and the one before."""
+        return self.barrier.phase % 2 != self.parity
 
     def __str__(self) -> str:
         return f"the phase of parity {self.parity} of the {self.barrier}"
@@ -125,16 +121,18 @@ def _expect(warp: Warp, step: Compiled, place: int, count: int) -> None:
 
 
 def _arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
-    """§9.7.13.15 mbarrier.arrive, .expect_tx too"""
+    """§9.7.13.15 mbarrier.arrive"""
     barrier = mbarrier_at(warp, step, place)
     warp.cta.races.release(warp, barrier)
-    arrivals = count
-    if "expect_tx" in step.instruction.words:
-        _expect(warp, step, place, count)
-        arrivals = 1
-    if arrivals > barrier.pending:
-        raise step.error(warp, f"{arrivals} arrivals more than expected at {barrier}")
-    barrier.arrive(arrivals)
+    if count > barrier.pending:
+        raise step.error(warp, f"{count} arrivals more than expected at {barrier}")
+    barrier.arrive(count)
+
+
+def _expect_and_arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
+    """§9.7.13.15 mbarrier.arrive.expect_tx: one arrival"""
+    _expect(warp, step, place, count)
+    _arrive(warp, step, place, 1)
 
 
 def _by_lanes(act: Callable[[Warp, Compiled, int, int], None], instruction: Statement, step: Compiled) -> Run:
@@ -191,11 +189,9 @@ def bar(instruction: Statement, step: Compiled) -> Run:
     """
     words, operands = instruction.words, list(instruction.operands)
     how = next(word for word in words if word in ("sync", "arrive", "red"))
-    target = vote = None
-    if how == "red":
-        target, vote = result(instruction), fetch(operands[-1], BOOL)
-        combine = next(COMBINE[word] for word in words if word in COMBINE)
-        operands = operands[1:-1]
+    combine = next((COMBINE[word] for word in words if word in COMBINE), None)
+    target, vote = (result(instruction), fetch(operands[-1], BOOL)) if combine else (None, None)
+    operands = operands[1:-1] if combine else operands
     for operand, unit, most in zip(operands, (1, LANES), (15, LARGEST), strict=False):
         if isinstance(operand, Immediate) and (operand.value % unit or not 0 <= operand.value <= most):
             raise PtxError("expected a barrier of 0 to 15, and a multiple of 32 threads")
@@ -236,7 +232,7 @@ def bar(instruction: Statement, step: Compiled) -> Run:
         def over() -> bool:
             ended = 0 if counts else LANES * cta.ended
             if named.generation == now and named.arrived + ended >= full:
-                named.outcome = combine(named.votes) if vote else 0
+                named.outcome = combine(named.votes) if combine else 0
                 named.arrived, named.votes, named.generation = 0, [], now + 1
                 named.released, named.clocks = named.clocks, None
             if named.generation > now and how != "arrive":
@@ -257,20 +253,19 @@ COMBINE: dict[str, Callable[[list[bool]], int]] = {"or": any, "and": all, "popc"
 
 def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.13.4 barrier.cluster.arrive"""
-    cluster = warp.cta.cluster
-    number = cluster.arrivals[warp] = cluster.arrivals.get(warp, 0) + 1
-    warp.cta.races.release(warp, cluster.phases.setdefault(number, Named(number)))
+    warp.arrivals += 1
+    warp.cta.races.release(warp, warp.cta.cluster.phases[warp.arrivals])
     warp.cta.launch.changes += 1
 
 
 def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
     """§9.7.13.4 barrier.cluster.wait"""
-    cluster, mine = warp.cta.cluster, warp.cta.cluster.arrivals.get(warp, 0)
+    cluster, mine = warp.cta.cluster, warp.arrivals
     if not mine:
         raise step.error(warp, "expected an arrival at the cluster's barrier before the wait")
 
     def over() -> bool:
-        return all(cluster.arrivals.get(other, 0) >= mine or other.done for other in cluster.warps)
+        return all(other.arrivals >= mine or other.done for other in cluster.warps)
 
     if not over():
         return Wait(over, f"the cluster's barrier, for the {mine}. time")
@@ -301,6 +296,7 @@ TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
     "mbarrier.inval": partial(_by_lanes, _invalidate),
     "mbarrier.expect_tx": partial(_by_lanes, _expect),
     "mbarrier.arrive": partial(_by_lanes, _arrive),
+    "mbarrier.arrive.expect_tx": partial(_by_lanes, _expect_and_arrive),
     "mbarrier.test_wait": mbarrier_wait,
     "mbarrier.try_wait": mbarrier_wait,
     "bar": bar,

@@ -48,12 +48,11 @@ class Launch:
 
 
 class Cluster:
-    """CTAs that run at the same time, and reach each other's shared memory. arrivals: at the cluster's barrier, by warp."""
+    """CTAs that run at the same time, and reach each other's shared memory."""
 
     def __init__(self, launch: Launch, first: int, size: int) -> None:
         self.mbarriers: dict[int, Mbarrier] = {}  # by address
-        self.arrivals: dict[Warp, int] = {}
-        self.phases: dict[int, Named] = {}  # of that barrier
+        self.phases: dict[int, Named] = defaultdict(lambda: Named(0))  # of its barrier
         self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
         launch.races.begin(self.warps)
@@ -65,31 +64,24 @@ class Cta:
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
         self.launch, self.cluster, self.index, self.rank, self.name = launch, cluster, index, rank, f"CTA {index}"
         self.ended = 0
-        x, y, _ = launch.grid
-        self.place = index % x, index // x % y, index // (x * y)
+        self.place = np.unravel_index(index, launch.grid[::-1])[::-1]
         self.threads = int(np.prod(launch.block))
         symbols, size = placed(launch.program, launch.entry, launch.shared_bytes, rank)
         self.symbols = launch.symbols | symbols
         self.shared = shared_block(rank, size)
-        self.named: dict[int, Named] = {}
-        self.at_barrier: dict[int, Named] = {}
+        self.named, self.at_barrier = dict[int, Named](), dict[int, Named]()  # by number; by warp, of those that wait
         self.races: Any = launch.races
         self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
             lambda: [[]]
         )  # by warp and kind, the last one open
-        self.copies: dict[Warp, list[Transaction]] = defaultdict(list)
         self.warpgroups: dict[int, Warpgroup] = defaultdict(Warpgroup)
-        begins = range(0, self.threads, LANES)
-        self.warps = [Warp(self, n, self.threads - begin, launch.entry.widths) for n, begin in enumerate(begins)]
+        left = enumerate(range(self.threads, 0, -LANES))  # threads of a warp and those behind it
+        self.warps = [Warp(self, n, threads, launch.entry.widths) for n, threads in left]
 
     def threads_of(self, warp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tid.x, tid.y, tid.z of a warp's lanes."""
         thread, (x, y, _) = np.arange(LANES * warp, LANES * (warp + 1)), self.launch.block
         return thread % x, thread // x % y, thread // (x * y)
-
-    def address_of(self, name: str) -> int:
-        """Where a variable or a parameter lies."""
-        return self.symbols[name]
 
     def block(self, address: int, size: int) -> Block | None:
         """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 Function = Callable[..., np.ndarray]
-F16: np.dtype = np.dtype(np.float16)
-F32: np.dtype = np.dtype(np.float32)
-F64: np.dtype = np.dtype(np.float64)
+F16, F32, F64 = map(np.dtype, ("f2", "f4", "f8"))
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
 KINDS = (F16, F32, F64)
 # Constants are arrays without axes: NumPy takes three times as long for Python's numbers.
@@ -83,65 +81,33 @@ def finished(compute: Function, kind: np.dtype, ftz: bool = False, sat: bool = F
 # --- The instructions -----------------------------------------------------------------------------------------------------
 # Each takes the type and the rounding, and returns what computes. float64 comes with rn alone.
 
-
-def adding(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.3"""
-    return np.add if mode == "rn" else lambda a, b: rounded(odd_sum(a.astype(F64), b.astype(F64), mode), kind, mode)
+Maker = Callable[[np.dtype, str], Function]
 
 
-def subtracting(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.4"""
-    return (
-        np.subtract if mode == "rn" else lambda a, b: rounded(odd_sum(a.astype(F64), -b.astype(F64), mode), kind, mode)
-    )
+def rounding(exact: Function, nearest: Function | None = None) -> Maker:
+    """``exact``, of float64 sources and the mode, rounded once.  nearest: what NumPy has for rn.
 
+    A float64 quotient or root of float32 is never so near to a float32, or to the middle of two, that rounding it again errs.
+    """
 
-def multiplying(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.5"""
-    return np.multiply if mode == "rn" else lambda a, b: rounded(a.astype(F64) * b.astype(F64), kind, mode)
-
-
-def fusing(kind: np.dtype, mode: str) -> Function:
-    """a * b + c with one rounding: 9.7.3.6, and 9.7.3.7 for mad"""
-    return lambda a, b, c: rounded(odd_sum(a.astype(F64) * b.astype(F64), c.astype(F64), mode), kind, mode)
-
-
-# A float64 quotient or root of float32 is never so near to a float32, or to the middle of two, that rounding it again errs.
-
-
-def dividing(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.8"""
-    return lambda a, b: rounded(a.astype(F64) / b.astype(F64), kind, mode)
-
-
-def inverting(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.13"""
-    return lambda a: rounded(ONE[F64] / a.astype(F64), kind, mode)
-
-
-def rooting(kind: np.dtype, mode: str) -> Function:
-    """9.7.3.15"""
-    return lambda a: rounded(np.sqrt(a.astype(F64)), kind, mode)
-
-
-def choosing(number: np.ufunc, of_equals: np.ufunc) -> Callable[[np.dtype, str], Function]:
-    """min and max: 9.7.3.11 and 9.7.3.12. ``number`` is what NumPy has, for which zeros are equal; -0 is less than +0."""
-
-    def make(kind: np.dtype, _: str) -> Function:
-        word = np.dtype(f"u{kind.itemsize}")
-
-        def choose(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            result, equal = number(a, b), a == b
-            if equal.dot(equal):  # whether any is
-                np.copyto(result, of_equals(a.view(word), b.view(word)).view(kind), where=equal)
-            return result
-
-        return choose
+    def make(kind: np.dtype, mode: str) -> Function:
+        if nearest and mode == "rn":
+            return nearest
+        return lambda *sources: rounded(exact(*[source.astype(F64) for source in sources], mode), kind, mode)
 
     return make
 
 
-def approximating(compute: Function) -> Callable[[np.dtype, str], Function]:
+def choose(number: np.ufunc, of_equals: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """min and max. ``number`` is what NumPy has, for which zeros are equal; -0 is less than +0."""
+    result, equal = number(a, b), a == b
+    if equal.dot(equal):  # whether any is
+        word = np.dtype(f"u{a.itemsize}")
+        np.copyto(result, of_equals(a.view(word), b.view(word)).view(a.dtype), where=equal)
+    return result
+
+
+def approximating(compute: Function) -> Maker:
     """The float64 function, rounded: within what the ISA allows the hardware."""
     return lambda kind, _: lambda *sources: compute(*(source.astype(F64) for source in sources)).astype(kind)
 
@@ -155,8 +121,8 @@ def fast_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # --- bfloat16 -------------------------------------------------------------------------------------------------------------
 
 
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """uint16 to float32, exact."""
+def from_bf16(bits: np.ndarray, _: str) -> np.ndarray:
+    """uint16 to float32, exact in every mode."""
     return (bits.astype(np.uint32) << SIXTEEN).view(F32)
 
 

@@ -4,7 +4,7 @@ Shifts by the width or more give zeros, or signs, in NumPy as in PTX. Callers ho
 """
 
 from collections.abc import Callable
-from operator import methodcaller
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,21 +19,9 @@ INTEGERS: dict[str, np.dtype] = {
 
 
 def _high_product(kind: np.dtype) -> Function:
-    """mul.hi"""
-    bits = 4 * kind.itemsize  # of half a word
-    if bits < 32:
-        wide = wider(kind)
-        return lambda a, b: (a.astype(wide) * b.astype(wide) >> 2 * bits).astype(kind)
-    mask = (1 << bits) - 1
-    unsigned = methodcaller("astype", np.uint64)
-
-    def high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """By halves, the upper ones signed where the words are: no sum overflows."""
-        (a_high, b_high), (a_low, b_low) = (a >> bits, b >> bits), (a & mask, b & mask)
-        middle = a_high * b_low + (unsigned(a_low) * unsigned(b_low) >> bits).astype(kind)
-        return a_high * b_high + (middle >> bits) + ((middle & mask) + a_low * b_high >> bits)
-
-    return high
+    """mul.hi; of 64 bits with Python's integers, as no word is wider."""
+    wide, bits = np.dtype(object) if kind.itemsize == 8 else wider(kind), 8 * kind.itemsize
+    return lambda a, b: (a.astype(wide) * b.astype(wide) >> bits).astype(kind)
 
 
 def _wide_product(kind: np.dtype) -> Function:
@@ -67,20 +55,15 @@ def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b == 0, ~np.zeros_like(a), np.fmod(a, b))
 
 
+_LENGTHS = np.frompyfunc(int.bit_length, 1, 1)
+
+
 def _of_length(compute: Callable[[np.ndarray, int], np.ndarray]) -> Callable[[np.dtype], Function]:
     """clz and bfind. length: how many bits a number takes, of a negative one its complement. width: of the word."""
 
     def make(kind: np.dtype) -> Function:
-        width, word = 8 * kind.itemsize, np.dtype(f"u{kind.itemsize}")
-        steps = [np.array([1 << n], word) for n in range(width.bit_length() - 1)]
-
-        def find(a: np.ndarray) -> np.ndarray:
-            bits = (a ^ (a >> width - 1) if kind.kind == "i" else a).view(word)
-            for step in steps:
-                bits = bits | bits >> step
-            return compute(np.bitwise_count(bits).astype(np.uint32), width)
-
-        return find
+        width = 8 * kind.itemsize
+        return lambda a: compute(_LENGTHS(np.where(a < 0, ~a, a)).astype(np.uint32), width)
 
     return make
 
@@ -119,14 +102,10 @@ def _lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> n
     return result
 
 
-def _funnel(left: bool, wrap: bool) -> Function:
+def _funnel(left: bool, wrap: bool, a: np.ndarray, b: np.ndarray, amount: np.ndarray) -> np.ndarray:
     """shf: a word of two, b above a, shifted."""
-
-    def shift(a: np.ndarray, b: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        by = amount & 31 if wrap else np.minimum(amount, 32)
-        return b << by | a >> 32 - by if left else b << 32 - by | a >> by
-
-    return shift
+    by = amount & 31 if wrap else np.minimum(amount, 32)
+    return b << by | a >> 32 - by if left else b << 32 - by | a >> by
 
 
 _NIBBLES = np.array([[0, 4, 8, 12]], np.uint32)
@@ -153,9 +132,9 @@ def _shift(compute: np.ufunc) -> Callable[[np.dtype], Function]:
     return make
 
 
-def _same(compute: Function) -> Callable[[np.dtype], Function]:
+def same(compute: Function) -> Callable[..., Function]:
     """What NumPy computes alike for all types."""
-    return lambda _: compute
+    return lambda *_: compute
 
 
 class Family(NamedTuple):
@@ -170,43 +149,43 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "add": Family("su", "ttt", _same(np.add)),  # 9.7.1.1
-    "sub": Family("su", "ttt", _same(np.subtract)),  # 9.7.1.2
-    "mul.lo": Family("su", "ttt", _same(np.multiply)),  # 9.7.1.3
+    "add": Family("su", "ttt", same(np.add)),  # 9.7.1.1
+    "sub": Family("su", "ttt", same(np.subtract)),  # 9.7.1.2
+    "mul.lo": Family("su", "ttt", same(np.multiply)),  # 9.7.1.3
     "mul.hi": Family("su", "ttt", _high_product),  # 9.7.1.3
     "mul.wide": Family("su", "wtt", _wide_product),  # 9.7.1.3
-    "mad.lo": Family("su", "tttt", _with(_same(np.multiply))),  # 9.7.1.4
+    "mad.lo": Family("su", "tttt", _with(same(np.multiply))),  # 9.7.1.4
     "mad.hi": Family("su", "tttt", _with(_high_product)),  # 9.7.1.4
     "mad.wide": Family("su", "wttw", _with(_wide_product)),  # 9.7.1.4
-    "sad": Family("su", "tttt", _same(lambda a, b, c: np.add(c, np.maximum(a, b) - np.minimum(a, b)))),  # 9.7.1.7
-    "div": Family("su", "ttt", _same(_quotient)),  # 9.7.1.8
-    "rem": Family("su", "ttt", _same(_remainder)),  # 9.7.1.9
-    "abs": Family("s", "tt", _same(np.abs)),  # 9.7.1.10
-    "neg": Family("s", "tt", _same(np.negative)),  # 9.7.1.11
-    "min": Family("su", "ttt", _same(np.minimum)),  # 9.7.1.12
-    "max": Family("su", "ttt", _same(np.maximum)),  # 9.7.1.13
-    "popc": Family("b", "nt", _same(lambda a: np.bitwise_count(a).astype(np.uint32))),  # 9.7.1.14
+    "sad": Family("su", "tttt", same(lambda a, b, c: np.add(c, np.maximum(a, b) - np.minimum(a, b)))),  # 9.7.1.7
+    "div": Family("su", "ttt", same(_quotient)),  # 9.7.1.8
+    "rem": Family("su", "ttt", same(_remainder)),  # 9.7.1.9
+    "abs": Family("s", "tt", same(np.abs)),  # 9.7.1.10
+    "neg": Family("s", "tt", same(np.negative)),  # 9.7.1.11
+    "min": Family("su", "ttt", same(np.minimum)),  # 9.7.1.12
+    "max": Family("su", "ttt", same(np.maximum)),  # 9.7.1.13
+    "popc": Family("b", "nt", same(lambda a: np.bitwise_count(a).astype(np.uint32))),  # 9.7.1.14
     "clz": Family("b", "nt", _of_length(lambda length, width: width - length)),  # 9.7.1.15
     "bfind": Family("su", "nt", _of_length(lambda length, width: length - 1)),  # 9.7.1.16
     "bfind.shiftamt": Family("su", "nt", _of_length(_to_the_top)),  # 9.7.1.16
-    "brev": Family("b", "tt", _same(_reversed)),  # 9.7.1.18
-    "bfe": Family("su", "ttnn", _same(_extract)),  # 9.7.1.19
-    "bfi": Family("b", "tttnn", _same(_insert)),  # 9.7.1.20
-    "copysign": Family("f", "ttt", _same(lambda a, b: np.copysign(b, a))),  # 9.7.3.2, of bits: a NaN keeps its payload
-    "selp": Family("subf", "tttp", _same(_select)),  # 9.7.6.3
-    "and": Family("bp", "ttt", _same(np.bitwise_and)),  # 9.7.8.1
-    "or": Family("bp", "ttt", _same(np.bitwise_or)),  # 9.7.8.2
-    "xor": Family("bp", "ttt", _same(np.bitwise_xor)),  # 9.7.8.3
-    "not": Family("bp", "tt", _same(np.invert)),  # 9.7.8.4
+    "brev": Family("b", "tt", same(_reversed)),  # 9.7.1.18
+    "bfe": Family("su", "ttnn", same(_extract)),  # 9.7.1.19
+    "bfi": Family("b", "tttnn", same(_insert)),  # 9.7.1.20
+    "copysign": Family("f", "ttt", same(lambda a, b: np.copysign(b, a))),  # 9.7.3.2, of bits: a NaN keeps its payload
+    "selp": Family("subf", "tttp", same(_select)),  # 9.7.6.3
+    "and": Family("bp", "ttt", same(np.bitwise_and)),  # 9.7.8.1
+    "or": Family("bp", "ttt", same(np.bitwise_or)),  # 9.7.8.2
+    "xor": Family("bp", "ttt", same(np.bitwise_xor)),  # 9.7.8.3
+    "not": Family("bp", "tt", same(np.invert)),  # 9.7.8.4
     "cnot": Family("b", "tt", lambda kind: lambda a: (a == 0).astype(kind)),  # 9.7.8.5
-    "lop3": Family("b", "ttttn", _same(_lookup)),  # 9.7.8.6
+    "lop3": Family("b", "ttttn", same(_lookup)),  # 9.7.8.6
     "shl": Family("b", "tta", _shift(np.left_shift)),  # 9.7.8.8
     "shr": Family("sub", "tta", _shift(np.right_shift)),  # 9.7.8.9
-    "mov": Family("subfp", "tt", _same(lambda a: a)),  # 9.7.9.3
-    "prmt": Family("b", "tttn", _same(_permute)),  # 9.7.9.7
+    "mov": Family("subfp", "tt", same(lambda a: a)),  # 9.7.9.3
+    "prmt": Family("b", "tttn", same(_permute)),  # 9.7.9.7
 }
 FAMILIES |= {  # 9.7.8.7
-    f"shf.{side}.{how}": Family("b", "tttn", _same(_funnel(side == "l", how == "wrap")))
+    f"shf.{side}.{how}": Family("b", "tttn", same(partial(_funnel, side == "l", how == "wrap")))
     for side in "lr"
     for how in ("wrap", "clamp")
 }

@@ -28,15 +28,13 @@ def together(
             (here & (masks == one), ((one & BITS) != 0) & warp.alive) for one in sorted(set(masks[here].tolist()))
         ]
         for lanes, members in groups:
-            if (lanes & ~members).any():
-                raise step.error(warp, "its mask leaves itself out", (lanes & ~members).argmax())
+            step.refuse(warp, lanes & ~members, "its mask leaves itself out")
             if (members & ~here).any() and running is warp.lanes and warp.hold(kind):
                 return OTHER_LANES
             elsewhere = members & ~lanes
             if elsewhere.any() and kind:
                 elsewhere = elsewhere & ~warp.meet(kind)
-            if elsewhere.any():
-                raise step.error(warp, "its mask names lanes that are elsewhere", elsewhere.argmax())
+            step.refuse(warp, elsewhere, "its mask names lanes that are elsewhere")
         for lanes, members in groups:
             act(warp, running if len(groups) == 1 else lanes, members)
         return None
@@ -64,8 +62,7 @@ def shfl(instruction: Statement, step: Compiled) -> Run:
         source = {"up": LANE - by, "down": LANE + by, "bfly": LANE ^ by, "idx": lowest | by & ~segment}[mode]
         inside = source >= bound if mode == "up" else source <= bound
         source = np.where(inside, source, LANE)
-        missing, outside = warp.unwritten_among(read), ~members  # of which it gets anything
-        lost = outside if missing is None else missing | outside
+        lost = warp.unwritten_among(read) | ~members  # of lanes outside it gets anything
         warp.write(register, a(warp)[source], running, lost[source])
         if predicate:
             warp.write(predicate.place, inside, running)
@@ -88,9 +85,7 @@ def vote(instruction: Statement, step: Compiled) -> Run:
     asked, read = fetch(predicate, BOOL), registers_of(predicate)
 
     def act(warp: Warp, running: np.ndarray | None, members: np.ndarray) -> None:
-        missing = warp.unwritten_among(read)
-        if missing is not None and (missing & members).any():
-            raise step.error(warp, "it votes with a predicate that nobody wrote", (missing & members).argmax())
+        step.refuse(warp, warp.unwritten_among(read) & members, "it votes with a predicate that nobody wrote")
         warp.write(register, np.full(LANES, answer(members, asked(warp) & members), WORDS[bits]), running)
 
     return together(step, mask, act)
@@ -114,9 +109,8 @@ def redux(instruction: Statement, step: Compiled) -> Run:
     value, read = fetch(given, dtype), registers_of(given)
 
     def act(warp: Warp, running: np.ndarray | None, members: np.ndarray) -> None:
-        missing = warp.unwritten_among(read)
-        partly = None if missing is None or not (missing & members).any() else members
-        warp.write(register, np.full(LANES, reduce(value(warp)[members]), dtype).view(UINT32), running, partly)
+        made = np.full(LANES, reduce(value(warp)[members]), dtype).view(UINT32)
+        warp.write(register, made, running, members & (warp.unwritten_among(read) & members).any())
 
     return together(step, mask, act)
 

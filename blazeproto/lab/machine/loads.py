@@ -3,32 +3,42 @@
 Every access is checked: whose bytes, alignment, whether somebody wrote them, races.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from blazeproto.lab.machine import matrices
+from blazeproto.lab.machine.arithmetic import Operation
 from blazeproto.lab.machine.floats import flushed
 from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
-from blazeproto.lab.machine.operands import UINT32, address, fetch, known, registers_of, result
+from blazeproto.lab.machine.operands import BOOL, UINT16, UINT32, address, fetch, known, lane_wise, registers_of
 from blazeproto.lab.machine.ptx import BITS, WORDS, Nothing, Operand, PtxError, Register, Statement, Vector
-from blazeproto.lab.machine.warp import LANES, Compiled, Run, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Warp
 
 GLOBAL, SHARED = ("global", "param", "const"), ("shared", "shared::cta", "shared::cluster")
 
 
 def located(
-    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, size: int, space: str, *, store: bool = False
+    warp: Warp,
+    step: Compiled,
+    addresses: np.ndarray,
+    lanes: np.ndarray,
+    size: int,
+    space: str,
+    *,
+    store: bool = False,
+    unit: int = 0,
 ) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
     """Blocks, the offsets in each, and their lanes. addresses: of ``lanes``, their numbers.
 
-    space: of the instruction, "" where it is generic.
+    space: of the instruction, "" where it is generic.  unit: what an address is a multiple of, where it is not ``size``.
     MachineError for an address that is nobody's or of another space, misaligned, or of what may only be read.
     """
-    misaligned = (addresses & (size - 1)).astype(np.bool_)
+    misaligned = (addresses & ((unit or size) - 1)).astype(np.bool_)
     if misaligned.any():
-        said = f"not a multiple of {size} bytes: {warp.cta.describe(int(addresses[misaligned][0]))}"
+        said = f"not a multiple of {unit or size} bytes: {warp.cta.describe(int(addresses[misaligned][0]))}"
         raise step.error(warp, said, lanes[misaligned][0])
     block = warp.cta.block(int(addresses.min()), size)
     groups = [(block, addresses, lanes)]
@@ -43,78 +53,90 @@ def located(
         yield block, within - block.address, of
 
 
-def _shape(instruction: Statement) -> tuple[str, int, str, int]:
-    """Space (none: generic, §6.4.1.1), elements, type, and bytes of one."""
+def _shape(instruction: Statement, operand: Operand) -> tuple[str, str, int, tuple[Any, ...]]:
+    """Space (none: generic, §6.4.1.1), type, bytes of an element; and the operand's elements, as many as .v2 or .x4 says."""
     space = next((word for word in instruction.words if word in GLOBAL + SHARED), "")
-    count = next((int(word[1:]) for word in instruction.words if word in ("v2", "v4")), 1)
-    kind = instruction.words[-1]
-    return space, count, kind, BITS[kind] // 8
-
-
-def parts_of(operand: Any) -> tuple[Any, ...]:
-    """A vector's elements, or the one that there is."""
-    return operand.parts if isinstance(operand, Vector) else (operand,)
+    count = next((int(word[1:]) for word in instruction.words if re.fullmatch("[vx][124]", word)), 1)
+    kind, parts = instruction.words[-1], operand.parts if isinstance(operand, Vector) else (operand,)
+    if len(parts) != count:
+        raise PtxError(f"expected {count} elements")
+    return space, kind, BITS[kind] // 8, parts
 
 
 def ld(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.8 ld. A narrower signed number is extended by its sign."""
-    (space, count, kind, width), parts = _shape(instruction), parts_of(instruction.operands[0])
-    if len(parts) != count or not all(isinstance(part, Register) for part in parts):
-        raise PtxError(f"expected {count} registers")
-    at, size, element = address(step, instruction.operands[1]), count * width, WORDS[8 * width]
-    number = np.dtype(f"i{width}") if kind[0] == "s" else element
-    unit = np.arange(count)[:, None]
+    space, kind, width, parts = _shape(instruction, instruction.operands[0])
+    if not all(isinstance(part, Register) for part in parts):
+        raise PtxError("expected registers")
+    at, word = address(step, instruction.operands[1]), WORDS[8 * width]
+    number = np.dtype(f"i{width}") if kind[0] == "s" else word
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
-        values, missing = np.zeros((count, LANES), element), None
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size, space):
-            values[:, of] = block.words[width][offsets // width + unit]
-            if block.written is not None:
-                seen = block.written[offsets[:, None] + np.arange(size)]
-                if not seen.all():
-                    missing = np.zeros((count, LANES), np.bool_) if missing is None else missing
-                    missing[:, of] = ~seen.reshape(-1, count, width).all(axis=2).T
-            warp.cta.races.read(block, offsets, size, warp, step)
-        for i, part in enumerate(parts):
-            word = WORDS[part.bits]
-            value = values[i] if word == element else values[i].view(number).astype(word)
-            warp.write(part.place, value, running, None if missing is None else missing[i])
+        values, missing = _loaded(warp, step, at(warp, lanes), lanes, len(parts), width, space)
+        for part, value, lost in zip(parts, values, missing, strict=True):
+            warp.write(part.place, value.view(number).astype(WORDS[part.bits]), running, lost)
 
     return run
+
+
+def _loaded(
+    warp: Warp, step: Compiled, addresses: np.ndarray, lanes: np.ndarray, count: int, width: int, space: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """So many elements of ``width`` bytes that lie one behind the other, and where nobody wrote them: (count, 32) each."""
+    values, missing = np.zeros((count, LANES), WORDS[8 * width]), np.zeros((count, LANES), np.bool_)
+    for block, offsets, of in located(warp, step, addresses, lanes, count * width, space):
+        values[:, of] = block.words[width][offsets // width + np.arange(count)[:, None]]
+        if block.written is not None:
+            missing[:, of] = ~block.written[bytes_at(offsets, count * width)].reshape(-1, count, width).all(axis=2).T
+        warp.cta.races.read(block, offsets, count * width, warp, step)
+    return values, missing
 
 
 def st(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.11 st. What nobody wrote may be stored to shared memory, where it stays that; to global memory it is an error."""
-    (space, count, _, width), parts = _shape(instruction), parts_of(instruction.operands[1])
-    at, size, element = address(step, instruction.operands[0]), count * width, WORDS[8 * width]
-    fetches, of_parts = [fetch(part, element) for part in parts], [registers_of(part) for part in parts]
-    unit = np.arange(count)[:, None]
+    space, _, width, parts = _shape(instruction, instruction.operands[1])
+    at, fetches = address(step, instruction.operands[0]), [fetch(part, WORDS[8 * width]) for part in parts]
+    of_parts = [registers_of(part) for part in parts]
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        lanes = warp.active(running)
-        values = np.array([get(warp) for get in fetches])
+        lanes, values = warp.active(running), np.array([get(warp) for get in fetches])
         missing = [warp.unwritten_among(registers) for registers in of_parts]
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, size, space, store=True):
-            for lost in missing if block.stale is None else ():
-                if lost is not None and lost[of].any():
-                    raise step.error(warp, "it stores what nobody wrote", of[lost[of]][0])
-            write_by_threads(warp, step, block, offsets, size)
-            block.words[width][offsets // width + unit] = values[:, of]
-            for i, lost in enumerate(missing):
-                if lost is not None and lost[of].any():
-                    block.wrote(bytes_at(offsets[lost[of]] + i * width, width), False)
-        warp.cta.launch.changes += 1
+        _store(warp, step, at(warp, lanes), lanes, values, missing, space)
 
     return run
 
 
+def _store(
+    warp: Warp,
+    step: Compiled,
+    addresses: np.ndarray,
+    lanes: np.ndarray,
+    values: np.ndarray,
+    missing: Iterable[np.ndarray],
+    space: str,
+) -> None:
+    """Elements, (count, 32), to where `_loaded` has them from. missing: where nobody wrote them."""
+    (count, _), width = values.shape, values.itemsize
+    for block, offsets, of in located(warp, step, addresses, lanes, count * width, space, store=True):
+        nobodys = [(i, lost[of]) for i, lost in enumerate(missing) if lost is not NONE and lost[of].any()]
+        if nobodys and block.stale is None:
+            raise step.error(warp, "it stores what nobody wrote", of[nobodys[0][1]][0])
+        write_by_threads(warp, step, block, offsets, count * width)
+        block.words[width][offsets // width + np.arange(count)[:, None]] = values[:, of]
+        for i, lost in nobodys:
+            block.wrote(bytes_at(offsets[lost] + i * width, width), False)
+    warp.cta.launch.changes += 1
+
+
 def write_by_threads(
-    warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, by: Any = None
+    warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, by: Any = None, atomic: bool = False
 ) -> np.ndarray:
     """What comes before the bytes change, which are returned. by: a transaction, where it is not the warp."""
     index = bytes_at(offsets, size)
-    warp.cta.races.write(block, offsets, size, by or warp, step)
+    warp.cta.races.write(block, offsets, size, by or warp, step, atomic=atomic)
+    if atomic and block.written is not None and not block.written[index].all():
+        raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
     block.shows_late(index)
     block.wrote(index)
     return index
@@ -141,12 +163,13 @@ def _add_flushed(old: Any, new: Any, _: Any) -> Any:
 def atom(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.5 atom and §9.7.13.7 red, lane after lane; a vector's elements are atomic each."""
     words, returns = instruction.words, instruction.words[0] == "atom"
-    how, (space, _, kind, width) = next(word for word in words[1:] if word in COMBINE), _shape(instruction)
-    dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(width))
+    how = next(word for word in words[1:] if word in COMBINE)
     target, place, *given = instruction.operands if returns else (Nothing(), *instruction.operands)
+    space, kind, width, first = _shape(instruction, given[0])
+    dtype = np.dtype({"s": "i", "f": "f"}.get(kind[0], "u") + str(width))
     at = address(step, place)
-    elements = [[known(step, part, dtype) for part in parts_of(operand)] for operand in given]
-    count = len(elements[0])
+    elements = [[known(step, part, dtype) for part in _shape(instruction, operand)[-1]] for operand in given]
+    count = len(first)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
@@ -154,11 +177,7 @@ def atom(instruction: Statement, step: Compiled) -> Run:
         values[:, :, lanes] = [[get(warp, lanes) for get in parts] for parts in elements]
         old = np.zeros(LANES, dtype)
         for block, offsets, of in located(warp, step, at(warp, lanes), lanes, count * width, space, store=True):
-            index = bytes_at(offsets, count * width)
-            warp.cta.races.write(block, offsets, count * width, warp, step, atomic=True)
-            if block.written is not None and not block.written[index].all():
-                raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
-            block.shows_late(index)
+            write_by_threads(warp, step, block, offsets, count * width, atomic=True)
             memory, combine = block.words[width].view(dtype), COMBINE[how]
             if words[-1] == "f32" and block.stale is None:  # §9.7.13.5: in global memory subnormals are zeros
                 combine = _add_flushed
@@ -173,76 +192,60 @@ def atom(instruction: Statement, step: Compiled) -> Run:
     return run
 
 
-def _rows(instruction: Statement, step: Compiled, place: Operand, store: bool) -> Callable[..., tuple[Any, ...]]:
-    """8 x 8 matrices of 16 bits, a row's address from each lane: the block, offsets of rows, and bytes of each lane's halves."""
-    count = next(int(word[1:]) for word in instruction.words if word in ("x1", "x2", "x4"))
-    if count != len(parts_of(instruction.operands[store])):
-        raise PtxError(f"expected {count} registers")
-    at, lanes, transposed = address(step, place), np.arange(8 * count), "trans" in instruction.words
+def _matrices(
+    instruction: Statement, step: Compiled, place: Operand, of: Operand
+) -> tuple[Callable[[Warp, Any], np.ndarray], tuple[Any, ...], np.ndarray]:
+    """8 x 8 matrices of 16 bits: how to get the address of a row from each lane, what has the elements of each matrix, and where
+    each lane's halves of that lie in the rows, (count, 32 lanes, 2), counted in halves."""
+    *_, registers = _shape(instruction, of)
+    at, rows = address(step, place), LANE[: 8 * len(registers)]
 
-    def rows(warp: Warp, running: np.ndarray | None) -> tuple[Any, ...]:
-        if running is not None:
-            raise step.error(warp, "expected all 32 lanes", running.argmin())
-        ((block, offsets, _),) = located(warp, step, at(warp, lanes), lanes, 16, "shared", store=store)
-        full = np.zeros(LANES, np.int64)
-        full[: 8 * count] = offsets
-        return block, offsets, matrices.matrix_addresses(full, count, transposed)  # (count, lanes, halves)
+    def addresses(warp: Warp, running: np.ndarray | None) -> np.ndarray:
+        step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")
+        return at(warp, rows)
 
-    return rows
+    places = matrices.matrix_addresses(16 * LANE, len(registers), "trans" in instruction.words) // 2
+    return addresses, registers, places
 
 
 def ldmatrix(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.15 ldmatrix."""
-    to, place = instruction.operands
-    registers, rows = registers_of(to), _rows(instruction, step, place, False)
+    at, registers, places = _matrices(instruction, step, *instruction.operands[::-1])
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        block, offsets, places = rows(warp, running)
-        warp.cta.races.read(block, offsets, 16, warp, step)
-        values = block.words[2][places // 2].astype(np.uint32)
-        seen = None if block.written is None else block.written[places].all(axis=2)
+        addresses = at(warp, running)
+        values, missing = _loaded(warp, step, addresses, LANE[: len(addresses)], 8, 2, "shared")
+        words, lost = values.T.take(places).view(UINT32)[:, :, 0], np.any(missing.T.take(places), axis=2)
         for i, register in enumerate(registers):
-            lost = None if seen is None or seen[i].all() else ~seen[i]
-            warp.write(register, values[i, :, 0] | values[i, :, 1] << np.uint32(16), running, lost)
+            warp.write(register.place, words[i], running, lost[i])
 
     return run
 
 
 def stmatrix(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.16 stmatrix."""
-    place, source = instruction.operands
-    registers, rows = registers_of(source), _rows(instruction, step, place, True)
+    at, registers, places = _matrices(instruction, step, *instruction.operands)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        block, offsets, places = rows(warp, running)
-        write_by_threads(warp, step, block, offsets, 16)
-        for i, register in enumerate(registers):
-            value, lost = warp.registers[register], warp.unwritten_among((register,))
-            block.words[2][places[i] // 2] = value.view(np.uint16).reshape(LANES, 2)
-            if lost is not None:
-                block.wrote(bytes_at(places[i, lost].reshape(-1), 2), False)
-        warp.cta.launch.changes += 1
+        addresses = at(warp, running)
+        values, missing = np.zeros((LANES, 8), UINT16), np.zeros((LANES, 8), BOOL)
+        for register, place in zip(registers, places, strict=True):
+            values.put(place, warp.registers[register.place].view(UINT16))
+            missing.put(place, warp.unwritten_among((register.place,)).repeat(2))
+        _store(warp, step, addresses, LANE[: len(addresses)], values.T, missing.T, "shared")
 
     return run
 
 
 def cvta(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.20 cvta: an address is the same in its space and outside."""
-    (register, bits), source = result(instruction), instruction.operands[1]
-    value, read = fetch(source, WORDS[bits]), registers_of(source)
-    return lambda warp, running: warp.write(register, value(warp), running, warp.unwritten_among(read))
+    word = WORDS[BITS[instruction.words[-1]]]
+    return lane_wise(instruction, Operation((word,), word, np.positive))
 
 
 def mapa(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.23 mapa.shared::cluster: the same place in the shared memory of another CTA of the cluster."""
-    (register, _), (_, place, of) = result(instruction), instruction.operands
-    at, rank, read = fetch(place, UINT32), fetch(of, UINT32), registers_of(Vector((place, of)))
-
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        moved = at(warp) & np.uint32(IN_WINDOW) | rank(warp) << np.uint32(WINDOW)
-        warp.write(register, moved, running, warp.unwritten_among(read))
-
-    return run
+    return lane_wise(instruction, Operation((UINT32, UINT32), UINT32, lambda at, rank: at & IN_WINDOW | rank << WINDOW))
 
 
 TABLE = {

@@ -7,10 +7,9 @@ import numpy as np
 
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
-from blazeproto.lab.machine.run import Report, run
+from blazeproto.lab.machine.run import Report
 from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
-from blazeproto.lab.machine.warp import MachineError
 from blazeproto.runtime.target import launches_on
 
 
@@ -95,26 +94,28 @@ class Machine:
             for offset, (box, address) in boxes.items()
         }
         name = entry if entry in program.entries else None
-        options: dict[str, Any] = {
-            "memory": self.memory,
-            "shared_bytes": shared_bytes,
-            "cluster": cluster,
-            "maps": maps,
-            "seed": self.seed,
-            "races": self.races,
-            "variables": self.variables,
-        }
-        if self.held is None:
-            try:
-                report = run(program, name, grid, (block,), parameters, progress=self.progress, **options)
-            except MachineError as error:
-                self.reports += [error.report] if error.report else []
-                raise
-            self.reports.append(report)
-        elif self.held:
+        if self.held:
             raise ValueError(f"call: expected one launch, got a second, of {name}")
+        stepper = Stepper(
+            program,
+            name,
+            grid,
+            (block,),
+            parameters,
+            memory=self.memory,
+            shared_bytes=shared_bytes,
+            cluster=cluster,
+            maps=maps,
+            seed=self.seed,
+            races=self.races,
+            variables=self.variables,
+            progress=self.progress,
+        )
+        if self.held is None:
+            self.reports.append(stepper.report)
+            stepper.finish()
         else:
-            self.held.append(Stepper(program, name, grid, (block,), parameters, **options))
+            self.held.append(stepper)
 
     def step(self, call: Callable[[], Any]) -> Stepper:
         """The launch that ``call`` makes, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``, not begun yet.

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from blazeproto.lab.machine.memory import Refusal
+
 SWIZZLES = (0, 128, 64, 32)  # bytes, by the descriptor's two highest bits
 FIELDS = 0xC000_3FFF_3FFF_3FFF  # the descriptor's bits but for the base offset (49 to 51) and what is unused
 PERIOD = 1024  # bytes after which every swizzle repeats
@@ -34,9 +36,9 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def decode(cls, word: int) -> "Descriptor":
-        """Raises ValueError for a base offset and for unused bits, which the machine does not know."""
+        """Refused: a base offset, and unused bits, which the machine does not know."""
         if word & ~FIELDS:
-            raise ValueError(
+            raise Refusal(
                 f"matrix descriptor {word:#018x}: expected no base offset (bits 49 to 51) and zeros in unused bits, "
                 f"got {word & ~FIELDS:#x}"
             )
@@ -108,18 +110,10 @@ def matrix_addresses(lane_addresses: np.ndarray, count: int, transposed: bool) -
     lane_addresses: (32,), lane 8 m + r has that of row r of matrix m.  count: 1, 2, 4 (.x1, .x2, .x4).  transposed: .trans.
     PTX ISA 9.7.14.5.15, "ldmatrix", and 9.7.14.5.16, "stmatrix".
     """
-    row, byte = _MATRIX[transposed]
-    return lane_addresses.astype(np.int64).reshape(4, 8)[:count, row] + byte
-
-
-def _matrix(transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Which row of an 8 x 8 matrix a lane's half is of, and its byte in the row: (32 lanes, 2 halves) each."""
     lane, half = np.mgrid[:32, :2]
-    row, column = lane // 4, 2 * (lane % 4) + half
-    return (column, 2 * row) if transposed else (row, 2 * column)
-
-
-_MATRIX = _matrix(False), _matrix(True)
+    row, column = lane // 4, 2 * (lane % 4) + half  # of what a lane holds
+    row, byte = (column, 2 * row) if transposed else (row, 2 * column)  # of what lies in memory
+    return lane_addresses.astype(np.int64).reshape(4, 8)[:count, row] + byte
 
 
 # --- The product ---------------------------------------------------------------------------------------------------------

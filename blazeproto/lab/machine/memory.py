@@ -15,7 +15,10 @@ PAGE = 1 << 21  # arrays begin at multiples, the first at 1 << 40
 SHARED_BASE = 1024  # the bytes below belong to the system
 WINDOW = 24  # bits of a CTA's shared addresses,
 IN_WINDOW = (1 << WINDOW) - 1  # of which these say where in its shared memory
-UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+
+
+class Refusal(ValueError):
+    """What an instruction may not do, raised where it is not known which one: the step that runs it says that."""
 
 
 class Block:
@@ -28,16 +31,17 @@ class Block:
         self, name: str, address: int, data: np.ndarray, *, written: bool = True, read_only: bool = False
     ) -> None:
         self.name, self.address, self.size, self.read_only = name, address, data.nbytes, read_only
+        self.end = address + data.nbytes
         self.bytes = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
         self.written: Any = None if written else np.zeros(self.size, np.bool_)
         self.stale: Any = None  # of shared memory, bools: where the async proxy does not see what was written ...
         self.before: Any = None  # ... and what it sees there
-        whole = {width: self.size // width * width for width in UNSIGNED}
-        self.words = {width: self.bytes[: whole[width]].view(dtype) for width, dtype in UNSIGNED.items()}
+        self.words = {width: self.bytes[: self.size // width * width].view(f"u{width}") for width in (1, 2, 4, 8)}
 
-    @property
-    def end(self) -> int:
-        return self.address + self.size
+    def known(self, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | bool]:
+        """Pieces of so many bytes, (pieces, size) uint8, and which of these somebody wrote, bool or True for all."""
+        index = offsets[:, None] + np.arange(size)
+        return self.bytes[index], self.written is None or self.written[index]
 
     def wrote(self, index: np.ndarray | slice, anything: bool = True) -> None:
         """These bytes are written; or hold again what nobody wrote."""
@@ -67,7 +71,6 @@ class Memory:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.starts: list[int] = []
         self.next = 1 << 40
 
     def add(self, array: np.ndarray, name: str, *, written: bool = True, read_only: bool = False) -> int:
@@ -82,7 +85,6 @@ class Memory:
         if not written:
             array.reshape(-1).view(np.uint8)[:] = POISON
         self.blocks.append(Block(name, address, array, written=written, read_only=read_only))
-        self.starts.append(address)
         self.next += -(-(array.nbytes + 256) // PAGE) * PAGE
         return address
 
@@ -93,7 +95,7 @@ class Memory:
 
     def _near(self, address: int) -> Block | None:
         """The last array that does not begin behind the address."""
-        place = bisect_right(self.starts, address)
+        place = bisect_right(self.blocks, address, key=lambda block: block.address)
         return self.blocks[place - 1] if place else None
 
     def describe(self, address: int) -> str:

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.arithmetic import Operation
 from blazeproto.lab.machine.ptx import (
+    WORDS,
     Address,
     Immediate,
     Operand,
@@ -18,15 +20,18 @@ from blazeproto.lab.machine.ptx import (
     Symbol,
     Vector,
 )
-from blazeproto.lab.machine.warp import LANE, LANES, Compiled, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Warp
 
 Fetch = Callable[[Warp], np.ndarray]
 Known = Callable[[Warp, np.ndarray], np.ndarray]  # of lanes, by their numbers
 INT32, INT64, UINT16, UINT32, UINT64, BOOL = map(np.dtype, ("i4", "i8", "u2", "u4", "u8", "?"))
-SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special registers"
-    "tid.x": lambda warp: warp.cta.threads_of(warp.number)[0],
-    "tid.y": lambda warp: warp.cta.threads_of(warp.number)[1],
-    "tid.z": lambda warp: warp.cta.threads_of(warp.number)[2],
+AXES: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special registers": those with .x, .y, .z,
+    "tid": lambda warp: warp.cta.threads_of(warp.number),
+    "ntid": lambda warp: warp.cta.launch.block,
+    "ctaid": lambda warp: warp.cta.place,
+    "nctaid": lambda warp: warp.cta.launch.grid,
+}
+SPECIAL: dict[str, Callable[[Warp], Any]] = {  # and the others
     "laneid": lambda warp: LANE,
     "warpid": lambda warp: warp.number,
     "clock": lambda warp: warp.clock,
@@ -38,10 +43,11 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special register
     "lanemask_lt": lambda warp: (1 << LANE) - 1,
     "dynamic_smem_size": lambda warp: warp.cta.launch.shared_bytes,
 }
-for _axis, _letter in enumerate("xyz"):
-    SPECIAL[f"ntid.{_letter}"] = partial(lambda axis, warp: warp.cta.launch.block[axis], _axis)
-    SPECIAL[f"ctaid.{_letter}"] = partial(lambda axis, warp: warp.cta.place[axis], _axis)
-    SPECIAL[f"nctaid.{_letter}"] = partial(lambda axis, warp: warp.cta.launch.grid[axis], _axis)
+SPECIAL |= {
+    f"{name}.{letter}": partial(lambda of, axis, warp: of(warp)[axis], of, axis)
+    for name, of in AXES.items()
+    for axis, letter in enumerate("xyz")
+}
 
 
 def registers_of(operand: Operand) -> tuple[int, ...]:
@@ -76,41 +82,61 @@ def fetch(operand: Operand, dtype: np.dtype) -> Fetch:
         special = SPECIAL[operand.name]
         return lambda warp: np.broadcast_to(np.asarray(special(warp)), (LANES,)).astype(dtype)
     if isinstance(operand, Symbol):
-        return lambda warp: np.full(LANES, warp.cta.address_of(operand.name), dtype)
+        return lambda warp: np.full(LANES, warp.cta.symbols[operand.name], dtype)
     raise PtxError(f"operand: expected a value, got {operand}")
 
 
-def _place(operand: Operand) -> Fetch:
-    """How to get the (32,) int64 addresses of [base + offset]. Shared addresses of 32 bits are not negative."""
-    assert isinstance(operand, Address)
-    at, offset = fetch(operand.base, INT64), operand.offset
-    return (lambda warp: at(warp) + offset) if offset else at
+def known(step: Compiled, operand: Operand, dtype: np.dtype, what: str = "an operand") -> Known:
+    """How to get an operand's values where somebody must have written them: MachineError where nobody did."""
+    get, read = fetch(operand, dtype), registers_of(operand)
 
-
-def _known(step: Compiled, get: Fetch, read: tuple[int, ...], what: str) -> Known:
-    def known(warp: Warp, lanes: np.ndarray) -> np.ndarray:
-        missing = warp.unwritten_among(read) if warp.unwritten else None
-        if missing is not None and missing[lanes].any():
+    def values(warp: Warp, lanes: np.ndarray) -> np.ndarray:
+        missing = warp.unwritten_among(read)
+        if missing is not NONE and missing[lanes].any():
             raise step.error(warp, f"{what} that nobody wrote", lanes[missing[lanes]][0])
         return get(warp)[lanes]
 
-    return known
-
-
-def known(step: Compiled, operand: Operand, dtype: np.dtype) -> Known:
-    """How to get an operand's values where somebody must have written them: MachineError where nobody did."""
-    return _known(step, fetch(operand, dtype), registers_of(operand), "an operand")
+    return values
 
 
 def address(step: Compiled, operand: Operand) -> Known:
-    """How to get the int64 addresses of [base + offset], of which the same holds."""
-    return _known(step, _place(operand), registers_of(operand), "an address")
+    """How to get the int64 addresses of [base + offset], of which the same holds. Shared ones of 32 bits are not negative."""
+    assert isinstance(operand, Address)
+    at, offset = known(step, operand.base, INT64, "an address"), operand.offset
+    return lambda warp, lanes: at(warp, lanes) + offset
 
 
-def result(instruction: Statement, place: int = 0) -> tuple[int, int]:
+def result(instruction: Statement) -> tuple[int, int]:
     """The register that an instruction writes, and its bits; of a pair the first."""
-    operand: Any = instruction.operands[place]
+    operand: Any = instruction.operands[0]
     operand = operand.first if isinstance(operand, Pair) else operand
     if not isinstance(operand, Register):
-        raise PtxError(f"line {instruction.number}: expected a register as the result: {instruction.text}")
+        raise PtxError("expected a register as the result")
     return operand.place, operand.bits
+
+
+def lane_wise(instruction: Statement, known: Operation | None) -> Run:
+    """What computes lane by lane: ``known`` of the sources, for the first operand."""
+    if known is None:
+        raise PtxError("no such opcode")
+    (register, bits), sources = result(instruction), instruction.operands[1:]
+    if len(sources) != len(known.sources) or isinstance(instruction.operands[0], Pair):
+        raise PtxError(f"expected one result and {len(known.sources)} operands, got {len(instruction.operands)}")
+    kinds = zip(instruction.operands, (known.result, *known.sources), strict=True)
+    if any(isinstance(one, Register) and WORDS[one.bits].itemsize < kind.itemsize for one, kind in kinds):
+        raise PtxError("expected registers of the type's size")  # §9.4
+    fetches = [fetch(source, dtype) for source, dtype in zip(sources, known.sources, strict=True)]
+    read, function, word = registers_of(Vector(sources)), known.function, WORDS[bits]
+    same = known.result.itemsize == word.itemsize  # else widened, as a signed number where it is one
+    taken = [registers_of(source) for source in sources] if instruction.words[0] == "selp" else None
+
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        value = function(*[get(warp) for get in fetches])
+        value = value.view(word) if same else value.astype(word)
+        missing = warp.unwritten_among(read)
+        if missing is not NONE and taken:  # of two values only the one that is taken counts
+            first, second, chosen = (warp.unwritten_among(registers) for registers in taken)
+            missing = np.where(fetches[2](warp), first, second) | chosen
+        warp.write(register, value, running, missing)
+
+    return run

@@ -5,7 +5,9 @@ memory. What is not known raises here, before anything runs.
 """
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -44,9 +46,19 @@ class Symbol(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Where a branch goes: the instruction's number in its entry."""
+    """Where a branch goes."""
 
-    place: int
+    target: int  # the instruction's number in its entry
+
+
+Scopes = ChainMap[str, "Operand"]
+
+
+class Target(NamedTuple):
+    """The label that a branch names, which may come later, among the names of its block."""
+
+    name: str
+    scopes: Scopes
 
 
 class Address(NamedTuple):
@@ -72,7 +84,7 @@ class Nothing(NamedTuple):
     """_: a result that nobody wants."""
 
 
-Operand = Register | Immediate | Special | Symbol | Label | Address | Vector | Pair | Nothing
+Operand = Register | Immediate | Special | Symbol | Label | Target | Address | Vector | Pair | Nothing
 
 
 class Line(NamedTuple):
@@ -103,10 +115,10 @@ class Statement:
     line: Line
     text: str
     number: int  # of the text's line
-    words: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.words = tuple(self.opcode.split("."))
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.opcode.split("."))
 
 
 class Variable(NamedTuple):
@@ -151,7 +163,6 @@ class Program:
 
     entries: dict[str, Entry]
     variables: list[Variable]
-    text: str
 
     @classmethod
     def read(cls, text: str) -> "Program":
@@ -173,6 +184,8 @@ _STATEMENT = re.compile(
     rf"{_IGNORED.pattern}[^\n]*|[\w$]+:|[{{}}]|(?:\.\w+\s+)*\.entry\b[^)]*\)|[^\s;][^;]*;",
 )
 _BREAK = re.compile(r"\n\s*")
+_PART = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
+_SECTION = re.compile(r"^\s*\.section\b", re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})$|0[dD]([0-9a-fA-F]{16})$")
@@ -187,10 +200,10 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.number = text, 1
         self.files = {int(n): name for n, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.MULTILINE)}
-        self.program = Program({}, [], text)
+        self.program = Program({}, [])
         self.entry: Entry | None = None
-        self.scopes: list[dict[str, Operand]] = [{}]  # names of the module, of the entry's parameters, of blocks (§4.4)
-        self.branches: list[tuple[Statement, list[dict[str, Operand]]]] = []
+        # Names of blocks (§4.4), of the entry's parameters, of the module and of the language.
+        self.scopes: Scopes = ChainMap({"_": Nothing(), "WARP_SZ": Immediate(32)})
         self.line = Line(())
         self.chains: dict[tuple[int, ...], tuple[tuple[str, int], ...]] = {}
 
@@ -198,10 +211,8 @@ class _Reader:
         return PtxError(f"line {self.number}: {what}: {' '.join(text.split())[:200]}")
 
     def read(self) -> Program:
-        place = re.search(r"^\s*\.section\b", self.text, re.MULTILINE)  # debugging data, to the end of the file
-        body = _COMMENT.sub(
-            lambda found: "\n" * found[0].count("\n"), self.text[: place.start()] if place else self.text
-        )
+        before = _SECTION.split(self.text)[0]  # the rest is debugging data
+        body = _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), before)
         read = end = 0
         for statement in _STATEMENT.finditer(body):
             self.number += body.count("\n", read, statement.start())
@@ -211,13 +222,6 @@ class _Reader:
             raise self.fail("the text ends in", body[end:])
         if not self.program.entries:
             raise PtxError("text: expected PTX with an .entry, got none")
-        for instruction, scopes in self.branches:  # which name labels that come later too
-            name = instruction.text.rsplit(None, 1)[-1]
-            label = next((scope[name] for scope in reversed(scopes) if name in scope), None)
-            if not isinstance(label, Label):
-                self.number = instruction.number
-                raise self.fail("unknown label", instruction.text)
-            instruction.operands = (label,)
         return self.program
 
     def _take(self, text: str) -> None:
@@ -230,10 +234,10 @@ class _Reader:
         elif ".entry" in text.split("(", 1)[0]:
             self._entry(text)
         elif text == "{" and self.entry:
-            self.scopes.append({})
+            self.scopes = self.scopes.new_child()
         elif text == "}" and self.entry:
-            self.scopes.pop()
-            if len(self.scopes) == 2:
+            self.scopes = self.scopes.parents
+            if len(self.scopes.maps) == 2:
                 self.entry = None
         elif text.endswith(":") and self.entry:
             self._name(text[:-1], Label(len(self.entry.instructions)), text)
@@ -248,9 +252,9 @@ class _Reader:
 
     def _name(self, name: str, what: Operand, text: str) -> None:
         """§4.4: a name is that of the block that declares it."""
-        if name in self.scopes[-1]:
+        if name in self.scopes.maps[0]:
             raise self.fail("a second declaration", text)
-        self.scopes[-1][name] = what
+        self.scopes[name] = what
 
     # --- Declarations --------------------------------------------------------------------------------------------------------
 
@@ -276,12 +280,14 @@ class _Reader:
             )
             if not found:
                 raise self.fail("unknown parameter", stated)
-            size = BITS[found[2]] // 8 * int(found[4] or 1)
-            alignment = int(found[1] or BITS[found[2]] // 8)
+            size, alignment = BITS[found[2]] // 8 * int(found[4] or 1), int(found[1] or BITS[found[2]] // 8)
             begin = -(-end // alignment) * alignment
             parameters.append(EntryParameter(found[3], begin, size, found[2]))
             end = begin + size
-        self.scopes, self.chains = [self.scopes[0], {one.name: Symbol(one.name) for one in parameters}], {}
+        self.scopes, self.chains = (
+            ChainMap({one.name: Symbol(one.name) for one in parameters}, self.scopes.maps[-1]),
+            {},
+        )
         self.entry = self.program.entries[name.strip()] = Entry(name.strip(), parameters, [])
 
     def _registers(self, entry: Entry, text: str) -> None:
@@ -292,7 +298,7 @@ class _Reader:
                 raise self.fail("unknown register", text)
             for number in range(int(found[2])) if found[2] else ("",):
                 entry.names.append(f"{found[1]}{number}")
-                self.scopes[-1][entry.names[-1]] = Register(len(entry.widths), BITS[kind[1:]])
+                self.scopes[entry.names[-1]] = Register(len(entry.widths), BITS[kind[1:]])
                 entry.widths.append(BITS[kind[1:]])
 
     def _variable(self, found: re.Match[str], text: str) -> None:
@@ -330,11 +336,12 @@ class _Reader:
                 raise self.fail("unknown predicate", text)
             guard = register.place, "!" in word
         opcode, operands = [*rest.split(None, 1), ""][:2]
-        is_branch = opcode in ("bra", "bra.uni")
-        parts = () if is_branch else tuple(self._operand(part, text) for part in _split(operands))
+        parts = (
+            (Target(operands.strip(), self.scopes),)
+            if opcode in ("bra", "bra.uni")
+            else tuple(self._operand(part, text) for part in _split(operands))
+        )
         entry.instructions.append(Statement(opcode, parts, guard, self.line, text, self.number))
-        if is_branch:
-            self.branches.append((entry.instructions[-1], list(self.scopes)))
 
     def _operand(self, text: str, statement: str) -> Operand:
         text = text.strip()
@@ -350,15 +357,12 @@ class _Reader:
             return Address(self._operand(at, statement), added.value, inside.parts)
         if "|" in text:
             return Pair(*(self._operand(part, statement) for part in text.split("|", 1)))
-        if text in ("_", "WARP_SZ"):
-            return Nothing() if text == "_" else Immediate(32)
         if _NUMBER.match(text):
             return Immediate(int(re.sub(r"^(-?)0(?=\d)", r"\g<1>0o", text.rstrip("U")), 0))
         if found := _FLOAT.match(text):
             return Immediate(int(found[1] or found[2], 16))
-        for scope in reversed(self.scopes):
-            if text in scope:
-                return scope[text]
+        if text in self.scopes:
+            return self.scopes[text]
         if text.startswith("%"):
             return Special(text[1:])
         raise self.fail(f"unknown operand {text!r}", statement)
@@ -366,11 +370,4 @@ class _Reader:
 
 def _split(text: str) -> list[str]:
     """At the commas that are in no brace or bracket."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "{[") - (letter in "}]")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part for part in parts if part.strip()]
+    return [part for part in _PART.findall(text) if part.strip()]

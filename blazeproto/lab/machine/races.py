@@ -90,8 +90,7 @@ class Races:
         self.found: dict[Any, Race] = {}
         self.earlier = 0  # epochs up to this one are of other clusters
         self.epochs: dict[int, int] = {}  # by actor
-        self.sites: list[tuple[Any, str]] = []  # instruction, CTA and warp
-        self.of_step: dict[Any, int] = {}
+        self.sites: dict[tuple[Compiled, str, str], int] = {}  # instruction, CTA and warp, in their order
         self.shadows: dict[Block, Shadow] = {}
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
         self.size = 0  # of clocks
@@ -262,17 +261,13 @@ class Races:
                 return
 
     def _site(self, warp: Warp, step: Compiled) -> int:
-        key = id(step), warp.cta.index, warp.number
-        if key not in self.of_step:
-            self.of_step[key] = len(self.sites)
-            self.sites.append((step.instruction, f"{warp.cta.name}, {warp.name}"))
-        return self.of_step[key]
+        return self.sites.setdefault((step, warp.cta.name, warp.name), len(self.sites))
 
     def _report(self, where: str, first: int, second: int, kind: str) -> None:
-        (one, of_one), (two, of_two) = self.sites[first], self.sites[second]
-        key = one.line.places or one.number, two.line.places or two.number, kind
+        of = [list(self.sites)[site] for site in (first, second)]
+        key = *(step.instruction.line.places or step.instruction.number for step, *_ in of), kind
         if key not in self.found:
-            texts = f"{one.line}: {one.opcode} of {of_one}", f"{two.line}: {two.opcode} of {of_two}"
+            texts = (f"{step.instruction.line}: {step.instruction.opcode} of {cta}, {warp}" for step, cta, warp in of)
             self.found[key] = Race(kind, where, *texts)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
 from blazeproto.lab.machine.ptx import Program
@@ -67,12 +68,14 @@ def start(
     seed: int = 0,
     races: bool = True,
     variables: Mapping[str, np.ndarray] | None = None,
-) -> tuple[Report, int, "Iterator[Schedule]"]:
-    """A launch that has not begun: its report, which fills, how many clusters it has, and the schedule of each in turn.
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Report, "Iterator[Schedule]"]:
+    """A launch that has not begun: its report, which fills, and the schedule of each cluster in turn.
 
     parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
     shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
     variables: the program's global variables that lie in these arrays; the others begin as the program says.
+    progress: called with clusters done and in all.
     """
     of = program.entry(entry)
     if len(parameters) < of.parameter_bytes:
@@ -100,21 +103,21 @@ def start(
             schedule = Schedule(launch, Cluster(launch, first, cluster), steps, draw, report)
             yield schedule
             schedule.tell()
+            if progress:
+                progress(first // cluster + 1, count // cluster)
 
-    return report, count // cluster, schedules()
+    return report, schedules()
 
 
-def run(
-    *arguments: Any, progress: Callable[[int, int], None] | None = None, most: float = float("inf"), **options: Any
-) -> Report:
+def run(*arguments: Any, most: float = float("inf"), **options: Any) -> Report:
     """Run one launch to its end; arguments and options are those of `start`. Arrays in ``memory`` have the results.
 
-    progress: called with clusters done and in all.  most: warp instructions.
+    most: warp instructions.
     Raises PtxError for what the machine does not know, MachineError for what a kernel may not do, and where it takes more than
     ``most`` instructions, Deadlock where nobody goes on.
     """
-    report, count, schedules = start(*arguments, **options)
-    for done, schedule in enumerate(schedules, 1):
+    report, schedules = start(*arguments, **options)
+    for schedule in schedules:
         schedule.until = most + 1 - report.steps
         while schedule.advance():
             if schedule.count >= schedule.until:
@@ -122,8 +125,6 @@ def run(
                 error = MachineError(schedule.who_is_where(f"more than {most} instructions"))
                 error.report = report
                 raise error
-        if progress:
-            progress(done, count)
     return report
 
 
@@ -225,7 +226,10 @@ class Schedule:
 
     def _let_happen(self) -> bool:
         """One of the transactions that can: whether there was one."""
-        ready = [one for one in self.launch.pending if one.ready()]
+        heads: dict[Any, Transaction] = {}
+        for one in self.launch.pending:
+            heads.setdefault(one.queue, one)
+        ready = [one for one in heads.values() if not one.missing]
         if not ready:
             return False
         first = max(self.priorities[self.kind(one)] for one in ready)

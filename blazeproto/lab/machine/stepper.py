@@ -32,7 +32,7 @@ class Stepper:
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.report, _, self._schedules = start(*arguments, **options)
+        self.report, self._schedules = start(*arguments, **options)
         self._schedule = next(self._schedules)
         self._last: dict[Warp, Statement] = {}
         self.result: Any = None
@@ -91,12 +91,8 @@ class Stepper:
 
     def _warp(self, number: int, cta: int) -> Warp:
         ctas = self._schedule.cluster.ctas
-        if not 0 <= checks.integer("cta", cta) < len(ctas):
-            raise ValueError(f"cta: expected 0 to {len(ctas) - 1}, of the cluster that runs, got {cta}")
-        warps = ctas[cta].warps
-        if not 0 <= checks.integer("warp", number) < len(warps):
-            raise ValueError(f"warp: expected 0 to {len(warps) - 1}, got {number}")
-        return warps[number]
+        warps = ctas[_index("cta", cta, len(ctas), ", of the cluster that runs")].warps
+        return warps[_index("warp", number, len(warps))]
 
     def next(self, warp: int = 0, cta: int = 0) -> Statement:
         """The instruction that a warp has before it. ValueError for a warp that there is not."""
@@ -104,9 +100,7 @@ class Stepper:
 
     def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> "LaneRegisters":
         """Those of one lane, as they are now. ValueError for a warp or a lane that there is not."""
-        if not 0 <= checks.integer("lane", lane) < LANES:
-            raise ValueError(f"lane: expected 0 to {LANES - 1}, got {lane}")
-        of = self._warp(warp, cta)
+        of, lane = self._warp(warp, cta), _index("lane", lane, LANES)
         near = [statement for statement in (self._last.get(of), self.next(warp, cta)) if statement]
         return LaneRegisters(of, lane, near)
 
@@ -132,9 +126,8 @@ class Stepper:
 
         Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that there is not.
         """
-        of = self._warp(WARPS * warpgroup, cta).cta
         names = self._schedule.launch.entry.names
-        sums = of.warpgroups[warpgroup].sums
+        sums = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].sums
         return {names[registers[0]]: values.copy() for registers, values in sums.items()}
 
     def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
@@ -161,6 +154,13 @@ class Stepper:
             lines.append(f"  {warp.cta.name}, {warp.name:8} {said}"[:150])
         lines += [f"  under way: {one}" for one in schedule.launch.pending]
         return "\n".join(lines)
+
+
+def _index(name: str, value: int, count: int, of: str = "") -> int:
+    """``value``, of an argument of this name, where it is one of so many."""
+    if not 0 <= checks.integer(name, value) < count:
+        raise ValueError(f"{name}: expected 0 to {count - 1}{of}, got {value}")
+    return value
 
 
 class Value(NamedTuple):

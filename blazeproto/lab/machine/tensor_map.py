@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 
 from blazeproto.lab.machine.matrices import PERIOD, SWIZZLES, swizzled
+from blazeproto.lab.machine.memory import Refusal
 
 CHUNK = 16  # bytes: what a swizzle moves as one
 SHARED_ALIGNMENT = 128
@@ -76,13 +77,13 @@ def transfer(
     fill_nan) to shared memory, a store writes nothing, and its global address means nothing. The swizzle goes by the absolute
     shared address, so a box may begin at any multiple of 128.
 
-    Raises ValueError for a wrong number of coordinates and a misaligned shared address.
+    Refused: a wrong number of coordinates, and a misaligned shared address.
     """
     shape, box, itemsize = tensor_map.shape, tensor_map.box, tensor_map.itemsize
     if len(coordinates) != len(shape):
-        raise ValueError(f"coordinates: expected {len(shape)}, as the tensor map's dimensions, got {len(coordinates)}")
+        raise Refusal(f"coordinates: expected {len(shape)}, as the tensor map's dimensions, got {len(coordinates)}")
     if shared_address % SHARED_ALIGNMENT:
-        raise ValueError(f"shared address of a tensor copy: expected a multiple of 128, got {shared_address:#x}")
+        raise Refusal(f"shared address of a tensor copy: expected a multiple of 128, got {shared_address:#x}")
     first = [int(c) for c in coordinates]
     past_edge = shape[0] * itemsize % CHUNK and first[0] + box[0] > shape[0]
     piece = itemsize if past_edge or first[0] * itemsize % CHUNK else CHUNK

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blazeproto.lab.machine.memory import Refusal
 from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
@@ -30,10 +31,6 @@ class MachineError(RuntimeError):
         return super().__str__() + (f"\n{self.report}" if self.report else "")
 
 
-class InFlight(RuntimeError):
-    """A register that a wgmma under way is going to write; it says which."""
-
-
 class Wait(NamedTuple):
     """Why a warp does not go on. what: its text, at any time, says for what it waits."""
 
@@ -49,7 +46,7 @@ class Warp:
     """Its CTA, which cta.py makes, and what its lanes have.
 
     registers: by their place, (32,) unsigned words.  unwritten: by register, lanes that nobody wrote.
-    clock: instructions of all warps of its cluster so far.
+    clock: instructions of all warps of its cluster so far.  arrivals: at the cluster's barrier.
     """
 
     def __init__(self, cta: Any, number: int, threads: int, widths: list[int]) -> None:
@@ -59,7 +56,7 @@ class Warp:
         self.in_flight: dict[int, Any] = {}  # accumulators of wgmma that nobody has waited for, and that instruction
         self.fenced: list[np.ndarray] = []  # the registers at the last wgmma.fence
         self.alive = threads > LANE
-        self.pc, self.clock, self.done = 0, 0, False
+        self.pc, self.clock, self.arrivals, self.done = 0, 0, 0, False
         self.lanes: np.ndarray | None = None if threads >= LANES else self.alive  # that run now; None for all 32
         self.others: list[tuple[int, np.ndarray]] = []  # groups that are further on, the furthest back last
         self.held: list[tuple[int, np.ndarray]] = []  # groups that wait for these to come too,
@@ -79,28 +76,21 @@ class Warp:
     # --- Control -------------------------------------------------------------------------------------------------------------
 
     def go(self, pc: int) -> None:
-        """The running lanes go on at ``pc``."""
+        """The running lanes go on at ``pc``, unless others are further back."""
         self.pc = pc
-        if self.others or self.held:
-            self._regroup()
-
-    def branch(self, taken: np.ndarray, target: int) -> None:
-        """The running lanes that take a branch, and the others."""
-        rest = self.mask() & ~taken
-        if rest.any():
-            self.others += [(target, taken), (self.pc + 1, rest)]
+        if (self.others and pc >= self.others[-1][0]) or (self.held and any(pc == at for at, _ in self.held)):
+            self.others.append((pc, self.mask()))
             self._next_group()
-        else:
-            self.go(target)
 
-    def leave(self, lanes: np.ndarray) -> None:
-        """These lanes are at their end."""
-        rest = self.mask() & ~lanes
-        self.alive = self.alive & ~lanes
-        if rest.any():
-            self.lanes = rest
-            self.go(self.pc + 1)
-        elif self.others or self.held:
+    def branch(self, taken: np.ndarray, target: int | None) -> None:
+        """The running lanes that take a branch, None to their end, and the others."""
+        rest = self.mask() & ~taken
+        self.others += [(self.pc + 1, rest)] if rest.any() else []
+        if target is not None:
+            self.others.append((target, taken))
+        else:
+            self.alive = self.alive & ~taken
+        if self.others or self.held:
             self._next_group()
         else:
             self.done = True
@@ -122,11 +112,6 @@ class Warp:
         self.others = sorted(self.others + here, key=lambda group: -group[0])
         return np.logical_or.reduce([lanes for _, lanes in here]) if here else NONE
 
-    def _regroup(self) -> None:
-        if (self.others and self.pc >= self.others[-1][0]) or any(pc == self.pc for pc, _ in self.held):
-            self.others.append((self.pc, self.mask()))
-            self._next_group()
-
     def _next_group(self) -> None:
         """The lanes that are furthest back, together with all that are at the same place. Lanes that are held go on last."""
         groups = self.others or self.held
@@ -141,30 +126,26 @@ class Warp:
 
     # --- Registers -----------------------------------------------------------------------------------------------------------
 
-    def write(
-        self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray | None = None
-    ) -> None:
-        """value: (32,), of the register's width."""
-        missing = self.unwritten.pop(register, None)
+    def write(self, register: int, value: np.ndarray, lanes: np.ndarray | None, unwritten: np.ndarray = NONE) -> None:
+        """value: (32,), of the register's width.  unwritten: the lanes in which nobody wrote what it was made of."""
+        before = self.unwritten.pop(register, NONE)
         if lanes is not None:
             value = np.where(lanes, value, self.registers[register])
-            if missing is not None:
-                unwritten = missing & ~lanes if unwritten is None else np.where(lanes, unwritten, missing)
-            elif unwritten is not None:
-                unwritten = unwritten & lanes
+            if unwritten is not before:
+                unwritten = np.where(lanes, unwritten, before)
         self.registers[register] = value
-        if unwritten is not None and unwritten.any():
+        if unwritten is not NONE and unwritten.any():
             self.unwritten[register] = unwritten
 
-    def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray | None:
-        """The lanes of which one of these registers holds what nobody wrote; None where there is none. Raises InFlight."""
-        found = None
+    def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray:
+        """The lanes of which one of these registers holds what nobody wrote; NONE itself without any. Refused: one under way."""
+        found = NONE
         for register in registers:
-            missing = self.unwritten.get(register)
-            if missing is not None:
+            if register in self.unwritten:
                 if register in self.in_flight:
-                    raise InFlight(f"the wgmma at {self.in_flight[register].instruction.line} is under way")
-                found = missing if found is None else found | missing
+                    line = self.in_flight[register].instruction.line
+                    raise Refusal(f"an accumulator that nobody has waited for: the wgmma at {line} is under way")
+                found = found | self.unwritten[register]
         return found
 
 
@@ -174,7 +155,7 @@ Run = Callable[[Warp, "np.ndarray | None"], "Wait | None"]  # a warp, and its la
 class Compiled:
     """One instruction: runs for the lanes of a warp, and moves its program counter.
 
-    run: what it does to registers and memory.  target: of a branch.  A ``ret`` has neither.
+    run: what it does to registers and memory; a branch and a ``ret`` do nothing.  target: of a branch.
     visible: whether other warps may see what it does, so that another may go first.
     """
 
@@ -186,29 +167,28 @@ class Compiled:
         running = warp.lanes
         if self.guard is not None:
             index, negated = self.guard
-            missing = warp.unwritten.get(index)
-            if missing is not None and (missing & warp.mask()).any():
-                raise self.error(warp, "a predicate that nobody wrote decides", (missing & warp.mask()).argmax())
-            taken = ~warp.registers[index] if negated else warp.registers[index]
-            if running is not None:
-                taken = taken & running
+            if index in warp.unwritten:
+                self.refuse(warp, warp.unwritten[index] & warp.mask(), "a predicate that nobody wrote decides")
+            taken = warp.mask() & (~warp.registers[index] if negated else warp.registers[index])
             if not taken.any():
                 warp.go(warp.pc + 1)
                 return None
             running = None if taken.all() else taken
-        if self.target is not None:
-            warp.branch(warp.mask(running), self.target)
-            return None
         if self.run is None:
-            warp.leave(warp.mask(running))
+            warp.branch(warp.mask(running), self.target)
             return None
         try:
             wait = self.run(warp, running)
-        except InFlight as error:
-            raise self.error(warp, f"an accumulator that nobody has waited for: {error}") from None
+        except Refusal as error:
+            raise self.error(warp, str(error)) from error
         if wait is None or wait.spinning:
             warp.go(warp.pc + 1)
         return wait
+
+    def refuse(self, warp: Warp, lanes: np.ndarray, what: str) -> None:
+        """Raises where there are such lanes, with the first of them."""
+        if lanes.any():
+            raise self.error(warp, what, lanes.argmax())
 
     def error(self, warp: Warp, what: str, lane: Any = None) -> MachineError:
         where = "" if lane is None else f", lane {lane}"

@@ -5,7 +5,6 @@ Until a wait, the accumulators are nobody's: reading or writing them is an error
 instructions wrote since the last wgmma.fence.
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +14,7 @@ from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.memory import SHARED_BASE, bytes_at
 from blazeproto.lab.machine.operands import BOOL, UINT64, known, registers_of
-from blazeproto.lab.machine.ptx import Immediate, PtxError, Statement, Vector
+from blazeproto.lab.machine.ptx import PtxError, Statement, Vector
 from blazeproto.lab.machine.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp, plain
 
 WARPS = 4
@@ -37,28 +36,20 @@ class Multiplication(Transaction):
         given: tuple[int, ...],
     ) -> None:
         self.issued, self.given = dict[int, np.ndarray | None](), given
-        super().__init__(warp, step, [lambda: run(self)], (group,), group.queue)
-
-    def ready(self) -> bool:
-        return len(self.issued) == WARPS and super().ready()
+        super().__init__(warp, step, [lambda: run(self)], (group,), group, missing=WARPS)
 
 
 class Warpgroup:
     """The products under way of four warps, and by registers the accumulators that these make.
 
-    Of each warp: how many it has issued, how many at each commit, and its last product of these registers.
+    Of each warp: how many it had issued at each commit, and now; and its last product of these registers.
     """
 
     def __init__(self) -> None:
         self.products: list[Multiplication] = []
-        self.queue: list[Multiplication] = []  # those of them that have not happened
         self.sums: dict[tuple[int, ...], np.ndarray] = {}
-        self.made = [0] * WARPS
-        self.groups: list[list[int]] = [[] for _ in range(WARPS)]
+        self.groups: list[list[int]] = [[0] for _ in range(WARPS)]
         self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(WARPS)]
-
-    def completed(self) -> int:
-        return len(self.products) - len(self.queue)
 
 
 def _of(warp: Warp) -> tuple[Warpgroup, int]:
@@ -74,7 +65,7 @@ def _fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
 def _commit(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     """§9.7.15.7 wgmma.commit_group"""
     group, mine = _of(warp)
-    group.groups[mine].append(group.made[mine])
+    group.groups[mine].append(group.groups[mine][-1])
 
 
 def _wait(instruction: Statement, step: Compiled) -> Run:
@@ -84,10 +75,11 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         group, mine = _of(warp)
         marks = group.groups[mine]
-        until = marks[len(marks) - 1 - left] if len(marks) > left else 0
-        if group.completed() < until:
-            return Wait(lambda: group.completed() >= until, f"wgmma.wait_group {left}")
-        for one in group.products[:until][-1:]:  # they end in their order
+        until = marks[-2 - left] if len(marks) > left + 1 else 0
+        awaited = group.products[:until][-1:]  # the last of them: they happen in their order
+        if any(not one.next for one in awaited):
+            return Wait(lambda: awaited[0].next > 0, f"wgmma.wait_group {left}")
+        for one in awaited:
             warp.cta.races.finish(warp, one.orders[0])
         for registers, last in group.last[mine].items():
             if last < until and registers[0] in warp.in_flight:
@@ -104,24 +96,18 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
 
 def _multiply(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory"""
-    shape = re.fullmatch(rf"m64n(\d+)k{DEPTH}\.f32\.bf16\.bf16", ".".join(instruction.words[4:]))
-    assert shape
     d, a, b, scale_d, *immediates = instruction.operands
-    if not isinstance(d, Vector) or not all(isinstance(one, Immediate) for one in immediates):
-        raise PtxError("expected accumulators, two descriptors, scale-d and four constants")
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
         raise PtxError("expected no negated operand")
-    registers, rows = registers_of(d), (64, int(shape[1]))
-    if rows[1] % 8 or not 8 <= rows[1] <= 256 or len(registers) != rows[1] // 2 or len(transposed) != 2:
+    registers, n = registers_of(d), int(instruction.words[4].removeprefix("m64n").removesuffix(f"k{DEPTH}"))
+    if n % 8 or not 8 <= n <= 256 or len(registers) != n // 2 or not isinstance(d, Vector) or len(transposed) != 2:
         raise PtxError("expected n a multiple of 8 up to 256, n / 2 accumulators, and four constants")
     uniform = [known(step, a, UINT64), known(step, b, UINT64), known(step, scale_d, BOOL)]
 
-    def operand(warp: Warp, word: int, rows: int, transposed: int, product: Multiplication) -> np.ndarray:
-        try:
-            described = matrices.Descriptor.decode(word)
-        except ValueError as error:
-            raise step.error(warp, str(error)) from error
+    def operand(
+        warp: Warp, described: matrices.Descriptor, rows: int, transposed: int, product: Multiplication
+    ) -> np.ndarray:
         shared = warp.cta.shared  # a descriptor's address is that inside its CTA
         places = matrices.operand_addresses(described, rows, DEPTH, bool(transposed)) - SHARED_BASE
         if places.min() < 0 or places.max() + 2 > shared.size:
@@ -131,42 +117,41 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
         return shared.seen_by_async(bytes_at(places.reshape(-1), 2)).view(np.uint16).reshape(rows, DEPTH)
 
-    def happen(warp: Warp, given: list[int], product: Multiplication) -> None:
+    def happen(warp: Warp, given: list[matrices.Descriptor], product: Multiplication) -> None:
         group, _ = _of(warp)
         first = [product.issued[i] for i in range(WARPS)]
-        going_on = any(one is None for one in first)
-        sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
-        left, right = (operand(warp, *one, product) for one in zip(given, rows, transposed, strict=True))
+        onto_last = any(one is None for one in first)
+        sums = group.sums[registers] if onto_last else matrices.fragment_to_matrix(np.array(first))
+        left, right = (operand(warp, *one, product) for one in zip(given, (64, n), transposed, strict=True))
         group.sums[registers] = matrices.multiply(left, right, sums)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        if running is not None:
-            raise step.error(warp, "expected all 32 lanes", running.argmin())
+        step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")
         group, mine = _of(warp)
         lanes = [get(warp, LANE) for get in uniform]
         *given, adds = (int(values[0]) for values in lanes)
-        number, going_on = group.made[mine], registers[0] in warp.in_flight
+        number, going_on = group.groups[mine][-1], registers[0] in warp.in_flight
         if number == len(group.products):
-            group.products.append(Multiplication(warp, step, group, partial(happen, warp, given), (*given, adds)))
+            act = partial(happen, warp, [matrices.Descriptor.decode(word) for word in given])
+            group.products.append(Multiplication(warp, step, group, act, (*given, adds)))
         product = group.products[number]
         if product.given != (*given, adds) or any((values != values[0]).any() for values in lanes):
             raise step.error(warp, "descriptors or a scale-d that differ between threads of a warpgroup")
         if product.step is not step:
-            line = product.step.instruction.line
-            raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
+            other = product.step.instruction.line
+            raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({other})")
         fenced = warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
         if not (going_on or fenced):
             raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
         product.issued[mine] = None if adds else np.zeros((len(registers), LANES), np.float32)
         if adds and not going_on:
-            missing = warp.unwritten_among(registers)
-            if missing is not None:
-                raise step.error(warp, "accumulators that nobody wrote", missing.argmax())
+            step.refuse(warp, warp.unwritten_among(registers), "accumulators that nobody wrote")
             product.issued[mine] = np.array([warp.registers[register] for register in registers]).view(np.float32)
+        product.missing -= 1
         warp.cta.races.join(product, warp)
         warp.in_flight |= dict.fromkeys(registers, step)
         warp.unwritten |= dict.fromkeys(registers, ALL)
-        group.made[mine], group.last[mine][registers] = number + 1, number
+        group.groups[mine][-1], group.last[mine][registers] = number + 1, number
 
     return run
 

@@ -657,8 +657,8 @@ MUTANTS = [
     ),
     (
         "floats",
-        "rounded(a.astype(F64) / b.astype(F64), kind, mode)",
-        'rounded(a.astype(F64) / b.astype(F64), kind, "rn")',
+        "for source in sources], mode), kind, mode)",
+        'for source in sources], mode), kind, "rn")',
         check_quotients,
     ),
     ("arithmetic", "rounded(odd_sum((a >> 32)", "rounded(np.add((a >> 32)", check_conversions_of_integers),
