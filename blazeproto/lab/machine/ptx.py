@@ -54,7 +54,7 @@ class Label(NamedTuple):
 Scopes = ChainMap[str, "Operand"]
 
 
-class Target(NamedTuple):
+class BranchTarget(NamedTuple):
     """The label that a branch names, which may come later, among the names of its block."""
 
     name: str
@@ -84,7 +84,7 @@ class Nothing(NamedTuple):
     """_: a result that nobody wants."""
 
 
-Operand = Register | Immediate | Special | Symbol | Label | Target | Address | Vector | Pair | Nothing
+Operand = Register | Immediate | Special | Symbol | Label | BranchTarget | Address | Vector | Pair | Nothing
 
 
 class Line(NamedTuple):
@@ -337,7 +337,7 @@ class _Reader:
             guard = register.place, "!" in word
         opcode, operands = [*rest.split(None, 1), ""][:2]
         parts = (
-            (Target(operands.strip(), self.scopes),)
+            (BranchTarget(operands.strip(), self.scopes),)
             if opcode in ("bra", "bra.uni")
             else tuple(self._operand(part, text) for part in _split(operands))
         )
