@@ -155,9 +155,11 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
     load, multicast = words[5].startswith("shared"), "multicast::cluster" in words
     shared, tensor = operands[:2] if load else operands[1::-1]
     assert isinstance(tensor, Address)
-    given = [address(step, operand) for operand in (shared, tensor, operands[2] if load else shared)]
-    given.append(known(step, operands[3] if multicast else Immediate(0), UINT16))
-    given += [known(step, part, INT32) for part in tensor.coordinates]
+    given = [
+        *(address(step, operand) for operand in (shared, tensor, operands[2] if load else shared)),
+        known(step, operands[3] if multicast else Immediate(0), UINT16),
+        *(known(step, part, INT32) for part in tensor.coordinates),
+    ]
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes, there = warp.active(running), len(warp.cta.cluster.ctas)

@@ -13,7 +13,7 @@ from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.arithmetic import Operation
 from blazeproto.lab.machine.floats import flushed
 from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
-from blazeproto.lab.machine.operands import BOOL, UINT16, UINT32, address, fetch, known, lane_wise, registers_of
+from blazeproto.lab.machine.operands import BOOL, UINT16, UINT32, Known, address, fetch, known, lane_wise, registers_of
 from blazeproto.lab.machine.ptx import BITS, WORDS, Nothing, Operand, PtxError, Register, Statement, Vector
 from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Warp
 
@@ -66,16 +66,15 @@ def _shape(instruction: Statement, operand: Operand) -> tuple[str, str, int, tup
 def ld(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.8 ld. A narrower signed number is extended by its sign."""
     space, kind, width, parts = _shape(instruction, instruction.operands[0])
-    if not all(isinstance(part, Register) for part in parts):
-        raise PtxError("expected registers")
+    registers = [(part.place, WORDS[part.bits]) for part in parts]
     at, word = address(step, instruction.operands[1]), WORDS[8 * width]
     number = np.dtype(f"i{width}") if kind[0] == "s" else word
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes = warp.active(running)
-        values, missing = _loaded(warp, step, at(warp, lanes), lanes, len(parts), width, space)
-        for part, value, lost in zip(parts, values, missing, strict=True):
-            warp.write(part.place, value.view(number).astype(WORDS[part.bits]), running, lost)
+        values, missing = _loaded(warp, step, at(warp, lanes), lanes, len(registers), width, space)
+        for (register, into), value, lost in zip(registers, values, missing, strict=True):
+            warp.write(register, value.view(number).astype(into), running, lost)
 
     return run
 
@@ -194,45 +193,39 @@ def atom(instruction: Statement, step: Compiled) -> Run:
 
 def _matrices(
     instruction: Statement, step: Compiled, place: Operand, of: Operand
-) -> tuple[Callable[[Warp, Any], np.ndarray], tuple[Any, ...], np.ndarray]:
-    """8 x 8 matrices of 16 bits: how to get the address of a row from each lane, what has the elements of each matrix, and where
+) -> tuple[Known, np.ndarray, list[int], np.ndarray]:
+    """8 x 8 matrices of 16 bits: how to get addresses of rows, the lanes that have one, the register of each matrix, and where
     each lane's halves of that lie in the rows, (count, 32 lanes, 2), counted in halves."""
-    *_, registers = _shape(instruction, of)
-    at, rows = address(step, place), LANE[: 8 * len(registers)]
-
-    def addresses(warp: Warp, running: np.ndarray | None) -> np.ndarray:
-        step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")
-        return at(warp, rows)
-
+    registers = [part.place for part in _shape(instruction, of)[-1]]
     places = matrices.matrix_addresses(16 * LANE, len(registers), "trans" in instruction.words) // 2
-    return addresses, registers, places
+    return address(step, place), LANE[: 8 * len(registers)], registers, places
 
 
 def ldmatrix(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.15 ldmatrix."""
-    at, registers, places = _matrices(instruction, step, *instruction.operands[::-1])
+    at, rows, registers, places = _matrices(instruction, step, *instruction.operands[::-1])
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        addresses = at(warp, running)
-        values, missing = _loaded(warp, step, addresses, LANE[: len(addresses)], 8, 2, "shared")
+        step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")
+        values, missing = _loaded(warp, step, at(warp, rows), rows, 8, 2, "shared")
         words, lost = values.T.take(places).view(UINT32)[:, :, 0], np.any(missing.T.take(places), axis=2)
         for i, register in enumerate(registers):
-            warp.write(register.place, words[i], running, lost[i])
+            warp.write(register, words[i], running, lost[i])
 
     return run
 
 
 def stmatrix(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.16 stmatrix."""
-    at, registers, places = _matrices(instruction, step, *instruction.operands)
+    at, rows, registers, places = _matrices(instruction, step, *instruction.operands)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
-        addresses = at(warp, running)
+        step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")
         values, missing = np.zeros((LANES, 8), UINT16), np.zeros((LANES, 8), BOOL)
         for register, place in zip(registers, places, strict=True):
-            values.put(place, warp.registers[register.place].view(UINT16))
-            missing.put(place, warp.unwritten_among((register.place,)).repeat(2))
-        _store(warp, step, addresses, LANE[: len(addresses)], values.T, missing.T, "shared")
+            values.put(place, warp.registers[register].view(UINT16))
+            missing.put(place, warp.unwritten_among((register,)).repeat(2))
+        _store(warp, step, at(warp, rows), rows, values.T, missing.T, "shared")
 
     return run
 

@@ -36,7 +36,7 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def decode(cls, word: int) -> "Descriptor":
-        """Refused: a base offset, and unused bits, which the machine does not know."""
+        """Raises Refusal for a base offset and for unused bits, which the machine does not know."""
         if word & ~FIELDS:
             raise Refusal(
                 f"matrix descriptor {word:#018x}: expected no base offset (bits 49 to 51) and zeros in unused bits, "

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -264,7 +265,7 @@ class Races:
         return self.sites.setdefault((step, warp.cta.name, warp.name), len(self.sites))
 
     def _report(self, where: str, first: int, second: int, kind: str) -> None:
-        of = [list(self.sites)[site] for site in (first, second)]
+        of = itemgetter(first, second)(list(self.sites))
         key = *(step.instruction.line.places or step.instruction.number for step, *_ in of), kind
         if key not in self.found:
             texts = (f"{step.instruction.line}: {step.instruction.opcode} of {cta}, {warp}" for step, cta, warp in of)

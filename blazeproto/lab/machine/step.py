@@ -40,8 +40,8 @@ def _compile(instruction: Statement) -> Compiled:
     """§9.7.12.3 bra, §9.7.12.6 ret and §9.7.12.7 exit; what a table has; what computes lane by lane."""
     words = instruction.words
     if words[0] in ("bra", "ret", "exit"):
-        labels = (one.scopes[one.name] for one in instruction.operands)  # type: ignore[union-attr]
-        return Compiled(instruction, next((label.target for label in labels), None))  # type: ignore[union-attr]
+        targets = [one.scopes[one.name].target for one in instruction.operands]  # type: ignore[union-attr]
+        return Compiled(instruction, targets[0] if targets else None)
     make = _family(words)
     step = Compiled(instruction, visible=make is not None)
     step.run = make(instruction, step) if make else lane_wise(instruction, operation(words))

@@ -77,7 +77,7 @@ def transfer(
     fill_nan) to shared memory, a store writes nothing, and its global address means nothing. The swizzle goes by the absolute
     shared address, so a box may begin at any multiple of 128.
 
-    Refused: a wrong number of coordinates, and a misaligned shared address.
+    Raises Refusal for a wrong number of coordinates and a misaligned shared address.
     """
     shape, box, itemsize = tensor_map.shape, tensor_map.box, tensor_map.itemsize
     if len(coordinates) != len(shape):

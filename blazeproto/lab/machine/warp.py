@@ -138,7 +138,10 @@ class Warp:
             self.unwritten[register] = unwritten
 
     def unwritten_among(self, registers: tuple[int, ...]) -> np.ndarray:
-        """The lanes of which one of these registers holds what nobody wrote; NONE itself without any. Refused: one under way."""
+        """The lanes of which one of these registers holds what nobody wrote, or NONE.
+
+        Raises Refusal for one that a wgmma under way is going to write.
+        """
         found = NONE
         for register in registers:
             if register in self.unwritten:

@@ -120,8 +120,8 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
     def happen(warp: Warp, given: list[matrices.Descriptor], product: Multiplication) -> None:
         group, _ = _of(warp)
         first = [product.issued[i] for i in range(WARPS)]
-        onto_last = any(one is None for one in first)
-        sums = group.sums[registers] if onto_last else matrices.fragment_to_matrix(np.array(first))
+        going_on = any(one is None for one in first)
+        sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
         left, right = (operand(warp, *one, product) for one in zip(given, (64, n), transposed, strict=True))
         group.sums[registers] = matrices.multiply(left, right, sums)
 
@@ -138,8 +138,8 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         if product.given != (*given, adds) or any((values != values[0]).any() for values in lanes):
             raise step.error(warp, "descriptors or a scale-d that differ between threads of a warpgroup")
         if product.step is not step:
-            other = product.step.instruction.line
-            raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({other})")
+            line = product.step.instruction.line
+            raise step.error(warp, f"another wgmma than other warps of its warpgroup issue ({line})")
         fenced = warp.fenced and all(warp.registers[register] is warp.fenced[register] for register in registers)
         if not (going_on or fenced):
             raise step.error(warp, "accumulators that were written behind the last wgmma.fence")
