@@ -20,7 +20,7 @@ from blazeproto.autograd.backends import backend_on, check_device, device_index,
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
-from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp
+from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
@@ -212,8 +212,7 @@ class MoE(nn.Module, Shown):
         on the torch backend there is nothing to do. The router's own kernels come with its first forward and backward.
         """
         integer("num_tokens", num_tokens, least=0)
-        if self.dispatcher is not None:
-            raise RuntimeError(f"prepare: expected a layer on one rank, got one with {self.dispatcher}")
+        refuse_ranks(self.dispatcher, "prepare")
         device, sizes = self.down_proj.device, (self.num_experts, self.d_model, self.d_expert)
         if self.backend == "torch" or missing_for_hopper(device, torch.bfloat16, *sizes) is not None:
             return
@@ -264,6 +263,7 @@ class MoE(nn.Module, Shown):
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
         _check_dtype(dtype)
+        refuse_ranks(self.dispatcher, "saved_bytes")
         if dtype is None:
             dtype = self.down_proj.dtype
             if dtype != torch.float64:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.mlp import moe_mlp
-from blazeproto.autograd.operators import autocast_dtype, cast
+from blazeproto.autograd.operators import as_experts_see
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.private import refuse_transforms
 
@@ -86,10 +86,7 @@ def dispatched_mlp(
     check_experts(x, (up_proj,), down_proj, up_bias, down_bias, None, None, **own)
     choice = (topk_experts, None, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
-    wide = x.dtype == torch.float64
-    if not wide:  # which autocast leaves alone everywhere
-        x = cast(x, autocast_dtype(x.device.type) or x.dtype)
-    scores = cast(scores, torch.float64 if wide else torch.float32)
+    x, scores = as_experts_see(x, scores)
     arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
     partial = moe_mlp(
         arrived.x,
@@ -104,6 +101,12 @@ def dispatched_mlp(
         **own,
     )
     return dispatcher.combine(partial, arrived)
+
+
+def refuse_ranks(dispatcher: Dispatcher | None, what: str) -> None:
+    """RuntimeError from ``what`` of a layer that has a dispatcher: how many rows come to a rank is not known beforehand."""
+    if dispatcher is not None:
+        raise RuntimeError(f"{what}: expected a layer on one rank, got one with {dispatcher}")
 
 
 def _local(weight: Any) -> Any:

@@ -56,7 +56,7 @@ def rows_of(dispatch: Dispatch) -> Addresses:
     at = addresses(dispatch, device, stream)
     pairs_at, tokens_at, _ = at.pair_to_token
     if (pairs_at | tokens_at | at.expert_token_offsets | at.token_index_map | at.token_offsets) % ALIGNMENT:
-        aligned: dict[str, Any] = {name: t if t is None else _ready(t) for name, t in dispatch.arrays.items()}
+        aligned: dict[str, Any] = {name: t if t is None else ready(t) for name, t in dispatch.arrays.items()}
         at = addresses(replace(dispatch, **aligned), device, stream)
     return at
 
@@ -74,9 +74,9 @@ def up_forward(
     num_rows, up_width = rows.num_rows, up_proj.shape[1]
     h = x.new_empty(num_rows, up_width) if h is None else h
     act = x.new_empty(num_rows, up_width // activation_named(activation).halves) if act is None else act
-    bias = None if bias is None else _ready(cast(bias, x.dtype))
+    bias = None if bias is None else ready(cast(bias, x.dtype))
     x, (up_proj, transposed) = (
-        _ready(x),
+        ready(x),
         _as_it_lies(up_proj),
     )  # names keep copies alive until the launch is in the stream
     added = _low_rank(low, turned=transposed)
@@ -97,8 +97,8 @@ def down_forward(
     overwrite_act: bool,
 ) -> None:
     d_model, d_expert = down_proj.shape[1:]
-    act, (down_proj, transposed), scores = _ready(act), _as_it_lies(down_proj), _ready(scores)
-    bias = None if bias is None else _ready(cast(bias, act.dtype))
+    act, (down_proj, transposed), scores = ready(act), _as_it_lies(down_proj), ready(scores)
+    bias = None if bias is None else ready(cast(bias, act.dtype))
     if combine == "fused":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         fused.launch(act, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
@@ -129,7 +129,7 @@ def down_backward_act(
     overwrite_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """One kernel makes all three, with act in its registers."""
-    d_out, (lying, transposed), h, scores = _ready(d_out), _as_it_lies(down_proj), _ready(h), _ready(scores)
+    d_out, (lying, transposed), h, scores = ready(d_out), _as_it_lies(down_proj), ready(h), ready(scores)
     num_rows, d_expert = h.shape[0], down_proj.shape[2]
     # Over H: a tile reads its part of H before it writes the same part of dH.
     dh = h if overwrite_h else torch.empty_like(h)
@@ -150,7 +150,7 @@ def down_backward_act(
         workspace=scores.new_empty(down_act.score_partials(d_expert), num_rows),
     )
     if bias is not None:
-        bias = _ready(cast(bias, d_out.dtype))
+        bias = ready(cast(bias, d_out.dtype))
         reduce.launch_bias_score_grad(d_out, bias, rows, d_scores=d_scores)
     return dh, d_scores, a_scaled
 
@@ -158,7 +158,7 @@ def down_backward_act(
 def up_backward_act(
     dh: Tensor, x: Tensor, up_proj: Tensor, rows: Addresses, low: LowRows | None = None, dx: Tensor | None = None
 ) -> Tensor:
-    dh, (lying, transposed) = _ready(dh), _as_it_lies(up_proj)
+    dh, (lying, transposed) = ready(dh), _as_it_lies(up_proj)
     dx = torch.empty_like(x) if dx is None else dx
     added = _low_rank(low, turned=transposed)
     for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
@@ -172,7 +172,7 @@ def up_backward_act(
 def low_rank_rows(
     a: Tensor, factor: Tensor, rows: Addresses, *, gather: bool, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
-    a, factor = _ready(a), _ready(factor)
+    a, factor = ready(a), ready(factor)
     out = a.new_empty(rows.num_rows, factor.shape[2 if transposed else 1]) if out is None else out
     linear.launch(a, factor, rows, gather=gather, transposed=transposed, out=out, config=FACTOR_ROWS)
     return out
@@ -183,7 +183,7 @@ def _low_rank(low: LowRows | None, *, turned: bool) -> LowRankTerm | None:
     if low is None:
         return None
     rows, factor = low
-    return LowRankTerm(_ready(rows), _ready(factor.mT if turned else factor))
+    return LowRankTerm(ready(rows), ready(factor.mT if turned else factor))
 
 
 # ---- sums over an expert's rows --------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def weight_gradient(
     factor: bool = False,
 ) -> Tensor:
     """A float32 gradient is the kernel's sum as it is; the others are rounded to the operands' dtype by the kernel."""
-    left, ordered = _ready(left), _ready(ordered)
+    left, ordered = ready(left), ready(ordered)
     dtype = torch.float32 if like.dtype == torch.float32 else left.dtype
     dw = torch.empty_like(like, dtype=dtype) if accumulator is None else accumulator
     # One product's gradient transposed is what the other makes.
@@ -219,13 +219,13 @@ def weight_gradient(
 def expert_row_sum(
     values: Tensor, num_experts: int, rows: Addresses, scores: Tensor | None, accumulator: Tensor | None = None
 ) -> Tensor:
-    values, width = _ready(values), values.shape[1]
+    values, width = ready(values), values.shape[1]
     out = values.new_empty(num_experts, width, dtype=torch.float32) if accumulator is None else accumulator
     reduce.launch_expert_row_sum(
         values,
         rows,
         gather=scores is not None,
-        scores=None if scores is None else _ready(scores),
+        scores=None if scores is None else ready(scores),
         out=out,
         f32=True,
         accumulate=accumulator is not None,
@@ -238,11 +238,11 @@ def _as_it_lies(weight: Tensor) -> tuple[Tensor, bool]:
     """A weight (E, out, in) ready for the kernels, and False; or, of a transposed view, what it is a view of, (E, in, out), and
     True."""
     if not weight.is_contiguous() and weight.mT.is_contiguous():
-        return _ready(weight.mT), True
-    return _ready(weight), False
+        return ready(weight.mT), True
+    return ready(weight), False
 
 
-def _ready(t: Tensor) -> Tensor:
+def ready(t: Tensor) -> Tensor:
     """``t`` as the kernels want it: contiguous and 16-byte aligned; a copy if it is not."""
     if t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous():
         return t

@@ -158,6 +158,13 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def as_experts_see(x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """x in autocast's dtype where it is enabled, and scores in float32; float64 stays float64, which autocast leaves alone."""
+    if x.dtype == torch.float64:
+        return x, cast(scores, torch.float64)
+    return cast(x, autocast_dtype(x.device.type) or x.dtype), cast(scores, torch.float32)
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off inside."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blazeproto.activations import activate
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.operators import autocast_dtype, cast
+from blazeproto.autograd.operators import as_experts_see, cast
 from blazeproto.autograd.options import OPTION_NAMES, Options
 from blazeproto.layer import MoE, MoEStats
 from blazeproto.router.choices import Capacity
@@ -205,13 +205,6 @@ class SequentialMoE(PlainMoE):
             y = expert_mlp(rows, [w if w is None else w[expert] for w in weights], self.activation)
             out.index_add_(0, tokens[pairs], scores[pairs, None] * y)
         return out
-
-
-def as_experts_see(x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """x in autocast's dtype where it is enabled, and scores in float32; float64 stays float64, which autocast leaves alone."""
-    if x.dtype == torch.float64:
-        return x, cast(scores, torch.float64)
-    return cast(x, autocast_dtype(x.device.type) or x.dtype), cast(scores, torch.float32)
 
 
 def expert_mlp(x: Tensor, weights: Weights, activation: str) -> Tensor:

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.hopper_backend import _ready as ready
-from blazeproto.autograd.operators import cast
+from blazeproto.autograd.hopper_backend import ready
+from blazeproto.autograd.operators import as_experts_see, cast
 from blazeproto.autograd.options import Options
-from blazeproto.blocksparse.baselines import PlainMoE, as_experts_see
+from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.build import topology_of
 from blazeproto.blocksparse.rows import padded_gather, padded_scatter, score_grad
 from blazeproto.blocksparse.topology import Padding, Topology

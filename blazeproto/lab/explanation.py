@@ -15,6 +15,7 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.chunks import num_chunks
+from blazeproto.autograd.dispatcher import refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
@@ -118,10 +119,12 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
     inputs, unless ``measure`` is False. That takes memory for all arrays of the layer at once. The layer is left as it was.
 
-    TypeError or ValueError for another layer or x; those of `blazeproto.blocksparse` are other layers.
+    TypeError or ValueError for another layer or x; those of `blazeproto.blocksparse` are other layers. RuntimeError for a layer
+    with a dispatcher.
     """
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
+    refuse_ranks(layer.dispatcher, "explain")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.shape[-1] != layer.d_model:

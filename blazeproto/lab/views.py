@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -219,8 +220,10 @@ def _of_layer(layer: MoE) -> View:
         "router": f"{type(layer.router).__name__}({getattr(layer.router, 'extra_repr', str)()})",
         "device": ", ".join(dtypes),
         "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",
-        "save": f"{layer.save.value}: {layer.saved_bytes(tokens) / tokens:,.0f} B a token kept by the experts for backward",
     }
+    with suppress(RuntimeError):  # from a layer that does not know beforehand
+        kept = layer.saved_bytes(tokens) / tokens
+        facts["save"] = f"{layer.save.value}: {kept:,.0f} B a token kept by the experts for backward"
     columns = ["parameter", "shape", "dtype", "elements", "bytes"]
     return View("MoE", facts, [Table(columns, rows, left=columns[:3], last=1)])
 

@@ -294,7 +294,7 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Callable[..., list[Row
     if "products" in options.parts:
         for model in MODELS:
             yield measure_products, (model, options.rounds)
-    for part in {"stk", "bsr"} & {*options.parts}:
+    for part in [part for part in ("stk", "bsr") if part in options.parts]:
         for model in MODELS:
             yield measure_others, (part, model, options.rounds)
     if "layers" in options.parts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd import moe_mlp
 from blazeproto.reference import moe_mlp as reference_mlp
+from tests.threads import one_thread  # noqa: F401
 
 
 @dataclass
@@ -158,15 +159,6 @@ def _bytes_saved_by(forward: Callable[[], Tensor], weights: Iterable[Tensor]) ->
 def bytes_saved_by() -> Callable[..., int]:
     """``bytes_saved_by(forward, weights)`` -> bytes."""
     return _bytes_saved_by
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

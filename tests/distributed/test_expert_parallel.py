@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from blazeproto.autograd import Arrived, Options
 from blazeproto.blocksparse import dMoE
 from blazeproto.distributed import AllToAll, clip_grad_norm_, expert_parallel
+from blazeproto.lab import explain
+from blazeproto.lab.views import view
 
 
 def test_four_ranks(tmp_path: Path) -> None:
@@ -74,6 +76,11 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         AllToAll(group, "4")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"prepare: expected a layer on one rank, got one with AllToAll"):
         layer.prepare(4)
+    with pytest.raises(RuntimeError, match="saved_bytes: expected a layer on one rank"):
+        layer.saved_bytes(4)
+    with pytest.raises(RuntimeError, match="explain: expected a layer on one rank"):
+        explain(layer, batch(0)[0])
+    assert "save" not in view(layer).facts
     with pytest.raises(ValueError, match="max_norm: expected a finite number, at least 0, got -1"):
         clip_grad_norm_(layer.parameters(), -1)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from blazeproto import MoE, gemm
+from blazeproto.blocksparse import dMoE
 from blazeproto.dispatch import Dispatch, reference
 from blazeproto.lab import views
 from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of
@@ -337,3 +338,8 @@ def test_what_cannot_be_drawn_is_its_repr(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(views, "view", fail)
     assert pretty(shown) == repr(shown)
+
+
+def test_a_layer_that_does_not_know_what_it_keeps_is_shown() -> None:
+    assert "save" not in view(dMoE(64, 128, 4, 2)).facts
+    assert "save" in view(MoE(64, 128, 4, 2)).facts

@@ -18,18 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.threads import one_thread  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = """--device cpu --steps 20 --layers 2 --d-model 32 --heads 2 --context 32 --d-expert 16 --num-experts 4
     --batch 4 --dropout 0.1 --val-every 5 --val-bytes 512 --log-every 4 --warmup 4"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the processes have that runs are compared with: a sum's order may follow from how many threads make it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
