@@ -105,15 +105,18 @@ FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
 
 WITH_TICKETS = ("up_forward", "down_backward_act")
 # Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter
-# little. With fewer, half tiles are so many that those who share weights no longer read them at the same time. And a short
-# reduction takes hardly longer than to find a tile.
+# little. With fewer, half tiles are so many that those who share weights no longer read them at the same time; dH of wide
+# experts gains nevertheless. And a short reduction takes hardly longer than to find a tile.
 TICKET_ROWS, TICKET_REDUCTION = range(384, 769), 1024
+WIDE_EXPERT, WIDE_TICKET_ROWS = 4 * 2**20, range(272, 769)  # numbers of a weight (n, d); rows for its dH
 
 
-def with_tickets(product: str, num_rows: int, num_experts: int, reduction: int) -> TileConfig:
+def with_tickets(product: str, num_rows: int, num_experts: int, reduction: int, d_expert: int) -> TileConfig:
     """The table's tiles of up_forward or down_backward_act, with tickets where they pay."""
     config = TILES[product]
-    pays = reduction >= TICKET_REDUCTION and num_rows // num_experts in TICKET_ROWS
+    wide = product == "down_backward_act" and reduction * d_expert >= WIDE_EXPERT
+    rows = WIDE_TICKET_ROWS if wide else TICKET_ROWS
+    pays = reduction >= TICKET_REDUCTION and num_rows // num_experts in rows
     return replace(config, tickets=True) if pays else config
 
 

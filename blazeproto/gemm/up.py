@@ -146,7 +146,7 @@ def launch(
     activation."""
     if not at.num_rows:
         return
-    config = config or with_tickets("up_forward", at.num_rows, at.num_experts, x.shape[1])
+    config = config or with_tickets("up_forward", at.num_rows, at.num_experts, x.shape[1], act.shape[1])
     variant = Variant(True, transposed, bias is not None, activation, rank_of(low))
     plan = _plan(at.where, up_proj.shape, variant, config, product.build_of("up_forward"))
     h_at, act_at = h.data_ptr(), act.data_ptr()
@@ -174,7 +174,7 @@ UP_FORWARD = Product(
         *map(kernel, CANDIDATES["up_forward"]),
     ],
     in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
-    tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d),
+    tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,
     options=("activation", "transposed", "bias", "rank"),
     phases=("forward",),

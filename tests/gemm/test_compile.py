@@ -342,18 +342,22 @@ def test_tiles_are_as_wide_as_leaves_few_columns_idle(columns: int, tile_n: int)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "reduction", "tickets"),
+    ("num_rows", "num_experts", "reduction", "d_expert", "up", "down"),
     [
-        (65536, 128, 2880, True),  # 512 rows an expert
-        (49152, 256, 4096, False),  # 192
-        (131072, 64, 4096, False),  # 2048
-        (65536, 128, 768, False),
-        (0, 128, 4096, False),
+        (65536, 128, 2880, 2880, True, True),  # 512 rows an expert
+        (131072, 384, 7168, 2048, False, True),  # 341, wide experts
+        (73728, 256, 4096, 1024, False, True),  # 288
+        (73728, 256, 4096, 1016, False, False),
+        (69376, 256, 4096, 1536, False, False),  # 271
+        (49152, 256, 4096, 1536, False, False),  # 192
+        (131072, 64, 4096, 1024, False, False),  # 2048
+        (65536, 128, 768, 8192, False, False),
+        (0, 128, 4096, 2048, False, False),
     ],
 )
-def test_tickets_are_taken_where_they_pay(num_rows: int, num_experts: int, reduction: int, tickets: bool) -> None:
-    for product in WITH_TICKETS:
-        config = with_tickets(product, num_rows, num_experts, reduction)
+def test_tickets_are_taken_where_they_pay(num_rows, num_experts, reduction, d_expert, up, down) -> None:
+    for product, tickets in zip(WITH_TICKETS, (up, down), strict=True):
+        config = with_tickets(product, num_rows, num_experts, reduction, d_expert)
         assert config == replace(TILES[product], tickets=tickets) and config in tiles_of_layer(product, reduction)
 
 
