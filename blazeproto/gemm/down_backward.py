@@ -132,6 +132,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         config,
         build,
         tickets=True,
+        cluster_widths=(256,),
         GATHER=1,
         B_MN=not variant.transposed,
         low_rank=variant.low_rank,

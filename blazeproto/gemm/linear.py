@@ -191,6 +191,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         config or TILES[name_of(variant.transposed)],
         build,
         widths=WIDTHS,
+        cluster_widths=(128, 256),
         epilogue_warpgroups=int(variant.gather),  # where all of the producer's warps gather, others must store
         GATHER=variant.gather,
         B_MN=variant.transposed,

@@ -214,7 +214,7 @@ def tiled_kernel(
     config: TileConfig,
     build: Build,
     *,
-    clusters: bool = False,
+    cluster_widths: tuple[int, ...] = (),
     tickets: bool = False,
     widths: tuple[int, ...] = (128, 256),
     epilogue_warpgroups: int = 0,
@@ -224,8 +224,8 @@ def tiled_kernel(
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
 
-    clusters, tickets: whether it may run in clusters, or take tickets; ValueError for a config that does elsewhere.
-    widths: the columns that its tiles may have; ValueError for a config of others.
+    tickets: whether it may take tickets.  widths: the columns that its tiles may have.  cluster_widths: those that they may have
+    in clusters of two. ValueError for a config of others.
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     low_rank: LOW_RANK of mainloop.cuh.
     """
@@ -233,10 +233,13 @@ def tiled_kernel(
         raise ValueError(f"config: expected stages=8 beside tile_n=64 alone, got {config}")
     if config.tile_n not in widths:
         raise ValueError(f"config: expected tile_n={' or '.join(map(str, widths))} for {entry}, got {config}")
-    if config.cluster != 1 and not clusters:
-        raise ValueError(f"config: expected cluster=1 for {entry}, got {config}")
+    if config.cluster != 1 and config.tile_n not in cluster_widths:
+        of = "".join(f" or tile_n={width}" for width in cluster_widths)
+        raise ValueError(f"config: expected cluster=1{of} for {entry}, got {config}")
     if config.tickets and not tickets:
         raise ValueError(f"config: expected tickets=False for {entry}, got {config}")
+    if config.tickets and config.cluster != 1:
+        raise ValueError(f"config: expected tickets=False beside cluster={config.cluster}, got {config}")
     macros = {
         "BN": config.tile_n,
         "CLUSTER": config.cluster,

@@ -59,12 +59,12 @@ def rows_plan(
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     maps = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
-        _weight_box(shape, columns, tile_columns, mn_major, halves, element),
+        _weight_box(shape, columns, tile_columns, mn_major, halves, element, config.cluster),
         h,
         out0,
         out1,
         dense_box((rank, num_rows), (BK, BM), element) if rank else None,
-        _weight_box(factor, columns, tile_columns, mn_major, halves, element) if rank else None,
+        _weight_box(factor, columns, tile_columns, mn_major, halves, element, config.cluster) if rank else None,
     )
     numbers = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
@@ -72,15 +72,22 @@ def rows_plan(
 
 
 def _weight_box(
-    shape: tuple[int, int, int], columns: int, tile_columns: int, mn_major: bool, halves: int, element: Element
+    shape: tuple[int, int, int],
+    columns: int,
+    tile_columns: int,
+    mn_major: bool,
+    halves: int,
+    element: Element,
+    cluster: int,
 ) -> Box:
     """shape: as the weights lie.  columns: of the output, so many of the weights' that begin where the map's address is.
-    halves: 2 where such columns are gate, and as many up columns belong to them."""
+    halves: 2 where such columns are gate, and as many up columns belong to them.  cluster: of how many CTAs."""
     experts, outer, inner = shape
     matrix, expert = element.bytes * inner, element.bytes * inner * outer  # strides
     half = columns * (element.bytes if mn_major else matrix) if halves == 2 else expert
     if not mn_major:
-        box = (BK, tile_columns, halves, 1)
+        # In a cluster each CTA loads a part: half of the columns, or gate or up.
+        box = (BK, tile_columns * halves // cluster, 1, 1) if cluster > 1 else (BK, tile_columns, halves, 1)
         return Box((inner, columns, halves, experts), (matrix, half, expert), box, element)
     if halves == 1:
         return Box((columns, outer, experts), (matrix, expert), (SLAB, BK, 1), element)

@@ -51,7 +51,7 @@ class TileConfig(Shown):
     tile_n: columns of a tile, which has 128 rows: 128 or 256; 64 in linear.cu and weight.cu, 192 in linear.cu alone.
     stages: depth of the ring: 2 or 4; 8 beside 64 columns.
     deferred: whether a tile's epilogue runs under the next tile's mainloop.
-    cluster: CTAs of a weight gradient that share their B tiles (1 or 2); 1 for the other products.
+    cluster: CTAs that share what they read (1 or 2): B tiles of a weight gradient, weights elsewhere (cuda/pairs.cuh).
     tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward
     and down_backward_act alone.
     """
@@ -133,13 +133,17 @@ def give_tickets(value: bool) -> None:
 
 
 # What the tuner times beside them.
-_ROWS = (TileConfig(), TileConfig(deferred=False))
+_ROWS = (TileConfig(), TileConfig(deferred=False), TileConfig(cluster=2))
 _NARROW = (*_ROWS, TileConfig(tile_n=192))
 _WEIGHTS = tuple(TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1))
 CANDIDATES = {
     "up_forward": (*_ROWS, TileConfig(tickets=True)),
     "down_forward": _NARROW,
-    "down_backward_act": (TileConfig(deferred=False), TileConfig(deferred=False, tickets=True)),
+    "down_backward_act": (
+        TileConfig(deferred=False),
+        TileConfig(deferred=False, tickets=True),
+        TileConfig(deferred=False, cluster=2),
+    ),
     "up_backward_act": _NARROW,
     "down_backward_weight": _WEIGHTS,
     "up_backward_weight": _WEIGHTS,

@@ -97,6 +97,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         config or TILES["up_forward"],
         build,
         tickets=True,
+        cluster_widths=(128, 256),
         epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
         epilogue_registers=40 if variant.bias else 56,

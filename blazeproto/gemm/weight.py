@@ -172,7 +172,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = GATHERED, build:
     """variant: transposed, f32, gather."""
     config = config or TILES[UP if variant.transposed else DOWN]
     macros = {"GATHER": variant.gather, "TRANSPOSED": variant.transposed, "OUT_F32": variant.f32}
-    options: dict[str, Any] = {"clusters": True, "widths": (64, 128, 256)}
+    options: dict[str, Any] = {"cluster_widths": (128, 256), "widths": (64, 128, 256)}
     return tiled_kernel("weight.cu", "weight_gradient", config, build, **options, **macros)
 
 

@@ -70,9 +70,9 @@ BAD = [
     ),
     (
         "up_forward",
-        UP | {"config": gemm.TileConfig(cluster=2)},
+        UP | {"config": gemm.TileConfig(cluster=2, tickets=True)},
         ValueError,
-        "config: expected cluster=1 for up_forward, got TileConfig(",
+        "config: expected tickets=False beside cluster=2, got TileConfig(",
     ),
     (
         "up_forward",

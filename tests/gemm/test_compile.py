@@ -379,7 +379,21 @@ def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:
             "activation: .*got 'SwiGLU'; did you mean 'swiglu'",
         ),
         (lambda: gemm.kernel_for("up_forward", f32=True), TypeError, "f32"),
-        (lambda: gemm.kernel_for("up_forward", TileConfig(cluster=2)), ValueError, "config: expected cluster=1"),
+        (
+            lambda: gemm.kernel_for("up_forward", TileConfig(cluster=2, tickets=True)),
+            ValueError,
+            "config: expected tickets=False beside cluster=2",
+        ),
+        (
+            lambda: gemm.kernel_for("down_forward", TileConfig(tile_n=192, cluster=2)),
+            ValueError,
+            "config: expected cluster=1 or tile_n=128 or tile_n=256 for linear",
+        ),
+        (
+            lambda: gemm.kernel_for("up_backward_weight", TileConfig(tile_n=64, stages=8, cluster=2)),
+            ValueError,
+            "config: expected cluster=1 or tile_n=128 or tile_n=256 for weight_gradient",
+        ),
         (
             lambda: gemm.kernel_for("down_backward_act", TileConfig(tile_n=128, deferred=False)),
             ValueError,

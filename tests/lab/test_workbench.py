@@ -353,7 +353,8 @@ def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
         ({"activation": "swigl"}, "activation: expected one of"),
         ({"routing": "none"}, "routing: expected one of"),
         ({"config": TileConfig(tile_n=128)}, None),
-        ({"config": TileConfig(cluster=2)}, "config: expected cluster=1"),
+        ({"config": TileConfig(cluster=2)}, None),
+        ({"config": TileConfig(cluster=2, tickets=True)}, "config: expected tickets=False beside cluster=2"),
         ({"product": "combine", "config": TileConfig()}, "config: expected None for combine"),
     ],
 )

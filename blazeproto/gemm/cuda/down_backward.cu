@@ -49,7 +49,11 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 
     // The stages of H, behind a tile's stages of A and B.
     DEVICE static int ring_stages(const RowsParams& p, const RowTile& of) {
+#if CLUSTER > 1
+        return BN / H_COLUMNS;  // the same for every CTA of the cluster
+#else
         return (min(BN, p.columns - of.column) + H_COLUMNS - 1) / H_COLUMNS;
+#endif
     }
 
     // By one thread of the producer.
@@ -81,7 +85,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 #pragma unroll
         for (int index = 0; index < BN / H_COLUMNS; ++index) {
             const int column = tile.column + index * H_COLUMNS;
-            if (column < p.columns) {  // the whole CTA decides alike
+            if (IN_PAIRS(true ||) column < p.columns) {  // the whole CTA decides alike
                 ring.wait_until_full();
                 work_on_stage(acc + index * (H_COLUMNS / 2), ring, column);
                 ring.advance();
@@ -140,7 +144,12 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
     DEVICE void release_stored() {
         if (warpgroup_thread() == 0 && unreleased) {
             bulk_wait_group_read<0>();
+#if CLUSTER > 1
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) mbarrier_arrive_cluster(unreleased, rank, WARPGROUP_WARPS);
+#else
             mbarrier_arrive(unreleased, WARPGROUP_WARPS);
+#endif
         }
         unreleased = 0;
     }
@@ -210,7 +219,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
+extern "C" __global__ void IN_PAIRS(__cluster_dims__(CLUSTER, 1, 1)) __launch_bounds__(PTXAS_THREADS, 1)
     down_backward(const __grid_constant__ RowsParams p) {
     run<Scheduler, RowProducer, DownBackwardEpilogue>(p);
 }

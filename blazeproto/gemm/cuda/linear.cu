@@ -114,7 +114,7 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
+extern "C" __global__ void IN_PAIRS(__cluster_dims__(CLUSTER, 1, 1)) __launch_bounds__(PTXAS_THREADS, 1)
     linear(const __grid_constant__ RowsParams p) {
     run<Scheduler, RowProducer, LinearEpilogue>(p);
 }

@@ -15,8 +15,8 @@
 //   rows 0..63      consumer 0    | wgmma 0 .. | wgmma 1 .. | ...       | w 0 | w 1 | w 2 | ...
 //   rows 64..127    consumer 1    | wgmma 0 .. | wgmma 1 .. | ...       |skip |skip |skip |          past the expert's end
 //
-// CLUSTER 2 (weight gradients): two CTAs compute neighbouring blocks of gathered columns and the same block of ordered
-// columns. Each loads half of the B stage and multicasts it to both, which halves what B costs in L2 bandwidth.
+// CLUSTER 2, in weight gradients: two CTAs compute neighbouring blocks of gathered columns and the same block of ordered columns.
+// Each loads half of the B stage and multicasts it to both, which halves what B costs in L2 bandwidth. Elsewhere: pairs.cuh.
 //
 // -D: SMEM_LIMIT           bytes of dynamic shared memory that a CTA may have; every kernel here asks for all of it
 //     WARPGROUP            threads of a warpgroup

@@ -21,10 +21,17 @@
 //                                                           STAGES tiles behind the producer, the epilogue warps one more
 //
 // -D: TICKETS    as above
+//     CLUSTER    2: CTAs in pairs that share weights (pairs.cuh draws their order)
 //     LOW_RANK   above 0: the reduction goes on over contiguous rows of a low rank (varlen_m.cuh)
 #pragma once
 #include "gather.cuh"
 #include "schedule.cuh"
+
+#if CLUSTER > 1
+#define IN_PAIRS(...) __VA_ARGS__
+#else
+#define IN_PAIRS(...)
+#endif
 
 constexpr int ROW_GROUP = 8;  // row blocks that use the same weights before the next column block comes
 
@@ -71,7 +78,15 @@ struct TileScheduler {
     // By the whole CTA.
     DEVICE explicit TileScheduler(const RowsParams& params) : p(params) {
         const int* offsets = p.offsets;
+#if CLUSTER > 1
+        const int columns = column_blocks();
+        sum_before_experts(p.experts, [=](int e) {
+            const int blocks = (offsets[e + 1] - offsets[e] + BM - 1) / BM;
+            return blocks / 2 * columns + blocks % 2 * ((columns + 1) / 2);
+        });
+#else
         sum_before_experts(p.experts, [=](int e) { return (offsets[e + 1] - offsets[e] + BM - 1) / BM; });
+#endif
         if (threadIdx.x == 0) count() = tiles_of_this_cta();
         __syncthreads();
         if constexpr (TICKETS) {
@@ -132,11 +147,20 @@ struct TileScheduler {
     DEVICE static RowTile* slots() { return reinterpret_cast<RowTile*>(shared_memory() + SLOTS_OFFSET); }
     DEVICE int column_blocks() const { return (p.columns + COLUMNS - 1) / COLUMNS; }
 
+#if CLUSTER > 1
+    DEVICE int tiles() const { return before_expert()[p.experts] * CLUSTER; }
+
+    DEVICE int tiles_of_this_cta() const {
+        const int clusters = gridDim.x / CLUSTER;
+        return (before_expert()[p.experts] - int(blockIdx.x) / CLUSTER + clusters - 1) / clusters;
+    }
+#else
     DEVICE int tiles() const { return before_expert()[p.experts] * column_blocks(); }
 
     DEVICE int tiles_of_this_cta() const {
         return (tiles() - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
     }
+#endif
 
     // The first tile of a CTA needs no ticket, and its last ticket is for no tile. So as many are taken as there are tiles,
     // after which the counter is zero again.
@@ -144,6 +168,33 @@ struct TileScheduler {
 
     DEVICE RowTile find_or_end(int index) const { return index < tiles() ? find(index) : RowTile{-1, 0, 0, 0}; }
 
+#if CLUSTER > 1
+    // The tile at `index` of the list of units, of which each CTA of a cluster has one. A tile that is not there lies past the
+    // expert's end.
+    DEVICE RowTile find(int index) const {
+        const int* units = before_expert();
+        const int unit = index / CLUSTER, rank = index % CLUSTER, columns = column_blocks();
+        const int low = expert_at(unit, p.experts), begin = p.offsets[low], end = p.offsets[low + 1];
+        const int local = unit - units[low], blocks = (end - begin + BM - 1) / BM, pairs = blocks / 2;
+        if (local < pairs * columns) {
+            constexpr int GROUP = ROW_GROUP / 2;
+            const int group = local / (GROUP * columns);
+            const int in_group = local - group * GROUP * columns;
+            const int group_pairs = min(GROUP, pairs - group * GROUP);
+            const int row_block = 2 * (group * GROUP + in_group % group_pairs) + rank;
+            return {low, begin + row_block * BM, end, in_group / group_pairs * COLUMNS};
+        }
+        const int column_block = 2 * (local - pairs * columns) + rank;
+        return {low, column_block < columns ? begin + (blocks - 1) * BM : end, end, column_block * COLUMNS};
+    }
+
+   public:
+    // Whether the other CTA of the cluster has the same expert's and columns' weights.
+    DEVICE bool shares(const RowTile& tile) const {
+        if (blockIdx.x % CLUSTER == 0) return tile.row + BM < tile.row_end;
+        return tile.row < tile.row_end && (tile.row - p.offsets[tile.expert]) / BM % 2 == 1;
+    }
+#else
     // The tile at `index` of the list.
     DEVICE RowTile find(int index) const {
         const int* blocks = before_expert();  // row blocks
@@ -156,4 +207,5 @@ struct TileScheduler {
         const int row_block = group * ROW_GROUP + in_group % group_rows, column_block = in_group / group_rows;
         return {low, p.offsets[low] + row_block * BM, p.offsets[low + 1], column_block * COLUMNS};
     }
+#endif
 };

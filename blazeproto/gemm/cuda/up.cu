@@ -178,7 +178,7 @@ DEVICE void UpEpilogue::store_staged(const RowsParams& p, const Scheduler& sched
     if (warpgroup_thread() == 0) bulk_wait_group<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(PTXAS_THREADS, 1)
+extern "C" __global__ void IN_PAIRS(__cluster_dims__(CLUSTER, 1, 1)) __launch_bounds__(PTXAS_THREADS, 1)
     up_forward(const __grid_constant__ RowsParams p) {
     run<Scheduler, RowProducer, UpEpilogue>(p);
 }

@@ -16,6 +16,9 @@
 #include "kernel.cuh"
 #include "tiles.cuh"
 
+#if CLUSTER > 1
+#include "pairs.cuh"
+#else
 static_assert(CLUSTER == 1, "measured slower with weights shared by two CTAs: an expert's last tiles are half empty more often");
 
 // The B part of a stage: COLUMNS columns of the output from each of BN / COLUMNS halves of the weights, gate and up. K-major, the
@@ -34,13 +37,15 @@ DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTi
         tma_load_4d(ring.b(), &weights, ring.full_barrier(), k, tile.column, 0, tile.expert);
     }
 }
+#endif
 
 // A stage of contiguous rows and weights, by one thread.
 template <int COLUMNS>
-DEVICE void load_stage(const TensorMap& rows, const TensorMap& weights, const Ring& ring, const RowTile& tile, int k) {
+DEVICE void load_stage(const TensorMap& rows, const TensorMap& weights, const Ring& ring, const RowTile& tile, int k
+                       IN_PAIRS(, bool shared)) {
     mbarrier_arrive_expect_tx(ring.full_barrier(), STAGE_BYTES);
     tma_load_2d(ring.a(), &rows, ring.full_barrier(), k, tile.row);
-    load_weights<COLUMNS>(weights, ring, tile, k);
+    load_weights<COLUMNS>(weights, ring, tile, k IN_PAIRS(, shared));
 }
 
 struct RowProducer {
@@ -65,16 +70,17 @@ struct RowProducer {
             if (threadIdx.x == 0) {
                 MARK(AT, TILE);
                 const RowTile tile = scheduler.at(position);
+                IN_PAIRS(const bool shared = scheduler.shares(tile);)
                 for (int k = 0; k < p.reduction; k += BK) {
                     ring.wait_until_empty();
                     MARK(BEGIN, TMA);
-                    load_stage<Scheduler::TILE_COLUMNS>(p.a, p.b, ring, tile, k);
+                    load_stage<Scheduler::TILE_COLUMNS>(p.a, p.b, ring, tile, k IN_PAIRS(, shared));
                     MARK(END, TMA);
                     ring.advance();
                 }
                 for (int k = 0; LOW_RANK && k < p.rank; k += BK) {
                     ring.wait_until_empty();
-                    load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k);
+                    load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k IN_PAIRS(, shared));
                     ring.advance();
                 }
             }
@@ -109,12 +115,13 @@ struct RowProducer {
             look_ahead(position + 1);
             const RowTile tile = scheduler.at(position);
             const bool both = scheduler.computes(tile, 1);
+            IN_PAIRS(const bool shared = scheduler.shares(tile);)
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
                 if (threadIdx.x == 0) {
                     MARK(BEGIN, TMA);
                     mbarrier_arrive_expect_tx(ring.full_barrier(), B_BYTES);
-                    load_weights<Scheduler::TILE_COLUMNS>(p.b, ring, tile, k);
+                    load_weights<Scheduler::TILE_COLUMNS>(p.b, ring, tile, k IN_PAIRS(, shared));
                     MARK(END, TMA);
                 }
                 MARK(BEGIN, COPY);
@@ -128,7 +135,7 @@ struct RowProducer {
             }
             for (int k = 0; LOW_RANK && k < p.rank; k += BK) {
                 ring.wait_until_empty();
-                if (threadIdx.x == 0) load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k);
+                if (threadIdx.x == 0) load_stage<Scheduler::TILE_COLUMNS>(p.low_rows, p.low_weights, ring, tile, k IN_PAIRS(, shared));
                 mbarrier_arrive(ring.full_barrier());
                 ring.advance();
             }

@@ -89,6 +89,13 @@ def test_a_product_is_right(name: str) -> None:
     check(name, SMALL, range(3 if several else 1))
 
 
+@pytest.mark.parametrize("sizes", [Sizes(96, 72, 136, 2, 2), Sizes(400, 72, 264, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", ["up_forward", "down_forward", "down_backward_act", "up_backward_act"])
+def test_clusters_share_weights(name: str, sizes: Sizes) -> None:
+    """One row block of an expert; then two of one and several of the other, with an odd number of columns' blocks for most."""
+    check(name, sizes, range(2), replace(TILES[name], cluster=2), multiprocessors=4)
+
+
 def test_logits_are_right() -> None:
     assert not Logits(64, 2).run(Machine())
 
