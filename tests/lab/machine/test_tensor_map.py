@@ -86,17 +86,18 @@ def check_tiles_of_rows(t: ModuleType) -> None:
     for half in range(2):
         given = values(weights[expert, half * n : (half + 1) * n])[column : column + 128, k : k + BK]
         right[0][128 * half : 128 * half + len(given), : given.shape[1]] = given
-    for mn_major in (False, True):
+    for mn_major, cluster in every((False, True), (1, 2)):
         shared = np.full(1 << 17, 0xFF, np.uint8)
         load(t, map_of(t, dense_box((d, rows), (BK, BM))), (k, row), x, shared, a)
         shape = turned.shape if mn_major else weights.shape
-        made = map_of(t, _weight_box(shape, n, 128, mn_major, 2, BF16))
+        made = map_of(t, _weight_box(shape, n, 128, mn_major, 2, BF16, cluster))
         if mn_major:
             for panel in range(4):
                 where = (column + panel % 2 * SLAB, k, panel // 2, expert)
                 load(t, made, where, turned, shared, b + panel * PANEL_BYTES)
         else:
-            load(t, made, (k, column, 0, expert), weights, shared, b)
+            for part in range(cluster):  # of two CTAs each loads gate or up
+                load(t, made, (k, column, part, expert), weights, shared, b + part * 128 * BK * 2)
         for strip in range(2):
             got = product_of_stage(shared, a + strip * 64 * 128, b, 256, False, mn_major)
             first = row + 64 * strip
