@@ -238,6 +238,8 @@ def tiled_kernel(
         raise ValueError(f"config: expected cluster=1{of} for {entry}, got {config}")
     if config.tickets and not tickets:
         raise ValueError(f"config: expected tickets=False for {entry}, got {config}")
+    if config.few_rows and not macros.get("GATHER"):
+        raise ValueError(f"config: expected few_rows=False for {entry} of contiguous rows, got {config}")
     if config.tickets and config.cluster != 1:
         raise ValueError(f"config: expected tickets=False beside cluster={config.cluster}, got {config}")
     macros = {
@@ -250,6 +252,7 @@ def tiled_kernel(
         "EPILOGUE_REGISTERS": epilogue_registers,
         "LOW_RANK": low_rank,
         **macros,
+        **({"FEW_ROWS": True} if config.few_rows else {}),
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)

@@ -34,8 +34,8 @@ import numpy as np
 from blazeproto import gemm
 from blazeproto.gemm import Sizes, TileConfig, compile
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import Variant
-from blazeproto.gemm.tiles import FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
+from blazeproto.gemm.product import PACKAGE, Variant
+from blazeproto.gemm.tiles import CHOSEN, FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -350,16 +350,24 @@ def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
     return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
 
 
+@cache
+def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
+    """By the kernel's entry: of the products whose tiles follow from the number of rows too."""
+    products = (gemm.PRODUCTS[name] for name in CHOSEN)
+    made = [each.kernel(each.tiles(sizes), Variant(True), PACKAGE) for each in products if each.kernel and each.tiles]
+    return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
+
+
 def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
     """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
     description = KERNELS[name]
     if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
         return False
-    now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"}))
-    return (
-        description["entry"] in {entry for entry, *_ in now}
-        and _tiles(description["entry"], description["defines"]) not in now
-    )
+    sizes, entry = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}), description["entry"]
+    tiles, chosen = _tiles(entry, description["defines"]), _tiles_chosen(sizes)
+    if entry in chosen:
+        return tiles != chosen[entry]
+    return entry in {each for each, *_ in _tiles_of_layer(sizes)} and tiles not in _tiles_of_layer(sizes)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows

@@ -42,6 +42,7 @@ from scripts.bench.module_tables import (
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
+    few_tokens_table,
     rounding_layers_table,
     rounding_table,
     small_dispatch_table,
@@ -312,6 +313,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "topk": ("topk", topk_table),
     "rounding": ("rounding", rounding_table),
     "rounding_layers": ("rounding", rounding_layers_table),
+    "few_tokens": ("few_tokens", few_tokens_table),
     "integrations": ("integrations", integrations_table),
     "lora": ("lora", lora_table),
     "block_products": ("blocksparse", block_products_table),
