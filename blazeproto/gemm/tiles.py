@@ -114,16 +114,18 @@ FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
 
 CHOSEN = ("up_forward", "down_backward_act")  # products whose tiles `tuned.MEASURED` chooses
 STEPS = 4  # an octave of an expert's rows has, in the table's eyes
-FEW, MANY = -8, 12  # octaves: with fewer or more rows an expert the table is read as with 2^FEW, 2^MANY
+FEW, MANY = -8, 10.5  # octaves of rows: with fewer the table is read as with 2^FEW, with more it is not read
 
 
 def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int) -> TileConfig:
-    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`."""
-    config = TILES[product]
-    if config is not PLAIN[product]:
+    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`.
+
+    With many rows an expert they are the plain ones: few tiles reach past an expert's end there.
+    """
+    config, octaves = TILES[product], log2(max(num_rows, 1) / num_experts)
+    if config is not PLAIN[product] or octaves > MANY:
         return config
-    octaves = log2(max(num_rows, 1) / num_experts)
-    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n)
+    return _nearest(product, round(STEPS * max(octaves, FEW)), d, n)
 
 
 @cache
@@ -135,14 +137,16 @@ def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
         ratios = (log2(of / this) for of, this in zip(widths, (max(d, 1), max(n, 1)), strict=True))
         return (log2(rows) - step / STEPS) ** 2 + sum(ratio**2 for ratio in ratios)
 
-    return replace(PLAIN[product], **MEASURED[min(MEASURED, key=distance)][product])
+    layers = MEASURED[product]
+    return replace(PLAIN[product], **layers[min(layers, key=distance)])
 
 
 def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
     if TILES[product] is not PLAIN[product]:
         return [TILES[product]]
-    return [*dict.fromkeys(_nearest(product, step, d, n) for step in range(STEPS * FEW, STEPS * MANY + 1))]
+    few, many = round(STEPS * FEW), round(STEPS * MANY)
+    return [*dict.fromkeys([PLAIN[product], *(_nearest(product, step, d, n) for step in range(few, many + 1))])]
 
 
 # What checks force, one after the other: the table's choice, and each of those that it may make.
@@ -152,7 +156,6 @@ FORCED: tuple[dict[str, int], ...] = (
     {"few_rows": True},
     {"few_rows": True, "cluster": 2},
     {"few_rows": True, "tickets": True},
-    {"tickets": True},
 )
 
 
@@ -172,7 +175,6 @@ CANDIDATES = {
         TileConfig(),
         TileConfig(few_rows=True),
         TileConfig(few_rows=True, tile_n=128),
-        TileConfig(tickets=True),
         TileConfig(cluster=2),
         TileConfig(deferred=False),
     ),

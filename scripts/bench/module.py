@@ -1,6 +1,6 @@
 """Module against module: `MoE(router="topk_softmax")` of ours and SonicMoE's own `MoE`, as their users call them.
 
-    python -m scripts.bench.module                             # 27 shapes -> results/h200/module.json
+    python -m scripts.bench.module                             # 30 shapes -> results/h200/module.json
     python -m scripts.bench.module --quick                     # four shapes
     python -m scripts.bench.module --configs 1-12,25           # 1-23 as scripts.bench.layer, 24-27: EXTRA_SHAPES
     python -m scripts.bench.module --resume --time-budget 480  # goes on where the last run of the same sources stopped

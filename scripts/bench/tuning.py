@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.gemm import Sizes, TileConfig, candidates
-from blazeproto.gemm.tiles import CHOSEN, PLAIN
+from blazeproto.gemm.tiles import CHOSEN, MANY, PLAIN
 from scripts.bench.common import REPOSITORY, RESULTS, read_json
 from scripts.command import argument_parser
 
@@ -22,9 +22,9 @@ HEAD = '''"""Which tiles up_forward and down_backward_act take: those that were 
 Written by `python -m scripts.bench.tuning` from results/h200/tune.json, which `python -m scripts.bench.products --tune` makes.
 """
 
-# (rows of an expert in the mean, d, n): what of a product's plain tiles (`tiles.PLAIN`) is changed.
+# product -> (rows of an expert in the mean, d, n) -> what of the product's plain tiles (`tiles.PLAIN`) is changed.
 # fmt: off
-MEASURED: dict[tuple[float, int, int], dict[str, dict[str, int]]] = {
+MEASURED: dict[str, dict[tuple[float, int, int], dict[str, int]]] = {
 '''
 WORTH = 0.99  # of the time: what a later candidate has to save before it is taken instead of an earlier one
 
@@ -46,18 +46,20 @@ def best(product: str, ms: dict[str, float]) -> TileConfig:
 
 def table(record: dict[str, Any]) -> str:
     """The text of the module, of a tuner's ``record``."""
-    found: dict[tuple[float, int, int], dict[str, dict[str, int]]] = {}
-    for row in record["rows"]:
-        if row["product"] in CHOSEN:
-            sizes, plain = Sizes(**row["cfg"]), PLAIN[row["product"]]
-            config = best(row["product"], row["ms"])
-            names = [field.name for field in fields(config)]
-            changes = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}
-            found.setdefault((round(sizes.rows / sizes.E, 4), sizes.d, sizes.n), {})[row["product"]] = changes
-    lines = [
-        f"    {layer}: {found[layer]},\n".replace("'", '"') for layer in sorted(found, key=lambda at: (at[1:], at[0]))
-    ]
-    return HEAD + "".join(lines) + "}\n"
+    lines = []
+    for product in CHOSEN:
+        lines.append(f'    "{product}": {{')
+        rows = [(Sizes(**row["cfg"]), row["ms"]) for row in record["rows"] if row["product"] == product]
+        for sizes, ms in sorted(rows, key=lambda row: (row[0].d, row[0].n, row[0].rows / row[0].E)):
+            plain, config = PLAIN[product], best(product, ms)
+            names = [
+                field.name for field in fields(config) if getattr(config, field.name) != getattr(plain, field.name)
+            ]
+            changes = ", ".join(f'"{name}": {getattr(config, name)}' for name in names)
+            if sizes.rows / sizes.E <= 2**MANY:
+                lines.append(f"        ({round(sizes.rows / sizes.E, 4)}, {sizes.d}, {sizes.n}): {{{changes}}},")
+        lines.append("    },")
+    return "\n".join([HEAD + lines[0], *lines[1:], "}", ""])
 
 
 def main() -> None:

@@ -356,12 +356,12 @@ def test_tiles_are_as_wide_as_leaves_few_columns_idle(columns: int, tile_n: int)
 
 @pytest.mark.parametrize("product", CHOSEN)
 def test_the_nearest_measured_layer_chooses_the_tiles(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for (rows, d, n), changes in MEASURED.items():
-        expected = replace(PLAIN[product], **changes[product])
+    for (rows, d, n), changes in MEASURED[product].items():
+        expected = replace(PLAIN[product], **changes)
         assert chosen(product, round(1000 * rows), 1000, d, n) == expected
         assert chosen(product, round(1040 * rows), 1000, round(1.02 * d), n) == expected
         assert expected in chosen_for_any(product, d, n)
-    sizes = {(d, n) for _, d, n in MEASURED} | {(64, 64), (0, 0), (3000, 5000)}
+    sizes = {(d, n) for _, d, n in MEASURED[product]} | {(64, 64), (0, 0), (3000, 5000)}
     for (d, n), rows, experts in itertools.product(sizes, (0, 1, 7, 100, 6400, 10**6, 2**30), (1, 8, 512)):
         assert chosen(product, rows, experts, d, n) in chosen_for_any(product, d, n)
     monkeypatch.setitem(TILES, product, TileConfig(deferred=False))
@@ -376,7 +376,7 @@ def test_forced_tiles_are_every_launch_s(monkeypatch: pytest.MonkeyPatch) -> Non
         }
     force()
     assert all(TILES[name] is PLAIN[name] for name in CHOSEN)
-    in_table = {frozenset(changes.items()) for layer in MEASURED.values() for changes in layer.values()}
+    in_table = {frozenset(changes.items()) for layers in MEASURED.values() for changes in layers.values()}
     assert in_table - {frozenset({"few_rows": True, "tile_n": 128}.items())} <= {frozenset(f.items()) for f in FORCED}
 
 
