@@ -134,8 +134,8 @@ def test_which_bounds_hold_and_how_far_rounds_are_apart_is_computed() -> None:
         row |= {"ours_fwdbwd_gpu_ms": 2.0, "sonic_fwdbwd_gpu_ms": 2.5, "gpu_fwdbwd_method": "events"}
     rows[0] |= {"sonic_fwdbwd_rounds_ms": [1.0, 1.1], "gpu_fwdbwd_method": "graph"}
     said = module_tables.module_details({"rows": rows})
-    assert "a shape's ratio moves by 1.0 % in the median of 27 shapes, 10.0 % at most." in said
-    assert "time over ours is 1.25 in the geometric mean (1.25 to 1.25): 1 of 27 shapes by graph replay" in said
+    assert "a shape's ratio moves by 1.0 % in the median of 30 shapes, 10.0 % at most." in said
+    assert "time over ours is 1.25 in the geometric mean (1.25 to 1.25): 1 of 30 shapes by graph replay" in said
     assert "fwd + bwd with gaps: ours | SonicMoE |" in module_tables.module_table({"rows": rows})
 
 
