@@ -6,6 +6,7 @@ Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
+from typing import Any
 
 from blazeproto.gemm.tuned import MEASURED
 from blazeproto.runtime.shown import Shown
@@ -150,7 +151,7 @@ def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
 
 
 # What checks force, one after the other: the table's choice, and each of those that it may make.
-FORCED: tuple[dict[str, int], ...] = (
+FORCED: tuple[dict[str, Any], ...] = (
     {},
     {"few_rows": False},
     {"few_rows": True},
@@ -159,7 +160,7 @@ FORCED: tuple[dict[str, int], ...] = (
 )
 
 
-def force(**changes: int) -> None:
+def force(**changes: Any) -> None:
     """Has the products that `chosen` is for take ``changes`` of their plain tiles, whatever the sizes, for checks of small
     layers. Without any, the table chooses again."""
     for product in CHOSEN:

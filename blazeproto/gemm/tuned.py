@@ -3,9 +3,11 @@
 Written by `python -m scripts.bench.tuning` from results/h200/tune.json, which `python -m scripts.bench.products --tune` makes.
 """
 
+from typing import Any
+
 # product -> (rows of an expert in the mean, d, n) -> what of the product's plain tiles (`tiles.PLAIN`) is changed.
 # fmt: off
-MEASURED: dict[str, dict[tuple[float, int, int], dict[str, int]]] = {
+MEASURED: dict[str, dict[tuple[float, int, int], dict[str, Any]]] = {
     "up_forward": {
         (64.0, 768, 256): {"tile_n": 128, "few_rows": True},
         (256.0, 768, 256): {"few_rows": True},

@@ -50,7 +50,7 @@ def layers(sizes: Sizes, device: str, count: int = SETS) -> list[MoE]:
 @torch.no_grad()
 def measure(sizes: Sizes, made: list[MoE], rounds: int) -> dict[str, Any]:
     """A row: microseconds of one layer's forward for so many tokens."""
-    device = made[0].router.weight.device
+    device = made[0].down_proj.device
     generator = torch.Generator(device).manual_seed(sizes.T)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     xs = [torch.randn(sizes.T, sizes.d, **options) for _ in made]

@@ -22,9 +22,11 @@ HEAD = '''"""Which tiles up_forward and down_backward_act take: those that were 
 Written by `python -m scripts.bench.tuning` from results/h200/tune.json, which `python -m scripts.bench.products --tune` makes.
 """
 
+from typing import Any
+
 # product -> (rows of an expert in the mean, d, n) -> what of the product's plain tiles (`tiles.PLAIN`) is changed.
 # fmt: off
-MEASURED: dict[str, dict[tuple[float, int, int], dict[str, int]]] = {
+MEASURED: dict[str, dict[tuple[float, int, int], dict[str, Any]]] = {
 '''
 WORTH = 0.99  # of the time: what a later candidate has to save before it is taken instead of an earlier one
 

@@ -57,7 +57,7 @@ def finite(run: Callable[[], dict[str, Any]]) -> None:
             raise AssertionError(f"{name}: expected finite values, got {made}")
 
 
-def forced(changes: dict[str, int], run: Callable[[], None]) -> None:
+def forced(changes: dict[str, Any], run: Callable[[], None]) -> None:
     force(**changes)
     try:
         run()

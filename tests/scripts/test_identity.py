@@ -264,7 +264,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[int, Kernel | NumbaKernel]
 def row_of(*addresses: int) -> dict[str, Any]:
     for address in addresses:
         driver.launch(address, (1, 1), 1, 0, 0)
-    return {"cfg": {"T": 1024, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
+    return {"cfg": {"T": 65536, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
 
 
 def test_a_row_says_what_was_launched_while_it_was_measured(
@@ -297,9 +297,9 @@ def test_a_row_is_earlier_if_a_kernel_or_the_benchmark_is_no_longer_what_it_was(
     assert identity.earlier({"of": row["of"] | {"protocol_identity": "0"}}) == "benchmark"
     # The product takes other tiles now: its kernel is there still, and is not what a layer runs.
     monkeypatch.setitem(TILES, "up_forward", TileConfig(deferred=False))
-    identity._tiles_of_layer.cache_clear()
+    identity._tiles_chosen.cache_clear()
     assert identity.earlier(row) == "kernels"
-    identity._tiles_of_layer.cache_clear()
+    identity._tiles_chosen.cache_clear()
 
 
 @pytest.mark.parametrize("number", range(0, 27, 5))

@@ -57,7 +57,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
     [
         ("scripts.bench.layer", ["--configs", "24"], "argument --configs: expected numbers from 1 to 23"),
         ("scripts.bench.layer", ["--peers", "sonik"], "argument --peers: expected some of"),
-        ("scripts.bench.module", ["--configs", "28"], "argument --configs: expected numbers from 1 to 27"),
+        ("scripts.bench.module", ["--configs", "31"], "argument --configs: expected numbers from 1 to 30"),
         (
             "scripts.bench.integrations",
             ["--parts", "qwen,gpt"],

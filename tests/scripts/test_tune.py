@@ -27,14 +27,15 @@ def test_each_candidate_has_a_description_of_its_own(name: str) -> None:
 
 
 def test_a_description_tells_all_fields_apart() -> None:
-    config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2, tickets=True)
-    assert products.describe(config) == "n256 s4 c2 deferred tickets"
+    config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2, tickets=True, few_rows=True)
+    assert products.describe(config) == "n256 s4 c2 deferred tickets few_rows"
     changes: list[dict[str, Any]] = [
         {"tile_n": 128},
         {"stages": 2},
         {"deferred": False},
         {"cluster": 1},
         {"tickets": False},
+        {"few_rows": False},
     ]
     assert {next(iter(change)) for change in changes} == {field.name for field in dataclasses.fields(config)}
     for change in changes:

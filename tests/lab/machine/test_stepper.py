@@ -9,6 +9,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import TileConfig
 from blazeproto.lab.layouts import StageLayout
 from blazeproto.lab.machine import Machine, Stepper
 
@@ -36,7 +37,7 @@ def up() -> tuple[Stepper, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x, up_proj = bf16(rng.standard_normal((T, D))), bf16(rng.standard_normal((1, 2 * N, D)))
     dispatch = build_dispatch(np.zeros((T, 1), np.int32), 1)
-    return Machine(1).step(lambda: gemm.up_forward(x, up_proj, dispatch)), x, up_proj
+    return Machine(1).step(lambda: gemm.up_forward(x, up_proj, dispatch, config=TileConfig())), x, up_proj
 
 
 def test_a_stage_and_the_accumulators_on_their_way(up: tuple[Stepper, np.ndarray, np.ndarray]) -> None:
