@@ -6,8 +6,8 @@
     sizes = Sizes(T=40960, d=768, n=256, E=128, K=8)
     cost.product_floor_ms("up_forward", sizes)      # one kernel
     cost.layer_floor_ms(sizes)                      # (forward, backward) of a layer
-    cost.layer_work(sizes, "recompute")             # all its steps, router and dispatch too
-    cost.predicted_layer_ms(sizes, gpu="B200")      # what they may take
+    cost.layer_work(sizes, "recompute")             # operations and bytes of all its steps, by save policy
+    cost.predicted_layer_ms(sizes)                  # (forward, backward) that it may take; gpu=: of another GPU, in `GPUS`
 
 A product's operations and least bytes follow from its inputs and outputs (`blazeproto.gemm.Product`); here they become times and
 sums. A floor reads every input once and writes every output once, whatever the caches hold. All arrays count as bf16, weight
@@ -39,11 +39,12 @@ class GPU(NamedTuple):
 
 
 GPUS = {
-    "H100": GPU(989e12, 3.35e12, "NVIDIA's data sheet, H100 SXM: 1 979 TFLOP/s with sparsity, 80 GB of HBM3"),
-    "H200": GPU(PEAK_OPERATIONS, PEAK_BYTES, "measured; NVIDIA's data sheet: 989 TFLOP/s dense, 4.8 TB/s"),
-    "B200": GPU(2250e12, 8.0e12, "NVIDIA's data sheet, HGX B200: 4 500 TFLOP/s with sparsity, 180 GB of HBM3e"),
+    "H200": GPU(PEAK_OPERATIONS, PEAK_BYTES, "measured"),
+    "H100, data sheet": GPU(989e12, 3.35e12, "NVIDIA, H100 SXM: 1 979 TFLOP/s with sparsity, twice the dense ones"),
+    "H200, data sheet": GPU(989e12, 4.8e12, "NVIDIA, H200 SXM: 1 979 TFLOP/s with sparsity"),
+    "B200, data sheet": GPU(2250e12, 8.0e12, "NVIDIA, HGX B200: 4 500 TFLOP/s with sparsity"),
 }
-"""By name. Only an H200's rates are measured, at 79 and 88 % of its data sheet's: floors of the others are lower bounds."""
+"""By name. An H200 was measured to reach 79 and 88 % of its data sheet; the others were not measured. Compare like with like."""
 
 FORWARD, BACKWARD = (
     tuple(name for name, product in PRODUCTS.items() if phase in product.phases and product.tiles)
