@@ -40,9 +40,9 @@ class GPU(NamedTuple):
 
 GPUS = {
     "H200": GPU(PEAK_OPERATIONS, PEAK_BYTES, "measured"),
-    "H100, data sheet": GPU(989e12, 3.35e12, "NVIDIA, H100 SXM: 1 979 TFLOP/s with sparsity, twice the dense ones"),
-    "H200, data sheet": GPU(989e12, 4.8e12, "NVIDIA, H200 SXM: 1 979 TFLOP/s with sparsity"),
-    "B200, data sheet": GPU(2250e12, 8.0e12, "NVIDIA, HGX B200: 4 500 TFLOP/s with sparsity"),
+    "H100": GPU(989e12, 3.35e12, "NVIDIA's data sheet, H100 SXM: 1 979 TFLOP/s with sparsity, twice the dense ones"),
+    "H200, data sheet": GPU(989e12, 4.8e12, "NVIDIA's data sheet, H200 SXM: 1 979 TFLOP/s with sparsity"),
+    "B200": GPU(2250e12, 8.0e12, "NVIDIA's data sheet, HGX B200: 4 500 TFLOP/s with sparsity"),
 }
 """By name. An H200 was measured to reach 79 and 88 % of its data sheet; the others were not measured. Compare like with like."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from blazeproto import cost
 from scripts.bench.common import geometric_mean, table_of
-from scripts.bench.markdown import Column, Record, caveat, figure, number, origin, plain_shape, table
+from scripts.bench.markdown import NOT_MEASURED, Column, Record, caveat, figure, number, origin, plain_shape, table
 from scripts.bench.module_tables import TINY, sizes_of
 
 CLOSE = 0.1  # a prediction within 10 %
@@ -40,14 +40,16 @@ def predicted_table(record: Record) -> str:
     columns += [("predicted / measured", lambda row: number(forward(row) / row["ours_fwd_ms"]))]
     columns += [("forward + backward: predicted", lambda row: number(predicted_and_measured(row)[0]))]
     columns += [("measured", figure("ours_fwdbwd_ms")), ("predicted / measured", lambda row: number(ratios([row])[0]))]
-    sheets = {gpu.partition(",")[0]: gpu for gpu in cost.GPUS if gpu.endswith("data sheet")}
-    columns += [(f"by data sheet: {name}", elsewhere(gpu)) for name, gpu in sheets.items()]
-    sources = "; ".join(cost.GPUS[gpu].source for gpu in sheets.values())
-    return f"{table(record['rows'], columns)}\n\nms. Data sheets: {sources}. {origin(record['rows'], 'torch')}"
+    sheets = [gpu for gpu in cost.GPUS if gpu != "H200"]
+    columns += [(f"by data sheet: {gpu.partition(',')[0]}", elsewhere(gpu)) for gpu in sheets]
+    sources = "; ".join(cost.GPUS[gpu].source for gpu in sheets)
+    return f"{table(record['rows'], columns)}\n\nms. {sources}. {origin(record['rows'], 'torch')}"
 
 
 def predicted_claim(module: Record, products: Record) -> str:
     """How many predictions are within 10 % of what was measured, the tiny layer apart; sentences."""
+    if not module["rows"] or not products["rows"]:
+        return NOT_MEASURED
     tiny = [row for row in module["rows"] if table_of(sizes_of(row)) == TINY]
     others = [row for row in module["rows"] if row not in tiny]
     said = [
