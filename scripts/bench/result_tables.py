@@ -40,6 +40,7 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.review_tables import REVIEW
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
@@ -370,6 +371,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
+    **REVIEW,
 }
 
 
