@@ -21,6 +21,7 @@ h = d, f h = n; Korthikanti et al., "Reducing Activation Recomputation in Large 
 from typing import NamedTuple
 
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.tiles import BK, BM
 from blazeproto.runtime import checks
 
@@ -85,6 +86,11 @@ def product_floor_ms(name: str, sizes: Sizes, gpu: str = "H200") -> float:
     checks.one_of("product", name, tuple(PRODUCTS))
     product = PRODUCTS[name]
     return floor_ms(product.operations(sizes), product.least_bytes(sizes), gpu)
+
+
+def block_operations(num_blocks: int, size: int) -> float:
+    """Operations of a block-sparse product: each of its 128 x 128 blocks with ``size`` rows or columns (MegaBlocks §5.1)."""
+    return 2.0 * num_blocks * BLOCK**2 * size
 
 
 def layer_operations(sizes: Sizes) -> tuple[float, float]:

@@ -64,7 +64,7 @@ def megablocks_claim(record: Record) -> str:
 
 
 def memory_split(record: Record) -> str:
-    """Of what MegaBlocks keeps beyond ours: the share of the activation's intermediates, by count; a sentence."""
+    """Which share of what MegaBlocks keeps beyond ours the activation's intermediates are, by count; a sentence."""
     rows = [row for row in rows_of(record, "layers") if "megablocks_saved_MiB" in row]
     if not rows:
         return NOT_MEASURED
