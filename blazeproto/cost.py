@@ -233,7 +233,7 @@ def topk_backward_bytes(num_tokens: int, num_experts: int, top_k: int, itemsize:
 def predicted_ms(operations: float, least_bytes: float, gpu: str = "H200") -> float:
     """Milliseconds that one kernel may take: the longer of its operations and its bytes, and `EXPOSED` times the shorter.
 
-    Launches are not counted, which cost a kernel of less than some 10 us as much again.
+    What a kernel takes to start and to end is not counted.
     """
     shorter, longer = sorted(_both_ms(operations, least_bytes, gpu))
     return longer + EXPOSED * shorter
