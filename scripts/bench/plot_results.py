@@ -1,6 +1,6 @@
 """Fill the tables and measured sentences of README.md and docs/*.md, and draw docs/*.png, from results/.
 
-python -m scripts.bench.plot_results             # every page that has markers; docs/{speed,experts,memory,dispatch}.png
+python -m scripts.bench.plot_results             # every page that has markers; the pictures of PICTURES
 python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, and names, if a page is out of date
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
+from scripts.bench.cost_tables import name_of_table, plot_predicted
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, signs_of
 from scripts.bench.module_tables import compared
@@ -160,11 +162,22 @@ def plot_dispatch(record: Record, path: Path) -> bool:
     return True
 
 
+def plot_prediction(record: Record, path: Path, name: Callable[[Record], str], title: str) -> None:
+    """Measured over predicted times of whole layers or of products."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    plot_predicted(figure.subplots(), record["rows"], name, title)
+    save(figure, record, path)
+
+
+PREDICTED_LAYERS = partial(plot_prediction, name=name_of_table, title="whole layers, forward + backward; lines: 10 %")
+PREDICTED_PRODUCTS = partial(plot_prediction, name=itemgetter("product"), title="products; lines: 10 %")
 PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("module", plot_modules, "speed.png"),
     ("layer", plot_experts, "experts.png"),
     ("layer", plot_memory, "memory.png"),
     ("dispatch", plot_dispatch, "dispatch.png"),
+    ("module", PREDICTED_LAYERS, "predicted_layers.png"),
+    ("products", PREDICTED_PRODUCTS, "predicted_products.png"),
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
+from scripts.bench.cost_tables import predicted_claim, predicted_table
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
@@ -39,6 +40,7 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.review_tables import REVIEW
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
@@ -308,6 +310,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "workspace": ("layer", workspace_table),
     "skew": ("layer", skew_table),
     "products": ("products", products_table),
+    "predicted": ("module", predicted_table),
     "dispatch": ("dispatch", dispatch_table),
     "small_dispatch": ("dispatch", small_dispatch_table),
     "topk": ("topk", topk_table),
@@ -369,6 +372,8 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "gather_cost": ("products", gather_cost),
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
+    "predicted_claim": ("module products", predicted_claim),
+    **REVIEW,
 }
 
 

@@ -414,10 +414,3 @@ def test_the_router_s_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert router.failures(row | {"accuracy": {"plain": rounded}}) == []
     router.print_verdicts({"rows": [row | {"of": OF}]})
     assert "holds  {'T': 32768" in capsys.readouterr().out
-
-
-def test_the_router_s_floor() -> None:
-    forward, backward = router.router_floor_ms(Sizes(32768, 2048, 8, 128, 8))
-    assert 0.032 < forward < 0.04 and backward == pytest.approx(2 * forward, rel=0.1)  # x alone is read in 0.032
-    forward, _ = router.router_floor_ms(Sizes(16384, 4096, 8, 512, 8))
-    assert forward == pytest.approx(0.0875, rel=0.01)  # one pass of the product

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import markdown, module, module_tables, plot_results, result_tables
+from blazeproto import cost
+from blazeproto.gemm import Sizes
+from scripts.bench import cost_tables, markdown, module, module_tables, plot_results, result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -99,6 +101,31 @@ def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
 def test_the_benchmark_measures_the_shapes_of_readme() -> None:
     measured = {shape[:5] for shape in module.MODULE_SHAPES}
     assert set(module_tables.README_SHAPES) <= measured
+
+
+def product_row(name: str, ms: float) -> dict[str, Any]:
+    return {"product": name, "cfg": {"T": 1024, "d": 512, "n": 512, "E": 4, "K": 2}, "layer_ms": ms} | OF
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    row = module_row(32768, 4096, 1024, 64, 4)
+    predicted = sum(cost.predicted_layer_ms(Sizes(32768, 4096, 1024, 64, 4)))
+    row["ours_fwdbwd_ms"] = predicted / 1.05
+    far = module_row(16384, 1024, 4096, 16, 4) | {"ours_fwdbwd_ms": 1.0}
+    tiny = module_row(8192, 256, 256, 128, 4) | {"ours_fwdbwd_ms": 1.0}
+    products = {"rows": [product_row("combine", cost.predicted_product_ms("combine", Sizes(1024, 512, 512, 4, 2)))]}
+    record = {"rows": [row, far, tiny]}
+    table = cost_tables.predicted_table(record)
+    assert f"| {predicted:.2f} | {predicted / 1.05:.2f} | 1.05 |" in table and "by data sheet: B200" in table
+    said = cost_tables.predicted_claim(record, products)
+    assert said.startswith("1 of 2 layers, forward + backward, are predicted within 10 % (1.05 to 7.")
+    assert "0 of 1 sizes of one tiny layer" in said
+    assert said.endswith(
+        "1 of 1 products are predicted within 10 % (1.00 to 1.00 of the time measured, geometric mean 1.00)."
+    )
+    plot_results.PREDICTED_LAYERS(record, tmp_path / "layers.png")
+    plot_results.PREDICTED_PRODUCTS(products, tmp_path / "products.png")
+    assert plot_results.caption_in(tmp_path / "products.png") == plot_results.caption(products)
 
 
 def test_the_headline_is_the_module_s() -> None:
