@@ -19,7 +19,7 @@ from blazeproto.gemm import PRODUCTS, Sizes, grouped_mm
 from blazeproto.router import Routing
 from scripts.bench import peers, rounding
 from scripts.bench.common import MIB, route
-from scripts.bench.dispatch import MODELS, by_torch_sort
+from scripts.bench.dispatch import by_torch_sort
 from scripts.bench.markdown import OURS
 from scripts.bench.paper import programs
 from scripts.bench.paper.layers import Case, Row, build_all
@@ -31,7 +31,6 @@ Call = Callable[[], object]
 # ------------------------------------------------------------------------------------------------------------- dispatch
 
 METHODS = ("tiled", "dense", "sort")
-PRINTED_DISPATCH = {name: printed for name, _, _, *printed in MODELS if printed[0]}  # Table 3: sorting and hash, ms
 DISPATCH_SETS = 3  # of ids, so that none stays in the L2 cache
 
 
