@@ -355,7 +355,7 @@ def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
     description = KERNELS[name]
     if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
         return False
-    now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"}))
+    now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"})._replace(halves=cfg.get("halves", 2)))
     return (
         description["entry"] in {entry for entry, *_ in now}
         and _tiles(description["entry"], description["defines"]) not in now

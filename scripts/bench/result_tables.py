@@ -39,6 +39,7 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.paper.tables import TABLES as PAPER_TABLES
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
@@ -319,6 +320,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
+    **PAPER_TABLES,
 }
 
 

@@ -22,6 +22,7 @@ import argparse
 import math
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from scripts.bench.module import use_caches
 from scripts.bench.paper.items import ALL_PEERS, ITEMS, Item
 from scripts.bench.paper.layers import Case, Row
 from scripts.bench.paper.machine import Machine, Rates, measure_rates
-from scripts.bench.paper.tables import SHOWN, terminal
+from scripts.bench.paper.tables import SHOWN, notes, terminal
 from scripts.command import argument_parser, need_hopper, positive, some_of
 
 
@@ -54,7 +55,11 @@ def folder_of(gpu: str) -> str:
 def row_of(case: Case, record: Row, peers: tuple[str, ...]) -> Row | None:
     """The record's row of a case with these peers, of the kernels and the benchmark that are here."""
     for row in record["rows"]:
-        if all(row[name] == value for name, value in case.key.items()) and set(peers) <= set(row["peers"]) and not earlier(row):
+        if (
+            all(row[name] == value for name, value in case.key.items())
+            and set(peers) <= set(row["peers"])
+            and not earlier(row)
+        ):
             return dict(row)
     return None
 
@@ -70,8 +75,8 @@ def with_row(rows: list[Row], row: Row, cases: tuple[Case, ...]) -> list[Row]:
     return sorted(rows, key=lambda one: keys.index(key(one)) if key(one) in keys else len(keys))
 
 
-def run(name: str, options: argparse.Namespace, console: Console) -> None:
-    """Measure an item's rows that are not there, write each, and show the tables."""
+def run(name: str, options: argparse.Namespace, seconds: float, console: Console) -> None:
+    """Measure an item's rows that are not there and can begin in ``seconds``, write each, and show the tables."""
     item: Item = ITEMS[name]
     device = "cpu" if options.cpu else "cuda"
     cases = item.short if options.cpu else item.cases
@@ -87,11 +92,11 @@ def run(name: str, options: argparse.Namespace, console: Console) -> None:
     machine = Machine(device, rounds, Rates(record["rates"]["operations"], record["rates"]["bytes"]), peers)
     left = [case for case in cases if row_of(case, record, peers) is None]
     failed: dict[str, str] = {}
-    for place, case in enumerate(in_turn(left, options.time_budget), 1):
+    for place, case in enumerate(in_turn(left, seconds), 1):
         console.print(f"{name}, {place} of {len(left)}: {case}", highlight=False)
         try:
             row = stamped(item.measure, case, machine) | {"peers": list(peers)}
-        except (RuntimeError, ValueError) as error:  # out of memory, say: the other rows are measured
+        except Exception as error:  # noqa: BLE001  out of memory, say: the other rows are measured
             failed[str(case)] = f"{type(error).__name__}: {str(error)[:200]}"
             console.print(f"  failed: {failed[str(case)]}", highlight=False)
             continue
@@ -100,9 +105,11 @@ def run(name: str, options: argparse.Namespace, console: Console) -> None:
             write_json(out, record)
     if failed and out:
         write_json(out, record | {"failed": failed})
-    for shown in SHOWN.values():
-        if shown.item == name and record["rows"]:
-            console.print(terminal(shown, record))
+    tables = [shown for shown in SHOWN.values() if shown.item == name and shown.rows(record["rows"])]
+    for shown in tables:
+        console.print(terminal(shown, record))
+    if tables:
+        console.print(notes(tables[-1], record), highlight=False)
     console.print(f"wrote {out}" if out and record["rows"] else "wrote nothing", highlight=False)
 
 
@@ -114,7 +121,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=some_of(ALL_PEERS), default=list(ALL_PEERS), help=f"of {', '.join(ALL_PEERS)}")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: results/GPU/paper")
     parser.add_argument("--again", action="store_true", help="measure what the files have too")
-    what = "skip what would start later, of each NAME"
+    what = "skip what would start later"
     parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)
     parser.add_argument("--caches", type=Path, metavar="FOLDER", help="for what SonicMoE compiles and tunes")
     parser.add_argument("--cpu", action="store_true", help="the short form, on a CPU")
@@ -131,9 +138,10 @@ def main(words: list[str] | None = None) -> None:
     if options.caches is not None:
         use_caches(options.caches)
     console: Any = Console(width=None if sys.stdout.isatty() else 240)
+    begin = time.monotonic()
     try:
         for name in options.names:
-            run(name, options, console)
+            run(name, options, options.time_budget - (time.monotonic() - begin), console)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on")
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""What can be measured: each item has the function that makes its rows, what the rows are of, and the peers that stand beside ours."""
+"""What can be measured: the function that makes an item's rows, what they are of, and the peers that stand beside ours."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ COARSEST = Sizes(32768, 4096, 2048, 32, 2)  # of SonicMoE's Figure 1; its other 
 
 ITEMS = {
     "moeblaze-figures": Item(
-        layers.against_megablocks, with_activations(CONFIGURATIONS), with_activations([("small", SMALL)]), ("mb_sparse",)
+        layers.against_megablocks,
+        with_activations(CONFIGURATIONS),
+        with_activations([("small", SMALL)]),
+        ("mb_sparse",),
     ),
     "sonicmoe-layers": Item(
         layers.against_all,

@@ -52,7 +52,9 @@ def built(build: Build, shape: Sizes, inputs: list[LayerInputs]) -> list[Program
     return made
 
 
-def build_all(case: Case, builds: Mapping[str, Build], machine: Machine) -> tuple[dict[str, list[Program]], dict[str, str]]:
+def build_all(
+    case: Case, builds: Mapping[str, Build], machine: Machine
+) -> tuple[dict[str, list[Program]], dict[str, str]]:
     """The programs that run and compute what the first one does; why the others are absent. The first has to run."""
     sets = input_sets(case.shape) if machine.device == "cuda" else 1
     inputs = [peers.make_inputs(case.shape, seed=seed, device=machine.device) for seed in range(sets)]
@@ -69,7 +71,9 @@ def build_all(case: Case, builds: Mapping[str, Build], machine: Machine) -> tupl
     first, *others = made
     expected = made[first][0].forward().detach()
     for name in others:
-        difference = relative_difference(made[name][0].forward().detach(), expected) if made[name][0].computes_layer else 0.0
+        difference = (
+            relative_difference(made[name][0].forward().detach(), expected) if made[name][0].computes_layer else 0.0
+        )
         if not difference < LARGEST_DIFFERENCE:
             absent[name] = f"computes something else: its output differs by {difference:.3g}"
             del made[name]
@@ -85,7 +89,8 @@ def layer_row(case: Case, builds: Mapping[str, Build], machine: Machine, togethe
     forward = {name: Rotation([program.forward for program in each]) for name, each in made.items()}
     both = {name: Rotation([program.forward_backward for program in each]) for name, each in made.items()}
     bytes_of = {
-        name: (saved_bytes(each[0].forward, each[0].weights), machine.peak_bytes(both[name])) for name, each in made.items()
+        name: (saved_bytes(each[0].forward, each[0].weights), machine.peak_bytes(both[name]))
+        for name, each in made.items()
     }
     timed = [machine.times(calls, together or tuple(made)) for calls in (forward, both)]
     eager = machine.eager(both)
@@ -109,10 +114,13 @@ def layer_row(case: Case, builds: Mapping[str, Build], machine: Machine, togethe
 
 
 def against_megablocks(case: Case, machine: Machine) -> Row:
-    """MoEBlaze Figures 3 to 6 and Table 2: ours, ours keeping what Algorithm 1 keeps, and MegaBlocks; and the operations a byte of
-    the fused up projection, beside §5.2's 1.25 of an activation by itself."""
+    """MoEBlaze Figures 3 to 6 and Table 2: ours, ours keeping what Algorithm 1 keeps, and MegaBlocks; and the operations a byte
+    of the fused up projection, beside §5.2's 1.25 of an activation by itself."""
     act = case.activation
-    builds = {OURS: partial(programs.ours, activation=act), "paper": partial(programs.ours, activation=act, save="paper")}
+    builds = {
+        OURS: partial(programs.ours, activation=act),
+        "paper": partial(programs.ours, activation=act, save="paper"),
+    }
     if "mb_sparse" in machine.peers:
         builds["mb_sparse"] = partial(programs.megablocks, activation=act)
     up = PRODUCTS["up_forward"]

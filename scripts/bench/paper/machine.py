@@ -13,10 +13,10 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab.times import Call, interleaved_ms
 from scripts.bench import cpu
 from scripts.bench.attention_tiles import host_peak_bytes
-from scripts.bench.timing import GpuTimes, gpu_ms, peak_bytes
+from scripts.bench.timing import GpuTimes, gpu_ms, kernel_times, peak_bytes
 
 SIDE = {"cuda": 8192, "cpu": 512}  # of the square matrices whose product gives the rate of operations
-COPIED = {"cuda": 1 << 31, "cpu": 1 << 24}  # bytes whose copy gives the rate of bytes
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 23}  # bf16 numbers whose copy gives the rate of bytes
 
 
 class Rates(NamedTuple):
@@ -34,7 +34,9 @@ class Rates(NamedTuple):
         """(forward, backward) milliseconds: the sum over a layer's kernels, combine without index lists as in `cost`."""
 
         def products(names: Sequence[str]) -> float:
-            return sum(self.floor_ms(PRODUCTS[name].operations(shape), PRODUCTS[name].least_bytes(shape)) for name in names)
+            return sum(
+                self.floor_ms(PRODUCTS[name].operations(shape), PRODUCTS[name].least_bytes(shape)) for name in names
+            )
 
         combine = PRODUCTS["combine"].least_bytes(shape) - cost.ID_BYTES * shape.rows
         backward = self.floor_ms(0.0, combine - cost.SCORE_BYTES * shape.rows)
@@ -57,6 +59,12 @@ class Machine:
             return gpu_ms(calls, [name for name in together if name in calls], self.rounds)
         return GpuTimes(cpu.measure(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
 
+    def kernels(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """Sums of kernel durations by name, for calls of which one can't be captured; on a CPU by the clock."""
+        if self.device == "cuda":
+            return {name: found.total for name, found in kernel_times(calls, self.rounds).items()}
+        return cpu.measure(calls, self.rounds)
+
     def eager(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """Milliseconds of eager calls by name, host time included."""
         return interleaved_ms(calls, self.rounds) if self.device == "cuda" else cpu.measure(calls, self.rounds)
@@ -69,10 +77,9 @@ def measure_rates(device: str, rounds: int) -> dict[str, Any]:
     """A row: how fast this machine multiplies square bf16 matrices (cuBLAS on a GPU, random data), and how fast it copies."""
     a, b = (torch.randn(SIDE[device], SIDE[device], device=device).bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    source = torch.randint(256, (COPIED[device],), device=device, dtype=torch.uint8)
+    source = torch.empty(COPIED[device], device=device, dtype=torch.bfloat16).normal_()
     target = torch.empty_like(source)
     calls: dict[str, Call] = {"product": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
     ms = Machine(device, rounds, Rates(1.0, 1.0), ()).times(calls).ms
-    operations, copied = 2 * SIDE[device] ** 3, 2 * COPIED[device]
-    row = {"matrices": SIDE[device], "copied_bytes": COPIED[device]}
-    return row | {"operations": 1e3 * operations / ms["product"], "bytes": 1e3 * copied / ms["copy"]}
+    row = {"matrices": SIDE[device], "copied_bytes": source.nbytes}
+    return row | {"operations": 2e3 * SIDE[device] ** 3 / ms["product"], "bytes": 2e3 * source.nbytes / ms["copy"]}

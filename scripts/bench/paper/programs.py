@@ -1,4 +1,4 @@
-"""The programs of the papers' figures: ours with its options, MegaBlocks without a gate too, and a layer as plain torch operations."""
+"""The programs of the figures: ours with its options, MegaBlocks without a gate too, and a layer as plain torch operations."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def backend_of(inputs: LayerInputs) -> str:
 
 def ours(shape: Sizes, inputs: LayerInputs, *, method: Any = "tiled", **options: Any) -> Program:
     """method: how the dispatch is built, in every forward.  options: of moe_mlp (activation, save, combine)."""
-    call = partial(moe_mlp, num_experts=shape.E, backend=backend_of(inputs), **options)
-    operands = (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores)
+    call: Any = partial(moe_mlp, num_experts=shape.E, backend=backend_of(inputs), **options)
 
     def forward() -> torch.Tensor:
-        if method == "tiled":  # in the layer's own operator
-            return call(*operands, inputs.experts)
-        return call(*operands, dispatch=build_dispatch(inputs.experts, shape.E, method=method))
+        given: dict[str, Any] = {"topk_experts": inputs.experts}
+        if method != "tiled":  # which the layer's own operator is
+            given = {"dispatch": build_dispatch(inputs.experts, shape.E, method=method)}
+        out: torch.Tensor = call(inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores, **given)
+        return out
 
     return layer_program(inputs, forward)
 
@@ -69,8 +70,10 @@ def plain(shape: Sizes, inputs: LayerInputs) -> Program:
             a, b = x @ gate.t(), x @ up.t()
             silu = a * torch.sigmoid(a)
             outputs.append((silu * b) @ down.t())
-        weighed = torch.cat(outputs) * inputs.scores.flatten()[pairs].to(inputs.x.dtype)[:, None]
-        return torch.zeros_like(inputs.x).index_add(0, tokens, weighed)
+        rows = torch.empty_like(pairs)
+        rows[pairs] = torch.arange(len(pairs), device=pairs.device)
+        per_token = torch.cat(outputs)[rows].view(shape.T, shape.K, shape.d)
+        return torch.bmm(inputs.scores.to(per_token.dtype)[:, None], per_token)[:, 0]
 
     return layer_program(inputs, forward)
 
