@@ -143,7 +143,7 @@ def test_each_gpu_has_a_folder(gpu: str, folder: str) -> None:
 
 
 def test_plain_torch_computes_the_layer_and_keeps_what_the_paper_says() -> None:
-    """Routed tokens, a, b, sigmoid(a), SiLU(a), the product, y; beside them scores, and three lists of 64-bit integers at most."""
+    """Routed tokens, a, b, sigmoid(a), SiLU(a), the product, y; beside them scores and three lists of integers at most."""
     inputs = peers.make_inputs(SMALL, device="cpu")
     plain, ours = programs.plain(SMALL, inputs), programs.ours(SMALL, inputs)
     for mine, other in zip(
@@ -152,7 +152,7 @@ def test_plain_torch_computes_the_layer_and_keeps_what_the_paper_says() -> None:
         assert timing.relative_difference(mine, other) < 0.02
     kept = timing.saved_bytes(plain.forward, plain.weights)
     rows = 2 * SMALL.rows * (2 * SMALL.d + 5 * SMALL.n)
-    assert rows <= kept <= rows + SMALL.rows * (2 + 4 + 3 * 8) + 2 * SMALL.T * SMALL.d
+    assert rows <= kept <= rows + SMALL.rows * (2 + 4 + 3 * 8)
 
 
 def test_each_step_of_the_ablation_keeps_no_more_than_the_one_before() -> None:
@@ -166,6 +166,8 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
     """In its own program, which is left as it was."""
 
     class Layer:
+        scale = 1.0
+
         def __init__(self, arguments: SimpleNamespace) -> None:
             self.mlp, self.act, self.E = nn.Module(), arguments.activation_fn, arguments.moe_num_experts
             names = {"glu": ("w1", "v1", "w2"), "mlp": ("w1", "w2")}[arguments.mlp_type]
@@ -178,7 +180,7 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
             for slot in range(SMALL.K):
                 chosen = experts[:, slot].long()
                 h = torch.einsum("td,tnd->tn", x, up[chosen])
-                out = out + scores[:, slot, None] * torch.einsum("tn,tnd->td", self.act(h), down[chosen])
+                out = out + self.scale * scores[:, slot, None] * torch.einsum("tn,tnd->td", self.act(h), down[chosen])
             return (out,)
 
     for name in ("megablocks", "megablocks.layers"):
@@ -190,7 +192,7 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
     machine = Machine("cpu", 1, CPU.rates, ("mb_sparse",))
     row = layers.against_megablocks(case, machine)
     assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"} and F.gelu is gelu
-    monkeypatch.setattr(F, "silu", F.relu)  # what computes something else is left out
+    monkeypatch.setattr(Layer, "scale", 1.1)  # what computes something else is left out
     row = layers.against_megablocks(case, machine)
     assert "mb_sparse" not in row["programs"] and "computes something else" in row["absent"]["mb_sparse"]
 

@@ -47,7 +47,7 @@ from scripts.command import argument_parser, need_hopper, positive, some_of
 
 
 def folder_of(gpu: str) -> str:
-    """Of a GPU's results: "h100" of "NVIDIA H100 80GB HBM3, driver ..."."""
+    """The folder of a GPU's results: "h100" of "NVIDIA H100 80GB HBM3, driver ..."."""
     found = re.search(r"\b[A-Z]+\d+", gpu.upper().replace("NVIDIA", ""))
     return found[0].lower() if found else "other"
 

@@ -40,7 +40,7 @@ def backward_ms(row: Record, program: str) -> float | None:
 
 
 def tflops(row: Record, program: str, part: str) -> float | None:
-    """Of a SwiGLU layer: 6 T K n d operations forward ("fwd"), 12 T K n d backward ("bwd")."""
+    """TFLOP/s of a SwiGLU layer: 6 T K n d operations forward ("fwd"), 12 T K n d backward ("bwd")."""
     ms = value(row, program, "fwd_ms") if part == "fwd" else backward_ms(row, program)
     sizes = row["cfg"]
     operations = (6 if part == "fwd" else 12) * sizes["T"] * sizes["K"] * sizes["n"] * sizes["d"]
@@ -48,7 +48,7 @@ def tflops(row: Record, program: str, part: str) -> float | None:
 
 
 def programs_in(rows: Rows) -> list[str]:
-    """Of LABELS, those that some row has."""
+    """Those of LABELS that some row has."""
     return [name for name in LABELS if any(name in row["programs"] for row in rows)]
 
 
