@@ -20,6 +20,7 @@ from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
 from scripts.bench.module_tables import compared
 from scripts.bench.paper.cells import programs_in, tflops
+from scripts.bench.paper.sonicmoe_tables import ROUTINGS
 from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
@@ -221,6 +222,29 @@ def plot_kernels(record: Record, path: Path) -> None:
     save(figure, record, path)
 
 
+def plot_rounding(record: Record, path: Path) -> None:
+    """SonicMoE Figures 7 and 3: TFLOP/s of each routing over E, and the empty rows of top-k's tiles."""
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    groups = list(dict.fromkeys(row["label"] for row in record["rows"]))
+    axes = figure.subplots(3, len(groups), squeeze=False)
+    titles = {"fwd_tflops": "forward TFLOP/s", "bwd_tflops": "backward TFLOP/s"}
+    for column, group in enumerate(groups):
+        rows = [row for row in record["rows"] if row["label"] == group]
+        experts = [row["cfg"]["E"] for row in rows]
+        for axis, (field, title) in zip(axes[:, column], titles.items(), strict=False):
+            for name, said in ROUTINGS.items():
+                axis.plot(experts, [row[name][field] for row in rows], "o-", label=said, markersize=3)
+            axis.set(ylabel=title)
+        axes[2, column].plot(experts, [100 * row["wasted"] for row in rows], "ko-", markersize=3)
+        axes[2, column].set(ylabel="empty rows of tiles, %", xlabel="E")
+        axes[0, column].set(title=f"{group}: T, d, n, K = {', '.join(str(rows[0]['cfg'][key]) for key in 'TdnK')}")
+    for axis in axes.flat:
+        axis.set(xscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False)
+    save(figure, record, path)
+
+
 def said_of(kernel: Record) -> str:
     """Milliseconds of a kernel; of one whose work is known TFLOP/s, or TB/s where it multiplies no matrices."""
     said = f"{kernel['ms']:.2f} ms"
@@ -239,6 +263,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("../h100/paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
     ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),
+    ("../h100/paper/sonicmoe-rounding", plot_rounding, "paper_rounding.png"),
 )
 
 

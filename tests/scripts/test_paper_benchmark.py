@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blazeproto import cost
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import Call
 from scripts.bench import common, peers, plot_results, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import items, kernels, layers, printed, programs, tables
+from scripts.bench.paper import items, kernels, layers, machine, printed, programs, tables
 from scripts.bench.paper.layers import Case
 from scripts.bench.paper.machine import Machine, Rates
 from scripts.bench.result_tables import fill
@@ -84,10 +86,37 @@ def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
         assert (tmp_path / picture).stat().st_size > 5000
 
 
+@pytest.mark.gpu
+def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its small cases, with the kernels; peers that are not installed are absent."""
+    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items()}
+    monkeypatch.setattr(paper, "ITEMS", small)
+    paper.main(["all", "--peers", "torch_grouped,bmm_ub,mb_sparse", "--rounds", "2", "--out", str(tmp_path)])
+    for name in small:
+        record = record_of(tmp_path, name)
+        assert "failed" not in record and len(record["rows"]) == len(small[name].short)
+        assert all(row["of"]["kernels"] and not earlier(row) for row in record["rows"])
+    (row,) = record_of(tmp_path, "sonicmoe-kernels")["rows"]
+    known = [line for line in tables.SHOWN["kernels"].rows([row]) if line["ms"] > 0]
+    assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(items.SMALL)}
+
+
+def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
+        monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or {})
+    gpu = Machine("cuda", 7, CPU.rates, ())
+    calls: dict[str, Call] = {"ours": dict, "theirs": dict}
+    gpu.times(calls, ("ours", "absent"))
+    gpu.kernels(calls)
+    gpu.eager(calls)
+    assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7)]
+
+
 # --------------------------------------------------------------------------------------------------------- going on
 
 
-def measure_or_stop(case: Case, machine: Machine) -> dict[str, Any]:
+def measure_or_stop(case: Case, _: Machine) -> dict[str, Any]:
     MEASURED.append(case.label)
     if case.label == STOP_AT[0]:
         raise KeyboardInterrupt
@@ -189,11 +218,11 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "megablocks.layers.dmoe", SimpleNamespace(ParallelDroplessMLP=Layer))
     gelu = F.gelu
     case = Case(SMALL._replace(halves=1), "silu")
-    machine = Machine("cpu", 1, CPU.rates, ("mb_sparse",))
-    row = layers.against_megablocks(case, machine)
+    beside = Machine("cpu", 1, CPU.rates, ("mb_sparse",))
+    row = layers.against_megablocks(case, beside)
     assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"} and F.gelu is gelu
     monkeypatch.setattr(Layer, "scale", 1.1)  # what computes something else is left out
-    row = layers.against_megablocks(case, machine)
+    row = layers.against_megablocks(case, beside)
     assert "mb_sparse" not in row["programs"] and "computes something else" in row["absent"]["mb_sparse"]
 
 
@@ -215,8 +244,6 @@ def test_all_ways_to_combine_are_the_package_s() -> None:
 
 
 def test_floors_are_of_the_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blazeproto import cost
-
     shape = Sizes(32768, 4096, 1024, 64, 4)
     of_h200 = Rates(cost.PEAK_OPERATIONS, cost.PEAK_BYTES)
     assert of_h200.layer_floor_ms(shape) == pytest.approx(cost.layer_floor_ms(shape))
@@ -224,19 +251,15 @@ def test_floors_are_of_the_rates_that_were_measured(monkeypatch: pytest.MonkeyPa
         [2 * ms for ms in cost.layer_floor_ms(shape)]
     )
 
-    def times(machine: Machine, calls: dict[str, Call]) -> SimpleNamespace:
+    def times(_: Machine, calls: dict[str, Call]) -> SimpleNamespace:
         return SimpleNamespace(ms={"product": 2.0, "copy": 1.0})
 
     monkeypatch.setattr(Machine, "times", times)
-    from scripts.bench.paper.machine import measure_rates
-
-    row = measure_rates("cpu", 1)
+    row = machine.measure_rates("cpu", 1)
     assert row["operations"] == 512**3 * 1e3 and row["bytes"] == 2 * row["copied_bytes"] * 1e3
 
 
 def test_the_work_of_our_kernels_is_the_layer_s() -> None:
-    from blazeproto import cost
-
     shape = Sizes(24576, 1536, 256, 128, 8)
     known = kernels.our_kernels(shape)
     for phase, operations in zip(("forward", "backward"), cost.layer_operations(shape), strict=True):

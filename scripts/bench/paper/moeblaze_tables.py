@@ -37,9 +37,16 @@ def scale_columns(rows: Rows) -> list[Column]:
     columns += [("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")), ("eager", of(OURS, "eager_fwdbwd_ms"))]
     columns += [("printed", cell(0)), ("MegaBlocks", of("mb_sparse", "fwdbwd_ms"))]
     columns += [("eager", of("mb_sparse", "eager_fwdbwd_ms")), ("printed", cell(2))]
+    columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
+    columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms")), ("printed", printed_speedup)]
     columns += [("saved MiB: ours", of(OURS, "saved_MiB", 0)), ("ours, as Algorithm 1", of("paper", "saved_MiB", 0))]
     columns += [("printed", cell(1, 0)), ("MegaBlocks", of("mb_sparse", "saved_MiB", 0)), ("printed", cell(3, 0))]
     return [*columns, ("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
+
+
+def printed_speedup(row: Record) -> str:
+    blaze, _, block, _ = printed.SCALE.get(activation_and_tokens(row), (1.0, 0, None, None))
+    return "–" if block is None else number(block / blaze, 1)
 
 
 def dispatch_columns(rows: Rows) -> list[Column]:

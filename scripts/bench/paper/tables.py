@@ -57,7 +57,12 @@ SHOWN = {
         picture="paper_kernels.png",
     ),
     "kernels": Shown("sonicmoe-kernels", "Our kernels in it", sonicmoe.our_kernels_columns, rows=sonicmoe.our_kernels),
-    "rounding": Shown("sonicmoe-rounding", "SonicMoE, Figures 3 and 7, the experts alone", sonicmoe.rounding_columns),
+    "rounding": Shown(
+        "sonicmoe-rounding",
+        "SonicMoE, Figures 3 and 7, the experts alone",
+        sonicmoe.rounding_columns,
+        picture="paper_rounding.png",
+    ),
     "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
 }
 
