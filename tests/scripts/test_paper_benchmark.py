@@ -104,14 +104,16 @@ def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
-        monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or {})
+        monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or FOUND)
     gpu = Machine("cuda", 7, CPU.rates, ())
     calls: dict[str, Call] = {"ours": dict, "theirs": dict}
     gpu.times(calls, ("ours", "absent"))
-    gpu.kernels(calls)
+    assert gpu.kernels(calls).ms == {"ours": 2.0}
     gpu.eager(calls)
     assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7)]
 
+
+FOUND = {"ours": timing.KernelTime(busy=1.0, total=2.0)}
 
 # --------------------------------------------------------------------------------------------------------- going on
 

@@ -84,13 +84,13 @@ def run(name: str, options: argparse.Namespace, seconds: float, console: Console
     rounds = options.rounds or (1 if options.cpu else item.rounds)
     out = options.out / f"{name}.json" if options.out else None
     record = begun(name, __doc__)
-    kept = read_json(out) if out and out.exists() and not options.again else {}
+    kept = read_json(out) if out and out.exists() else {}
     record |= {"rows": kept.get("rows", [])}
     known = kept.get("rates")
-    fresh = known and not earlier(known) and known["of"]["gpu"] == gpu_name()
+    fresh = known and not options.again and not earlier(known) and known["of"]["gpu"] == gpu_name()
     record["rates"] = known if fresh else stamped(measure_rates, device, rounds)
     machine = Machine(device, rounds, Rates(record["rates"]["operations"], record["rates"]["bytes"]), peers)
-    left = [case for case in cases if row_of(case, record, peers) is None]
+    left = [case for case in cases if options.again or row_of(case, record, peers) is None]
     failed: dict[str, str] = {}
     for place, case in enumerate(in_turn(left, seconds), 1):
         console.print(f"{name}, {place} of {len(left)}: {case}", highlight=False)

@@ -50,7 +50,7 @@ def dispatches(case: Case, machine: Machine) -> Row:
         lists = (got.expert_pair_indices, got.expert_token_offsets, got.token_index_map)
         if not all(torch.equal(mine, theirs) for mine, theirs in zip(lists, right, strict=True)):
             raise RuntimeError(f"method={name!r} differs from torch.sort")
-    found = machine.kernels(calls)  # CuPy's sort can't be captured
+    found = machine.kernels(calls).ms  # CuPy's sort can't be captured
     row: Row = {f"{name}_ms": round(ms / len(sets), 5) for name, ms in found.items()}
     return case.key | row | {"floor_ms": round(machine.rates.floor_ms(0.0, cost.dispatch_bytes(shape.rows)), 5)}
 

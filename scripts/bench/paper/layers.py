@@ -80,10 +80,18 @@ def build_all(
     return made, absent
 
 
-def layer_row(case: Case, builds: Mapping[str, Build], machine: Machine, together: tuple[str, ...] = ()) -> Row:
+def layer_row(
+    case: Case,
+    builds: Mapping[str, Build],
+    machine: Machine,
+    together: tuple[str, ...] = (),
+    *,
+    graphs: bool = True,
+) -> Row:
     """Times, saved and peak bytes of programs on one layer, random data and uniform routing.
 
     together: programs that are timed alike, by graph replay or as sums of kernels; all of them by default.
+    graphs: whether graphs are tried at all.
     """
     made, absent = build_all(case, builds, machine)
     forward = {name: Rotation([program.forward for program in each]) for name, each in made.items()}
@@ -92,7 +100,8 @@ def layer_row(case: Case, builds: Mapping[str, Build], machine: Machine, togethe
         name: (saved_bytes(each[0].forward, each[0].weights), machine.peak_bytes(both[name]))
         for name, each in made.items()
     }
-    timed = [machine.times(calls, together or tuple(made)) for calls in (forward, both)]
+    parts = (forward, both)
+    timed = [machine.times(calls, together or tuple(made)) if graphs else machine.kernels(calls) for calls in parts]
     eager = machine.eager(both)
     floors = machine.rates.layer_floor_ms(case.shape)
     row: Row = {"rounds": machine.rounds, "floor_fwd_ms": round(floors[0], 4), "floor_bwd_ms": round(floors[1], 4)}
@@ -142,7 +151,7 @@ def ablation(case: Case, machine: Machine) -> Row:
         "recomputing, sort": partial(programs.ours, method="sort"),
         "recomputing, tiled": programs.ours,
     }
-    return layer_row(case, builds, machine)
+    return layer_row(case, builds, machine, graphs=False)  # neither a host that waits nor CuPy's sort can be captured
 
 
 COMBINES: tuple[str, ...] = next(each.metadata["check"].args[0] for each in fields(Options) if each.name == "combine")

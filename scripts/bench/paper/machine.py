@@ -59,11 +59,12 @@ class Machine:
             return gpu_ms(calls, [name for name in together if name in calls], self.rounds)
         return GpuTimes(cpu.measure(calls, self.rounds), dict.fromkeys(calls, "clock"), {})
 
-    def kernels(self, calls: Mapping[str, Call]) -> dict[str, float]:
-        """Sums of kernel durations by name, for calls of which one can't be captured; on a CPU by the clock."""
+    def kernels(self, calls: Mapping[str, Call]) -> GpuTimes:
+        """Sums of kernel durations by name, for calls of which one is known not to be captured; on a CPU by the clock."""
         if self.device == "cuda":
-            return {name: found.total for name, found in kernel_times(calls, self.rounds).items()}
-        return cpu.measure(calls, self.rounds)
+            found = {name: each.total for name, each in kernel_times(calls, self.rounds).items()}
+            return GpuTimes(found, dict.fromkeys(calls, "kernels"), {})
+        return self.times(calls)
 
     def eager(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """Milliseconds of eager calls by name, host time included."""

@@ -7,7 +7,7 @@ from operator import itemgetter
 
 from scripts.bench.markdown import OURS, Column, Record, figure, number
 from scripts.bench.paper import printed
-from scripts.bench.paper.cells import ACTIVATION, LABEL, SHAPE, Rows, looked_up, of, ratio
+from scripts.bench.paper.cells import ACTIVATION, LABEL, SHAPE, Rows, looked_up, of, ratio, value
 
 
 def figures_columns(rows: Rows) -> list[Column]:
@@ -20,7 +20,14 @@ def figures_columns(rows: Rows) -> list[Column]:
     columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
     columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms"))]
     columns.append(("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]))
+    columns.append(("MegaBlocks / floor", over_floor))
     return [*columns, ("up projection, FLOP/B", figure("up_operations_a_byte", digits=0))]
+
+
+def over_floor(row: Record) -> str:
+    """How many times the floor MegaBlocks takes: the most that can be had over it on this GPU."""
+    ms = value(row, "mb_sparse", "fwdbwd_ms")
+    return number(ms / (row["floor_fwd_ms"] + row["floor_bwd_ms"]) if ms else None)
 
 
 def printed_memory(row: Record) -> str:
@@ -39,6 +46,7 @@ def scale_columns(rows: Rows) -> list[Column]:
     columns += [("eager", of("mb_sparse", "eager_fwdbwd_ms")), ("printed", cell(2))]
     columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
     columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms")), ("printed", printed_speedup)]
+    columns.append(("MegaBlocks / floor", over_floor))
     columns += [("saved MiB: ours", of(OURS, "saved_MiB", 0)), ("ours, as Algorithm 1", of("paper", "saved_MiB", 0))]
     columns += [("printed", cell(1, 0)), ("MegaBlocks", of("mb_sparse", "saved_MiB", 0)), ("printed", cell(3, 0))]
     return [*columns, ("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
