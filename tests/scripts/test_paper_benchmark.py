@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -268,6 +270,38 @@ def test_the_work_of_our_kernels_is_the_layer_s() -> None:
         products = [work for (of, name), (work, _) in known.items() if of == phase and name != "combine"]
         assert sum(products) == operations
         assert known[phase, "combine"][1] > 0
+
+
+def test_the_kernels_of_a_gpu_are_summed_by_name_and_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's events aside; a kernel that runs in both phases is in each with its own part."""
+    on_gpu, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    calls: list[str] = []
+
+    def event(name: str, us: float, where: Any = on_gpu) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=where, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    @contextmanager
+    def profile(activities: Any) -> Iterator[SimpleNamespace]:
+        begin = len(calls)
+        recorded = SimpleNamespace()
+        yield recorded
+        forward = [event("linear", 100.0), event("cudaLaunchKernel", 7.0, on_host)]
+        both = [*forward, event("linear", 50.0), event("nvjet_gemm", 20.0)]
+        made = [one for name in calls[begin:] for one in (forward if name == "forward" else both)]
+        recorded.events = lambda: made
+
+    monkeypatch.setattr(kernels, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    program: Any = SimpleNamespace(
+        forward=lambda: calls.append("forward"), forward_backward=lambda: calls.append("both")
+    )
+    found = kernels.kernels_of(program, "cuda")
+    assert found["forward"] == {"linear": {"ms": pytest.approx(0.1), "launches": pytest.approx(1)}}
+    assert found["backward"] == {
+        "linear": {"ms": pytest.approx(0.05), "launches": pytest.approx(1)},
+        "nvjet_gemm": {"ms": pytest.approx(0.02), "launches": pytest.approx(1)},
+    }
+    assert kernels.MATRICES.search("nvjet_gemm") and not kernels.MATRICES.search("combine")
 
 
 # ------------------------------------------------------------------------------------------------- what papers print
