@@ -21,7 +21,6 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cache
 from pathlib import Path, PurePath
 from types import CellType, FunctionType, ModuleType
@@ -31,13 +30,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from blazeproto import gemm
-from blazeproto.gemm import Sizes, TileConfig, compile
+from blazeproto.gemm import compile
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import PACKAGE, Variant
-from blazeproto.gemm.tiles import CHOSEN, FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
+from scripts.bench.layer_tiles import other_tiles
 
 Description = dict[str, Any]  # of a kernel: what it is made again from
 
@@ -328,53 +325,6 @@ def is_current(name: str) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------------------------- tiles
-
-TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
-
-
-def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
-    return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
-
-
-def _by_macros(config: TileConfig) -> dict[str, int]:
-    return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
-
-
-@cache
-def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
-    """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
-    that are made at a time."""
-    plain = Variant()
-    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
-    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
-    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
-    row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
-    configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
-    described = [(kernel.entry, kernel.defines) for kernel in made]
-    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
-
-
-@cache
-def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
-    """By the kernel's entry: of the products whose tiles follow from the number of rows too."""
-    products = (gemm.PRODUCTS[name] for name in CHOSEN)
-    made = [each.kernel(each.tiles(sizes), Variant(True), PACKAGE) for each in products if each.kernel and each.tiles]
-    return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
-
-
-def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
-    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
-    description = KERNELS[name]
-    if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
-        return False
-    sizes, entry = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}), description["entry"]
-    tiles, chosen = _tiles(entry, description["defines"]), _tiles_chosen(sizes)
-    if entry in chosen:
-        return tiles != chosen[entry]
-    return entry in {each for each, *_ in _tiles_of_layer(sizes)} and tiles not in _tiles_of_layer(sizes)
-
-
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -390,7 +340,9 @@ def earlier(row: Mapping[str, Any]) -> str:
     """
     of = row.get("of", {})
     kernels = of.get("kernels")
-    if kernels is None or not all(is_current(name) and not other_tiles(name, row.get("cfg", {})) for name in kernels):
+    if kernels is None or not all(
+        is_current(name) and not other_tiles(KERNELS[name], row.get("cfg", {})) for name in kernels
+    ):
         return "kernels"
     if "protocol" not in of:
         return ""

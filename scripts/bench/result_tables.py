@@ -40,6 +40,7 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.paper.tables import TABLES as PAPER_TABLES
 from scripts.bench.review_tables import REVIEW
 from scripts.bench.routing_tables import (
     dispatch_table,
@@ -99,12 +100,7 @@ def layer_table(record: Record) -> str:
     others = layer_peers(record)
     of_forward, *forwards = of_peers([OURS, *others], "forward ms", itemgetter("gpu_fwd_ms"))
     of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
-    columns: list[Column] = [
-        ("T, d, n, E, K", plain_shape),
-        of_forward,
-        *forwards,
-        ("floor", figure("floor_fwd_ms")),
-    ]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape), of_forward, *forwards, ("floor", figure("floor_fwd_ms"))]
     columns += [of_backward, *backwards, ("floor", figure("floor_bwd_ms"))]
     columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
     means = []
@@ -324,6 +320,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
+    **PAPER_TABLES,
 }
 
 
