@@ -210,7 +210,7 @@ def test_predicted_products_against_measured_ones() -> None:
 
 
 def test_predicted_layers_against_measured_ones() -> None:
-    """Within 10 %, but for Mixtral's at T = 32768, where the clock falls, and the tiny layer, d = n = 256: less is predicted there."""
+    """Within 10 %, but for Mixtral's at T = 32768, where the clock falls, and the tiny layer of d = n = 256."""
     ratios = {
         sizes: sum(cost.predicted_layer_ms(sizes)) / row["ours_fwdbwd_ms"]
         for sizes, row in ((Sizes(**row["cfg"]), row) for row in rows_of("module"))

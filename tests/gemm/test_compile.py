@@ -16,11 +16,12 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto import gemm
+from blazeproto.activations import ACTIVATIONS
 from blazeproto.gemm import nvrtc
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
-from blazeproto.gemm.product import Sizes, Variant
+from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
 from blazeproto.gemm.rows import ROWS_PARAMS
 from blazeproto.gemm.tiles import (
     CHOSEN,
@@ -378,6 +379,20 @@ def test_forced_tiles_are_every_launch_s(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(TILES[name] is PLAIN[name] for name in CHOSEN)
     in_table = {frozenset(changes.items()) for layers in MEASURED.values() for changes in layers.values()}
     assert in_table - {frozenset({"few_rows": True, "tile_n": 128}.items())} <= {frozenset(f.items()) for f in FORCED}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("product", CHOSEN)
+def test_the_tables_tiles_have_no_spills_in_any_variant(product: str) -> None:
+    """Those of the compile-all list have the plain tiles."""
+    made = gemm.PRODUCTS[product]
+    assert made.kernel is not None
+    choices = {tuple(changes.items()) for changes in MEASURED[product].values()}
+    options = {"activation": ACTIVATIONS} | ({"bias": (False, True)} if "bias" in made.options else {})
+    ranks = variants(activation=TRANSPOSED, transposed=(False, True), rank=(16, 64))
+    for changes, variant in itertools.product(choices, [*variants(**options), *ranks]):
+        kernel = made.kernel(replace(PLAIN[product], **dict(changes)), variant, PACKAGE)
+        assert kernel.spills == 0, (changes, variant)
 
 
 def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto.gemm import TILES, Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.bounds import Reference, reference
@@ -94,6 +95,13 @@ def test_a_product_is_right(name: str) -> None:
 def test_clusters_share_weights(name: str, sizes: Sizes) -> None:
     """One row block of an expert; then two of one and several of the other, with an odd number of columns' blocks for most."""
     check(name, sizes, range(2), replace(TILES[name], cluster=2), multiprocessors=4)
+
+
+@pytest.mark.parametrize("changes", FORCED[2:], ids=str)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_rows_past_an_experts_end_are_not_read(name: str, changes: dict[str, Any]) -> None:
+    """Experts that end in either strip of a tile; a reduction that ends within a stage."""
+    check(name, Sizes(150, 72, 136, 2, 1), range(2), replace(PLAIN[name], **changes), multiprocessors=4)
 
 
 def test_logits_are_right() -> None:
