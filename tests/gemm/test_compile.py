@@ -370,8 +370,15 @@ def test_the_nearest_measured_layer_chooses_the_tiles(product: str, monkeypatch:
 
 def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, d and n count alike; with more than 1448 rows an expert, nothing is looked up."""
-    layers = {(100.0, 1000, 1000): {}, (400.0, 1000, 1000): {"tickets": True}, (100.0, 4000, 1000): {"cluster": 2}}
-    monkeypatch.setitem(MEASURED, "up_forward", layers | {(100.0, 1000, 4000): {"few_rows": True}})
+    layers: dict[tuple[float, int, int], dict[str, Any]] = {
+        (100.0, 1000, 1000): {},
+        (400.0, 1000, 1000): {"tickets": True},
+        (100.0, 4000, 1000): {"cluster": 2},
+    }
+    layers |= {(100.0, 1000, 4000): {"few_rows": True}}
+    # Three octaves of rows away from (50, 1000, 64000), and 1.9 of rows and of d: nearer, of squares.
+    layers |= {(6.25, 1000, 64000): {"deferred": False}, (186.6, 3732, 64000): {"tile_n": 128}}
+    monkeypatch.setitem(MEASURED, "up_forward", layers)
     tiles._nearest.cache_clear()
     try:
         for sizes, changes in {
@@ -381,6 +388,7 @@ def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch)
             (190, 1900, 2100): {"few_rows": True},
             (1448, 1000, 1000): {"tickets": True},
             (1449, 1000, 1000): {},
+            (50, 1000, 64000): {"tile_n": 128},
         }.items():
             rows, d, n = sizes
             assert chosen("up_forward", 8 * rows, 8, d, n) == replace(PLAIN["up_forward"], **changes), sizes
