@@ -45,7 +45,7 @@ def up() -> tuple[Stepper, np.ndarray, np.ndarray]:
 
 
 def test_rows_past_an_experts_end_are_zeros_or_copies() -> None:
-    """Of 40 rows: copies end in the middle of a pass of 16."""
+    """The copies of 40 rows end in the middle of a pass of 16."""
     for few_rows in (False, True):
         stepper, x, _ = up_with(TileConfig(few_rows=few_rows))
         stage = stepper.until("wgmma.mma_async").stage(lab.swizzle("up_forward", "a")).matrix
