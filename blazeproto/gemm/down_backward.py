@@ -105,8 +105,9 @@ def down_backward_act(
     low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
     workspace: (score_partials(n), R) fp32; made where it is not given.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
-    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
+    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
+    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
@@ -131,7 +132,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         "down_backward",
         config,
         build,
-        tickets=True,
+        tails=True,
         cluster_widths=(256,),
         GATHER=1,
         B_MN=not variant.transposed,

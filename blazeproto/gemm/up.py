@@ -83,8 +83,9 @@ def up_forward(
     transposed: up_proj is (E, d, G n), read as it lies.
     low: rows (R, r) and factor (E, G n, r), with ``transposed`` (E, r, G n), both bf16: h gets rows factor^T too, as of LoRA.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
-    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
+    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
+    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
@@ -97,7 +98,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         "up_forward",
         config,
         build,
-        tickets=True,
+        tails=True,
         cluster_widths=(128, 256),
         epilogue_warpgroups=1,
         # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them.

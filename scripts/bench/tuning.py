@@ -67,8 +67,10 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argument_parser("scripts.bench.tuning", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS / "tune.json")
+    parser.add_argument("--results", type=Path, default=RESULTS / "tune.json", help="default results/h200/tune.json")
     options = parser.parse_args()
+    if not options.results.is_file():
+        parser.error(f"argument --results: expected the tuner's results, got {options.results}, which is no file")
     text = table(read_json(options.results))
     if options.check:
         sys.exit(f"{TABLE.name} is not what {options.results.name} says" if TABLE.read_text() != text else 0)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import nvrtc
+from blazeproto.gemm import nvrtc, tiles
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
@@ -367,6 +368,42 @@ def test_the_nearest_measured_layer_chooses_the_tiles(product: str, monkeypatch:
         assert chosen(product, rows, experts, d, n) in chosen_for_any(product, d, n)
     monkeypatch.setitem(TILES, product, TileConfig(deferred=False))
     assert chosen(product, 1, 1, 64, 64) == TileConfig(deferred=False) and len(chosen_for_any(product, 64, 64)) == 1
+
+
+def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, d and n count alike; with more than 1448 rows an expert, nothing is looked up."""
+    layers: dict[tuple[float, int, int], dict[str, Any]] = {
+        (100.0, 1000, 1000): {},
+        (400.0, 1000, 1000): {"tickets": True},
+        (100.0, 4000, 1000): {"cluster": 2},
+    }
+    layers |= {(100.0, 1000, 4000): {"few_rows": True}}
+    # Three octaves of rows away from (50, 1000, 64000), and 1.9 of rows and of d: nearer, of squares.
+    layers |= {(6.25, 1000, 64000): {"deferred": False}, (186.6, 3732, 64000): {"tile_n": 128}}
+    monkeypatch.setitem(MEASURED, "up_forward", layers)
+    tiles._nearest.cache_clear()
+    try:
+        for sizes, changes in {
+            (190, 1900, 1900): {},
+            (230, 1900, 1900): {"tickets": True},
+            (190, 2100, 1900): {"cluster": 2},
+            (190, 1900, 2100): {"few_rows": True},
+            (1448, 1000, 1000): {"tickets": True},
+            (1449, 1000, 1000): {},
+            (50, 1000, 64000): {"tile_n": 128},
+        }.items():
+            rows, d, n = sizes
+            assert chosen("up_forward", 8 * rows, 8, d, n) == replace(PLAIN["up_forward"], **changes), sizes
+    finally:
+        tiles._nearest.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name in gemm.PRODUCTS if name in TILES and name not in CHOSEN])
+def test_rows_past_an_end_stay_unread_in_two_products(name: str) -> None:
+    with pytest.raises(ValueError, match="config: expected few_rows=False"):
+        gemm.kernel_for(name, replace(TILES[name], few_rows=True))
+    with pytest.raises(ValueError, match="few_rows: expected one of False, True, got 1"):
+        TileConfig(few_rows=1)  # type: ignore[arg-type]
 
 
 def test_forced_tiles_are_every_launch_s(monkeypatch: pytest.MonkeyPatch) -> None:
