@@ -8,7 +8,7 @@
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
 Bits: every product, dispatch and router operator, ``moe_mlp`` and ``MoE``; hashes of outputs and gradients are compared, and
-refusals word for word. What adds in an order that varies (combine="fused") runs several times on each side; two sides agree
+refusals word for word. What adds in an order that varies (combine="fused" and "fused_both") runs several times on each side; two sides agree
 where their nearest outputs differ by no more than one side's differ from each other. A case that the old side does not have
 is told and fails nothing.
 

@@ -507,7 +507,10 @@ BAD = {
     "another shape of x": ({"x": torch.ones(37, 8)}, ValueError, r"down_proj: expected shape"),
     "no choice": ({"topk_experts": None}, ValueError, r"topk_experts: expected \(T, K\) expert ids, or dispatch="),
     "no Dispatch": ({"topk_experts": None, "dispatch": 3}, TypeError, r"dispatch: expected a Dispatch, got int"),
-    "fused": ({"combine": "fused"}, ValueError, r"combine: expected 'gather' with down_factors, got 'fused'"),
+    **{
+        combine: ({"combine": combine}, ValueError, f"combine: expected 'gather' with down_factors, got '{combine}'")
+        for combine in ("fused", "fused_both")
+    },
     "hopper on a CPU": ({"backend": "hopper"}, ValueError, r'got "hopper", which needs'),
 }
 

@@ -94,6 +94,8 @@ CASES += [
     ("swiglu", True, False, "gather", False, True),
     ("relu", False, True, "fused", False, True),
     ("swiglu", False, False, "fused", True, False),
+    ("swiglu", True, True, "fused_both", False, False),
+    ("relu", False, False, "fused_both", True, True),
 ]
 
 
@@ -107,7 +109,8 @@ def test_a_prepared_layer_compiles_nothing(launches, activation, up_bias, down_b
         activation=activation,
         up_bias=up_bias,
         down_bias=down_bias,
-        fused=combine == "fused",
+        fused=combine != "gather",
+        fused_backward=combine == "fused_both",
         f32_weight_grads=f32,
     )
     assert not launches.launched
@@ -131,6 +134,7 @@ LAYERS = {
     "plain": {},
     "biases": {"bias": True},
     "fused": {"combine": "fused"},
+    "fused_both": {"combine": "fused_both"},
     "recompute": {"save": "recompute", "bias": True},
     "chunks": {"workspace_bytes": 10_000, "bias": True},
     "ungated": {"activation": "relu", "save": "paper"},

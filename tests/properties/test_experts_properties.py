@@ -218,7 +218,7 @@ def draw_case(data: Any) -> Case:
         "activation": activation,
         "save": data.draw(st.sampled_from(POLICIES), "save"),
         "backend": data.draw(st.sampled_from(["torch", "auto"]), "backend"),
-        "combine": data.draw(st.sampled_from(["gather", "fused"]), "combine"),
+        "combine": data.draw(st.sampled_from(["gather", "fused", "fused_both"]), "combine"),
     }
     if dispatch is None:
         options["workspace_bytes"] = workspace
