@@ -222,9 +222,7 @@ class MoE(nn.Module, Shown):
         biases, f32 = self.down_proj_bias is not None, self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
-                self.d_model,
-                self.d_expert,
-                self.num_experts,
+                *(self.d_model, self.d_expert, self.num_experts),
                 None if self._varying_choice() is not None else self.top_k,
                 activation=self.activation,
                 up_bias=biases,

@@ -78,8 +78,8 @@ class Options:
         metadata=_about(
             partial(_one_of, ("gather", "fused", "fused_both")),
             """"gather" is deterministic. "fused" sums experts inside the down product (no (T K, d) buffer in forward),
-        "fused_both" dX too, inside the up product's backward (none in backward either), in an order that varies from run to
-        run: neither is deterministic to the bit. Both need a (T, d) buffer in float32. The torch backend treats all as
+        "fused_both" dX too, inside the up projection's backward (none in backward either): with float32 atomics into a (T, d)
+        buffer, in an order that varies, so that neither is deterministic to the bit. The torch backend treats all as
         "gather".""",
         ),
     )

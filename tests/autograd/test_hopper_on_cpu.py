@@ -181,7 +181,7 @@ def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, wa
 @pytest.mark.parametrize("combine", COMBINES)
 def test_where_there_are_rows_of_tokens_width(make_case, watch, combine, save, workspace_bytes):
     """(R, d): Y in forward and dX~ in backward, but where they are summed on the fly."""
-    case, phase, found, rows = make_case(40, 16, 24), "forward", set(), {120} if workspace_bytes is None else set()
+    case, phase, found, rows = make_case(40, 16, 24), "forward", set(), set()
 
     def look(*args, **kwargs):
         dispatch = next(each for each in args if isinstance(each, Dispatch))
@@ -195,7 +195,7 @@ def test_where_there_are_rows_of_tokens_width(make_case, watch, combine, save, w
     phase = "backward"
     torch.autograd.grad(out, case.parameters, case.d_out)
     assert found == {"gather": {"forward", "backward"}, "fused": {"backward"}, "fused_both": set()}[combine]
-    assert (len(rows) > 1) == (workspace_bytes is not None)
+    assert (max(rows) < 120) == (workspace_bytes is not None)
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])

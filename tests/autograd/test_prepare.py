@@ -148,7 +148,10 @@ def test_a_launch_is_at_most_seven_frames_deep(launches, name):
     layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
     layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
     kernels = {kernel for _, kernel in launches.frames}
-    assert {"up.launch", "down_backward.launch", "weight.launch", "combine.launch", "reduce_scores_grad"} <= kernels
+    assert {"up.launch", "down_backward.launch", "weight.launch", "reduce_scores_grad"} <= kernels
+    assert ("combine.launch" in kernels) == (layer.combine != "fused_both")
+    assert ("fused.launch" in kernels) == (layer.combine != "gather")
+    assert ("fused.launch_dx" in kernels) == (layer.combine == "fused_both")
     starts = set()
     for stacks in launches.frames.values():
         for frames in stacks:

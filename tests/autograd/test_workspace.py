@@ -118,9 +118,9 @@ def test_a_tokens_sums_are_counted_once(combine, top_k, of_a_token):
     sizes = (top_k, 128, 32, "swiglu", 2)
     assert chunk_tokens_for(80 * of_a_token, 1000, *sizes, combine=combine) == 80
     assert chunk_tokens_for(80 * of_a_token - 1, 1000, *sizes, combine=combine) == 72
-    rows = 40 * top_k  # of a capacity that leaves room for them alone
-    whole = chunk_tokens_for(1000 * of_a_token, 1001, *sizes, rows, combine=combine) == WHOLE
-    assert whole == (combine == "gather" or top_k > 1)
+    sums = 1000 * 4 * 128  # which a capacity of no row needs too
+    assert chunk_tokens_for(sums, 1000, *sizes, 0, combine=combine) == WHOLE
+    assert (chunk_tokens_for(sums - 1, 1000, *sizes, 0, combine=combine) == WHOLE) == (combine == "gather")
 
 
 def test_a_workspace_for_less_than_one_token():
