@@ -200,6 +200,23 @@ def skew_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(rows)}".rstrip()
 
 
+def combine_table(record: Record) -> str:
+    """Sums on the fly over rows that are gathered: time and peak, from the same file as the layer's."""
+    fields = {"fwd + bwd": "gpu_fwdbwd_ms", "peak": "peak_fwdbwd_MiB"}
+
+    def over_gather(combine: str, field: str) -> Column:
+        return f"{combine}: {field} ×", lambda row: number(row[combine][fields[field]] / row["gather"][fields[field]])
+
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        ("gather: fwd + bwd ms", figure("gather", "gpu_fwdbwd_ms")),
+        ("peak MiB", figure("gather", "peak_fwdbwd_MiB", digits=0)),
+        *(over_gather(combine, field) for combine in ("fused", "fused_both") for field in fields),
+    ]
+    rows = record.get("combine", [])
+    return f"{table(rows, columns)}\n\n{origin(rows)}".rstrip()
+
+
 def many_tokens(record: Record) -> str:
     """The largest batch that was run, one sentence."""
     if (row := record.get("four_million_tokens")) is None:
@@ -306,6 +323,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "memory": ("layer", memory_table),
     "workspace": ("layer", workspace_table),
     "skew": ("layer", skew_table),
+    "combine": ("layer", combine_table),
     "products": ("products", products_table),
     "dispatch": ("dispatch", dispatch_table),
     "small_dispatch": ("dispatch", small_dispatch_table),

@@ -624,6 +624,16 @@ def test_hopper_policies_chunks_and_capacity(gpu_adapted, poisoned, save, capaci
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("combine", ["fused", "fused_both"])
+@pytest.mark.parametrize("rank", [8, 32, 72])
+@pytest.mark.parametrize("workspace_bytes", [None, 2_000_000])
+def test_hopper_sums_on_the_fly(gpu_adapted, poisoned, combine, rank, workspace_bytes):
+    """Beside factors of the up projection alone."""
+    layer = gpu_adapted(3500, 72, 40, 7, 3, rank=rank, which="up", bias=True, sentinels=True)
+    check_on_hopper(layer, combine=combine, workspace_bytes=workspace_bytes)
+
+
+@pytest.mark.gpu
 def test_hopper_repeats_to_the_bit(gpu_adapted):
     layer = gpu_adapted(3000, 128, 96, 8, 3, rank=16, bias=True, sentinels=True)
     first = layer.run(backend="hopper")

@@ -214,7 +214,13 @@ def test_an_extra_has_its_own_origin(results: Path) -> None:
         {"workspace": [shape | {"programs": programs}]}
     )
     assert "the day before. **Of earlier" in result_tables.skew_table({"skew": [shape]})
-    assert result_tables.skew_table(record) == result_tables.NOT_MEASURED
+    assert result_tables.skew_table(record) == result_tables.combine_table(record) == result_tables.NOT_MEASURED
+    figures = {
+        combine: {"gpu_fwdbwd_ms": 2.0 * times, "peak_fwdbwd_MiB": 8.0 / times}
+        for times, combine in enumerate(("gather", "fused", "fused_both"), start=1)
+    }
+    of_combine = result_tables.combine_table({"combine": [shape | figures]})
+    assert "| 2.00 | 8 | 2.00 | 0.50 | 3.00 | 0.33 |" in of_combine and "the day before. **Of earlier" in of_combine
 
 
 def test_an_unknown_table_is_refused(results: Path) -> None:
