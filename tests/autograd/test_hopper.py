@@ -157,7 +157,7 @@ def test_a_capacity_bounds_the_memory(gpu_case):
 @pytest.mark.parametrize("save", POLICIES)
 @pytest.mark.parametrize("shape", [(3000, 128, 96, 8, 3), (37, 72, 40, 5, 3), (700, 264, 40, 4, 1)])
 def test_fused_combine(gpu_case, poisoned, shape, save, combine):
-    """Whole, in chunks, and in a graph that runs a kernel's way twice. (K = 1: a token's sum is one row.)"""
+    """Whole, in chunks, and where the graph is kept and backward runs twice; K = 1, too."""
     case = gpu_case(*shape, bias=True, sentinels=True)
     expected, yardstick = case.reference(), case.run(backend="torch")
     options = {"backend": "hopper", "combine": combine, "save": save}
