@@ -1,5 +1,5 @@
 """What the layer benchmark measures beside the shapes of the papers: bounded workspaces, four million tokens, skewed
-routings, and where a token's experts are summed."""
+routings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from blazeproto.gemm import Sizes
 from scripts.bench import peers
-from scripts.bench.common import MIB, SHAPES, TABLES, cfg_of, in_turn, stamped
+from scripts.bench.common import MIB, TABLES, cfg_of, in_turn, stamped
 from scripts.bench.peers import ours
-from scripts.bench.timing import gpu_ms, interleaved_ms, peak_bytes, relative_difference, tensors_in
+from scripts.bench.timing import gpu_ms, interleaved_ms, peak_bytes
 
 Row = dict[str, Any]
 
@@ -28,7 +28,6 @@ SKEW_SHAPES = (
     Sizes(131072, 256, 256, 128, 4),
 )
 ROUTINGS = ("uniform", "zipf", "half_on_one")
-COMBINES = ("gather", "fused", "fused_both")
 
 
 def bounded_workspace(shape: Sizes, rounds: int) -> Row:
@@ -95,33 +94,6 @@ def skewed_routing(shape: Sizes, rounds: int) -> Row:
     return row
 
 
-def combined(shape: Sizes, rounds: int) -> Row:
-    """Rows that are gathered and summed against sums on the fly, in forward and in both: time, peaks, and how far out and dX are
-    from the first's."""
-    inputs = peers.make_inputs(shape)
-    programs = {combine: ours.build(shape, inputs, combine=combine) for combine in COMBINES}
-    made = {combine: tensors_in(program.forward_backward())[:2] for combine, program in programs.items()}
-    differs = {
-        combine: max(relative_difference(a, b) for a, b in zip(results, made["gather"], strict=True))
-        for combine, results in made.items()
-    }
-    del made
-    forward: dict[str, Callable[[], object]] = {combine: p.forward for combine, p in programs.items()}
-    both: dict[str, Callable[[], object]] = {combine: p.forward_backward for combine, p in programs.items()}
-    peak_forward, peak_both = ({name: peak_bytes(call) for name, call in calls.items()} for calls in (forward, both))
-    gpu_forward, gpu_both = (gpu_ms(calls, COMBINES, rounds) for calls in (forward, both))
-    row: Row = {"cfg": cfg_of(shape), "gpu_method": gpu_both.method["gather"]}
-    for combine in COMBINES:
-        row[combine] = {
-            "gpu_fwd_ms": round(gpu_forward.ms[combine], 4),
-            "gpu_fwdbwd_ms": round(gpu_both.ms[combine], 4),
-            "peak_fwd_MiB": round(peak_forward[combine] / MIB, 1),
-            "peak_fwdbwd_MiB": round(peak_both[combine] / MIB, 1),
-            "difference_from_gather": round(differs[combine], 5),
-        }
-    return row
-
-
 def by_shape(measure: Callable[[Sizes, int], Row], shapes: Sequence[Sizes], rounds: int) -> list[Row]:
     """A row a shape, each printed."""
     rows = []
@@ -135,5 +107,4 @@ EXTRAS: dict[str, Callable[[int], Any]] = {
     "workspace": partial(by_shape, bounded_workspace, LARGE_SHAPES),
     "four_million_tokens": partial(stamped, four_million_tokens),
     "skew": partial(by_shape, skewed_routing, SKEW_SHAPES),
-    "combine": partial(by_shape, combined, SHAPES),
 }

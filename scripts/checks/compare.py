@@ -3,7 +3,7 @@
     git worktree add .base COMMIT
     python -m scripts.checks.compare --old .base                        # bits: all cases, in about three minutes
     python -m scripts.checks.compare --old .base --only "up_forward"    # of them those whose names have this
-    python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 27 shapes
+    python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 30 shapes
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 

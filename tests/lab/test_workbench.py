@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch.structures import addresses
-from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, up, weight
+from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, tickets, up, weight
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
@@ -277,6 +278,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
     for module in (launch, weight):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(tickets, "counters", lambda device: SimpleNamespace(take=lambda stream: 0))
     return kernels
 
 

@@ -164,7 +164,9 @@ def trial_of(kernel: Kernel) -> Trial | Logits | Sparse:
         return _SMALL[kernel.entry](of)
     if kernel.entry == "weight_sum":
         return stream_k()
-    config = TileConfig(of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]))
+    config = TileConfig(
+        of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]), "FEW_ROWS" in of
+    )
     return with_tiles(kernel.entry, config, of)
 
 
