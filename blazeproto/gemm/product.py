@@ -1,7 +1,7 @@
 """What every product has in common: a line in the registry, a kernel made of tiles. What it computes: specification.py.
 
 A product is declared in one .py, beside the .cu in cuda/ that it is compiled from; products that are alike share one (linear.cu:
-three). The .py holds, in this order: what it computes and the paper's line, inputs, outputs and formula, the public function, the
+four). The .py holds, in this order: what it computes and the paper's line, inputs, outputs and formula, the public function, the
 kernel, the plan, the launch, the registry's entry.
 """
 

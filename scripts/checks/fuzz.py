@@ -123,7 +123,7 @@ def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any], tuple[int, in
         up = Variant(False, options["transposed"], options["biases"], options["activation"], up_rank)
         for down in (up._replace(rank=down_rank), up._replace(rank=0, fused=True)):
             for entry in gemm.PRODUCTS.values():
-                kernels += entry.for_layer(sizes, up, down)
+                kernels += entry.for_layer(sizes, up._replace(fused=down.fused), down)
     for activation in (*ACTIVATIONS, *OTHERS):  # with every tiles, whatever is drawn
         for bias in (False, True):
             variant = Variant(activation=activation, bias=bias)
@@ -180,11 +180,13 @@ def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Trai
     options["rank"] = 0  # of products alone
     ranks = (rng.choice(RANKS), rng.choice(RANKS))
     up, down = map(padded_rank, ranks)
-    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down)  # about what a chunk needs
+    # About what a chunk needs, with float32 sums of a single expert's rows.
+    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down) + 2 * shape.d
     chunks = rng.choice([None, 2, 3, 7])
     workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.T // chunks + 1)
     how = {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
-    how["combine"] = "fused" if not ranks[1] and rng.random() < 0.3 else "gather"
+    drawn = 1.0 if ranks[1] else rng.random()
+    how["combine"] = "fused_both" if drawn < 0.15 else "fused" if drawn < 0.3 else "gather"
     frozen = tuple(name for name in ("d_up", "d_down", "d_up_bias", "d_down_bias") if rng.random() < 0.3)
     return shape, options, how, Training(ranks, frozen)
 

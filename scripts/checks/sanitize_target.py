@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m scripts.checks.sanitize_target
 
-Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
+Small layers with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
 gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; then the dispatch
 builders, and the fused top-k and its backward: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each
 part runs even if one before it fails.
@@ -38,6 +38,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"options": {"save": "paper"}},
     {"options": {"save": "recompute"}},
     {"options": {"combine": "fused"}},
+    {"options": {"combine": "fused_both"}},
+    {"options": {"combine": "fused_both", "workspace_bytes": 1 << 18}},
+    {"options": {"combine": "fused_both"}, "transposed": True, "activation": "alternating(clamped_swiglu)"},
     {"options": {"workspace_bytes": 1 << 18}},
     {"f32_weights": True},
     {"options": {"row_capacity": 50}},

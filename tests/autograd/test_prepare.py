@@ -99,6 +99,8 @@ CASES += [
     ("swiglu", True, False, "gather", False, True),
     ("relu", False, True, "fused", False, True),
     ("swiglu", False, False, "fused", True, False),
+    ("swiglu", True, True, "fused_both", False, False),
+    ("relu", False, False, "fused_both", True, True),
 ]
 
 
@@ -112,7 +114,8 @@ def test_a_prepared_layer_compiles_nothing(launches, activation, up_bias, down_b
         activation=activation,
         up_bias=up_bias,
         down_bias=down_bias,
-        fused=combine == "fused",
+        fused=combine != "gather",
+        fused_backward=combine == "fused_both",
         f32_weight_grads=f32,
     )
     assert not launches.launched
@@ -136,6 +139,7 @@ LAYERS = {
     "plain": {},
     "biases": {"bias": True},
     "fused": {"combine": "fused"},
+    "fused_both": {"combine": "fused_both"},
     "recompute": {"save": "recompute", "bias": True},
     "chunks": {"workspace_bytes": 10_000, "bias": True},
     "ungated": {"activation": "relu", "save": "paper"},
@@ -149,7 +153,10 @@ def test_a_launch_is_at_most_seven_frames_deep(launches, name):
     layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
     layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
     kernels = {kernel for _, kernel in launches.frames}
-    assert {"up.launch", "down_backward.launch", "weight.launch", "combine.launch", "reduce_scores_grad"} <= kernels
+    assert {"up.launch", "down_backward.launch", "weight.launch", "reduce_scores_grad"} <= kernels
+    assert ("combine.launch" in kernels) == (layer.combine != "fused_both")
+    assert ("fused.launch" in kernels) == (layer.combine != "gather")
+    assert ("fused.launch_dx" in kernels) == (layer.combine == "fused_both")
     starts = set()
     for stacks in launches.frames.values():
         for frames in stacks:

@@ -266,6 +266,21 @@ CASES = (
         ),
     ),
     Case(
+        "up_backward_act_fused",
+        {"dh": H, "up_proj": UP, "dx_f32": OUT_F32},
+        ("dx_f32",),
+        (
+            Expected(
+                "linear",
+                TILED,
+                (4, 1),
+                {**BY_ROWS, "reduction_out": "dx_f32"},
+                {"a": "dh", "b": "up_proj"},
+                {"B_MN": 1, "FUSED_COMBINE": 2},
+            ),
+        ),
+    ),
+    Case(
         "expert_row_sum",
         {"values": H},
         ("out",),
