@@ -70,7 +70,7 @@ _PARALLEL = (
 _PYTEST = f"python -m pytest -q --no-header --tb=short --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
 STEPS = {
-    "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 5, f"{_PYTEST} -m gpu", 9),
+    "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 7, f"{_PYTEST} -m gpu", 9),
     "tests_on_two": Step(f"{_PYTEST} -m gpu", 9, gpus=2),
     "batch": Step(
         "python -m scripts.checks.batch_invariance --cases 500 --seconds 300 --out results/h200/batch_invariance.json",
