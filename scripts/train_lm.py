@@ -237,7 +237,7 @@ class Trainer:
         if self.sharded:
             torch.manual_seed((self.config.seed << 31) + self.step * self.ranks.size + self.ranks.rank)
         parts = self.config.accumulate
-        losses, loads = torch.zeros(2, device=self.device), torch.zeros((), device=self.device)
+        losses, loads = torch.zeros(2, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
         for ids, targets in zip(*(self.ranks.rows(t, parts) for t in self.train_batches[self.step]), strict=True):
             with self.precision:
                 if self.saved_bytes or self.sharded:  # where gathered weights would be counted too
@@ -258,6 +258,7 @@ class Trainer:
         loads = self.ranks.sum(loads)
         self.model.update_router_biases(loads)
         self.step += 1
+        loads = loads.float()
         balance = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()  # 1 where all experts have the same work
         return torch.cat([self.ranks.mean(losses), balance[None]])
 

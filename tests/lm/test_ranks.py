@@ -1,0 +1,179 @@
+"""scripts/train_lm.py on several gloo ranks: losses of one process, resumes to the bit and on other numbers of ranks, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+from lm_ranks import Run, run_rank
+
+from scripts.lm.compare_backends import largest_difference
+
+ROOT = Path(__file__).resolve().parents[2]
+Main = Callable[..., tuple[int, str]]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+AtStep = Callable[[int, Callable[[], object]], None]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def named(tiny: list[str], out: Path, name: str, *options: str) -> list[str]:
+    return [*tiny, "--out", str(out), "--name", name, *options]
+
+
+def resumed(out: Path, name: str, *options: str) -> Run:
+    return Run(["--resume", "--device", "cpu", "--out", str(out), "--name", name, *options])
+
+
+def start(ranks: int, folder: Path, runs: list[Run], bench: Path | None = None) -> None:
+    mp.start_processes(run_rank, args=(ranks, folder, runs, bench), nprocs=ranks, start_method="spawn")
+
+
+def losses(metrics: Metrics, folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, script: Any, out: Path) -> list[str]:
+    """Options of a short run without random numbers; the run of one process is there, as ``one``."""
+    from tests.lm.conftest import TINY, keeping_handlers
+
+    options = [*TINY.split(), "--dropout", "0", "--data", str(text)]
+    with keeping_handlers():
+        assert script.main(named(options, out, "one")) == 0
+    return options
+
+
+def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """fsdp and ep learn what one process learns; a run that is cut goes on to the bit on two ranks, and in one process."""
+    drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
+    ep = ["--parallel", "ep", "--accumulate", "2", "--aux-over", "global"]
+    runs = [
+        Run(named(plain, out, "fsdp", "--parallel", "fsdp")),
+        Run(named(plain, out, "ep", *ep)),
+        Run(named(plain, out, "drop", *drop)),
+        Run(named(plain, out, "cut", *drop), stop=9),
+        resumed(out, "cut"),
+        Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
+        Run(named(plain, out, "two-ep", *ep), stop=10),
+    ]
+    start(2, out, runs, bench=out / "bench.json")
+    one = losses(metrics, out / "one")
+    assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
+    assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
+    vals = [[line["val_loss"] for line in metrics(out / name) if "val_loss" in line] for name in ("ep", "one")]
+    assert vals[0] == pytest.approx(vals[1], rel=0.01)
+    assert metrics(out / "cut") == metrics(out / "drop") and len(metrics(out / "cut")) == 20
+    for name in ("two", "two-ep"):
+        assert len(metrics(out / name)) == 10
+        shutil.copytree(out / name, out / f"{name}-on-four")
+        code, printed = run(*resumed(out, name).options)
+        assert code == 0, printed
+        assert largest_difference(losses(metrics, out / name), one)[0] < 0.01
+        assert [folder.name for folder in (out / name).glob("shards-*")] == ["shards-20"]
+    summary = json.loads((out / "fsdp" / "summary.json").read_text())
+    code, printed = run("--sample", out / "fsdp", "--device", "cpu")
+    assert code == 0 and printed[:5] == summary["sample"][:5]
+    bench = json.loads((out / "bench.json").read_text())
+    assert [(row["mode"], row["gpus"]) for row in bench["weak_scaling"] + bench["losses"]] == [("fsdp", 2)] * 2
+    assert bench["weak_scaling"][0]["efficiency"] > 0 and bench["losses"][0]["largest_difference"] < 0.01
+    assert bench["losses"][0]["of"]["protocol"] == "scripts.bench.distributed.losses"
+
+
+@pytest.mark.full
+def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
+    """hsdp and ep+fsdp learn what one process learns, bf16 too; ep+fsdp goes on to the bit."""
+    grouped = ["--parallel", "ep+fsdp", "--aux-over", "global", "--dropout", "0.1"]
+    names = [each.name for each in out.glob("two*-on-four")]  # of the test before, where it has run
+    runs = [
+        Run(named(plain, out, "hsdp", "--parallel", "hsdp")),
+        Run(named(plain, out, "ep+fsdp", "--parallel", "ep+fsdp")),
+        Run(named(plain, out, "bf16", "--parallel", "ep+fsdp", "--bf16")),
+        Run(named(plain, out, "whole", *grouped)),
+        Run(named(plain, out, "cut4", *grouped), stop=9),
+        resumed(out, "cut4"),
+        *(resumed(out, name, "--accumulate", "1") for name in names),
+    ]
+    start(4, out, runs)
+    one = losses(metrics, out / "one")
+    for name in ("hsdp", "ep+fsdp", "bf16", *names):
+        assert largest_difference(losses(metrics, out / name), one)[0] < 0.01, name
+    assert metrics(out / "cut4") == metrics(out / "whole") and len(metrics(out / "cut4")) == 20
+
+
+def torchrun(*options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.train_lm"]
+        + list(options),
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
+            return
+    raise AssertionError(process.communicate())
+
+
+def pid_of_rank(launcher: int, rank: int) -> int:
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_killed_rank_ends_the_others_which_name_it(
+    tiny: list[str], tmp_path: Path, run: Main, at_step: AtStep, metrics: Metrics
+) -> None:
+    options = named(tiny, tmp_path, "killed", "--parallel", "fsdp", "--steps", "2000", "--checkpoint-every", "4")
+    process = torchrun(*options)
+    wait_for_step(process, 8)
+    os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search("^error: rank 0 ends: rank 1 is gone", errors, flags=re.MULTILINE), errors
+    went_on: list[int] = []
+    step = 4 + max(line["step"] for line in metrics(tmp_path / "killed"))
+    at_step(step, lambda: (went_on.append(step), signal.raise_signal(signal.SIGINT)))
+    code, printed = run("--resume", "--out", tmp_path, "--device", "cpu")
+    assert code == 0 and went_on, printed
+
+
+@pytest.mark.full
+def test_sigterm_at_torchrun_saves(tiny: list[str], tmp_path: Path, metrics: Metrics) -> None:
+    process = torchrun(*named(tiny, tmp_path, "asked", "--parallel", "ep", "--steps", "2000"))
+    wait_for_step(process, 8)
+    process.terminate()
+    printed, errors = process.communicate(timeout=60)
+    stopped = re.search(r"stopped after step (\d+) of 2000; to go on: .*torch.distributed.run --nproc-per-node 2", printed)
+    assert stopped, printed + errors
+    assert len(metrics(tmp_path / "asked")) == int(stopped[1])
+    assert (tmp_path / "asked" / f"shards-{stopped[1]}" / ".metadata").exists()
+
+
+@pytest.mark.full
+def test_what_is_refused_is_said_once(tiny: list[str], tmp_path: Path) -> None:
+    process = torchrun(*named(tiny, tmp_path, "refused", "--parallel", "hsdp", "--group-size", "3"))
+    _, errors = process.communicate(timeout=60)
+    assert errors.count("error: group_size: expected a divisor of the 2 ranks, got 3") == 1, errors
+    assert not (tmp_path / "refused").exists()
