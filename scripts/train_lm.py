@@ -63,7 +63,13 @@ from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY,
 from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
 SAMPLE_BYTES = 400
-RESUMED_WITH = {"steps", "data", "attention_tiles", "accumulate", "group_size"}  # settings that may be others when a run goes on
+RESUMED_WITH = {
+    "steps",
+    "data",
+    "attention_tiles",
+    "accumulate",
+    "group_size",
+}  # settings that may be others when a run goes on
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.bench.common import REPOSITORY, begun, bench_parser, gpu_name, in_turn, read_json, settled, stamped, write_json
+from scripts.bench.common import (
+    REPOSITORY,
+    begun,
+    bench_parser,
+    gpu_name,
+    in_turn,
+    read_json,
+    settled,
+    stamped,
+    write_json,
+)
 from scripts.command import some_of
 from scripts.lm.compare_backends import largest_difference
 from scripts.lm.ranks import Ranks, joined
@@ -82,14 +92,24 @@ def losses(mode: str, config: Config, ranks: Ranks) -> Row:
         found.append(torch.stack([program.train_step()[0] for _ in range(config.steps)]).tolist())
         del program
     difference, step = largest_difference(found[1], found[0])
-    return {"mode": mode, "gpus": ranks.size, "largest_difference": round(difference, 6), "step": step, "steps": config.steps}
+    return {
+        "mode": mode,
+        "gpus": ranks.size,
+        "largest_difference": round(difference, 6),
+        "step": step,
+        "steps": config.steps,
+    }
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("distributed", __doc__, quick="small models, a few steps")
     modes, ways = PARALLEL[1:], ", ".join(PARALLEL[1:])
-    parser.add_argument("--scaling", type=some_of(modes), default=["fsdp"], metavar="MODES", help=f"some of {ways} [default fsdp]")
-    parser.add_argument("--losses", type=some_of(modes), default=["fsdp", "ep"], metavar="MODES", help="[default fsdp,ep]")
+    parser.add_argument(
+        "--scaling", type=some_of(modes), default=["fsdp"], metavar="MODES", help=f"some of {ways} [default fsdp]"
+    )
+    parser.add_argument(
+        "--losses", type=some_of(modes), default=["fsdp", "ep"], metavar="MODES", help="[default fsdp,ep]"
+    )
     parser.add_argument("--device", help="cpu or cuda [default cuda where there is one, else cpu]")
     return settled(parser.parse_args(words), "distributed", rounds=7, quick_rounds=2)
 
@@ -108,7 +128,9 @@ def main(words: list[str] | None = None) -> None:
         record |= {name: value for name, value in begun("distributed", __doc__).items() if name != "rows"}
         scaling, config, steps = (SMALL, SMALL, 2) if options.quick else (SCALING, LOSSES, STEPS)
         measured: dict[str, list[Row]] = {"weak_scaling": [], "losses": []}
-        wanted: list[tuple[Any, ...]] = [(weak_scaling, mode, scaling, ranks, options.rounds, steps) for mode in options.scaling]
+        wanted: list[tuple[Any, ...]] = [
+            (weak_scaling, mode, scaling, ranks, options.rounds, steps) for mode in options.scaling
+        ]
         for call in in_turn(wanted + [(losses, mode, config, ranks) for mode in options.losses]):
             row = stamped(*call)
             measured[call[0].__name__].append(row)

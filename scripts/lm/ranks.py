@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -37,6 +38,9 @@ SILENCE = 10.0  # seconds after which a rank is taken to be gone; torchrun kills
 GRACE = 3.0  # seconds that this rank has to end by itself, when another has ended by an error
 HOST = torch.device("cpu")
 DONE, ENDED = "done", "ended: "
+OF_EXCHANGES = re.compile(
+    "gloo|nccl|connection|timed out|peer", re.IGNORECASE
+)  # their errors have no class of their own
 
 
 class Watch(threading.Thread):
@@ -191,7 +195,7 @@ def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
             yield ranks
         except BaseException as error:
             if watch is not None and not watch.over.is_set():
-                raise_after_verdict(watch, error)
+                tell_of(error, watch)
             raise
         ranks.any(False)  # all have come here
         if watch is not None:
@@ -202,7 +206,9 @@ def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
 def join(device: torch.device, timeout: float) -> None:
     """A process group of torchrun's processes, or of this one alone."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone: dict[str, Any] = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = (
+        {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
 
 
@@ -212,7 +218,9 @@ def own_device(device: torch.device, name: str | None) -> torch.device:
         return device
     here, local = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if device.index is not None:
-        raise ValueError(f"device: expected cpu or cuda under torchrun, where each rank has a GPU of its own, got {name!r}")
+        raise ValueError(
+            f"device: expected cpu or cuda under torchrun, where each rank has a GPU of its own, got {name!r}"
+        )
     if local > here:
         raise ValueError(f"device: expected a GPU for each of {local} ranks on this host, got {here}")
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -220,11 +228,14 @@ def own_device(device: torch.device, name: str | None) -> torch.device:
     return own
 
 
-def raise_after_verdict(watch: Watch, error: BaseException) -> None:
-    """Where a collective failed, another rank is likely gone: the watch then names it and ends this process.
-
-    If it does not, or the error is another one, the others are told.
-    """
-    if isinstance(error, RuntimeError) and re.search("gloo|nccl|connection|timed out|peer", str(error), re.IGNORECASE):
+def tell_of(error: BaseException, watch: Watch) -> None:
+    """This rank ends by an error: the others are told. Where it comes of a collective that failed, another rank is likely gone:
+    the watch then names it and ends this process."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, RuntimeError) and OF_EXCHANGES.search(str(cause))):
+        cause = cause.__context__
+    if cause is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # which torchrun sends when it has seen the rank end
+            signal.signal(number, signal.SIG_IGN)
         watch.join(SILENCE + GRACE)
     watch.leave(ENDED + (str(error).splitlines() or [""])[0] + f" ({type(error).__name__})")

@@ -143,9 +143,13 @@ class Config(GPTConfig):
     # several ranks
     parallel: str = setting("none", "how ranks share the work, see docs/distributed.md", names=PARALLEL)
     group_size: int = setting(
-        2, "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards", "[1, inf)"
+        2,
+        "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards",
+        "[1, inf)",
     )
-    aux_over: str = setting("rank", "whose loads are in the load-balancing loss: a rank's, or all", names=["rank", "global"])
+    aux_over: str = setting(
+        "rank", "whose loads are in the load-balancing loss: a rank's, or all", names=["rank", "global"]
+    )
     # data, and how often to look
     data: str = setting("", "a file or a folder of text; without it, the standard library of this Python")
     val_every: int = setting(80, "steps between validations", "[1, inf)")

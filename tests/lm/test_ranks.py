@@ -116,7 +116,16 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
 
 def torchrun(*options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.train_lm"]
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "scripts.train_lm",
+        ]
         + list(options),
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
@@ -165,7 +174,9 @@ def test_sigterm_at_torchrun_saves(tiny: list[str], tmp_path: Path, metrics: Met
     wait_for_step(process, 8)
     process.terminate()
     printed, errors = process.communicate(timeout=60)
-    stopped = re.search(r"stopped after step (\d+) of 2000; to go on: .*torch.distributed.run --nproc-per-node 2", printed)
+    stopped = re.search(
+        r"stopped after step (\d+) of 2000; to go on: .*torch.distributed.run --nproc-per-node 2", printed
+    )
     assert stopped, printed + errors
     assert len(metrics(tmp_path / "asked")) == int(stopped[1])
     assert (tmp_path / "asked" / f"shards-{stopped[1]}" / ".metadata").exists()
