@@ -22,9 +22,9 @@ one process at a time may use, and which is never part of the text:
 Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
 losses are, on one device, those of a run that was never interrupted, to the bit. One that is made longer has from there on the
 learning rates of a run of so many steps: after its end they rise again. One that is resumed with other --attention-tiles keeps
-them from there on, and its losses are the same but for the rounding of sums. A run with --parallel goes on on any number of ranks, on the
-same number to the bit; its random numbers are a function of seed, step and rank. The exit code is 2 where an option, the text
-or a checkpoint is refused, 1 where training fails, or another rank is gone, 130 where Ctrl-C leaves no checkpoint or no summary.
+them from there on, and its losses are the same but for the rounding of sums. A run with --parallel goes on on any number of
+ranks, on the same number to the bit. The exit code is 2 where an option, the text or a checkpoint is refused, 1 where training
+fails or another rank is gone, 130 where Ctrl-C leaves no checkpoint or no summary.
 """
 
 from __future__ import annotations
@@ -174,7 +174,11 @@ class Trainer:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {"model": self.model.state_dict(), "best": self.best, "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "best": self.best,
+            "optimizer": self.optimizer.state_dict(),
+        }
         if self.sharded:
             shards = {"model": state["model"], "best": self.best["model"]}
             shards["optimizer"] = sharding.optimizer_state(self.model, self.optimizer)
@@ -241,6 +245,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
         if self.sharded:
+            # A function of seed, step and rank: a checkpoint need not hold each rank's state.
             torch.manual_seed((self.config.seed << 31) + self.step * self.ranks.size + self.ranks.rank)
         parts = self.config.accumulate
         losses, loads = torch.zeros(2, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)

@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 2 -m scripts.bench.distributed --quick     # small, on CPUs too -> distributed-quick.json
     python -m scripts.bench.distributed --quick                          # the same with one rank
 
-weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16. tokens_per_s_per_gpu is that of
-the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank measures for itself: steps of
-both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of rounds, the slowest rank's. losses: the Hopper
-preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU with the same global batch;
-largest_difference is the largest relative one of the smoothed losses (`scripts.lm.compare_backends`).
+weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16.
+tokens_per_s_per_gpu is that of the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank
+measures for itself: steps of both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of rounds, the
+slowest rank's. losses: the Hopper preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU
+with the same global batch; largest_difference is the largest relative one of the smoothed losses
+(`scripts.lm.compare_backends`).
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def main(words: list[str] | None = None) -> None:
             measured[call[0].__name__].append(row)
             if ranks.first:
                 print({name: value for name, value in row.items() if name != "of"}, flush=True)
-                write_json(out, record | measured)
         if ranks.first:
+            write_json(out, record | measured)
             print("wrote", out)
 
 

@@ -7,9 +7,10 @@
     ep+fsdp     E / G experts, and of these         1 / N                                 on all
                 1 / (N / G) on each
 
-fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it; gradients are
-reduced in fp32. Norms and routers are small and decide much: they stay in fp32, whole. ep is `blazeproto.distributed.expert_parallel`:
-tokens travel instead of weights. Every gradient becomes that of the mean of the ranks' losses.
+fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it;
+gradients are reduced in fp32. Norms and routers are small and decide much: they stay in fp32, whole. ep is
+`blazeproto.distributed.expert_parallel`: tokens travel instead of weights. Every gradient becomes that of the mean of the ranks'
+losses.
 
 A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks.
 """
@@ -101,8 +102,8 @@ class Sharding:
     def balance_over_ranks(self, router: Router, given: Any, routing: Routing) -> Routing:
         """A routing whose load-balancing loss has the loads of all ranks: Switch Transformer eq. 4 of the global batch.
 
-        The loss is linear in the mean probabilities P, so the mean over ranks of E * sum_e f_e P_e, each with its own P and the f of
-        all, is the loss of all; and so are the gradients.
+        The loss is linear in the mean probabilities P, so the mean over ranks of E * sum_e f_e P_e, each with its own P and the
+        f of all, is the loss of all; and so are the gradients.
         """
         if not router.training:
             return routing

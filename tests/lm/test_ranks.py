@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 from lm_ranks import Run, run_rank
 
@@ -60,9 +61,9 @@ def plain(text: Path, script: Any, out: Path) -> list[str]:
 def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
     """fsdp and ep learn what one process learns; a run that is cut goes on to the bit on two ranks, and in one process."""
     drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
-    ep = ["--parallel", "ep", "--accumulate", "2", "--aux-over", "global"]
+    ep = ["--parallel", "ep", "--accumulate", "2"]
     runs = [
-        Run(named(plain, out, "fsdp", "--parallel", "fsdp")),
+        Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
         Run(named(plain, out, "ep", *ep)),
         Run(named(plain, out, "drop", *drop)),
         Run(named(plain, out, "cut", *drop), stop=9),
@@ -74,6 +75,9 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     one = losses(metrics, out / "one")
     assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
+    balancing = {name: [line["aux_loss"] for line in metrics(out / name)][:3] for name in ("one", "fsdp", "ep")}
+    assert balancing["fsdp"] == pytest.approx(balancing["one"], rel=1e-4)  # that of the global batch
+    assert balancing["ep"][0] != pytest.approx(balancing["one"][0], rel=1e-4)  # the mean of the ranks'
     vals = [[line["val_loss"] for line in metrics(out / name) if "val_loss" in line] for name in ("ep", "one")]
     assert vals[0] == pytest.approx(vals[1], rel=0.01)
     assert metrics(out / "cut") == metrics(out / "drop") and len(metrics(out / "cut")) == 20
@@ -114,19 +118,10 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
     assert metrics(out / "cut4") == metrics(out / "whole") and len(metrics(out / "cut4")) == 20
 
 
-def torchrun(*options: str) -> subprocess.Popen[str]:
+def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "scripts.train_lm",
-        ]
-        + list(options),
+        [*launcher, "-m", "scripts.train_lm", *options],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -188,3 +183,27 @@ def test_what_is_refused_is_said_once(tiny: list[str], tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert errors.count("error: group_size: expected a divisor of the 2 ranks, got 3") == 1, errors
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fsdp", "ep"])
+def test_gpus(mode: str, plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """Over NCCL, on two GPUs where there are two: what one process learns; cut, it goes on to the bit."""
+    ranks, options = min(2, torch.cuda.device_count()), [*plain, "--device", "cuda", "--bf16"]
+    if not (out / "gpu").exists():
+        assert run(*named(options, out, "gpu"))[0] == 0
+    name = f"gpu-{mode}"
+    for more in (["--steps", "10"], ["--resume", "--steps", "20"]):
+        given = ["--out", str(out), "--name", name, "--device", "cuda", *more]
+        whole = given if "--resume" in more else [*options, "--final-lr", "1", "--parallel", mode, *given]
+        process = torchrun(*whole, ranks=ranks)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    process = torchrun(*named(options, out, f"{name}-whole"), "--final-lr", "1", "--parallel", mode, ranks=ranks)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert metrics(out / name) == metrics(out / f"{name}-whole")
+    process = torchrun(*named(options, out, f"{name}-same"), "--parallel", mode, ranks=ranks)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert largest_difference(losses(metrics, out / f"{name}-same"), losses(metrics, out / "gpu"))[0] < 0.01
