@@ -222,14 +222,13 @@ class MoE(nn.Module, Shown):
         biases, f32 = self.down_proj_bias is not None, self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
-                self.d_model,
-                self.d_expert,
-                self.num_experts,
+                *(self.d_model, self.d_expert, self.num_experts),
                 None if self._varying_choice() is not None else self.top_k,
                 activation=self.activation,
                 up_bias=biases,
                 down_bias=biases,
-                fused=self.combine == "fused",
+                fused=self.combine != "gather",
+                fused_backward=self.combine == "fused_both",
                 f32_weight_grads=f32_weight_grads,
                 device=index,
             )
@@ -255,7 +254,7 @@ class MoE(nn.Module, Shown):
 
     def _chunk_tokens(self, num_tokens: int, itemsize: int) -> int:
         sizes = (num_tokens, self.top_k, self.d_model, self.d_expert, self.activation, itemsize)
-        return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity)
+        return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity, combine=self.combine)
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
         """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own.

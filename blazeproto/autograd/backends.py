@@ -95,7 +95,15 @@ class Backend(Protocol):
         low: rows (R, r) and factor (E, r, n), for dA' before the score.  overwrite_h: dH may lie over H."""
 
     def up_backward_act(
-        self, dh: Tensor, x: Tensor, up_proj: Tensor, rows: Any, low: LowRows | None = None, dx: Tensor | None = None
+        self,
+        dh: Tensor,
+        x: Tensor,
+        up_proj: Tensor,
+        rows: Any,
+        low: LowRows | None = None,
+        dx: Tensor | None = None,
+        *,
+        combine: str = "gather",
     ) -> Tensor:
         """-> dX (T, d), new or in the place given. low: rows (R, r) and factor (E, r, d), for a row's dX before its token's
         sum."""

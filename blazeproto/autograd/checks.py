@@ -65,8 +65,8 @@ def check_experts(
         raise ValueError(f"gate_up_proj[1]: expected dtype {up[0].dtype} as gate_up_proj[0] has, got {up[-1].dtype}")
     _check_factors("up_factors", up_factors, x, up[0].dtype, (num_experts, d_expert * halves, d_model))
     _check_factors("down_factors", down_factors, x, up[0].dtype, tuple(down_proj.shape))
-    if down_factors is not None and options.combine == "fused":
-        raise ValueError("combine: expected 'gather' with down_factors, got 'fused'")
+    if down_factors is not None and options.combine != "gather":
+        raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
         raise ValueError(

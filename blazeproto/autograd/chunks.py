@@ -19,6 +19,7 @@ from blazeproto.dispatch.structures import Dispatch
 
 WHOLE = 0
 """As ``chunk_tokens``: all tokens are one chunk."""
+SUM_BYTES = 4  # float32
 MULTIPLE = 8  # tokens of a chunk, so that slices of index arrays stay 16-byte aligned
 
 
@@ -74,10 +75,12 @@ def chunk_tokens_for(
     row_capacity: int | None = None,
     up_rank: int = 0,
     down_rank: int = 0,
+    *,
+    combine: str = "gather",
 ) -> int:
     """Tokens in a chunk, spread evenly over as few chunks as fit the workspace; WHOLE where all do, or it is None.
 
-    up_rank, down_rank: of low-rank factors.
+    up_rank, down_rank: of low-rank factors.  combine: `Options.combine`: whether Y and dX~ are rows or float32 sums.
     row_capacity: bounds the rows of a whole batch, but not those of a chunk, which may have a row for each of its pairs.
 
     Counts what one token needs for what lives only during a chunk, in the widest moment of forward and backward: as the
@@ -92,18 +95,24 @@ def chunk_tokens_for(
         d_expert * activation_named(activation).halves,
         *map(padded_rank, (up_rank, down_rank)),
     )
+    # Elements of Y and of dX~ a row, and float32 sums a token in their place.
+    y, out_sums = (d_model, 0) if combine == "gather" else (0, d_model)
+    dx_rows, dx_sums = (0, d_model) if combine == "fused_both" else (d_model, 0)
     moments = (
-        up_width + d_expert + up_rank,  # up forward: H, act; X A^T
-        d_expert + d_model + down_rank,  # down forward: act, Y; act A^T
+        (up_width + d_expert + up_rank, 0),  # up forward: H, act; X A^T
+        (d_expert + y + down_rank, out_sums),  # down forward: act, Y; act A^T
         # Down backward: H, which dH is written over, or dH where H is saved and kept; and A'. With factors X A^T; dO B, act A^T,
         # and S act A^T in float32 and rounded.
-        up_width + d_expert + up_rank + 5 * down_rank,
-        up_width + d_model + 2 * up_rank,  # up backward: dH, dX~; X A^T, dH B
+        (up_width + d_expert + up_rank + 5 * down_rank, 0),
+        (up_width + dx_rows + 2 * up_rank, dx_sums),  # up backward: dH, dX~; X A^T, dH B
     )
-    bytes_per_row = max(moments) * itemsize
-    bytes_per_token = top_k * bytes_per_row
+
+    def needed(rows: int, tokens: int) -> int:
+        return max(itemsize * rows * of_row + SUM_BYTES * tokens * sums for of_row, sums in moments)
+
+    bytes_per_token = needed(top_k, 1)
     fitting = workspace_bytes // bytes_per_token
-    if fitting >= num_tokens or (row_capacity is not None and row_capacity * bytes_per_row <= workspace_bytes):
+    if fitting >= num_tokens or (row_capacity is not None and needed(row_capacity, num_tokens) <= workspace_bytes):
         return WHOLE
     if fitting == 0:
         raise ValueError(

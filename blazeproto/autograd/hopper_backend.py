@@ -6,7 +6,7 @@ forward and backward. An array that is not contiguous or not 16-byte aligned is 
 
 Y and dX~, the rows that a token's experts leave to be summed, are the largest arrays of a wide layer, and only `combine`
 reads them. Where they are twice as large as a weight gradient or more, some columns are made and summed at a time, in one
-place (`column_slices`):
+place (`column_slices`); or they are not made, and the products add to the tokens' sums (``combine``):
 
     act ──> Y[:, 0:1024] ──combine──> out[:, 0:1024]
         ──> Y[:, 1024:2048] ────────> out[:, 1024:2048]     …  where d is 4096
@@ -99,7 +99,7 @@ def down_forward(
     d_model, d_expert = down_proj.shape[1:]
     act, (down_proj, transposed), scores = ready(act), _as_it_lies(down_proj), ready(scores)
     bias = None if bias is None else ready(cast(bias, act.dtype))
-    if combine == "fused":
+    if combine != "gather":
         sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         fused.launch(act, down_proj, scores, rows, transposed=transposed, bias=bias, out_f32=sums)
         out.copy_(sums)
@@ -156,11 +156,22 @@ def down_backward_act(
 
 
 def up_backward_act(
-    dh: Tensor, x: Tensor, up_proj: Tensor, rows: Addresses, low: LowRows | None = None, dx: Tensor | None = None
+    dh: Tensor,
+    x: Tensor,
+    up_proj: Tensor,
+    rows: Addresses,
+    low: LowRows | None = None,
+    dx: Tensor | None = None,
+    *,
+    combine: str = "gather",
 ) -> Tensor:
     dh, (lying, transposed) = ready(dh), _as_it_lies(up_proj)
     dx = torch.empty_like(x) if dx is None else dx
     added = _low_rank(low, turned=transposed)
+    if combine == "fused_both":
+        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        fused.launch_dx(dh, lying, rows, transposed=transposed, low=added, dx_f32=sums)
+        return dx.copy_(sums)
     for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
         dx_rows = x.new_empty(rows.num_rows, len(columns))
         linear.launch(dh, lying, rows, transposed=not transposed, columns=columns, low=added, out=dx_rows)

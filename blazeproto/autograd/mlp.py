@@ -85,7 +85,7 @@ def moe_mlp(
             not made. r is any; it is padded to a multiple of 8. The weight beside them may be frozen or trained. A factor is
             of any dtype that gate_up_proj may have. Its gradient has its dtype, and of a float32 factor it is the float32 sum of
             the products, never rounded to x's. Hu et al., LoRA, arXiv 2106.09685, section 4.1.
-        down_factors: a (E, r, n) and b (E, d, r), of another r if need be; else as up_factors. Not with combine="fused".
+        down_factors: a (E, r, n) and b (E, d, r), of another r if need be; else as up_factors. Needs combine="gather".
         dispatch: index arrays built before, instead of ``topk_experts``.
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]). Their values are trusted,
@@ -123,8 +123,8 @@ def moe_mlp(
             if pair_tokens is None:
                 top_k, (num_tokens, d_model) = topk_experts.shape[1], x.shape
                 widths = (d_model, down_proj.shape[2], options.activation, x.dtype.itemsize, options.row_capacity)
-                ranks = (rank_of(up_factors), rank_of(down_factors))
-                chunk_tokens = chunk_tokens_for(options.workspace_bytes, num_tokens, top_k, *widths, *ranks)
+                sizes = (num_tokens, top_k, *widths, rank_of(up_factors), rank_of(down_factors))
+                chunk_tokens = chunk_tokens_for(options.workspace_bytes, *sizes, combine=options.combine)
             build = node.dispatch.entry((), unobserved=direct)
             index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
         else:

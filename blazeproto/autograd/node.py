@@ -342,7 +342,7 @@ def backward(
                 of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
-                dx = backend.up_backward_act(dh, x, up, rows, low, take(made["x"], tokens))
+                dx = backend.up_backward_act(dh, x, up, rows, low, take(made["x"], tokens), combine=options.combine)
                 made["x"] = dx if tokens is None else made["x"]
             gradient("up_proj", x, dh, gather=True, transposed=True)
             if need.up_bias:

@@ -76,9 +76,11 @@ class Options:
     combine: str = field(
         default="gather",
         metadata=_about(
-            partial(_one_of, ("gather", "fused")),
-            """"gather" is deterministic; "fused" sums experts inside the down product (no (T K, d) buffer) in an
-        order that varies from run to run. The torch backend treats both as "gather".""",
+            partial(_one_of, ("gather", "fused", "fused_both")),
+            """"gather" is deterministic. "fused" sums experts inside the down product (no (T K, d) buffer in forward),
+        "fused_both" dX too, inside the up projection's backward (none in backward either): with float32 atomics into a (T, d)
+        buffer, in an order that varies, so that neither is deterministic to the bit. The torch backend treats all as
+        "gather".""",
         ),
     )
     row_capacity: int | None = field(

@@ -75,7 +75,7 @@ def down_forward(
     *,
     overwrite_act: bool,
 ) -> None:
-    """Both kinds of combine are one here, and ``act`` is not written over."""
+    """All kinds of combine are one here, and ``act`` is not written over."""
     y = outputs(linear.GROUPED_MM, rows, act.dtype, a=act, weights=down_proj, bias=bias, low=low)
     out.copy_(outputs(COMBINE, rows, act.dtype, y=y, scores=scores))
 
@@ -107,8 +107,16 @@ def down_backward_act(
 
 
 def up_backward_act(
-    dh: Tensor, x: Tensor, up_proj: Tensor, rows: Dispatch, low: LowRows | None = None, dx: Tensor | None = None
+    dh: Tensor,
+    x: Tensor,
+    up_proj: Tensor,
+    rows: Dispatch,
+    low: LowRows | None = None,
+    dx: Tensor | None = None,
+    *,
+    combine: str = "gather",
 ) -> Tensor:
+    """All kinds of combine are one here."""
     dx_rows = outputs(linear.GROUPED_MM, rows, dh.dtype, a=dh, weights=up_proj, low=low, transposed=True)
     return _place(outputs(COMBINE, rows, dh.dtype, y=dx_rows), dx)
 

@@ -33,7 +33,8 @@ class AllToAll:
     num_experts: E.
 
     A token goes once to each rank that has any of its experts, with ids and scores of those. The options ``workspace_bytes`` and
-    ``row_capacity`` are refused; with ``combine="fused"`` a rank's partial sum is fused, and the sum over ranks as ever.
+    ``row_capacity`` are refused; with ``combine="fused"`` a rank's partial sum is fused, with ``"fused_both"`` dX's too, and the
+    sums over ranks are as ever.
 
     Raises TypeError or ValueError for an argument that does not fit; it is named, with what was expected and what came.
     """

@@ -17,7 +17,7 @@ from blazeproto.gemm.combine import combine
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.down_backward import down_backward_act, score_partials
 from blazeproto.gemm.dsd import dds, dsd
-from blazeproto.gemm.fused import down_forward_fused
+from blazeproto.gemm.fused import down_forward_fused, up_backward_act_fused
 from blazeproto.gemm.linear import down_forward, grouped_mm, up_backward_act
 from blazeproto.gemm.product import Product, Sizes
 from blazeproto.gemm.reduce import bias_score_grad, expert_row_sum
@@ -53,6 +53,7 @@ __all__ = [
     "score_partials",
     "sdd",
     "up_backward_act",
+    "up_backward_act_fused",
     "up_backward_weight",
     "up_forward",
     "weight_workspace",

@@ -164,7 +164,8 @@ COMBINE = Product(
     parts=lambda sizes, config, variant, build: [kernel(sizes.d, sizes.K, variant.scores, build.sources)],
     in_layer=lambda sizes, up, down: [
         (sizes._replace(d=width), None, Variant(scores=scores))
-        for scores in ((False,) if down.fused else (False, True))
+        for scores, fused in ((False, up.fused), (True, down.fused))
+        if not fused
         for width in slice_widths(sizes.d)
     ],
     variant=Variant(scores=True),

@@ -25,7 +25,7 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
 from blazeproto.gemm.specification import Specification, by_tile, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
+from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, chosen, chosen_for_any
 from blazeproto.runtime import checks, driver
 
 
@@ -105,8 +105,9 @@ def down_backward_act(
     low: rows (R, r) and factor (E, r, n), with ``transposed`` (E, n, r), both bf16: dA' gets rows factor too, as of LoRA.
     workspace: (score_partials(n), R) fp32; made where it is not given.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
-    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
+    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
+    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
@@ -131,7 +132,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         "down_backward",
         config,
         build,
-        tickets=True,
+        tails=True,
         cluster_widths=(256,),
         GATHER=1,
         B_MN=not variant.transposed,
@@ -182,9 +183,7 @@ def launch(
     """`down_backward_act` of arrays that have been checked; the partial dS of the column tiles are summed behind it.
     low: added to dA'."""
     if at.num_rows:
-        config = config or with_tickets(
-            "down_backward_act", at.num_rows, at.num_experts, d_out.shape[1], a_scaled.shape[1]
-        )
+        config = config or chosen("down_backward_act", at.num_rows, at.num_experts, d_out.shape[1], a_scaled.shape[1])
         variant = Variant(True, transposed, activation=activation, rank=rank_of(low))
         plan = _plan(at.where, down_proj.shape, variant, config, product.build_of("down_backward_act"))
         dh_at, a_at = dh.data_ptr(), a_scaled.data_ptr()
@@ -222,8 +221,10 @@ DOWN_BACKWARD_ACT = Product(
         kernel(config, variant, build),
         reduce.kernel("reduce_scores_grad", 0, build.sources),
     ],
-    in_layer=lambda sizes, up, down: [(sizes, config, down) for config in tiles_of_layer("down_backward_act", sizes.d)],
-    tiles=lambda sizes: with_tickets("down_backward_act", sizes.rows, sizes.E, sizes.d, sizes.n),
+    in_layer=lambda sizes, up, down: [
+        (sizes, config, down) for config in chosen_for_any("down_backward_act", sizes.d, sizes.n)
+    ],
+    tiles=lambda sizes: chosen("down_backward_act", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,
     options=("activation", "transposed", "rank"),
     phases=("backward",),

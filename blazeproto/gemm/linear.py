@@ -1,4 +1,4 @@
-"""Rows times weights with nothing but a bias at the end (cuda/linear.cu): two of the products; fused.py has the third.
+"""Rows times weights with nothing but a bias at the end (cuda/linear.cu): two of the products; fused.py has two more.
 
 down forward          Y = act W_down^T (+ bias)     MoEBlaze Algorithm 1, line 10
 up backward, rows     dX~ = dH W_up                 MoEBlaze Algorithm 1, line 30
@@ -183,8 +183,13 @@ def name_of(transposed: bool) -> str:
     return "up_backward_act" if transposed else "down_forward"
 
 
+def of_dx(up: Variant) -> Variant:
+    """The variant of the product that makes dX or its rows.  up: the up projection's."""
+    return up._replace(transposed=not up.transposed, bias=False)
+
+
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: gather, transposed, bias, fused, rank."""
+    """variant: gather, transposed, bias, fused, scores, rank."""
     return tiled_kernel(
         "linear.cu",
         "linear",
@@ -196,7 +201,7 @@ def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Bu
         GATHER=variant.gather,
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
-        FUSED_COMBINE=variant.fused,
+        FUSED_COMBINE=variant.fused * (1 if variant.scores else 2),
         low_rank=variant.low_rank,
     )
 
@@ -266,7 +271,7 @@ DOWN_FORWARD = Product(
     in_layer=lambda sizes, up, down: [] if down.fused else _in_layer(sizes, down),
     tiles=lambda sizes: tiles_for("down_forward", sizes.d),
     kernel=kernel,
-    options=("gather", "transposed", "bias", "fused", "rank"),
+    options=("gather", "transposed", "bias", "rank"),
     phases=("forward",),
 )
 UP_BACKWARD_ACT = Product(
@@ -276,10 +281,10 @@ UP_BACKWARD_ACT = Product(
     kernels=lambda: [
         kernel(*call) for call in every(CANDIDATES["up_backward_act"], variants(gather=BOTH, transposed=[True]))
     ],
-    in_layer=lambda sizes, up, down: _in_layer(sizes, up._replace(transposed=not up.transposed, bias=False)),
+    in_layer=lambda sizes, up, down: [] if up.fused else _in_layer(sizes, of_dx(up)),
     tiles=lambda sizes: tiles_for("up_backward_act", sizes.d),
     kernel=kernel,
     variant=Variant(transposed=True),
-    options=("gather", "bias", "fused", "rank"),
+    options=("gather", "bias", "rank"),
     phases=("backward",),
 )

@@ -1,7 +1,7 @@
 """What every product has in common: a line in the registry, a kernel made of tiles. What it computes: specification.py.
 
 A product is declared in one .py, beside the .cu in cuda/ that it is compiled from; products that are alike share one (linear.cu:
-three). The .py holds, in this order: what it computes and the paper's line, inputs, outputs and formula, the public function, the
+four). The .py holds, in this order: what it computes and the paper's line, inputs, outputs and formula, the public function, the
 kernel, the plan, the launch, the registry's entry.
 """
 
@@ -215,7 +215,7 @@ def tiled_kernel(
     build: Build,
     *,
     cluster_widths: tuple[int, ...] = (),
-    tickets: bool = False,
+    tails: bool = False,
     widths: tuple[int, ...] = (128, 256),
     epilogue_warpgroups: int = 0,
     epilogue_registers: int = 40,
@@ -224,8 +224,8 @@ def tiled_kernel(
 ) -> Kernel:
     """A kernel on top of mainloop.cuh: the same object for the same arguments.
 
-    tickets: whether it may take tickets.  widths: the columns that its tiles may have.  cluster_widths: those that they may have
-    in clusters of two. ValueError for a config of others.
+    tails: whether it may have `tickets` and `few_rows`.  widths: the columns that its tiles may have.  cluster_widths: those that
+    they may have in clusters of two. ValueError for a config of others.
     epilogue_warpgroups: 1 for a fourth warpgroup, which does the epilogue.
     low_rank: LOW_RANK of mainloop.cuh.
     """
@@ -236,8 +236,9 @@ def tiled_kernel(
     if config.cluster != 1 and config.tile_n not in cluster_widths:
         of = "".join(f" or tile_n={width}" for width in cluster_widths)
         raise ValueError(f"config: expected cluster=1{of} for {entry}, got {config}")
-    if config.tickets and not tickets:
-        raise ValueError(f"config: expected tickets=False for {entry}, got {config}")
+    for name in ("tickets", "few_rows"):
+        if getattr(config, name) and not tails:
+            raise ValueError(f"config: expected {name}=False for {entry}, got {config}")
     if config.tickets and config.cluster != 1:
         raise ValueError(f"config: expected tickets=False beside cluster={config.cluster}, got {config}")
     macros = {
@@ -250,6 +251,7 @@ def tiled_kernel(
         "EPILOGUE_REGISTERS": epilogue_registers,
         "LOW_RANK": low_rank,
         **macros,
+        **({"FEW_ROWS": True} if config.few_rows else {}),
         **DEVICE_CONSTANTS,
     }
     threads, start_registers = (4 * WARPGROUP, 128) if epilogue_warpgroups else (3 * WARPGROUP, None)

@@ -9,7 +9,7 @@ from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
 from blazeproto.gemm.dsd import DDS, DSD
-from blazeproto.gemm.fused import DOWN_FORWARD_FUSED
+from blazeproto.gemm.fused import DOWN_FORWARD_FUSED, UP_BACKWARD_ACT_FUSED
 from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
 from blazeproto.gemm.product import Build, Sizes, Variant
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
@@ -30,6 +30,7 @@ PRODUCTS = {
         BIAS_SCORE_GRAD,
         DOWN_BACKWARD_WEIGHT,
         UP_BACKWARD_ACT,
+        UP_BACKWARD_ACT_FUSED,
         UP_BACKWARD_WEIGHT,
         EXPERT_ROW_SUM,
     )
@@ -96,6 +97,7 @@ def prepare(
     up_bias: bool = False,
     down_bias: bool = False,
     fused: bool = False,
+    fused_backward: bool = False,
     f32_weight_grads: bool = False,
     transposed: bool = False,
     device: int | None = None,
@@ -108,7 +110,8 @@ def prepare(
     d_model, d_expert, num_experts: d, n, E.  top_k: K, None where the number of experts per token varies.
     activation: a name of `blazeproto.activations`.
     up_bias, down_bias: whether the projections have biases.  fused: whether `down_forward_fused` runs instead of
-    `down_forward` and `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
+    `down_forward` and `combine`.  fused_backward: whether `up_backward_act_fused` runs instead of `up_backward_act` and
+    `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
     device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
@@ -127,7 +130,7 @@ def prepare(
         if value is not None:
             checks.integer(name, value, least)
     sizes = Sizes(0, d_model, d_expert, num_experts, top_k or 0)
-    up = Variant(transposed=transposed, bias=up_bias, activation=activation, f32=f32_weight_grads)
+    up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
     made = compile_many(wanted, jobs)

@@ -4,7 +4,11 @@ Chosen on an H200; docs/kernels.md tells why the winners won. `python -m scripts
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
+from math import log2
+from typing import Any
 
+from blazeproto.gemm.tuned import MEASURED
 from blazeproto.runtime.shown import Shown
 
 
@@ -54,6 +58,8 @@ class TileConfig(Shown):
     cluster: CTAs that share what they read (1 or 2): B tiles of a weight gradient, weights elsewhere (cuda/pairs.cuh).
     tickets: whether CTAs take tiles as they get done, and skip what lies past an expert's end (cuda/tiles.cuh); in up_forward
     and down_backward_act alone.
+    few_rows: whether what lies past an expert's end becomes zeros, unread, where rows are gathered, instead of copies of the
+    expert's last row (cuda/varlen_m.cuh); in the same two.
     """
 
     tile_n: int = 256
@@ -61,6 +67,7 @@ class TileConfig(Shown):
     deferred: bool = True
     cluster: int = 1
     tickets: bool = False
+    few_rows: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -68,6 +75,7 @@ class TileConfig(Shown):
             ("stages", DEPTHS),
             ("deferred", SWITCH),
             ("tickets", SWITCH),
+            ("few_rows", SWITCH),
             ("cluster", CLUSTERS),
         ):
             value = getattr(self, name)
@@ -75,8 +83,8 @@ class TileConfig(Shown):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-# product -> its tiles. Launches look here each time, so a changed entry holds from the next call on.
-TILES = {
+# product -> its tiles, but for what `tuned.py` knows better.
+PLAIN = {
     "up_forward": TileConfig(),
     "down_forward": TileConfig(),
     "down_backward_act": TileConfig(deferred=False),
@@ -84,6 +92,8 @@ TILES = {
     "down_backward_weight": TileConfig(cluster=2),
     "up_backward_weight": TileConfig(cluster=2),
 }
+TILES = dict(PLAIN)
+"""Launches look here each time: a changed entry holds from the next call on, for layers of any sizes."""
 
 # Products that take narrower tiles where those of the table would leave many columns idle: of 2880 columns, 15 tiles of 192
 # leave none, 12 of 256 a sixteenth. Elsewhere wide tiles win, since they read rows fewer times.
@@ -103,46 +113,83 @@ def tiles_for(product: str, columns: int) -> TileConfig:
 # the wide side bound them.
 FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
 
-WITH_TICKETS = ("up_forward", "down_backward_act")
-# Rows of an expert, in the mean, for which `with_tickets` gives a product tickets. With more of them the last ones matter
-# little. With fewer, half tiles are so many that those who share weights no longer read them at the same time; dH of wide
-# experts gains nevertheless. And a short reduction takes hardly longer than to find a tile.
-TICKET_ROWS, TICKET_REDUCTION = range(384, 769), 1024
-WIDE_EXPERT, WIDE_TICKET_ROWS = 4 * 2**20, range(272, 769)  # numbers of a weight (n, d); rows for its dH
+CHOSEN = ("up_forward", "down_backward_act")  # products whose tiles `tuned.MEASURED` chooses
+STEPS = 4  # an octave of an expert's rows has, in the table's eyes
+FEW, MANY = -8, 10.5  # octaves of rows: with fewer the table is read as with 2^FEW, with more it is not read
 
 
-def with_tickets(product: str, num_rows: int, num_experts: int, reduction: int, d_expert: int) -> TileConfig:
-    """The table's tiles of up_forward or down_backward_act, with tickets where they pay."""
-    config = TILES[product]
-    wide = product == "down_backward_act" and reduction * d_expert >= WIDE_EXPERT
-    rows = WIDE_TICKET_ROWS if wide else TICKET_ROWS
-    pays = reduction >= TICKET_REDUCTION and num_rows // num_experts in rows
-    return replace(config, tickets=True) if pays else config
+def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int) -> TileConfig:
+    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`.
+
+    With many rows an expert they are the plain ones: few tiles reach past an expert's end there.
+    """
+    config, octaves = TILES[product], log2(max(num_rows, 1) / num_experts)
+    if config is not PLAIN[product] or octaves > MANY:
+        return config
+    return _nearest(product, round(STEPS * max(octaves, FEW)), d, n)
 
 
-def tiles_of_layer(product: str, reduction: int) -> list[TileConfig]:
-    """Those that `with_tickets` may choose."""
-    config = TILES[product]
-    return [config, replace(config, tickets=True)] if reduction >= TICKET_REDUCTION and not config.tickets else [config]
+@cache
+def _nearest(product: str, step: int, d: int, n: int) -> TileConfig:
+    """By ratios: of rows an expert, which are 2^(step / STEPS), of d and of n."""
+
+    def distance(layer: tuple[float, int, int]) -> float:
+        rows, *widths = layer
+        ratios = (log2(of / this) for of, this in zip(widths, (max(d, 1), max(n, 1)), strict=True))
+        return (log2(rows) - step / STEPS) ** 2 + sum(ratio**2 for ratio in ratios)
+
+    layers = MEASURED[product]
+    return replace(PLAIN[product], **layers[min(layers, key=distance)])
 
 
-def give_tickets(value: bool) -> None:
-    """Has the table's tiles take tickets, whatever the sizes, or only where they pay: for checks of small layers."""
-    for product in WITH_TICKETS:
-        TILES[product] = replace(TILES[product], tickets=value)
+def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
+    """Every tiles that `chosen` may give, whatever the number of rows."""
+    if TILES[product] is not PLAIN[product]:
+        return [TILES[product]]
+    few, many = round(STEPS * FEW), round(STEPS * MANY)
+    return [*dict.fromkeys([PLAIN[product], *(_nearest(product, step, d, n) for step in range(few, many + 1))])]
 
 
-# What the tuner times beside them.
+# What checks force, one after the other: the table's choice, and each of those that it may make.
+FORCED: tuple[dict[str, Any], ...] = (
+    {},
+    {"few_rows": False},
+    {"few_rows": True},
+    {"few_rows": True, "cluster": 2},
+    {"few_rows": True, "tickets": True},
+)
+
+
+def force(**changes: Any) -> None:
+    """Has the products that `chosen` is for take ``changes`` of their plain tiles, whatever the sizes, for checks of small
+    layers. Without any, the table chooses again."""
+    for product in CHOSEN:
+        TILES[product] = replace(PLAIN[product], **changes) if changes else PLAIN[product]
+
+
+# What the tuner times, the simple ones first: `scripts.bench.tuning` takes a later one where it is clearly faster.
 _ROWS = (TileConfig(), TileConfig(deferred=False), TileConfig(cluster=2))
 _NARROW = (*_ROWS, TileConfig(tile_n=192))
 _WEIGHTS = tuple(TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1))
 CANDIDATES = {
-    "up_forward": (*_ROWS, TileConfig(tickets=True)),
-    "down_forward": _NARROW,
-    "down_backward_act": (
+    "up_forward": (
+        TileConfig(),
+        TileConfig(few_rows=True),
+        TileConfig(few_rows=True, tile_n=128),
+        TileConfig(cluster=2),
         TileConfig(deferred=False),
-        TileConfig(deferred=False, tickets=True),
-        TileConfig(deferred=False, cluster=2),
+    ),
+    "down_forward": _NARROW,
+    "down_backward_act": tuple(
+        TileConfig(deferred=False, **changes)
+        for changes in (
+            {},
+            {"few_rows": True},
+            {"few_rows": True, "cluster": 2},
+            {"few_rows": True, "tickets": True},
+            {"tickets": True},
+            {"cluster": 2},
+        )
     ),
     "up_backward_act": _NARROW,
     "down_backward_weight": _WEIGHTS,

@@ -24,7 +24,7 @@ from blazeproto.gemm.product import (
 )
 from blazeproto.gemm.rows import h_box, low_maps, rank_of, rows_plan, words
 from blazeproto.gemm.specification import Specification, low_rank
-from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, tiles_of_layer, with_tickets
+from blazeproto.gemm.tiles import BM, CANDIDATES, SLAB, TILES, TileConfig, chosen, chosen_for_any
 from blazeproto.runtime import driver
 
 
@@ -83,24 +83,26 @@ def up_forward(
     transposed: up_proj is (E, d, G n), read as it lies.
     low: rows (R, r) and factor (E, G n, r), with ``transposed`` (E, r, G n), both bf16: h gets rows factor^T too, as of LoRA.
 
-    config: tiles; default: those of `TILES`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that are not
-    given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is launched.
+    config: tiles; default: those of `tiles.chosen`.  stream: a raw cudaStream_t; default: the caller's current one. Outputs that
+    are not given are made, of the kind of array that came. TypeError or ValueError names the argument, before anything is
+    launched.
     """
     return SPEC.run(launch, locals(), "activation", "transposed", "config")
 
 
 def kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation, transposed, bias, rank."""
+    config = config or TILES["up_forward"]
     return tiled_kernel(
         "up.cu",
         "up_forward",
-        config or TILES["up_forward"],
+        config,
         build,
-        tickets=True,
+        tails=True,
         cluster_widths=(128, 256),
         epilogue_warpgroups=1,
-        # Making act is quicker with 56, but consumers that add biases need what 40 leave them.
-        epilogue_registers=40 if variant.bias else 56,
+        # Making act is quicker with 56, but consumers that add biases to 256 columns need what 40 leave them.
+        epilogue_registers=40 if variant.bias and config.tile_n == 256 else 56,
         GATHER=1,
         B_MN=variant.transposed,
         HAS_BIAS=variant.bias,
@@ -147,7 +149,7 @@ def launch(
     activation."""
     if not at.num_rows:
         return
-    config = config or with_tickets("up_forward", at.num_rows, at.num_experts, x.shape[1], act.shape[1])
+    config = config or chosen("up_forward", at.num_rows, at.num_experts, x.shape[1], act.shape[1])
     variant = Variant(True, transposed, bias is not None, activation, rank_of(low))
     plan = _plan(at.where, up_proj.shape, variant, config, product.build_of("up_forward"))
     h_at, act_at = h.data_ptr(), act.data_ptr()
@@ -174,8 +176,8 @@ UP_FORWARD = Product(
         ),
         *map(kernel, CANDIDATES["up_forward"]),
     ],
-    in_layer=lambda sizes, up, down: [(sizes, config, up) for config in tiles_of_layer("up_forward", sizes.d)],
-    tiles=lambda sizes: with_tickets("up_forward", sizes.rows, sizes.E, sizes.d, sizes.n),
+    in_layer=lambda sizes, up, down: [(sizes, config, up) for config in chosen_for_any("up_forward", sizes.d, sizes.n)],
+    tiles=lambda sizes: chosen("up_forward", sizes.rows, sizes.E, sizes.d, sizes.n),
     kernel=kernel,
     options=("activation", "transposed", "bias", "rank"),
     phases=("forward",),

@@ -116,7 +116,7 @@ class BlockWorkbench(Workbench):
 
     @property
     def _operations(self) -> float:
-        return 2.0 * int(self.mask.sum()) * BLOCK**2 * (self.k if self.part == "block" else self.m)
+        return cost.block_operations(int(self.mask.sum()), self.k if self.part == "block" else self.m)
 
     def _floor_ms(self) -> float:
         """As sdd.cu and dsd.cu have it."""

@@ -203,6 +203,7 @@ NAMES: dict[str, dict[str, str | None]] = {
     "up_forward": {"bias": "up_bias"},
     "down_forward": {"bias": "down_bias"},
     "down_forward_fused": {"bias": "down_bias", "out_f32": "fused"},
+    "up_backward_act_fused": {"dx_f32": "dx_fused"},
     "down_backward_weight": {"dw": "d_down"},
     "up_backward_weight": {"dw": "d_up"},
     "expert_row_sum": {"values": "dh", "scores": None, "out": "d_up_bias"},

@@ -78,7 +78,8 @@ class LayerCall:
     by row.  num_chunks: 1 for a whole batch.
     itemsize, weight_itemsize, router_itemsize, logit_itemsize: bytes of an element of x as the experts see it, of their weights,
     of the router's weight, of logits and scores.
-    save, fused, bias, shared: the save policy, combine="fused", whether there are biases, the shared expert's width or 0.
+    save, bias, shared: the save policy, whether there are biases, the shared expert's width or 0.
+    fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
     router: "top_k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
     """
@@ -94,6 +95,7 @@ class LayerCall:
     logit_itemsize: int
     save: str
     fused: bool
+    fused_backward: bool
     bias: bool
     shared: int
     router: str
@@ -127,6 +129,7 @@ PAPERS_NAMES = {  # arrays, where the papers have other names
     "dx": "dX",
     "d_out": "dO",
     "fused": "out",
+    "dx_fused": "dX",
     "scores": "S",
     "d_scores": "dS",
     "up_bias": "bias",
@@ -136,17 +139,21 @@ PAPERS_NAMES = {  # arrays, where the papers have other names
 }
 
 
+MADE_BEFORE = {name for name, times in Counter(name for call in LAYER for name in call.made).items() if times > 1}
+"""What one product makes and another adds to."""
+
+
 def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
     """The calls of products that a layer makes, by their steps' names, in order."""
-    up = Variant(bias=s.bias, fused=s.fused)
+    up, down = (Variant(bias=s.bias, fused=fused) for fused in (s.fused_backward, s.fused))
     calls = [
         call
         for call in LAYER
         if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
         and not call.f32
-        and not (s.fused and call is CALLS["combine"])
+        and not (call.product == "combine" and (s.fused if "scores" in call.inputs else s.fused_backward))
         and call.entry.in_layer is not None
-        and any(True for _ in call.entry.in_layer(s.sizes, up, up))
+        and any(True for _ in call.entry.in_layer(s.sizes, up, down))
     ]
     times = Counter(call.product for call in calls)
     names = (
@@ -170,7 +177,7 @@ def _product(s: LayerCall, call: Call, phase: str, name: str, keeps: tuple[Traff
 
     reads = [array(*named) for named in call.inputs.items() if s.bias or not named[0].endswith("_bias")]
     writes = [array(*named, made=True) for named in call.made.items()]
-    added = [array(*named, made=True) for named in call.made.items() if named[1].added and named[0] in BACKWARD]
+    added = [array(*named, made=True) for named in call.made.items() if named[1].added and named[0] in MADE_BEFORE]
     sizes = s.sizes._replace(K=s.rows / max(s.sizes.T, 1))  # type: ignore[arg-type]  # K in the mean
     return Step(phase, name, (*reads, *added), tuple(writes), PRODUCTS[call.product].operations(sizes), keeps)
 
@@ -186,7 +193,7 @@ class _Arrays:
         self.x, self.d_x, self.out, self.d_out = (
             Traffic(name, (T, d), s.itemsize) for name in ("x", "dX", "out", "dO")
         )
-        self.out_f32 = self.out._replace(itemsize=4)
+        self.out_f32, self.d_x_f32 = (array._replace(itemsize=4) for array in (self.out, self.d_x))
         self.logits, self.d_logits = (Traffic(name, (T, E), f) for name in ("logits", "dlogits"))
         self.router, self.d_router = (
             Traffic(name, (E, d), s.router_itemsize) for name in ("router.weight", "d router.weight")
@@ -258,6 +265,8 @@ def _backward(s: LayerCall) -> Iterator[Step]:
         yield _product(s, CALLS["up_forward"], phase, "up_forward again")
     for name, call in product_calls(s, phase).items():
         yield _product(s, call, phase, name)
+    if s.fused_backward:
+        yield Step(phase, "dX to x's dtype", (a.d_x_f32,), (a.d_x,))
     if s.router == "other":
         yield Step(phase, "router", (a.x, a.d_scores), (a.d_x,), None)
     else:

@@ -212,9 +212,9 @@ class Workbench:
         the kernel's PTX runs on the machine (`blazeproto.lab.machine`), which reports races and what a kernel may not do with
         source lines: by default once, run i with the schedule of seed i. What it will take is said on stderr; Ctrl-C ends it.
 
-        Runs must give the same bits (but for down_forward_fused, which adds in no fixed order), write every element, and nothing
-        beside the outputs. ``bool(verdict)``; its repr draws the tiles that are wrong and the first ten mismatches. CompileError
-        where the sources don't compile, PtxError for an instruction that the machine does not know.
+        Runs must give the same bits (but for down_forward_fused and up_backward_act_fused, which add in no fixed order), write
+        every element, and nothing beside the outputs. ``bool(verdict)``; its repr draws the tiles that are wrong and the first
+        ten mismatches. CompileError where the sources don't compile, PtxError for an instruction that the machine does not know.
         """
         runs = checks.integer("runs", (GPU_RUNS if self.on_gpu else 1) if runs is None else runs, least=1)
         plain = self._build()

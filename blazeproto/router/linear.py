@@ -13,8 +13,8 @@ in an order that the widths alone decide. cuBLAS takes other algorithms for othe
 
 Router arithmetic in fp32 inside a bf16 model: Switch Transformer §2.4, "selective precision".
 
-Floor: forward max(2 T d E / 785 TFLOP/s, (2 T d + 4 T E) bytes / 4.24 TB/s); backward max(8 T d E / 785 TFLOP/s, (4 T d + 4 T E)
-bytes / 4.24 TB/s).
+Floor: `blazeproto.cost.router_floor_ms`, which passes once over each product: 2 T d E operations, or 2 (T d + E d) + 4 T E bytes.
+Two parts of an fp32 operand are two passes.
 """
 
 from collections.abc import Sequence

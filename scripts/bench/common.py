@@ -70,12 +70,15 @@ TABLES: dict[str, tuple[Sizes, ...]] = {
 }
 SHAPES: tuple[Sizes, ...] = tuple(shape for shapes in TABLES.values() for shape in shapes)
 QUICK_SHAPES: tuple[Sizes, ...] = (SHAPES[0], SHAPES[8], SHAPES[15], SHAPES[20])
-# Those that whole layers are compared on beside them: many experts, odd widths, few rows an expert.
+# Those that whole layers are compared on beside them: many experts, odd widths, few rows an expert; Mixtral 8x7B, DeepSeek-V3.
 EXTRA_SHAPES = (
     Sizes(16384, 4096, 512, 512, 8),
     Sizes(16384, 2880, 2880, 128, 4),
     Sizes(8192, 4096, 1536, 256, 6),
     Sizes(16384, 5120, 1536, 160, 6),
+    Sizes(16384, 4096, 14336, 8, 2),
+    Sizes(32768, 4096, 14336, 8, 2),
+    Sizes(16384, 7168, 2048, 256, 8),
 )
 MODULE_SHAPES = (*SHAPES, *EXTRA_SHAPES)
 

@@ -21,7 +21,6 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cache
 from pathlib import Path, PurePath
 from types import CellType, FunctionType, ModuleType
@@ -31,13 +30,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from blazeproto import gemm
-from blazeproto.gemm import Sizes, TileConfig, compile
+from blazeproto.gemm import compile
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.product import Variant
-from blazeproto.gemm.tiles import FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
+from scripts.bench.layer_tiles import other_tiles
 
 Description = dict[str, Any]  # of a kernel: what it is made again from
 
@@ -236,6 +233,11 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 
 
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
+AS_BEFORE = {  # the router's floor is blazeproto.cost's, to the digit
+    "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
+    "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
+}
+"""By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 PEERS = Path(__file__).parent / "peers"  # are imported by name, so that objects don't lead to them
 
 
@@ -323,45 +325,6 @@ def is_current(name: str) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------------------------------------- tiles
-
-TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
-
-
-def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
-    return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
-
-
-def _by_macros(config: TileConfig) -> dict[str, int]:
-    return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
-
-
-@cache
-def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
-    """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
-    that are made at a time."""
-    plain = Variant()
-    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
-    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
-    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
-    row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
-    configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
-    described = [(kernel.entry, kernel.defines) for kernel in made]
-    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
-
-
-def other_tiles(name: str, cfg: Mapping[str, int]) -> bool:
-    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
-    description = KERNELS[name]
-    if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
-        return False
-    now = _tiles_of_layer(Sizes(**{letter: cfg[letter] for letter in "TdnEK"}))
-    return (
-        description["entry"] in {entry for entry, *_ in now}
-        and _tiles(description["entry"], description["defines"]) not in now
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -377,10 +340,14 @@ def earlier(row: Mapping[str, Any]) -> str:
     """
     of = row.get("of", {})
     kernels = of.get("kernels")
-    if kernels is None or not all(is_current(name) and not other_tiles(name, row.get("cfg", {})) for name in kernels):
+    if kernels is None or not all(
+        is_current(name) and not other_tiles(KERNELS[name], row.get("cfg", {})) for name in kernels
+    ):
         return "kernels"
-    timed = "protocol" not in of or protocol_identity(of["protocol"]) == of["protocol_identity"]
-    return "" if timed else "benchmark"
+    if "protocol" not in of:
+        return ""
+    then = of["protocol_identity"]
+    return "" if protocol_identity(of["protocol"]) in (then, AS_BEFORE.get(then)) else "benchmark"
 
 
 def rows_in(record: Any) -> Iterator[dict[str, Any]]:

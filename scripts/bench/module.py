@@ -1,6 +1,6 @@
 """Module against module: `MoE(router="topk_softmax")` of ours and SonicMoE's own `MoE`, as their users call them.
 
-    python -m scripts.bench.module                             # 27 shapes -> results/h200/module.json
+    python -m scripts.bench.module                             # 30 shapes -> results/h200/module.json
     python -m scripts.bench.module --quick                     # four shapes
     python -m scripts.bench.module --configs 1-12,25           # 1-23 as scripts.bench.layer, 24-27: EXTRA_SHAPES
     python -m scripts.bench.module --resume --time-budget 480  # goes on where the last run of the same sources stopped
@@ -51,7 +51,6 @@ from scripts.bench.identity import earlier
 from scripts.bench.layer import FLOOR, input_sets
 from scripts.bench.module_tables import module_table, verdicts
 from scripts.bench.peers import modules
-from scripts.bench.router import router_floor_ms
 from scripts.bench.timing import (
     KernelTime,
     Rotation,
@@ -184,7 +183,7 @@ def row_of(shape: Sizes, names: list[str], rounds: int) -> Row:
     peaks = {name: peak_of(programs[name][0]) for name in ("ours", "sonic") if name in programs}
     router = programs["router"][0]
     saved = saved_bytes(router.forward, router.module.parameters())
-    floors = cost.layer_floor_ms(shape), router_floor_ms(shape)
+    floors = cost.layer_floor_ms(shape), cost.router_floor_ms(shape)
     forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
     row: Row = {"cfg": cfg_of(shape), "rounds": rounds}
     row |= part_times(programs, rounds)

@@ -1,6 +1,6 @@
 """Fill the tables and measured sentences of README.md and docs/*.md, and draw docs/*.png, from results/.
 
-python -m scripts.bench.plot_results             # every page that has markers; docs/{speed,experts,memory,dispatch}.png
+python -m scripts.bench.plot_results             # every page that has markers; the pictures of PICTURES
 python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, and names, if a page is out of date
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
+from scripts.bench.cost_tables import name_of_table, plot_predicted
 from scripts.bench.identity import rows_in
-from scripts.bench.markdown import LABELS, OURS, Record, origin, signs_of
+from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
 from scripts.bench.module_tables import compared
+from scripts.bench.paper.cells import programs_in, tflops
+from scripts.bench.paper.sonicmoe_tables import ROUTINGS
 from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
@@ -160,11 +164,121 @@ def plot_dispatch(record: Record, path: Path) -> bool:
     return True
 
 
+def plot_prediction(record: Record, path: Path, name: Callable[[Record], str], title: str) -> None:
+    """Measured over predicted times of whole layers or of products."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    plot_predicted(figure.subplots(), record["rows"], name, title)
+    save(figure, record, path)
+
+
+PREDICTED_LAYERS = partial(plot_prediction, name=name_of_table, title="whole layers, forward + backward; lines: 10 %")
+PREDICTED_PRODUCTS = partial(plot_prediction, name=itemgetter("product"), title="products; lines: 10 %")
+
+
+def panels_of(record: Record, rows: Sequence[Record], panels: Mapping[str, Value], path: Path) -> None:
+    """Bars of the peers of some rows, a panel for each title; a row is named by its shape, and its activation if they differ."""
+    figure = Figure(figsize=(16, 4 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    names = programs_in(list(rows))
+    for axis, (title, value) in zip(axes, panels.items(), strict=True):
+        bars(axis, rows, names, value)
+        axis.set_title(title)
+        if len({row["activation"] for row in rows}) > 1:
+            ticks = zip(axis.get_xticklabels(), rows, strict=True)
+            axis.set_xticks(axis.get_xticks(), [f"{tick.get_text()}\n{row['activation']}" for tick, row in ticks])
+    axes[0].legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.25), frameon=False)
+    save(figure, record, path)
+
+
+def field_of(field: str, row: Record, name: str) -> float | None:
+    found: float | None = row["programs"].get(name, {}).get(field)
+    return found
+
+
+def plot_moeblaze(record: Record, path: Path) -> None:
+    """MoEBlaze Figures 3 to 6: what is saved, and time, ours and MegaBlocks'."""
+    titles = {"saved_MiB": "saved for backward, MiB", "fwdbwd_ms": "forward + backward, ms"}
+    titles["eager_fwdbwd_ms"] = "the same as eager calls, ms"
+    rows = sorted(record["rows"], key=lambda row: row["activation"])
+    panels = {f"MoEBlaze's configurations: {title}": partial(field_of, field) for field, title in titles.items()}
+    panels_of(record, rows, panels, path)
+
+
+def plot_sonicmoe(record: Record, path: Path) -> None:
+    """SonicMoE Figures 6a and 5: TFLOP/s by program, forward and backward, and what is saved."""
+    panels: dict[str, Value] = {
+        f"SonicMoE's configurations: {title}, TFLOP/s": lambda row, name, part=part: tflops(row, name, part)  # type: ignore[misc]
+        for part, title in (("fwd", "forward"), ("bwd", "backward"))
+    }
+    panels["SonicMoE's configurations: saved for backward, MiB"] = partial(field_of, "saved_MiB")
+    panels_of(record, record["rows"], panels, path)
+
+
+def plot_kernels(record: Record, path: Path) -> None:
+    """SonicMoE Figure 2a: milliseconds by kernel, stacked, products in colour, with the speed of ours where it is known."""
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    (row, *_) = record["rows"]
+    for axis, phase in zip(axes, ("forward", "backward"), strict=True):
+        for place, name in enumerate(row["programs"]):
+            bottom = 0.0
+            kernels = sorted(row["programs"][name][phase]["kernels"], key=lambda kernel: not kernel["multiplies"])
+            for kernel in kernels:
+                color = COLORS[name] if kernel["multiplies"] else "#d9d9d9"
+                axis.bar(place, kernel["ms"], 0.7, bottom=bottom, color=color, edgecolor="white", linewidth=1)
+                if kernel["ms"] > 0.05 * sum(each["ms"] for each in kernels):
+                    axis.text(place, bottom + kernel["ms"] / 2, said_of(kernel), ha="center", va="center", fontsize=7)
+                bottom += kernel["ms"]
+        axis.set_xticks(range(len(row["programs"])), [LABELS[name] for name in row["programs"]])
+        axis.set(title=f"{phase}, {plain_shape(row)}: products in colour", ylabel="ms")
+        axis.spines[["top", "right"]].set_visible(False)
+    save(figure, record, path)
+
+
+def plot_rounding(record: Record, path: Path) -> None:
+    """SonicMoE Figures 7 and 3: TFLOP/s of each routing over E, and the empty rows of top-k's tiles."""
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    groups = list(dict.fromkeys(row["label"] for row in record["rows"]))
+    axes = figure.subplots(3, len(groups), squeeze=False)
+    titles = {"fwd_tflops": "forward TFLOP/s", "bwd_tflops": "backward TFLOP/s"}
+    for column, group in enumerate(groups):
+        rows = [row for row in record["rows"] if row["label"] == group]
+        experts = [row["cfg"]["E"] for row in rows]
+        for axis, (field, title) in zip(axes[:, column], titles.items(), strict=False):
+            for name, said in ROUTINGS.items():
+                axis.plot(experts, [row[name][field] for row in rows], "o-", label=said, markersize=3)
+            axis.set(ylabel=title)
+        axes[2, column].plot(experts, [100 * row["wasted"] for row in rows], "ko-", markersize=3)
+        axes[2, column].set(ylabel="empty rows of tiles, %", xlabel="E")
+        axes[0, column].set(title=f"{group}: T, d, n, K = {', '.join(str(rows[0]['cfg'][key]) for key in 'TdnK')}")
+    for axis in axes.flat:
+        axis.set(xscale="log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False)
+    save(figure, record, path)
+
+
+def said_of(kernel: Record) -> str:
+    """Milliseconds of a kernel; of one whose work is known TFLOP/s, or TB/s where it multiplies no matrices."""
+    said = f"{kernel['ms']:.2f} ms"
+    if not kernel.get("least_bytes"):
+        return said
+    if kernel["multiplies"]:
+        return f"{said}, {1e-9 * kernel['operations'] / kernel['ms']:.0f} TFLOP/s"
+    return f"{said}, {1e-9 * kernel['least_bytes'] / kernel['ms']:.1f} TB/s"
+
+
 PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("module", plot_modules, "speed.png"),
     ("layer", plot_experts, "experts.png"),
     ("layer", plot_memory, "memory.png"),
     ("dispatch", plot_dispatch, "dispatch.png"),
+    ("module", PREDICTED_LAYERS, "predicted_layers.png"),
+    ("products", PREDICTED_PRODUCTS, "predicted_products.png"),
+    ("../h100/paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
+    ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
+    ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),
+    ("../h100/paper/sonicmoe-rounding", plot_rounding, "paper_rounding.png"),
 )
 
 

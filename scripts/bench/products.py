@@ -39,10 +39,52 @@ from scripts.bench.common import (
 )  # fmt: skip
 from scripts.bench.result_tables import products_table
 from scripts.bench.timing import gpu_ms
+from scripts.bench.tuning import describe
 from scripts.command import need_hopper, some_of
 
 Call = Callable[[], object]
 DEFAULT_SHAPES = tuple(SHAPES[number - 1] for number in (1, 5, 7, 9, 14, 21))
+TUNED_SHAPES = tuple(
+    Sizes(*numbers)
+    for numbers in (
+        (8192, 7168, 2048, 384, 8),  # Kimi K2: 171 rows an expert
+        (8192, 4096, 1536, 256, 6),  # 192
+        (1, 2048, 768, 128, 8),  # Qwen3-30B: less than 1, and more
+        (16, 2048, 768, 128, 8),
+        (128, 2048, 768, 128, 8),
+        (1024, 2048, 768, 128, 8),
+        (2048, 2048, 768, 128, 8),
+        (4096, 2048, 768, 128, 8),
+        (16384, 7168, 2048, 256, 8),  # DeepSeek-V3: 512
+        (16384, 7168, 2048, 384, 8),  # 341
+        (4096, 7168, 2048, 256, 8),  # 128
+        (1024, 7168, 2048, 256, 8),  # 32
+        (12288, 4096, 1536, 256, 6),  # 288
+        (2048, 4096, 1536, 128, 8),  # 128
+        (4096, 4096, 1536, 128, 8),  # 256
+        (8192, 4096, 1536, 128, 8),  # 512
+        (8192, 2048, 768, 128, 8),  # 512
+        (16384, 2048, 512, 512, 10),  # Qwen3-Next: 320
+        (4096, 2048, 512, 512, 10),  # 80
+        (16384, 2880, 2880, 128, 4),  # gpt-oss: 512
+        (4096, 2880, 2880, 128, 4),  # 128
+        (2048, 4096, 14336, 8, 2),  # Mixtral: 512
+        (256, 4096, 14336, 8, 2),  # 64
+        (12288, 2048, 768, 128, 8),  # 768
+        (16384, 2048, 768, 128, 8),  # 1024
+        (4096, 5120, 1536, 160, 6),  # DeepSeek-V2: 154
+        (16384, 5120, 1536, 160, 6),  # 614
+        (8192, 6144, 2560, 160, 8),  # 410
+        (4096, 6144, 2560, 160, 8),  # 205
+        (24576, 1536, 256, 128, 8),  # 1536
+        (32768, 4096, 1024, 64, 4),  # 2048
+        (16384, 4096, 14336, 8, 2),  # Mixtral: 4096
+        (2048, 4096, 1024, 64, 4),  # 128
+        (6144, 4096, 1024, 64, 4),  # 384
+        (4096, 768, 256, 128, 8),  # 256
+        (1024, 768, 256, 128, 8),  # 64
+    )
+)
 DEFAULT_PRODUCTS = tuple(name for name, product in gemm.PRODUCTS.items() if product.phases)
 
 
@@ -153,13 +195,6 @@ def tune(name: str, arrays: Arrays, rounds: int) -> dict[str, Any]:
     return row
 
 
-def describe(config: gemm.TileConfig) -> str:
-    """n256 s4 c2 deferred: 256 columns a tile, 4 stages, clusters of 2 CTAs, the epilogue under the next tile's mainloop;
-    tickets: CTAs take tiles as they get done."""
-    words = [name for name in ("deferred", "tickets") if getattr(config, name)]
-    return " ".join([f"n{config.tile_n} s{config.stages} c{config.cluster}", *words])
-
-
 def print_products(record: dict[str, Any]) -> None:
     print(products_table(record))
     for field in ("plain_to_torch_speed", "gathered_to_plain_speed", "layer_to_floor"):
@@ -184,10 +219,11 @@ def main() -> None:
     options = parser.parse_args()
     name, row_of, tell = ("tune", tune, print_tuning) if options.tune else ("products", measure, print_products)
     options = settled(options, name, rounds=20)
-    shapes = [SHAPES[0], SHAPES[8]] if options.quick else options.configs or list(DEFAULT_SHAPES)
+    usual = TUNED_SHAPES if options.tune else DEFAULT_SHAPES
+    shapes = [SHAPES[0], SHAPES[8]] if options.quick else options.configs or list(usual)
     chosen, every = (
         [(shape, product) for shape in some for product in names if gemm.PRODUCTS[product].tiles or not options.tune]
-        for some, names in ((shapes, options.products), (DEFAULT_SHAPES, DEFAULT_PRODUCTS))
+        for some, names in ((shapes, options.products), (usual, DEFAULT_PRODUCTS))
     )
     record, arrays = provenance() | {"rows": []}, None
     out = options.out or part_file(name)

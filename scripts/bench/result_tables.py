@@ -15,6 +15,7 @@ from pathlib import Path
 from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
+from scripts.bench.cost_tables import predicted_claim, predicted_table
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
@@ -39,9 +40,12 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.paper.tables import TABLES as PAPER_TABLES
+from scripts.bench.review_tables import REVIEW
 from scripts.bench.routing_tables import (
     dispatch_table,
     experts_growth,
+    few_tokens_table,
     rounding_layers_table,
     rounding_table,
     small_dispatch_table,
@@ -96,12 +100,7 @@ def layer_table(record: Record) -> str:
     others = layer_peers(record)
     of_forward, *forwards = of_peers([OURS, *others], "forward ms", itemgetter("gpu_fwd_ms"))
     of_backward, *backwards = of_peers([OURS, *others], "backward ms", backward_ms)
-    columns: list[Column] = [
-        ("T, d, n, E, K", plain_shape),
-        of_forward,
-        *forwards,
-        ("floor", figure("floor_fwd_ms")),
-    ]
+    columns: list[Column] = [("T, d, n, E, K", plain_shape), of_forward, *forwards, ("floor", figure("floor_fwd_ms"))]
     columns += [of_backward, *backwards, ("floor", figure("floor_bwd_ms"))]
     columns += [("SonicMoE / ours: fwd", over_ours("gpu_fwd_ms")), ("fwd + bwd", over_ours("gpu_fwdbwd_ms"))]
     means = []
@@ -307,11 +306,13 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "workspace": ("layer", workspace_table),
     "skew": ("layer", skew_table),
     "products": ("products", products_table),
+    "predicted": ("module", predicted_table),
     "dispatch": ("dispatch", dispatch_table),
     "small_dispatch": ("dispatch", small_dispatch_table),
     "topk": ("topk", topk_table),
     "rounding": ("rounding", rounding_table),
     "rounding_layers": ("rounding", rounding_layers_table),
+    "few_tokens": ("few_tokens", few_tokens_table),
     "integrations": ("integrations", integrations_table),
     "lora": ("lora", lora_table),
     "block_products": ("blocksparse", block_products_table),
@@ -319,6 +320,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
+    **PAPER_TABLES,
 }
 
 
@@ -367,6 +369,8 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "gather_cost": ("products", gather_cost),
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
+    "predicted_claim": ("module products", predicted_claim),
+    **REVIEW,
 }
 
 

@@ -54,18 +54,6 @@ MOST_CLOSE = 0.005  # share of tokens whose K-th and next key do
 REPEATS = 5
 
 
-def router_floor_ms(shape: Sizes) -> tuple[float, float]:
-    """(forward, backward) ms that a bf16 router needs at the least: each of its three products passed over once, or its bytes.
-
-    Forward reads x and the weight and writes fp32 logits, scores and ids. dX and dW each read the logits' gradient in fp32, from
-    which they could be made; one writes dX, the other reads x and writes dW.
-    """
-    T, d, E, K = shape.T, shape.d, shape.E, shape.K
-    operations, x, weight, logits, pairs = 2.0 * T * d * E, 2.0 * T * d, 2.0 * E * d, 4.0 * T * E, 8.0 * T * K
-    forward = cost.floor_ms(operations, x + weight + logits + pairs)
-    return forward, 2 * cost.floor_ms(operations, logits + x + weight)
-
-
 class Results(NamedTuple):
     """What a router computes of one x, and the gradients of its scores' and losses' sum."""
 
@@ -200,7 +188,7 @@ def measure(shape: Sizes, rounds: int) -> list[dict[str, Any]]:
     """A row for each dtype of the weight."""
     rows = []
     timed = times(shape, rounds)
-    floors = router_floor_ms(shape)
+    floors = cost.router_floor_ms(shape)
     floor = {"floor_fwd_ms": round(floors[0], 4), "floor_fwdbwd_ms": round(sum(floors), 4)}
     for name, dtype in WEIGHTS.items():
         case = make_case(shape, dtype)

@@ -98,3 +98,15 @@ def rounding_layers_table(record: Record) -> str:
         columns += [(head, figure(router, part)) for router, head in routers.items()]
     made = table(rows, columns + GAINS)
     return f"{made}\n\nGPU time; gain: model TFLOP/s, rounded over top-k. {origin(rows)}" if rows else NOT_MEASURED
+
+
+def few_tokens_table(record: Record) -> str:
+    """A layer's forward for few tokens beside its floor."""
+    columns: list[Column] = [
+        ("T", lambda row: number(row["cfg"]["T"], 0)),
+        ("experts drawn", lambda row: number(row["experts"], 0)),
+        ("floor, µs", lambda row: number(row["floor_us"], 1)),
+        ("forward, µs", lambda row: number(row["forward_us"], 1)),
+        ("over the floor", lambda row: number(row["over_floor"], 2)),
+    ]
+    return f"{table(record['rows'], columns)}\n\nGPU time by graph replay. {origin(record['rows'])}"

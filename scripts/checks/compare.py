@@ -3,14 +3,14 @@
     git worktree add .base COMMIT
     python -m scripts.checks.compare --old .base                        # bits: all cases, in about three minutes
     python -m scripts.checks.compare --old .base --only "up_forward"    # of them those whose names have this
-    python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 27 shapes
+    python -m scripts.checks.compare --old .base --time                 # GPU time of MoE over module.json's 30 shapes
     python -m scripts.checks.compare --old .base --lora                 # and of the layer of scripts.bench.lora
     python -m scripts.checks.compare --old .base --router               # and of routers, from one token on
 
 Bits: every product, dispatch and router operator, ``moe_mlp`` and ``MoE``; hashes of outputs and gradients are compared, and
-refusals word for word. What adds in an order that varies (combine="fused") runs several times on each side; two sides agree
-where their nearest outputs differ by no more than one side's differ from each other. A case that the old side does not have
-is told and fails nothing.
+refusals word for word. What adds in an order that varies (combine="fused", "fused_both") runs several times on each side; two
+sides agree where their nearest outputs differ by no more than one side's differ from each other. A case that the old side does
+not have is told and fails nothing.
 
 Time: a forward and a backward as a CUDA graph, replayed by the two sides in turn (A B B A), medians over the rounds.
 

@@ -105,17 +105,20 @@ def layers(activations: tuple[str, ...]) -> Iterator[Layer]:
     yield Layer(LARGE[1], rank=RANK)
     yield Layer(IN_SLICES)
     yield Layer(IN_SLICES, "relu", bias=True, routing="sentinels")
-    fused: Options = {"combine": "fused"}
-    for shape, bias, routing in itertools.product((SMALL, Shape(1024, 256, 128, 16, 4)), (False, True), ROUTINGS[:3]):
-        yield Layer(shape, bias=bias, routing=routing, options=fused)
-    yield Layer(SMALL, options=fused | {"workspace_bytes": 1 << 17})
+    for combine in ("fused", "fused_both"):
+        fused: Options = {"combine": combine}
+        for shape, bias, routing in itertools.product(
+            (SMALL, Shape(1024, 256, 128, 16, 4)), (False, True), ROUTINGS[:3]
+        ):
+            yield Layer(shape, bias=bias, routing=routing, options=fused)
+        yield Layer(SMALL, options=fused | {"workspace_bytes": 1 << 17})
     for shape in FEW:
         yield Layer(shape, bias=True)
 
 
 def layer_cases(package: ModuleType, device: str) -> Iterator[Case]:
     for layer in layers(tuple(package.activations.ACTIVATIONS)):
-        varies = layer.options.get("combine") == "fused" and device == "cuda"
+        varies = layer.options.get("combine", "gather") != "gather" and device == "cuda"
         yield Case(layer.name, partial(run_layer, package, device, layer), varies)
     routers: list[tuple[str, Options]] = [(name, {}) for name in package.router.ROUTERS]
     routers += [("top_k", options) for options in MODULE_OPTIONS]

@@ -13,13 +13,14 @@ that are farthest off; the exit code is then 1. A run that doesn't end is given 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from blazeproto.autograd.policy import padded_rank
 from blazeproto.gemm import Sizes, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
-from blazeproto.gemm.tiles import TICKET_REDUCTION, WITH_TICKETS, give_tickets, tiles_of_layer
+from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
 from blazeproto.lab import block_oracle
 from blazeproto.lab.accuracy import FP32_NOISE, Pool, worst_mismatches
 from blazeproto.lab.block_oracle import make_block_case
@@ -122,13 +123,13 @@ def kernels_of_shapes(drawn: Iterable[tuple[Sizes, dict[str, Any], tuple[int, in
         up = Variant(False, options["transposed"], options["biases"], options["activation"], up_rank)
         for down in (up._replace(rank=down_rank), up._replace(rank=0, fused=True)):
             for entry in gemm.PRODUCTS.values():
-                kernels += entry.for_layer(sizes, up, down)
-    for activation in (*ACTIVATIONS, *OTHERS):  # with tickets too, whatever is drawn
+                kernels += entry.for_layer(sizes, up._replace(fused=down.fused), down)
+    for activation in (*ACTIVATIONS, *OTHERS):  # with every tiles, whatever is drawn
         for bias in (False, True):
             variant = Variant(activation=activation, bias=bias)
-            for name in WITH_TICKETS:
-                for config in tiles_of_layer(name, TICKET_REDUCTION):
-                    kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
+            for name, changes in itertools.product(CHOSEN, FORCED):
+                config = replace(PLAIN[name], **changes)
+                kernels += gemm.PRODUCTS[name].launches(Sizes(0, 8, 8, 1, 1), config, variant, Build())
     return kernels
 
 
@@ -140,7 +141,7 @@ def kernels_of_products(seeds: range) -> list[Kernel]:
 def check_products(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, options = draw_products(seed)
-    give_tickets(bool(seed % 2))
+    force(**FORCED[seed % len(FORCED)])
     case = make_case(shape, **options, seed=seed)
     chained = evaluate(YARDSTICK, case)
     lines: list[str] = []
@@ -179,11 +180,13 @@ def draw_experts(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any], Trai
     options["rank"] = 0  # of products alone
     ranks = (rng.choice(RANKS), rng.choice(RANKS))
     up, down = map(padded_rank, ranks)
-    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down)  # about what a chunk needs
+    # About what a chunk needs, with float32 sums of a single expert's rows.
+    bytes_per_token = 2 * shape.K * (3 * shape.n + shape.d + 2 * up + 5 * down) + 2 * shape.d
     chunks = rng.choice([None, 2, 3, 7])
     workspace_bytes = None if chunks is None or options["varying"] else bytes_per_token * (shape.T // chunks + 1)
     how = {"save": rng.choice([*SavePolicy]).value, "workspace_bytes": workspace_bytes}
-    how["combine"] = "fused" if not ranks[1] and rng.random() < 0.3 else "gather"
+    drawn = 1.0 if ranks[1] else rng.random()
+    how["combine"] = "fused_both" if drawn < 0.15 else "fused" if drawn < 0.3 else "gather"
     frozen = tuple(name for name in ("d_up", "d_down", "d_up_bias", "d_down_bias") if rng.random() < 0.3)
     return shape, options, how, Training(ranks, frozen)
 
@@ -264,7 +267,7 @@ class AdaptedFormulas(Formulas):
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, case_options, options, training = draw_experts(seed)
-    give_tickets(bool(seed % 2))
+    force(**FORCED[seed % len(FORCED)])
     lies = case_options["transposed"]  # to ``moe_mlp`` a view, to the formulas nothing
     case = make_case(shape, **case_options | {"transposed": False}, seed=seed)
     factors = make_factors(case, training.ranks, seed)

@@ -110,6 +110,8 @@ STEPS = {
     "rounding": Step(
         "python -m scripts.bench.rounding --quick", 4, "python -m scripts.bench.rounding", 8, last_lines=60
     ),
+    "few_tokens": Step("python -m scripts.bench.few_tokens --quick", 1, "python -m scripts.bench.few_tokens", 1),
+    "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5, last_lines=60),
     "notebooks": Step("python -m scripts.checks.notebooks", 3),
     "integrations": Step("python -m scripts.bench.integrations", 5, last_lines=60),
     "train": Step("python -m scripts.train_lm", 8),

@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m scripts.checks.sanitize_target
 
-Small layers with tails everywhere: all activations, biases, save policies, both combines, chunks, fp32 weight
+Small layers with tails everywhere: all activations, biases, save policies, all combines, chunks, fp32 weight
 gradients, sentinels, fewer rows than pairs, experts without tokens, Y over act, slices of columns; then the dispatch
 builders, and the fused top-k and its backward: cases of `scripts.checks.compare`, on shapes that a sanitizer gets through. Each
 part runs even if one before it fails.
@@ -22,7 +22,7 @@ import torch
 
 import blazeproto
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm.tiles import give_tickets
+from blazeproto.gemm.tiles import FORCED, force
 from blazeproto.lab.block_oracle import make_block_case, run_kernels
 from blazeproto.router import ROUTERS, make_router, topk_route, topk_route_backward
 from scripts.checks.compare_cases import FEW, ONE_EXPERT, Shape, products_of, run_product
@@ -38,6 +38,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"options": {"save": "paper"}},
     {"options": {"save": "recompute"}},
     {"options": {"combine": "fused"}},
+    {"options": {"combine": "fused_both"}},
+    {"options": {"combine": "fused_both", "workspace_bytes": 1 << 18}},
+    {"options": {"combine": "fused_both"}, "transposed": True, "activation": "alternating(clamped_swiglu)"},
     {"options": {"workspace_bytes": 1 << 18}},
     {"f32_weights": True},
     {"options": {"row_capacity": 50}},
@@ -57,12 +60,12 @@ def finite(run: Callable[[], dict[str, Any]]) -> None:
             raise AssertionError(f"{name}: expected finite values, got {made}")
 
 
-def with_tickets(run: Callable[[], None]) -> None:
-    give_tickets(True)
+def forced(changes: dict[str, Any], run: Callable[[], None]) -> None:
+    force(**changes)
     try:
         run()
     finally:
-        give_tickets(False)
+        force()
 
 
 def layers() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -73,10 +76,10 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
         chosen += [Layer(shape, **{"routing": "sentinels", **variant}) for variant in VARIANTS]
     for layer in chosen:
         yield layer.name, partial(finite, partial(run_layer, blazeproto, "cuda", layer))
-    for shape, combine in itertools.product(SHAPES, ("gather", "fused")):
-        layer = Layer(shape, options={"combine": combine})
+    for shape, changes in itertools.product(SHAPES, FORCED):
+        layer = Layer(shape)
         run = partial(finite, partial(run_layer, blazeproto, "cuda", layer))
-        yield f"{layer.name}, tickets", partial(with_tickets, run)
+        yield f"{layer.name}, {changes or 'tiles of the table'}", partial(forced, changes, run)
     products = products_of(blazeproto.gemm)
     for names, shape, routing in ((("down_forward", "combine", "up_backward_act"), WIDE, "fixed"),
                                   (("down_backward_weight", "up_backward_weight"), ONE_EXPERT, "one")):  # fmt: skip

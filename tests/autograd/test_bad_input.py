@@ -105,7 +105,11 @@ BAD = {
     "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of 'swiglu', .*, got 'tanh'"),
     "save": ({"save": "nothing"}, ValueError, r"save: expected one of 'minimal', .*, got 'nothing'"),
     "backend": ({"backend": "cuda"}, ValueError, r"backend: expected one of 'auto', .*, got 'cuda'"),
-    "combine": ({"combine": "atomics"}, ValueError, r"combine: expected one of 'gather', 'fused', got 'atomics'"),
+    "combine": (
+        {"combine": "atomics"},
+        ValueError,
+        r"combine: expected one of 'gather', 'fused', 'fused_both', got 'atomics'",
+    ),
     "experts as a float": ({"num_experts": 5.0}, TypeError, r"num_experts: expected an int, got float"),
     "a workspace of half a byte": (
         {"workspace_bytes": 1000.5},

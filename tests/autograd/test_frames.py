@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 LAYERS = {
     "top_k": {"bias": True},
     "aux_free": {"activation": "geglu", "combine": "fused"},
-    "token_rounding": {},
+    "token_rounding": {"combine": "fused_both"},
     "expert_choice": {},
     "hash": {},
     "chunks": {"router": "top_k", "workspace_bytes": 4_000_000, "save": "recompute"},

@@ -30,6 +30,9 @@ def gpu_case(make_case):
     return make
 
 
+FUSED = ("fused", "fused_both")
+
+
 def assert_same_bits(results, others):
     for index, (a, b) in enumerate(zip(results, others, strict=True)):
         assert torch.equal(a, b), f"output {index}: {(a != b).sum()} of {a.numel()} elements differ"
@@ -100,7 +103,8 @@ def test_a_capacity(gpu_case, poisoned, capacity, routing):
             assert (got[4][expected[4] == 0] == 0).all()
     if capacity == 0:
         assert not any(t.any() for t in got)
-    assert_as_good_as(case.run(backend="hopper", combine="fused"), yardstick, expected)
+    for combine in FUSED:
+        assert_as_good_as(case.run(backend="hopper", combine=combine), yardstick, expected)
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 1_000_000])
@@ -149,9 +153,79 @@ def test_a_capacity_bounds_the_memory(gpu_case):
     assert peaks[0] - peaks[1] >= of_h
 
 
-def test_fused_combine(gpu_case):
-    case = gpu_case(3000, 128, 96, 8, 3, bias=True, sentinels=True)
-    assert_as_good_as(case.run(backend="hopper", combine="fused"), case.run(backend="torch"), case.reference())
+@pytest.mark.parametrize("combine", FUSED)
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("shape", [(3000, 128, 96, 8, 3), (37, 72, 40, 5, 3), (700, 264, 40, 4, 1)])
+def test_fused_combine(gpu_case, poisoned, shape, save, combine):
+    """Whole, in chunks, and where the graph is kept and backward runs twice; K = 1, too."""
+    case = gpu_case(*shape, bias=True, sentinels=True)
+    expected, yardstick = case.reference(), case.run(backend="torch")
+    options = {"backend": "hopper", "combine": combine, "save": save}
+    for workspace_bytes in (None, 300_000):
+        assert_as_good_as(case.run(**options, workspace_bytes=workspace_bytes), yardstick, expected)
+    out = case.forward(**options)
+    for keep in (True, False):
+        again = torch.autograd.grad(out, case.parameters, case.d_out, retain_graph=keep)
+        assert_as_good_as([out.detach(), *again], yardstick, expected)
+
+
+@pytest.mark.parametrize("combine", FUSED)
+@pytest.mark.parametrize("routing", ["varying", "idle"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fused_combine_of_other_routings_and_layouts(gpu_case, poisoned, combine, routing, transposed):
+    options = {"varying": True} if routing == "varying" else {"idle": (0, 2)}
+    case = gpu_case(3000, 200, 96, 8, 3, **options)
+    if transposed:
+        case.gate_up_proj, case.down_proj = (
+            t.detach().mT.contiguous().mT.requires_grad_() for t in (case.gate_up_proj, case.down_proj)
+        )
+    assert_as_good_as(case.run(backend="hopper", combine=combine), case.run(backend="torch"), case.reference())
+
+
+@pytest.mark.parametrize("combine", FUSED)
+@pytest.mark.parametrize("workspace_bytes", [None, 3_000_000])
+def test_fused_combine_captured_compiled_and_without_waiting(gpu_case, combine, workspace_bytes):
+    options = {"backend": "hopper", "combine": combine, "workspace_bytes": workspace_bytes}
+    case, other = (gpu_case(3000, 128, 96, 8, 3, bias=True) for _ in range(2))
+    case.run(**options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(**options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.run(**options)
+    with torch.no_grad():
+        for mine, its in zip(case.parameters, other.parameters, strict=True):
+            mine.copy_(its)
+    case.topk_experts.copy_(other.topk_experts)
+    case.d_out.copy_(other.d_out)
+    for _ in range(2):  # sums begin at zero each time
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_as_good_as(captured, other.run(backend="torch"), other.reference())
+    torch.compiler.reset()
+    out = torch.compile(lambda: case.forward(**options), fullgraph=True, backend="aot_eager")()
+    results = [out.detach(), *torch.autograd.grad(out, case.parameters, case.d_out)]
+    assert_as_good_as(results, other.run(backend="torch"), other.reference())
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_fused_both_has_no_rows_of_tokens_width(gpu_case, save):
+    """(T K, d) in bf16 would be more than all that forward or backward takes; "fused" has them in backward."""
+    num_tokens, d, n, num_experts, top_k = 8192, 1024, 32, 8, 8
+    case = gpu_case(num_tokens, d, n, num_experts, top_k)
+    peaks = {}
+    for combine in ("gather", *FUSED):
+        peaks[combine] = peaks_of_phases(case, backend="hopper", combine=combine, save=save)
+    rows = 2 * num_tokens * top_k * d
+    assert [peak >= rows for peak in peaks["gather"]] == [True, True]
+    assert [peak >= rows for peak in peaks["fused"]] == [False, True]
+    assert [peak >= rows for peak in peaks["fused_both"]] == [False, False]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
@@ -382,6 +456,24 @@ def peak_of(case, **options):
     torch.cuda.reset_peak_memory_stats()
     case.run(**options)
     return torch.cuda.max_memory_allocated() - before
+
+
+def peaks_of_phases(case, **options):
+    """The same of forward, and of backward over what lies there before it."""
+    peaks = []
+    case.run(**options)
+    gc.collect()
+    made = []
+    for phase in (
+        lambda: made.append(case.forward(**options)),
+        lambda: made.extend(torch.autograd.grad(made[0], case.parameters, case.d_out)),
+    ):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        phase()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks
 
 
 @pytest.mark.parametrize("save", POLICIES)

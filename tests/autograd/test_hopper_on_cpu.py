@@ -48,6 +48,7 @@ LAUNCHES = (  # module, launch, twin
     (up, "launch", TWINS["up_forward"]),
     (linear, "launch", TWINS["grouped_mm"]),
     (fused, "launch", TWINS["down_forward_fused"]),
+    (fused, "launch_dx", TWINS["up_backward_act_fused"]),
     (down_backward, "launch", TWINS["down_backward_act"]),
     (weight, "launch", weight_gradient),
     (hopper_backend, "launch_combine", TWINS["combine"]),
@@ -92,6 +93,7 @@ def watch(monkeypatch):
     return watch
 
 
+COMBINES = ("gather", "fused", "fused_both")
 CASES = [(activation, "minimal", "sentinels") for activation in (*ACTIVATIONS, clamped_swiglu(0.5, 1.3))]
 CASES += [("swiglu", save.value, routing) for save in SavePolicy for routing in ("fixed", "varying")]
 
@@ -103,16 +105,16 @@ def test_agrees_with_the_oracle(make_case, activation, save, routing, bias):
         40, activation=activation, bias=bias, sentinels=routing == "sentinels", varying=routing == "varying", idle=(2,)
     )
     expected = case.reference()
-    for combine in ("gather", "fused"):
+    for combine in COMBINES:
         for workspace_bytes in (None,) if routing == "varying" else (None, 20_000):
             results = case.run(save=save, combine=combine, workspace_bytes=workspace_bytes)
             for got, reference_of_it in zip(results, expected, strict=True):
-                # Some sums are left in float32: the fused output, bias gradients.
+                # Some sums are left in float32: the fused output and dX, bias gradients.
                 torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "alternating(swiglu)", "relu2"])
-@pytest.mark.parametrize("combine", ["gather", "fused"])
+@pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("workspace_bytes", [None, 20_000])
 def test_transposed_weights_are_read_where_they_lie(make_case, watch, activation, combine, workspace_bytes):
     """And their gradients lie likewise."""
@@ -120,8 +122,14 @@ def test_transposed_weights_are_read_where_they_lie(make_case, watch, activation
     expected = case.reference()
     for name in ("gate_up_proj", "down_proj"):
         setattr(case, name, getattr(case, name).detach().mT.contiguous().mT.requires_grad_())
-    for module in (up, linear, fused, down_backward):
-        watch(module, "launch", lambda a, weights, *args, **kwargs: seen.add(weights.data_ptr()))
+    for module, name in (
+        (up, "launch"),
+        (linear, "launch"),
+        (fused, "launch"),
+        (fused, "launch_dx"),
+        (down_backward, "launch"),
+    ):
+        watch(module, name, lambda a, weights, *args, **kwargs: seen.add(weights.data_ptr()))
     out, *gradients = case.run(combine=combine, workspace_bytes=workspace_bytes)
     for got, reference_of_it in zip([out, *gradients], expected, strict=True):
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
@@ -166,6 +174,28 @@ def test_y_is_written_over_act_where_a_tile_has_whole_rows_of_both(make_case, wa
         torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
     assert set(over) == {widths == (16, 16) and save != "paper"}
     assert (len(over) == 1) == (workspace_bytes is None)
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+@pytest.mark.parametrize("combine", COMBINES)
+def test_where_there_are_rows_of_tokens_width(make_case, watch, combine, save, workspace_bytes):
+    """(R, d): Y in forward and dX~ in backward, but where they are summed on the fly."""
+    case, phase, found, rows = make_case(40, 16, 24), "forward", set(), set()
+
+    def look(*args, **kwargs):
+        dispatch = next(each for each in args if isinstance(each, Dispatch))
+        rows.add(dispatch.num_rows)
+        arrays = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        found.update(phase for each in arrays if each.shape == (dispatch.num_rows, 16))
+
+    for module, name, _ in LAUNCHES:
+        watch(module, name, look)
+    out = case.forward(combine=combine, save=save, workspace_bytes=workspace_bytes)
+    phase = "backward"
+    torch.autograd.grad(out, case.parameters, case.d_out)
+    assert found == {"gather": {"forward", "backward"}, "fused": {"backward"}, "fused_both": set()}[combine]
+    assert (max(rows) < 120) == (workspace_bytes is not None)
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
@@ -232,7 +262,7 @@ def test_a_capacity(make_case, watch, capacity, routing):
     case, rows = make_case(40, **sizes, bias=True, varying=routing == "varying", capacity=capacity), set()
     watch(up, "launch", lambda *args, h, **kwargs: rows.add(h.shape[0]))
     expected = case.reference()
-    for options in [{}, {"save": "recompute"}, {"combine": "fused"}]:
+    for options in [{}, {"save": "recompute"}, {"combine": "fused"}, {"combine": "fused_both"}]:
         for got, reference_of_it in zip(case.run(**options), expected, strict=True):
             torch.testing.assert_close(got, reference_of_it, rtol=1e-5, atol=1e-5)
     assert rows == {min(case.options["row_capacity"], case.topk_experts.numel())}
@@ -372,6 +402,24 @@ def test_low_rank_factors(make_case, watch, save, workspace_bytes, trained, rout
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert set(over) == {True}
     assert len(gradients) == (6 if trained else 4) * len(over)
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 30_000])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_low_rank_factors_of_a_sum_on_the_fly(make_case, workspace_bytes, transposed):
+    """Beside up_proj, as with "fused"."""
+    case = make_case(40, bias=True, sentinels=True)
+    factors, leaves = with_factors(case)
+    factor, weight_ = factors["up_factors"], case.gate_up_proj
+    case.gate_up_proj = weight_ + factor.b @ factor.a
+    expected = moe_mlp_reference(case)
+    wanted = torch.autograd.grad(expected, [case.x, *leaves[:2], weight_], case.d_out)
+    case.gate_up_proj = (weight_.detach().mT.contiguous().mT if transposed else weight_.detach()).requires_grad_()
+    for combine in COMBINES:
+        out = case.forward(combine=combine, workspace_bytes=workspace_bytes, up_factors=factor)
+        got = torch.autograd.grad(out, [case.x, *leaves[:2], case.gate_up_proj], case.d_out)
+        for a, b in zip((out, *got), (expected, *wanted), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def moe_mlp_reference(case):

@@ -507,7 +507,10 @@ BAD = {
     "another shape of x": ({"x": torch.ones(37, 8)}, ValueError, r"down_proj: expected shape"),
     "no choice": ({"topk_experts": None}, ValueError, r"topk_experts: expected \(T, K\) expert ids, or dispatch="),
     "no Dispatch": ({"topk_experts": None, "dispatch": 3}, TypeError, r"dispatch: expected a Dispatch, got int"),
-    "fused": ({"combine": "fused"}, ValueError, r"combine: expected 'gather' with down_factors, got 'fused'"),
+    **{
+        combine: ({"combine": combine}, ValueError, f"combine: expected 'gather' with down_factors, got '{combine}'")
+        for combine in ("fused", "fused_both")
+    },
     "hopper on a CPU": ({"backend": "hopper"}, ValueError, r'got "hopper", which needs'),
 }
 
@@ -618,6 +621,16 @@ def test_hopper_policies_chunks_and_capacity(gpu_adapted, poisoned, save, capaci
     got = check_on_hopper(layer, save=save, workspace_bytes=workspace_bytes)
     again = layer.run(backend="hopper", save="minimal", workspace_bytes=workspace_bytes)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combine", ["fused", "fused_both"])
+@pytest.mark.parametrize("rank", [8, 32, 72])
+@pytest.mark.parametrize("workspace_bytes", [None, 2_000_000])
+def test_hopper_sums_on_the_fly(gpu_adapted, poisoned, combine, rank, workspace_bytes):
+    """Beside factors of the up projection alone."""
+    layer = gpu_adapted(3500, 72, 40, 7, 3, rank=rank, which="up", bias=True, sentinels=True)
+    check_on_hopper(layer, combine=combine, workspace_bytes=workspace_bytes)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def test_a_layer_has_each_as_an_attribute_that_is_checked():
     assert layer.save is SavePolicy.PAPER and layer.workspace_bytes == 9 and layer.activation == "swiglu"
     layer.row_capacity = 7
     assert layer.options == Options(save="paper", workspace_bytes=9, row_capacity=7)
-    with pytest.raises(ValueError, match="combine: expected one of 'gather', 'fused', got 'atomics'"):
+    with pytest.raises(ValueError, match="combine: expected one of 'gather', 'fused', 'fused_both', got 'atomics'"):
         layer.combine = "atomics"
     assert layer.combine == "gather"
 

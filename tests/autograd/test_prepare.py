@@ -3,6 +3,8 @@ deep a launch lies. Nothing is compiled or launched here."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from blazeproto.autograd import LowRank, grouped_experts, hopper_backend, moe_ml
 from blazeproto.gemm import launch, registry, weight
 from blazeproto.gemm.combine import in_slices
 from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import CHOSEN, PLAIN, TILES
 from blazeproto.layer import MoE
 from blazeproto.runtime import driver
 from tests.autograd.frames import MOST_FRAMES, frames_here, kernel_of, names_of
@@ -47,6 +50,8 @@ class Launches:
 def launches(monkeypatch):
     """Kernels compile to nothing, and the Hopper backend runs on the CPU, whose tensors are of device -1."""
     made = Launches()
+    for product in CHOSEN:  # these few rows take one of the tiles that others may take
+        monkeypatch.setitem(TILES, product, replace(PLAIN[product]))
 
     def compile_many(kernels, jobs=None):
         made.prepared.extend(kernels)
@@ -94,6 +99,8 @@ CASES += [
     ("swiglu", True, False, "gather", False, True),
     ("relu", False, True, "fused", False, True),
     ("swiglu", False, False, "fused", True, False),
+    ("swiglu", True, True, "fused_both", False, False),
+    ("relu", False, False, "fused_both", True, True),
 ]
 
 
@@ -107,7 +114,8 @@ def test_a_prepared_layer_compiles_nothing(launches, activation, up_bias, down_b
         activation=activation,
         up_bias=up_bias,
         down_bias=down_bias,
-        fused=combine == "fused",
+        fused=combine != "gather",
+        fused_backward=combine == "fused_both",
         f32_weight_grads=f32,
     )
     assert not launches.launched
@@ -131,6 +139,7 @@ LAYERS = {
     "plain": {},
     "biases": {"bias": True},
     "fused": {"combine": "fused"},
+    "fused_both": {"combine": "fused_both"},
     "recompute": {"save": "recompute", "bias": True},
     "chunks": {"workspace_bytes": 10_000, "bias": True},
     "ungated": {"activation": "relu", "save": "paper"},
@@ -144,7 +153,10 @@ def test_a_launch_is_at_most_seven_frames_deep(launches, name):
     layer = MoE(D, N, E, K, dtype=torch.bfloat16, **LAYERS[name])
     layer(torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True))[0].sum().backward()
     kernels = {kernel for _, kernel in launches.frames}
-    assert {"up.launch", "down_backward.launch", "weight.launch", "combine.launch", "reduce_scores_grad"} <= kernels
+    assert {"up.launch", "down_backward.launch", "weight.launch", "reduce_scores_grad"} <= kernels
+    assert ("combine.launch" in kernels) == (layer.combine != "fused_both")
+    assert ("fused.launch" in kernels) == (layer.combine != "gather")
+    assert ("fused.launch_dx" in kernels) == (layer.combine == "fused_both")
     starts = set()
     for stacks in launches.frames.values():
         for frames in stacks:

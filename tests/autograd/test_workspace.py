@@ -100,6 +100,33 @@ def test_chunk_tokens():
     assert chunk(1000, 5_000) == 336  # 500 fit, 496 in multiples of 8: three
     assert chunk(1000, 50) == 5
     assert chunk(0, 50) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("combine", "top_k", "of_a_token"),
+    [
+        ("gather", 1, 2 * (64 + 128)),  # dH and dX~
+        ("fused", 1, 2 * 32 + 4 * 128),  # act and out's sums
+        ("fused_both", 1, 2 * 64 + 4 * 128),  # dH and dX's sums
+        ("gather", 8, 8 * 2 * (64 + 128)),
+        ("fused", 8, 8 * 2 * (64 + 128)),
+        ("fused_both", 8, 8 * 2 * (64 + 32)),  # H and act, beside which 4 bytes a sum are little
+    ],
+)
+def test_a_tokens_sums_are_counted_once(combine, top_k, of_a_token):
+    """float32, whatever the number of its experts; rows for each of them. d = 128, n = 32."""
+    sizes = (top_k, 128, 32, "swiglu", 2)
+    assert chunk_tokens_for(80 * of_a_token, 1000, *sizes, combine=combine) == 80
+    assert chunk_tokens_for(80 * of_a_token - 1, 1000, *sizes, combine=combine) == 72
+    sums = 1000 * 4 * 128  # which a capacity of no row needs too
+    assert chunk_tokens_for(sums, 1000, *sizes, 0, combine=combine) == WHOLE
+    assert (chunk_tokens_for(sums - 1, 1000, *sizes, 0, combine=combine) == WHOLE) == (combine == "gather")
+
+
+def test_a_workspace_for_less_than_one_token():
+    def chunk(num_tokens, workspace_bytes):
+        return chunk_tokens_for(workspace_bytes, num_tokens, 1, 3, 1, "swiglu", 2)
+
     with pytest.raises(ValueError, match=r"workspace_bytes: expected at least 10, .* got 9"):
         chunk(1000, 9)
 

@@ -120,7 +120,7 @@ def choices_that_are_given(rank: int, folder: Path) -> None:
         options = {
             "save": policies[number % 3],
             "bias": number % 2 == 0,
-            "combine": ("gather", "fused")[number // 3 % 2],
+            "combine": ("gather", "fused", "fused_both")[number // 3 % 3],
         }
 
         def make(options: Any = options, top_k: int = top_k) -> MoE:

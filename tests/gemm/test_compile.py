@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -9,19 +10,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
 from blazeproto import gemm
-from blazeproto.gemm import nvrtc
+from blazeproto.activations import ACTIVATIONS
+from blazeproto.gemm import nvrtc, tiles
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
-from blazeproto.gemm.product import Sizes, Variant
+from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
 from blazeproto.gemm.rows import ROWS_PARAMS
-from blazeproto.gemm.tiles import SMEM_LIMIT, TILES, WITH_TICKETS, TileConfig, tiles_for, tiles_of_layer, with_tickets
+from blazeproto.gemm.tiles import (
+    CHOSEN,
+    FORCED,
+    PLAIN,
+    SMEM_LIMIT,
+    TILES,
+    TileConfig,
+    chosen,
+    chosen_for_any,
+    force,
+    tiles_for,
+)
+from blazeproto.gemm.tuned import MEASURED
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import cache, driver
 
@@ -341,24 +356,80 @@ def test_tiles_are_as_wide_as_leaves_few_columns_idle(columns: int, tile_n: int)
     assert tiles_for("up_forward", columns) == TILES["up_forward"]
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_experts", "reduction", "d_expert", "up", "down"),
-    [
-        (65536, 128, 2880, 2880, True, True),  # 512 rows an expert
-        (131072, 384, 7168, 2048, False, True),  # 341, wide experts
-        (73728, 256, 4096, 1024, False, True),  # 288
-        (73728, 256, 4096, 1016, False, False),
-        (69376, 256, 4096, 1536, False, False),  # 271
-        (49152, 256, 4096, 1536, False, False),  # 192
-        (131072, 64, 4096, 1024, False, False),  # 2048
-        (65536, 128, 768, 8192, False, False),
-        (0, 128, 4096, 2048, False, False),
-    ],
-)
-def test_tickets_are_taken_where_they_pay(num_rows, num_experts, reduction, d_expert, up, down) -> None:
-    for product, tickets in zip(WITH_TICKETS, (up, down), strict=True):
-        config = with_tickets(product, num_rows, num_experts, reduction, d_expert)
-        assert config == replace(TILES[product], tickets=tickets) and config in tiles_of_layer(product, reduction)
+@pytest.mark.parametrize("product", CHOSEN)
+def test_the_nearest_measured_layer_chooses_the_tiles(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for (rows, d, n), changes in MEASURED[product].items():
+        expected = replace(PLAIN[product], **changes)
+        assert chosen(product, round(1000 * rows), 1000, d, n) == expected
+        assert chosen(product, round(1040 * rows), 1000, round(1.02 * d), n) == expected
+        assert expected in chosen_for_any(product, d, n)
+    sizes = {(d, n) for _, d, n in MEASURED[product]} | {(64, 64), (0, 0), (3000, 5000)}
+    for (d, n), rows, experts in itertools.product(sizes, (0, 1, 7, 100, 6400, 10**6, 2**30), (1, 8, 512)):
+        assert chosen(product, rows, experts, d, n) in chosen_for_any(product, d, n)
+    monkeypatch.setitem(TILES, product, TileConfig(deferred=False))
+    assert chosen(product, 1, 1, 64, 64) == TileConfig(deferred=False) and len(chosen_for_any(product, 64, 64)) == 1
+
+
+def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, d and n count alike; with more than 1448 rows an expert, nothing is looked up."""
+    layers: dict[tuple[float, int, int], dict[str, Any]] = {
+        (100.0, 1000, 1000): {},
+        (400.0, 1000, 1000): {"tickets": True},
+        (100.0, 4000, 1000): {"cluster": 2},
+    }
+    layers |= {(100.0, 1000, 4000): {"few_rows": True}}
+    # Three octaves of rows away from (50, 1000, 64000), and 1.9 of rows and of d: nearer, of squares.
+    layers |= {(6.25, 1000, 64000): {"deferred": False}, (186.6, 3732, 64000): {"tile_n": 128}}
+    monkeypatch.setitem(MEASURED, "up_forward", layers)
+    tiles._nearest.cache_clear()
+    try:
+        for sizes, changes in {
+            (190, 1900, 1900): {},
+            (230, 1900, 1900): {"tickets": True},
+            (190, 2100, 1900): {"cluster": 2},
+            (190, 1900, 2100): {"few_rows": True},
+            (1448, 1000, 1000): {"tickets": True},
+            (1449, 1000, 1000): {},
+            (50, 1000, 64000): {"tile_n": 128},
+        }.items():
+            rows, d, n = sizes
+            assert chosen("up_forward", 8 * rows, 8, d, n) == replace(PLAIN["up_forward"], **changes), sizes
+    finally:
+        tiles._nearest.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name in gemm.PRODUCTS if name in TILES and name not in CHOSEN])
+def test_rows_past_an_end_stay_unread_in_two_products(name: str) -> None:
+    with pytest.raises(ValueError, match="config: expected few_rows=False"):
+        gemm.kernel_for(name, replace(TILES[name], few_rows=True))
+    with pytest.raises(ValueError, match="few_rows: expected one of False, True, got 1"):
+        TileConfig(few_rows=1)  # type: ignore[arg-type]
+
+
+def test_forced_tiles_are_every_launch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in FORCED[1:]:
+        force(**changes)
+        assert {chosen(name, rows, 8, 4096, 1536) for name in CHOSEN for rows in (1, 2000, 10**6)} == {
+            replace(PLAIN[name], **changes) for name in CHOSEN
+        }
+    force()
+    assert all(TILES[name] is PLAIN[name] for name in CHOSEN)
+    in_table = {frozenset(changes.items()) for layers in MEASURED.values() for changes in layers.values()}
+    assert in_table - {frozenset({"few_rows": True, "tile_n": 128}.items())} <= {frozenset(f.items()) for f in FORCED}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("product", CHOSEN)
+def test_the_tables_tiles_have_no_spills_in_any_variant(product: str) -> None:
+    """Those of the compile-all list have the plain tiles."""
+    made = gemm.PRODUCTS[product]
+    assert made.kernel is not None
+    choices = {tuple(changes.items()) for changes in MEASURED[product].values()}
+    options = {"activation": ACTIVATIONS} | ({"bias": (False, True)} if "bias" in made.options else {})
+    ranks = variants(activation=TRANSPOSED, transposed=(False, True), rank=(16, 64))
+    for changes, variant in itertools.product(choices, [*variants(**options), *ranks]):
+        kernel = made.kernel(replace(PLAIN[product], **dict(changes)), variant, PACKAGE)
+        assert kernel.spills == 0, (changes, variant)
 
 
 def test_a_layer_gets_ready_the_tiles_that_its_launches_take() -> None:

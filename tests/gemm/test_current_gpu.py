@@ -55,6 +55,7 @@ ARGUMENTS = {
         "d_scores": f32(R),
         "workspace": f32(gemm.score_partials(N), R),
     },
+    "up_backward_act_fused": {"dh": WIDE, "up_proj": UP, "dx_f32": f32(T, D)},
     "down_backward_weight": {"d_out": TOKENS, "a_scaled": NARROW, "dw": DOWN, "workspace": f32(0)},
     "up_backward_weight": {"dh": WIDE, "x": TOKENS, "dw": UP, "workspace": f32(0)},
     "combine": {"y": MODEL, "scores": SCORES, "out": TOKENS},

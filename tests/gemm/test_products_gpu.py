@@ -18,7 +18,7 @@ from blazeproto.gemm import Sizes, tickets
 from blazeproto.gemm import product as products
 from blazeproto.gemm.combine import kernel as combine_kernel
 from blazeproto.gemm.compile import compile_many
-from blazeproto.gemm.tiles import BM, give_tickets
+from blazeproto.gemm.tiles import BM, FORCED, force
 from blazeproto.lab.accuracy import Pool, worst_mismatches
 from blazeproto.lab.calls import Case
 from blazeproto.lab.oracle import (
@@ -60,7 +60,7 @@ def _compiled() -> None:
 @pytest.fixture(autouse=True)
 def _table_back():
     yield
-    give_tickets(False)
+    force()
 
 
 @pytest.fixture(autouse=True)
@@ -124,12 +124,12 @@ def test_pairs_without_a_row(share: float, varying: bool) -> None:
     check_products(SMALL, "zipf", sentinels=share, varying=varying, biases=True)
 
 
-@pytest.fixture(params=[False, True], ids=["round robin", "tickets"])
-def with_tickets(request: pytest.FixtureRequest) -> None:
-    give_tickets(request.param)
+@pytest.fixture(params=FORCED, ids=lambda changes: " ".join(changes) or "table")
+def every_tiles(request: pytest.FixtureRequest) -> None:
+    force(**request.param)
 
 
-@pytest.mark.usefixtures("with_tickets")
+@pytest.mark.usefixtures("every_tiles")
 @pytest.mark.parametrize(("d", "n"), [(576, 328), (776, 136), (256, 640)])
 def test_rows_that_end_in_every_strip(d: int, n: int) -> None:
     """Experts that end in the first or the second strip of a tile, after groups of tiles too; an odd number of columns."""
@@ -137,7 +137,7 @@ def test_rows_that_end_in_every_strip(d: int, n: int) -> None:
     check_products(Sizes(sum(counts), d, n, len(counts), 1), counts=counts, biases=True)
 
 
-@pytest.mark.usefixtures("with_tickets")
+@pytest.mark.usefixtures("every_tiles")
 def test_experts_left_empty() -> None:
     check_products(SMALL, "half_empty", biases=True)
 
@@ -204,12 +204,12 @@ def test_reductions_over_many_rows_are_shared(cluster: int) -> None:
 def _same_bits(case: Case, given: dict, first: dict, times: int) -> None:
     for repeat in range(times):
         again = run_kernels(case, given)
-        for name in first.keys() - {"fused"}:  # the fused combine adds by atomics, as its name warns
+        for name in first.keys() - {"fused", "dx_fused"}:  # which are added by atomics, as their names warn
             a, b = (torch.nan_to_num(r[name], nan=12345.0) for r in (first, again))
             assert torch.equal(a, b), f"{name} differs in repeat {repeat}"
 
 
-@pytest.mark.usefixtures("with_tickets")
+@pytest.mark.usefixtures("every_tiles")
 @pytest.mark.parametrize("shape", [Sizes(4096, 1536, 512, 40, 8), SMALL], ids=str)
 def test_twenty_repeats_have_the_same_bits(shape: Sizes) -> None:
     case = make_case(shape, "zipf", biases=True)
@@ -217,7 +217,7 @@ def test_twenty_repeats_have_the_same_bits(shape: Sizes) -> None:
     _same_bits(case, given, run_kernels(case, given), times=20)
 
 
-@pytest.mark.usefixtures("with_tickets")
+@pytest.mark.usefixtures("every_tiles")
 def test_delays_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random sleeps around every barrier: what a race would get wrong."""
     case = make_case(Sizes(2000, 256, 384, 6, 2), "zipf", biases=True)
@@ -233,9 +233,9 @@ def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
 
     case = make_case(Sizes(2000, 1032, 264, 40, 2), "zipf", biases=True)
     given = evaluate(YARDSTICK, case)
-    give_tickets(False)
+    force(tickets=False)
     expected = run_kernels(case, given)
-    give_tickets(True)
+    force(tickets=True)
     _same_bits(case, given, expected, times=3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -249,7 +249,7 @@ def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
                 results.append(run_kernels(case, given))
     torch.cuda.synchronize()
     for result in (captured, *results):
-        for name in expected.keys() - {"fused"}:
+        for name in expected.keys() - {"fused", "dx_fused"}:
             assert torch.equal(*(torch.nan_to_num(r[name], nan=12345.0) for r in (result, expected))), name
     of_device = tickets.counters(torch.cuda.current_device())
     memory = cupy.cuda.UnownedMemory(of_device.address, tickets.COUNTERS * 4, of_device)
@@ -259,7 +259,7 @@ def test_tickets_leave_the_bits_and_their_counters_as_they_are() -> None:
 @pytest.mark.parametrize("replayed_with_tickets", [False, True])
 def test_graph_replays_another_routing(replayed_with_tickets: bool) -> None:
     """Captured once, replayed with other tokens and another routing written into the same arrays."""
-    give_tickets(replayed_with_tickets)
+    force(tickets=replayed_with_tickets)
     shape = SMALL
     case = make_case(shape, "uniform", biases=True, seed=0)
     other = make_case(shape, "zipf", biases=True, seed=1)
@@ -272,7 +272,7 @@ def test_graph_replays_another_routing(replayed_with_tickets: bool) -> None:
         mine.copy_(its)
     graph.replay()
     eager = run_kernels(other)
-    for name in eager.keys() - {"fused"}:
+    for name in eager.keys() - {"fused", "dx_fused"}:
         a, b = (torch.nan_to_num(r[name], nan=12345.0) for r in (captured, eager))
         assert torch.equal(a, b), name
 

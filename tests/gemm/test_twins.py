@@ -58,6 +58,7 @@ def run_twins(case: Case) -> dict[str, np.ndarray]:
     r["d_down"] = TWINS["down_backward_weight"](a["d_out"], r["a_scaled"], rows)
     r["dx_rows"] = TWINS["up_backward_act"](r["dh"], a["up_proj"], rows)
     r["dx"] = TWINS["combine"](r["dx_rows"], rows)
+    r["dx_fused"] = TWINS["up_backward_act_fused"](r["dh"], a["up_proj"], rows, dx_f32=np.zeros_like(a["x"]))
     r["d_up"] = TWINS["up_backward_weight"](r["dh"], a["x"], rows)
     if bias is not None:
         TWINS["bias_score_grad"](a["d_out"], bias, rows, d_scores=r["d_scores"])

@@ -42,11 +42,15 @@ def test_products_are_those_of_cost(activation: str) -> None:
         assert sum(step.floor_ms for step in steps if step.phase == phase) == pytest.approx(floor, rel=0.03)
 
 
-def test_top_k_is_that_of_cost() -> None:
-    _, _, made = explained()
-    forward, backward = (step for step in made.rows if step.name == "top-k")
-    assert forward.bytes_read + forward.bytes_written == cost.topk_bytes(96, 8, 2, 4)
-    assert backward.bytes_read + backward.bytes_written == cost.topk_backward_bytes(96, 8, 2, 4)
+@pytest.mark.parametrize("save", POLICIES)
+def test_steps_are_those_of_cost(save: str) -> None:
+    """All of them, in order; explain counts the scores of `down_backward_act`, which its product's least bytes leave out."""
+    _, _, made = explained(save=save)
+    counted = [(s.phase, s.name, s.operations, s.bytes_read + s.bytes_written) for s in made.rows]
+    sizes = Sizes(96, 64, 32, 8, 2)
+    for step, work in zip(counted, cost.layer_work(sizes, save), strict=True):
+        more = 8 * sizes.rows if work.name == "down_backward_act" else 0
+        assert step == work._replace(least_bytes=work.least_bytes + more)
 
 
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
@@ -88,9 +92,10 @@ def test_what_is_kept_is_what_autograd_keeps(save: str, router: str) -> None:
         {"router": "token_rounding", "tile": 16},
         {"router": "expert_choice"},
         {"bias": True, "combine": "fused", "d_shared": 16},
+        {"combine": "fused_both", "workspace_bytes": 20_000},
         {"dtype": torch.float32},
     ],
-    ids=["capacity", "chunks", "rounding", "expert_choice", "bias", "float32"],
+    ids=["capacity", "chunks", "rounding", "expert_choice", "bias", "fused_both", "float32"],
 )
 @pytest.mark.parametrize("save", POLICIES)
 def test_experts_keep_what_the_layer_says(save: str, options: dict[str, Any]) -> None:
@@ -100,8 +105,26 @@ def test_experts_keep_what_the_layer_says(save: str, options: dict[str, Any]) ->
     names = [step.name for step in made.rows]
     assert ("up_forward again" in names) == (save == "recompute")
     assert ("down_forward_fused" in names) == ("combine" in options)
+    assert ("up_backward_act_fused" in names) == (options.get("combine") == "fused_both")
     assert ("bias_score_grad" in names) == ("bias" in options)
     assert "chunks of tokens" in repr(made) or "workspace_bytes" not in options
+
+
+@pytest.mark.parametrize("combine", ["gather", "fused", "fused_both"])
+def test_what_sums_a_tokens_rows(combine: str) -> None:
+    """Rows (T K, d) in bf16 and `combine`, or float32 sums (T, d), which are written by the product and read once."""
+    _, _, made = explained(combine=combine)
+    for phase, fused, product in (
+        ("forward", combine != "gather", "down_forward"),
+        ("backward", combine == "fused_both", "up_backward_act"),
+    ):
+        steps = {step.name: step for step in made.rows if step.phase == phase}
+        assert (f"{product}_fused" in steps) == fused and (product in steps) == ("combine" in steps) == (not fused)
+        written = steps[f"{product}_fused" if fused else product].bytes_written
+        assert written == (96 * 64 * 4 if fused else 192 * 64 * 2)
+        cast = steps.get("out to x's dtype" if phase == "forward" else "dX to x's dtype")
+        assert (cast is not None) == fused
+        assert cast is None or (cast.bytes_read, cast.bytes_written) == (96 * 64 * 4, 96 * 64 * 2)
 
 
 def test_rows_are_those_that_are_computed() -> None:
@@ -185,6 +208,7 @@ LAYERS: list[dict[str, Any]] = [
     {},
     {"save": "recompute", "bias": True, "router": "aux_free"},
     {"combine": "fused", "row_capacity": 100, "activation": "relu"},
+    {"combine": "fused_both", "bias": True},
     {"router": "token_rounding", "tile": 16},
 ]
 

@@ -17,6 +17,7 @@ PRODUCTS = [name for name, entry in gemm.PRODUCTS.items() if entry.kernel]
 MN_MAJOR = {  # operands of which neighbours in a row of shared memory are not neighbours in the reduction
     ("down_backward_act", "b"),
     ("up_backward_act", "b"),
+    ("up_backward_act_fused", "b"),
     ("down_backward_weight", "a"),
     ("down_backward_weight", "b"),
     ("up_backward_weight", "a"),

@@ -42,6 +42,7 @@ def test_exact_is_the_papers_formulas(activation: str) -> None:
     wanted = dict(zip(("dx", "d_up", "d_down", "d_scores", "d_up_bias", "d_down_bias"), leaves.values(), strict=True))
     torch.testing.assert_close(result["out"], out.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(result["fused"], out.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(result["dx_fused"], leaves["x"].grad, rtol=0, atol=1e-12)
     for name, leaf in wanted.items():
         torch.testing.assert_close(result[name], leaf.grad, rtol=0, atol=1e-12, msg=name)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch.structures import addresses
-from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, up, weight
+from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, tickets, up, weight
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
@@ -277,6 +278,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     monkeypatch.setattr(launch, "_tensor_maps", lambda: (lambda *_: 0, lambda *_: 0))
     for module in (launch, weight):
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(tickets, "counters", lambda device: SimpleNamespace(take=lambda stream: 0))
     return kernels
 
 
@@ -297,6 +299,7 @@ def launch_all(case: Case) -> None:
     outputs = {"dh": h, "a_scaled": act, "d_scores": scores, "workspace": f32[:rows].view(1, rows)}
     down_backward.launch(case.d_out, case.down_proj, h, scores, at, activation="swiglu", **outputs)
     linear.launch(h, case.up_proj, at, transposed=True, out=y)
+    fused.launch_dx(h, case.up_proj, at, dx_f32=torch.empty(case.x.shape))
     weight.launch(weight.DOWN, case.d_out, act, at, dw=dw, f32=False, workspace=f32)
     weight.launch(weight.UP, case.x, h, at, dw=torch.empty_like(case.up_proj), f32=False, workspace=f32)
     reduce.launch_bias_score_grad(case.d_out, y[:experts], at, d_scores=scores)
@@ -310,7 +313,7 @@ def test_a_layers_launches_take_the_edited_kernels_of_this_product_alone(
     case = make_case(Sizes(64, 256, 64, 4, 2), device="cpu")
     bench = Workbench(name, T=64, d=256, n=64, E=4, K=2)
     launch_all(case)
-    assert len(launched) >= 12 and not any(kernel.sources for kernel in launched)
+    assert len(launched) >= 13 and not any(kernel.sources for kernel in launched)
     plain = [kernel.entry for kernel in launched]
     launched.clear()
     with product.edited(name, tmp_path):
@@ -334,8 +337,8 @@ def test_every_product_has_a_call_and_a_kernel(name: str) -> None:
     bench = Workbench(name, T=512, d=512, n=256, E=4, K=2)
     kernels = bench.setting.kernels(Build())
     assert {kernel.sources for kernel in bench.setting.kernels(Build((), Path("/elsewhere")))} == {Path("/elsewhere")}
-    up = Variant(bias=bool(bench.call.needs))
-    layer = (Sizes(0, 512, 256, 4, 2), up, up._replace(fused="fused" in name))
+    up = Variant(bias=bool(bench.call.needs), fused="fused" in name)
+    layer = (Sizes(0, 512, 256, 4, 2), up, up)
     if gemm.PRODUCTS[name].in_layer and name not in ("bias_score_grad", "expert_row_sum"):
         assert set(kernels) <= set(gemm.PRODUCTS[name].for_layer(*layer)), name
 
@@ -558,13 +561,14 @@ def test_a_late_run_that_is_wrong_is_shown_with_its_value() -> None:
     assert mismatch.wrong and mismatch.got > 90 and mismatch.other_run == pytest.approx(mismatch.got - 100, abs=1)
 
 
-def test_what_has_no_fixed_order_may_differ() -> None:
-    _, comparison, values = made("down_forward_fused")
+@pytest.mark.parametrize(("name", "output"), [("down_forward_fused", "fused"), ("up_backward_act_fused", "dx_fused")])
+def test_what_has_no_fixed_order_may_differ(name: str, output: str) -> None:
+    _, comparison, values = made(name)
     for run in range(2):
-        again = values["fused"].clone()
+        again = values[output].clone()
         again.view(torch.int32)[3, 3] ^= run
-        comparison.add({"fused": again})
-    assert comparison.verdict("down_forward_fused")
+        comparison.add({output: again})
+    assert comparison.verdict(name)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_nothing_waits_and_a_graph_takes_another_mask(router: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     if router in DRAWING:
         return
+    layer = layer_of(router, z_loss=0.1)  # whose nodes of autograd are all made on the stream that captures
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

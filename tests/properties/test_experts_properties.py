@@ -185,7 +185,7 @@ def draw_case(data: Any) -> Case:
     workspace = None
     if not varying and data.draw(st.booleans(), "workspace"):
         itemsize = (x_dtype if autocast is None or x_dtype == F64 else autocast).itemsize
-        per_token = top_k * itemsize * max(halves * n + n, n + d, halves * n + d)
+        per_token = top_k * itemsize * max(halves * n + n, n + d, halves * n + d) + 4 * d  # or float32 sums
         workspace = data.draw(st.sampled_from([per_token, 3 * per_token, 9 * per_token, 10**12]), "workspace_bytes")
     dispatch = None
     if not varying and workspace is None and data.draw(st.booleans(), "dispatch="):
@@ -218,7 +218,7 @@ def draw_case(data: Any) -> Case:
         "activation": activation,
         "save": data.draw(st.sampled_from(POLICIES), "save"),
         "backend": data.draw(st.sampled_from(["torch", "auto"]), "backend"),
-        "combine": data.draw(st.sampled_from(["gather", "fused"]), "combine"),
+        "combine": data.draw(st.sampled_from(["gather", "fused", "fused_both"]), "combine"),
     }
     if dispatch is None:
         options["workspace_bytes"] = workspace

@@ -37,6 +37,7 @@ CALLS = {  # every public function that has a twin, on float64 arrays
         "bias_score_grad": {"d_out": D_OUT, "down_bias": DOWN_BIAS, "d_scores": np.zeros(P)},
         "down_backward_weight": {"d_out": D_OUT, "a_scaled": ACT},
         "up_backward_act": {"dh": H, "up_proj": UP},
+        "up_backward_act_fused": {"dh": H, "up_proj": UP, "dx_f32": np.zeros((T, D))},
         "up_backward_weight": {"dh": H, "x": X},
         "expert_row_sum": {"values": H},
     },
@@ -76,7 +77,7 @@ CALLS = {  # every public function that has a twin, on float64 arrays
 }
 NAMES = [(room, name) for room in CALLS for name in CALLS[room]]
 FLOATS = [(room, name) for room, name in NAMES if room != "dispatch" and name != "hash_route"]
-FP32 = {"d_scores", "out_f32"}  # of gemm's outputs, those that kernels store in fp32
+FP32 = {"d_scores", "out_f32", "dx_f32"}  # of gemm's outputs, those that kernels store in fp32
 ROOMS = {"gemm": gemm, "dispatch": dispatch, "router": router}
 
 

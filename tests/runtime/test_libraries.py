@@ -220,13 +220,13 @@ def test_cpu_tensors_give_tensors(room: str, name: str) -> None:
 @pytest.mark.parametrize("name", CALLS["gemm"])
 def test_bf16_tensors_give_what_a_gpu_would(name: str) -> None:
     given = arguments_of("gemm", name, to_bf16)
-    for key in ("scores", "d_scores", "out_f32"):
+    for key in ("scores", *FP32):
         if key in given:
             given[key] = given[key].float()
     as_numpy = arguments_of(
         "gemm", name, lambda array: to_bf16(array).float().numpy() if array.dtype.kind == "f" else array
     )
-    as_numpy |= {key: given[key].numpy().copy() for key in ("scores", "d_scores", "out_f32") if key in given}
+    as_numpy |= {key: given[key].numpy().copy() for key in ("scores", *FP32) if key in given}
     right, made = run("gemm", name, as_numpy), run("gemm", name, given)
     outputs = {"up_forward": ("h", "act"), "down_backward_act": ("dh", "a_scaled", "d_scores")}.get(name)
     outputs = outputs or [key for key in given if key in FP32] or ["bf16"]

@@ -40,7 +40,8 @@ def test_jax_on_the_gpu() -> None:
     sums = jax.numpy.zeros((tokens, width), jax.numpy.float32)
     down = jax.numpy.ones((E, width, width), jax.numpy.bfloat16)
     out = gemm.down_forward_fused(made[1], down, jax.numpy.ones((tokens, K)), rows, out_f32=sums)
-    assert isinstance(out, jax.Array) and not np.asarray(sums).any() and np.asarray(out).any()
+    dx = gemm.up_backward_act_fused(made[0], up, rows, dx_f32=sums)
+    assert all(isinstance(one, jax.Array) and np.asarray(one).any() for one in (out, dx)) and not np.asarray(sums).any()
 
 
 @pytest.mark.gpu

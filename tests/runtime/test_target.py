@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from blazeproto.gemm import launch, tickets
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params
 from blazeproto.gemm.rows import ROWS_PARAMS
-from blazeproto.gemm.tiles import SMEM_LIMIT
+from blazeproto.gemm.tiles import CHOSEN, PLAIN, SMEM_LIMIT, TILES
 from blazeproto.gemm.weight import WEIGHT_PARAMS
 from blazeproto.runtime import arrays, driver, memory, optional, target
 from blazeproto.runtime.target import launches_on
@@ -92,6 +93,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(driver, "_driver", none_here)
     monkeypatch.setattr(launch, "_tensor_maps", none_here)
     monkeypatch.setattr(ctypes, "PyDLL", none_here)
+    for product in CHOSEN:
+        monkeypatch.setitem(TILES, product, replace(PLAIN[product], tickets=True))
     recorder = Recorder()
     with launches_on(recorder):
         yield recorder
@@ -108,7 +111,7 @@ def f32(*shape: int) -> np.ndarray:
 
 # --- Products --------------------------------------------------------------------------------------------------------------
 
-T, D, N, E, K = 400, 1024, 128, 2, 2  # 400 rows an expert and a long reduction: the table gives tickets
+T, D, N, E, K = 400, 1024, 128, 2, 2  # 400 rows an expert
 R = T * K
 DISPATCH = dispatch_twin.build_dispatch(np.tile(np.arange(K, dtype=np.int32), (T, 1)), E)
 X, UP, H, ACT, DOWN, SCORES = bits(T, D), bits(E, 2 * N, D), bits(R, 2 * N), bits(R, N), bits(E, D, N), f32(R)
@@ -259,6 +262,21 @@ CASES = (
                 {**BY_ROWS, "out0_rows": "dx_rows"},
                 {"a": "dh", "b": "up_proj", "out0": "dx_rows"},
                 {"B_MN": 1},
+            ),
+        ),
+    ),
+    Case(
+        "up_backward_act_fused",
+        {"dh": H, "up_proj": UP, "dx_f32": OUT_F32},
+        ("dx_f32",),
+        (
+            Expected(
+                "linear",
+                TILED,
+                (4, 1),
+                {**BY_ROWS, "reduction_out": "dx_f32"},
+                {"a": "dh", "b": "up_proj"},
+                {"B_MN": 1, "FUSED_COMBINE": 2},
             ),
         ),
     ),

@@ -16,7 +16,7 @@ from blazeproto.autograd import moe_mlp, torch_backend
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import give_tickets
+from blazeproto.gemm.tiles import force
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import peers, rounding
@@ -26,9 +26,9 @@ from scripts.checks import fuzz, sanitize_target
 
 @pytest.fixture(autouse=True)
 def _tiles_back() -> Iterator[None]:
-    """The fuzzer gives the products tickets or takes them away, run by run."""
+    """The fuzzer forces tiles on the products, run by run."""
     yield
-    give_tickets(False)
+    force()
 
 
 def test_a_seed_says_all_about_a_run() -> None:

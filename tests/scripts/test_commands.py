@@ -10,9 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
-COMMANDS = sorted(
-    path.removesuffix(".py").replace("/", ".") for path, text in SOURCES.items() if 'if __name__ == "__main__"' in text
-)
+FILES = {  # by the name that python -m takes
+    path.removesuffix(".py").replace("/", ".").removesuffix(".__main__"): path
+    for path, text in SOURCES.items()
+    if 'if __name__ == "__main__"' in text
+}
+COMMANDS = sorted(FILES)
 NAMED = re.compile(r"-m\"?,? \"?(scripts[\w.]*\w)")  # of a command line, or of a list of its words
 
 
@@ -26,12 +29,12 @@ def test_help_shows_how_it_is_called(
 ) -> None:
     monkeypatch.setattr("sys.argv", [module, "--help"])
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(module).main()
+        importlib.import_module(FILES[module].removesuffix(".py").replace("/", ".")).main()
     assert end.value.code == 0
     printed = capsys.readouterr().out
     usage, description = printed.split("\n\n", 1)
     assert f"python -m {module}" in description, "no example"
-    if "argument_parser" in SOURCES[module.replace(".", "/") + ".py"]:
+    if "argument_parser" in SOURCES[FILES[module]]:
         assert usage.startswith(f"usage: python -m {module} ")
 
 

@@ -62,7 +62,8 @@ def test_chunked_layers_have_several_chunks() -> None:
     for layer in LAYERS:
         tokens, d, n, _, top_k = layer.shape
         if bound := layer.options.get("workspace_bytes"):
-            length = chunk_tokens_for(bound, tokens, top_k, d, n, layer.activation, 2)
+            combine = layer.options.get("combine", "gather")
+            length = chunk_tokens_for(bound, tokens, top_k, d, n, layer.activation, 2, combine=combine)
             assert num_chunks(tokens, length) >= 3, layer.name
 
 

@@ -23,7 +23,7 @@ from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
-from scripts.bench import common, identity, module
+from scripts.bench import common, identity, layer_tiles, module
 
 # ------------------------------------------------------------------------------------------------------- CUDA kernels
 
@@ -264,7 +264,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[int, Kernel | NumbaKernel]
 def row_of(*addresses: int) -> dict[str, Any]:
     for address in addresses:
         driver.launch(address, (1, 1), 1, 0, 0)
-    return {"cfg": {"T": 1024, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
+    return {"cfg": {"T": 65536, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
 
 
 def test_a_row_says_what_was_launched_while_it_was_measured(
@@ -297,9 +297,9 @@ def test_a_row_is_earlier_if_a_kernel_or_the_benchmark_is_no_longer_what_it_was(
     assert identity.earlier({"of": row["of"] | {"protocol_identity": "0"}}) == "benchmark"
     # The product takes other tiles now: its kernel is there still, and is not what a layer runs.
     monkeypatch.setitem(TILES, "up_forward", TileConfig(deferred=False))
-    identity._tiles_of_layer.cache_clear()
+    layer_tiles._tiles_chosen.cache_clear()
     assert identity.earlier(row) == "kernels"
-    identity._tiles_of_layer.cache_clear()
+    layer_tiles._tiles_chosen.cache_clear()
 
 
 @pytest.mark.parametrize("number", range(0, 27, 5))
@@ -311,10 +311,10 @@ def test_no_product_is_taken_for_one_with_other_tiles(number: int, monkeypatch: 
             continue
         described = identity.described(product.kernel(product.tiles(sizes), product.variant, PACKAGE))
         monkeypatch.setitem(identity.KERNELS, "a", described)
-        assert not identity.other_tiles("a", cfg), product.name
+        assert not layer_tiles.other_tiles(identity.KERNELS["a"], cfg), product.name
         monkeypatch.setitem(identity.KERNELS, "a", described | {"defines": described["defines"] | {"STAGES": 2}})
-        assert identity.other_tiles("a", cfg), product.name
-        assert not identity.other_tiles("a", {"E": 8, "hidden_size": 64})  # not a row of a layer
+        assert layer_tiles.other_tiles(identity.KERNELS["a"], cfg), product.name
+        assert not layer_tiles.other_tiles(identity.KERNELS["a"], {"E": 8, "hidden_size": 64})  # not a row of a layer
 
 
 def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ NEED_A_GPU = {
     "scripts.bench.layer": [],
     "scripts.bench.lora": [],
     "scripts.bench.module": [],
+    "scripts.bench.paper.__main__": ["combine"],
     "scripts.bench.products": [],
     "scripts.bench.rounding": [],
     "scripts.bench.router": [],
@@ -57,7 +58,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
     [
         ("scripts.bench.layer", ["--configs", "24"], "argument --configs: expected numbers from 1 to 23"),
         ("scripts.bench.layer", ["--peers", "sonik"], "argument --peers: expected some of"),
-        ("scripts.bench.module", ["--configs", "28"], "argument --configs: expected numbers from 1 to 27"),
+        ("scripts.bench.module", ["--configs", "31"], "argument --configs: expected numbers from 1 to 30"),
         (
             "scripts.bench.integrations",
             ["--parts", "qwen,gpt"],
@@ -66,6 +67,8 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
         ("scripts.bench.router", ["--configs", "3"], "argument --configs: expected numbers from 1 to 2"),
         ("scripts.bench.products", ["--products", "up"], "argument --products: expected some of"),
         ("scripts.bench.rounding", ["--rounds", "0"], "argument --rounds: expected an int of at least 1, got '0'"),
+        ("scripts.bench.paper.__main__", ["figure"], "argument NAME: invalid choice: 'figure' (choose from"),
+        ("scripts.bench.paper.__main__", ["all", "--peers", "sonik"], "argument --peers: expected some of sonic"),
         ("scripts.bench.attention_tiles", ["--cpu", "--quick"], "--quick: expected none with --cpu, which is short"),
         ("scripts.bench.cpu", ["--tokens", "-1"], "argument --tokens: expected"),
         ("scripts.bench.plot_results", ["--results", "{tmp}"], "--results: expected a folder of results"),

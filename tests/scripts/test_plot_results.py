@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import markdown, module, module_tables, plot_results, result_tables
+from blazeproto import cost
+from blazeproto.gemm import Sizes
+from scripts.bench import cost_tables, markdown, module, module_tables, plot_results, result_tables
 
 FIXTURE = Path(__file__).parent / "layer.json"
 README = """# A package
@@ -101,6 +103,31 @@ def test_the_benchmark_measures_the_shapes_of_readme() -> None:
     assert set(module_tables.README_SHAPES) <= measured
 
 
+def product_row(name: str, ms: float) -> dict[str, Any]:
+    return {"product": name, "cfg": {"T": 1024, "d": 512, "n": 512, "E": 4, "K": 2}, "layer_ms": ms} | OF
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    row = module_row(32768, 4096, 1024, 64, 4)
+    predicted = sum(cost.predicted_layer_ms(Sizes(32768, 4096, 1024, 64, 4)))
+    row["ours_fwdbwd_ms"] = predicted / 1.05
+    far = module_row(16384, 1024, 4096, 16, 4) | {"ours_fwdbwd_ms": 1.0}
+    tiny = module_row(8192, 256, 256, 128, 4) | {"ours_fwdbwd_ms": 1.0}
+    products = {"rows": [product_row("combine", cost.predicted_product_ms("combine", Sizes(1024, 512, 512, 4, 2)))]}
+    record = {"rows": [row, far, tiny]}
+    table = cost_tables.predicted_table(record)
+    assert f"| {predicted:.2f} | {predicted / 1.05:.2f} | 1.05 |" in table and "by data sheet: B200" in table
+    said = cost_tables.predicted_claim(record, products)
+    assert said.startswith("1 of 2 layers, forward + backward, are predicted within 10 % (1.05 to 7.")
+    assert "0 of 1 sizes of one tiny layer" in said
+    assert said.endswith(
+        "1 of 1 products are predicted within 10 % (1.00 to 1.00 of the time measured, geometric mean 1.00)."
+    )
+    plot_results.PREDICTED_LAYERS(record, tmp_path / "layers.png")
+    plot_results.PREDICTED_PRODUCTS(products, tmp_path / "products.png")
+    assert plot_results.caption_in(tmp_path / "products.png") == plot_results.caption(products)
+
+
 def test_the_headline_is_the_module_s() -> None:
     record = {"rows": [module_row(8192, 2048, 8192, 8, 4), module_row(4096, 256, 256, 128, 4)]}
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
@@ -111,7 +138,7 @@ def test_the_headline_is_the_module_s() -> None:
     )
     assert (
         "in the geometric mean (0.80 to 1.20), at 0.80 of its peak memory (0.80 to 0.80)" in said
-        and "25 of the benchmark's 27 shapes have not" in said
+        and "28 of the benchmark's 30 shapes have not" in said
     )
     assert "tiny layer" not in said and "earlier" not in said
     record["rows"].append(module_row(32768, 256, 256, 128, 4) | {"sonic_fwdbwd_ms": 3.0})
@@ -126,16 +153,16 @@ def test_which_bounds_hold_and_how_far_rounds_are_apart_is_computed() -> None:
     rows = [module_row(*shape[:5]) for shape in module.MODULE_SHAPES]
     rows[4]["sonic_fwdbwd_ms"] = 1.5  # as long as ours
     said = module_tables.module_details({"rows": rows})
-    assert "Fails: SonicMoE's time over ours" in said and "26 of 27 shapes; not: T24576-d1536-n512-E64-K4" in said
-    assert "Holds: our peak not above SonicMoE's: 27 of 27 shapes." in said
+    assert "Fails: SonicMoE's time over ours" in said and "29 of 30 shapes; not: T24576-d1536-n512-E64-K4" in said
+    assert "Holds: our peak not above SonicMoE's: 30 of 30 shapes." in said
     assert "what single rounds took was not recorded" in said and "have not been timed" in said
     for row in rows:
         row |= {"ours_fwdbwd_rounds_ms": [1.0, 1.0], "sonic_fwdbwd_rounds_ms": [1.2, 1.212]}
         row |= {"ours_fwdbwd_gpu_ms": 2.0, "sonic_fwdbwd_gpu_ms": 2.5, "gpu_fwdbwd_method": "events"}
     rows[0] |= {"sonic_fwdbwd_rounds_ms": [1.0, 1.1], "gpu_fwdbwd_method": "graph"}
     said = module_tables.module_details({"rows": rows})
-    assert "a shape's ratio moves by 1.0 % in the median of 27 shapes, 10.0 % at most." in said
-    assert "time over ours is 1.25 in the geometric mean (1.25 to 1.25): 1 of 27 shapes by graph replay" in said
+    assert "a shape's ratio moves by 1.0 % in the median of 30 shapes, 10.0 % at most." in said
+    assert "time over ours is 1.25 in the geometric mean (1.25 to 1.25): 1 of 30 shapes by graph replay" in said
     assert "fwd + bwd with gaps: ours | SonicMoE |" in module_tables.module_table({"rows": rows})
 
 

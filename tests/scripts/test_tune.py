@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from blazeproto import gemm
-from scripts.bench import products
-from scripts.bench.common import SHAPES, cfg_of
+from scripts.bench import products, tuning
+from scripts.bench.common import RESULTS, SHAPES, cfg_of, read_json
 from scripts.bench.timing import GpuTimes
 
 TUNED = [name for name in products.DEFAULT_PRODUCTS if gemm.PRODUCTS[name].tiles]
@@ -27,14 +27,15 @@ def test_each_candidate_has_a_description_of_its_own(name: str) -> None:
 
 
 def test_a_description_tells_all_fields_apart() -> None:
-    config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2, tickets=True)
-    assert products.describe(config) == "n256 s4 c2 deferred tickets"
+    config = gemm.TileConfig(tile_n=256, stages=4, deferred=True, cluster=2, tickets=True, few_rows=True)
+    assert products.describe(config) == "n256 s4 c2 deferred tickets few_rows"
     changes: list[dict[str, Any]] = [
         {"tile_n": 128},
         {"stages": 2},
         {"deferred": False},
         {"cluster": 1},
         {"tickets": False},
+        {"few_rows": False},
     ]
     assert {next(iter(change)) for change in changes} == {field.name for field in dataclasses.fields(config)}
     for change in changes:
@@ -72,3 +73,23 @@ def test_tune_times_every_candidate_and_notes_the_one_that_fails(
     assert list(row["ms"]) == [products.describe(config) for config in reversed(launched) if config is not None]
     assert row["failed"] == {products.describe(configs[1]): "RuntimeError: too much shared memory"}
     assert f"{name} " in capsys.readouterr().out
+
+
+def test_the_table_is_what_the_results_say() -> None:
+    assert tuning.TABLE.read_text() == tuning.table(read_json(RESULTS / "tune.json"))
+
+
+def test_the_earliest_candidate_that_none_beats_by_a_hundredth() -> None:
+    plain, second, third, *_ = map(products.describe, gemm.candidates("up_forward"))
+    for times, expected in (((1.0, 0.991, 0.995), plain), ((1.0, 0.989, 0.985), second), ((1.0, 0.99, 0.97), third)):
+        ms = dict(reversed([*zip((plain, second, third), times, strict=True)]))
+        assert products.describe(tuning.best("up_forward", ms)) == expected
+
+
+def test_results_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tuning", "--check", "--results", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit, match="2"):
+        tuning.main()
+    assert "argument --results: expected the tuner's results" in capsys.readouterr().err

@@ -1,9 +1,10 @@
-// Rows times weights, and nothing after that but a bias. It is three of the products, by how it is compiled.
+// Rows times weights, and nothing after that but a bias. It is four of the products, by how it is compiled.
 //
 //   down forward          Y[r]   = act[r] . W_down[e]^T (+ bias)   contiguous, W_down (E, d, n) K-major. Algorithm 1, line 10
 //   up backward, rows     dX~[r] = dH[r] . W_up[e]                 contiguous, W_up (E, 2n, d) MN-major. Algorithm 1, line 30
-//   down forward, fused   O[token(r)] += S[pair(r)] Y[r]           FUSED_COMBINE: fp32 reductions into O (T, d), in no fixed
+//   down forward, fused   O[token(r)] += S[pair(r)] Y[r]           FUSED_COMBINE 1: fp32 reductions into O (T, d), in no fixed
 //                                                                  order. MoEBlaze section 3.1
+//   up backward, fused    dX[token(r)] += dX~[r]                   FUSED_COMBINE 2: likewise, without S. Section 3.2, step 3
 //
 //   rows     --TMA or gather-->  A (BM x 64)  \
 //                                               wgmma -> acc (BM x BN) -> slabs --TMA--> out (R, columns)
@@ -100,7 +101,11 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
             const int row = tile.row + strip_row(h);
             if (row >= tile.row_end) continue;
             const int pair = __ldg(p.pairs.pair_indices + row);
+#if FUSED_COMBINE == 2
+            const float score = 1.0f;
+#else
             const float score = __ldg(p.scores + pair);
+#endif
             float* token = p.reduction_out + int64_t(p.pairs.token(pair)) * p.columns;
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {

@@ -48,6 +48,19 @@ DEVICE void load_stage(const TensorMap& rows, const TensorMap& weights, const Ri
     load_weights<COLUMNS>(weights, ring, tile, k IN_PAIRS(, shared));
 }
 
+// FEW_ROWS: most rows of a tile lie past its expert's end. Otherwise such rows are copies of the expert's last one, so that no
+// copy depends on a row; but then all CTAs that have such a tile read the same few lines of L2 over and over, which delays them
+// all. Here they become zeros, unread.
+#if FEW_ROWS
+// Copies the rows that are there, which come first: rows_left of them from this thread's row of the first pass on.
+template <int PASSES>
+DEVICE void copy_present_rows(uint32_t dst, const RowChunks<PASSES>& rows, int rows_left) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass)
+        cp_async_16(dst + pass * PASS_ROWS * SWIZZLE_ROW, rows.at[pass], pass * PASS_ROWS < rows_left);
+}
+#endif
+
 struct RowProducer {
     static constexpr int MN_A = 0, MN_B = B_MN;
     static constexpr int WARPS = GATHER ? WARPGROUP_WARPS : 1;
@@ -114,7 +127,11 @@ struct RowProducer {
             RowChunks<BM / PASS_ROWS> rows(chunks, row_start(p.pairs, next_pair, p.reduction), 0);
             look_ahead(position + 1);
             const RowTile tile = scheduler.at(position);
+#if FEW_ROWS
+            const int rows_left = tile.row_end - tile.row - gather_row();
+#else
             const bool both = scheduler.computes(tile, 1);
+#endif
             IN_PAIRS(const bool shared = scheduler.shares(tile);)
             for (int k = 0; k < p.reduction; k += BK) {
                 ring.wait_until_empty();
@@ -126,8 +143,12 @@ struct RowProducer {
                 }
                 MARK(BEGIN, COPY);
                 const int width_left = p.reduction - k - column;
+#if FEW_ROWS
+                copy_present_rows(ring.a() + offset, rows, width_left > 0 ? rows_left : 0);
+#else
                 if (both) copy_rows<1, true, BM / PASS_ROWS>(ring.a() + offset, rows, width_left);
                 else copy_rows<1, true, STRIP / PASS_ROWS>(ring.a() + offset, rows, width_left);
+#endif
                 cp_async_mbarrier_arrive(ring.full_barrier());
                 MARK(END, COPY);
                 ring.advance();

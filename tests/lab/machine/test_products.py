@@ -7,14 +7,15 @@ import re
 import time
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.gemm import TILES, Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.gemm import PRODUCTS, TILES, Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.bounds import Reference, reference
@@ -94,6 +95,38 @@ def test_a_product_is_right(name: str) -> None:
 def test_clusters_share_weights(name: str, sizes: Sizes) -> None:
     """One row block of an expert; then two of one and several of the other, with an odd number of columns' blocks for most."""
     check(name, sizes, range(2), replace(TILES[name], cluster=2), multiprocessors=4)
+
+
+class HostileRows(Trial):
+    """Tokens that no expert has are NaN."""
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        unread = torch.ones(self.case.sizes.T, dtype=torch.bool)
+        unread[self.case.row_token] = False
+        made = super().inputs()
+        made["x" if "x" in made else "d_out"][unread] = torch.nan
+        return made
+
+
+FEW_ROWS = [
+    *((name, changes) for name in CHOSEN for changes in ({}, {"cluster": 2}, {"tickets": True})),
+    ("up_forward", {"tile_n": 128}),
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("name", "changes"), FEW_ROWS)
+def test_rows_past_an_experts_end_are_not_read(name: str, changes: dict[str, Any], transposed: bool) -> None:
+    """Ends on both sides of a pass of 16 rows and of a strip of 64; an odd last row block; every second token is NaN."""
+    counts = (1, 0, 17, 64, 129)
+    ids = torch.full((2 * sum(counts), 1), -1)
+    ids[::2, 0] = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    case = make_case(Sizes(len(ids), 72, 136, len(counts), 1), device="cpu")
+    case = replace(case, dispatch=oracle.dispatch_fixed(ids, len(counts)))
+    config = replace(TILES[name], few_rows=True, **changes)
+    options = {"activation": case.activation, "transposed": transposed}
+    trial = HostileRows(PRODUCTS[name].run, PRODUCTS[name].spec, case, options, rank=8, config=config)
+    assert not trial.run(Machine(4))
 
 
 def test_logits_are_right() -> None:

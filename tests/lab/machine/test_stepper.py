@@ -9,6 +9,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import TileConfig
 from blazeproto.lab.layouts import StageLayout
 from blazeproto.lab.machine import Machine, Stepper
 
@@ -31,12 +32,26 @@ def wide(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-@pytest.fixture
-def up() -> tuple[Stepper, np.ndarray, np.ndarray]:
+def up_with(config: TileConfig) -> tuple[Stepper, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x, up_proj = bf16(rng.standard_normal((T, D))), bf16(rng.standard_normal((1, 2 * N, D)))
     dispatch = build_dispatch(np.zeros((T, 1), np.int32), 1)
-    return Machine(1).step(lambda: gemm.up_forward(x, up_proj, dispatch)), x, up_proj
+    return Machine(1).step(lambda: gemm.up_forward(x, up_proj, dispatch, config=config)), x, up_proj
+
+
+@pytest.fixture
+def up() -> tuple[Stepper, np.ndarray, np.ndarray]:
+    return up_with(TileConfig())
+
+
+def test_rows_past_an_experts_end_are_zeros_or_copies() -> None:
+    """The copies of 40 rows end in the middle of a pass of 16."""
+    for few_rows in (False, True):
+        stepper, x, _ = up_with(TileConfig(few_rows=few_rows))
+        stage = stepper.until("wgmma.mma_async").stage(lab.swizzle("up_forward", "a")).matrix
+        last = np.zeros(64) if few_rows else wide(x[-1, :64])
+        written = stage[T:] if few_rows else stage[T:64]
+        assert (stage[:T] == wide(x[:, :64])).all() and (written == last).all()
 
 
 def test_a_stage_and_the_accumulators_on_their_way(up: tuple[Stepper, np.ndarray, np.ndarray]) -> None:

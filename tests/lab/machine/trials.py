@@ -164,7 +164,9 @@ def trial_of(kernel: Kernel) -> Trial | Logits | Sparse:
         return _SMALL[kernel.entry](of)
     if kernel.entry == "weight_sum":
         return stream_k()
-    config = TileConfig(of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]))
+    config = TileConfig(
+        of["BN"], of["STAGES"], bool(of["DEFERRED"]), of["CLUSTER"], bool(of["TICKETS"]), "FEW_ROWS" in of
+    )
     return with_tiles(kernel.entry, config, of)
 
 
@@ -188,9 +190,13 @@ def with_tiles(entry: str, config: TileConfig, of: Mapping[str, Any]) -> Trial:
         return Trial(PRODUCTS[name].run, PRODUCTS[name].spec, case, options, f32=bool(of["OUT_F32"]), config=config)
     width = config.tile_n + 8
     options = {"transposed": bool(of["B_MN"])}
-    if of["FUSED_COMBINE"]:
+    if of["FUSED_COMBINE"] == 1:
         case, product = awkward(Sizes(ROWS, width, deep, 4, 2)), PRODUCTS["down_forward_fused"]
         return Trial(product.run, product.spec, case, options, 0, (*given, "scores"), config=config)
+    if of["FUSED_COMBINE"] == 2:
+        case, product = awkward(Sizes(ROWS, width, deep, 4, 2), "relu"), PRODUCTS["up_backward_act_fused"]
+        options["transposed"] = not options["transposed"]
+        return Trial(product.run, product.spec, case, options, rank, config=config)
     options["gather"] = bool(of["GATHER"])
     widths = {"width": width, "reduction": deep}
     case = awkward(Sizes(ROWS, 8, 8, 4, 2))

@@ -1,0 +1,58 @@
+"""Which tiles the products take in a layer of some sizes, as a kernel's macros say them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from blazeproto import gemm
+from blazeproto.gemm import Sizes, TileConfig
+from blazeproto.gemm.product import PACKAGE, Variant
+from blazeproto.gemm.tiles import CHOSEN, FACTOR_GRADIENT, FACTOR_ROWS, NARROW, WIDTHS, tiles_for
+
+TILE_MACROS = ("BN", *(field.name.upper() for field in fields(TileConfig) if field.name != "tile_n"))
+
+
+def _tiles(entry: str, defines: Mapping[str, Any]) -> tuple[Any, ...]:
+    return entry, *(int(defines.get(macro, 0)) for macro in TILE_MACROS)
+
+
+def _by_macros(config: TileConfig) -> dict[str, int]:
+    return {"BN": config.tile_n} | {field.name.upper(): getattr(config, field.name) for field in fields(config)}
+
+
+@cache
+def _tiles_of_layer(sizes: Sizes) -> frozenset[tuple[Any, ...]]:
+    """The tiles that products have in layers of these sizes, whatever their weights, the number of their tokens, and the columns
+    that are made at a time."""
+    plain = Variant()
+    variants = (plain, plain._replace(f32=True), plain._replace(transposed=True))
+    calls = ((product, variant) for variant in variants for product in gemm.PRODUCTS.values())
+    made = [kernel for product, variant in calls for kernel in product.for_layer(sizes, variant, variant)]
+    row_products = [tiles_for(name, columns) for name in NARROW for columns in WIDTHS] + [FACTOR_ROWS]
+    configs = [("linear", config) for config in row_products] + [("weight_gradient", FACTOR_GRADIENT)]
+    described = [(kernel.entry, kernel.defines) for kernel in made]
+    return frozenset(_tiles(*each) for each in [*described, *((entry, _by_macros(each)) for entry, each in configs)])
+
+
+@cache
+def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
+    """By the kernel's entry: of the products whose tiles follow from the number of rows too."""
+    products = (gemm.PRODUCTS[name] for name in CHOSEN)
+    made = [each.kernel(each.tiles(sizes), Variant(True), PACKAGE) for each in products if each.kernel and each.tiles]
+    return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
+
+
+def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int]) -> bool:
+    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
+    if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
+        return False
+    sizes = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}, halves=cfg.get("halves", 2))
+    entry = description["entry"]
+    tiles, exact = _tiles(entry, description["defines"]), _tiles_chosen(sizes)
+    if entry in exact:
+        return tiles != exact[entry]
+    possible = _tiles_of_layer(sizes)
+    return entry in {each for each, *_ in possible} and tiles not in possible

@@ -1,0 +1,90 @@
+"""What can be measured: the function that makes an item's rows, what they are of, and the peers that stand beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from blazeproto.activations import activation_named
+from blazeproto.gemm import Sizes
+from scripts.bench.common import SHAPES, TABLES
+from scripts.bench.dispatch import MODELS, T
+from scripts.bench.paper import kernels, layers
+from scripts.bench.paper.layers import Case, Row
+from scripts.bench.paper.machine import Machine
+from scripts.bench.paper.printed import ABLATION, DISPATCH
+from scripts.bench.rounding import SUBFIGURES
+
+ACTIVATIONS = ("silu", "swiglu")
+
+
+@dataclass(frozen=True)
+class Item:
+    """measure: makes a case's row.  cases: in full.  short: on a CPU.  rounds: of which times are medians."""
+
+    measure: Callable[[Case, Machine], Row]
+    cases: tuple[Case, ...]
+    short: tuple[Case, ...]
+    peers: tuple[str, ...] = ()
+    rounds: int = 7
+
+
+def with_activations(shapes: Iterable[tuple[str, Sizes]]) -> tuple[Case, ...]:
+    """Each labelled shape without a gate and with one."""
+    return tuple(
+        Case(shape._replace(halves=activation_named(activation).halves), activation, label)
+        for label, shape in shapes
+        for activation in ACTIVATIONS
+    )
+
+
+def plain(*shapes: Sizes) -> tuple[Case, ...]:
+    return tuple(map(Case, shapes))
+
+
+SMALL = Sizes(256, 64, 32, 8, 2)
+CONFIGURATIONS = [(f"conf{number}", shape) for number, shape in enumerate(TABLES["moeblaze-1"], 1)]
+CONFIGURATIONS.append(("conf4 of the text", Sizes(32768, 2048, 8192, 16, 4)))  # §6.4, which is not Table 1's
+ALL_PEERS = ("sonic", "bmm_ub", "torch_grouped", "scattermoe", "mb_sparse")
+COARSEST = Sizes(32768, 4096, 2048, 32, 2)  # of SonicMoE's Figure 1; its other three shapes are Figure 5's
+
+ITEMS = {
+    "moeblaze-figures": Item(
+        layers.against_megablocks,
+        with_activations(CONFIGURATIONS),
+        with_activations([("small", SMALL)]),
+        ("mb_sparse",),
+    ),
+    "sonicmoe-layers": Item(
+        layers.against_all,
+        plain(*TABLES["sonicmoe-9a"], COARSEST),
+        plain(SMALL, SMALL._replace(n=16, E=16, K=4)),
+        ALL_PEERS,
+    ),
+    "moeblaze-scale": Item(
+        layers.against_megablocks,
+        with_activations(("", shape) for shape in TABLES["moeblaze-2"]),
+        with_activations([("", SMALL)]),
+        ("mb_sparse",),
+    ),
+    "moeblaze-dispatch": Item(
+        kernels.dispatches,
+        tuple(Case(Sizes(T, 0, 0, E, K), "", name) for name, E, K, *_ in MODELS if name in DISPATCH),
+        (Case(Sizes(1024, 0, 0, 16, 4), "", "DBRX"),),
+        rounds=15,
+    ),
+    "moeblaze-ablation": Item(
+        layers.ablation, plain(*(Sizes(1 << 19, d, n, E, 4) for d, E, n in ABLATION)), plain(SMALL), rounds=5
+    ),
+    "moeblaze-gather": Item(
+        kernels.gather, plain(*(Sizes(409600, 1024, n, 8, 2) for n in (1024, 4096))), plain(SMALL), rounds=15
+    ),
+    "combine": Item(layers.combines, plain(*SHAPES), plain(SMALL)),
+    "sonicmoe-kernels": Item(kernels.kernel_times, plain(Sizes(24576, 1536, 256, 128, 8)), plain(SMALL), ALL_PEERS),
+    "sonicmoe-rounding": Item(
+        kernels.token_rounding,
+        tuple(Case(shape, label=name) for name, shapes in SUBFIGURES.items() for shape in shapes),
+        (Case(SMALL, label="small"),),
+    ),
+    "sonicmoe-scores": Item(kernels.scores_gradient, plain(*TABLES["sonicmoe-9a"]), plain(SMALL), rounds=15),
+}

@@ -1,0 +1,226 @@
+"""Rows of kernels alone: MoEBlaze Table 3 and §7.3's gather; SonicMoE Figures 2a, 3 and 7, and two ways to dS (appendix D.1)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from blazeproto import cost
+from blazeproto.autograd import moe_mlp, private
+from blazeproto.dispatch import build_dispatch, build_dispatch_varying
+from blazeproto.gemm import PRODUCTS, Sizes, grouped_mm
+from blazeproto.router import Routing
+from scripts.bench import peers, rounding
+from scripts.bench.common import MIB, route
+from scripts.bench.dispatch import by_torch_sort
+from scripts.bench.markdown import OURS
+from scripts.bench.paper import programs
+from scripts.bench.paper.layers import Case, Row, build_all
+from scripts.bench.paper.machine import Machine
+from scripts.bench.peers import LayerInputs, Program
+
+Call = Callable[[], object]
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+METHODS = ("tiled", "dense", "sort")
+DISPATCH_SETS = 3  # of ids, so that none stays in the L2 cache
+
+
+def dispatches(case: Case, machine: Machine) -> Row:
+    """MoEBlaze Table 3: our builders, CuPy's sort among them, and torch.sort; every list that a layer needs."""
+    shape = case.shape
+    generator = torch.Generator(machine.device).manual_seed(0)
+    sets = [route(shape, "uniform", machine.device, generator) for _ in range(DISPATCH_SETS)]
+    calls: dict[str, Call] = {
+        name: partial(run_all, [partial(build_dispatch, ids, shape.E, method=name) for ids in sets])  # type: ignore[arg-type]
+        for name in METHODS
+    }
+    calls["torch_sort"] = partial(run_all, [partial(by_torch_sort, ids, shape.E) for ids in sets])
+    right = by_torch_sort(sets[0], shape.E)
+    for name in METHODS:
+        got = build_dispatch(sets[0], shape.E, method=name)  # type: ignore[arg-type]
+        lists = (got.expert_pair_indices, got.expert_token_offsets, got.token_index_map)
+        if not all(torch.equal(mine, theirs) for mine, theirs in zip(lists, right, strict=True)):
+            raise RuntimeError(f"method={name!r} differs from torch.sort")
+    found = machine.kernels(calls).ms  # CuPy's sort can't be captured
+    row: Row = {f"{name}_ms": round(ms / len(sets), 5) for name, ms in found.items()}
+    return case.key | row | {"floor_ms": round(machine.rates.floor_ms(0.0, cost.dispatch_bytes(shape.rows)), 5)}
+
+
+def run_all(calls: list[Call]) -> None:
+    for call in calls:
+        call()
+
+
+# --------------------------------------------------------------------------------------------------------------- gather
+
+
+def gather(case: Case, machine: Machine) -> Row:
+    """MoEBlaze §7.3: the up projection with nothing after it but a store, its rows fetched by index and lying in order; torch's
+    grouped product on rows in order, and with the copy that puts them there."""
+    shape, inputs = case.shape, peers.make_inputs(case.shape, device=machine.device)
+    x, weights = inputs.x.detach(), inputs.gate_up_proj.detach()
+    dispatch = build_dispatch(inputs.experts, shape.E)
+    tokens, ends = dispatch.expert_token_indices, dispatch.expert_token_offsets[1:].clone()
+    ordered = x[tokens]
+    out = torch.empty(shape.rows, shape.h, dtype=x.dtype, device=x.device)
+    calls: dict[str, Call] = {
+        "gathered": partial(grouped_mm, x, weights, dispatch, gather=True, out=out),
+        "contiguous": partial(grouped_mm, ordered, weights, dispatch, out=out),
+        "torch": lambda: F.grouped_mm(ordered, weights.mT, offs=ends),
+        "copied_torch": lambda: F.grouped_mm(x[tokens], weights.mT, offs=ends),
+    }
+    row: Row = {f"{name}_ms": round(ms, 4) for name, ms in machine.times(calls, tuple(calls)).ms.items()}
+    row["gather_overhead"] = round(row["gathered_ms"] / row["contiguous_ms"] - 1, 4)
+    return case.key | row | {"floor_ms": round(machine.rates.floor_ms(2.0 * shape.rows * shape.h * shape.d, 0.0), 4)}
+
+
+# -------------------------------------------------------------------------------------------------- kernels of a program
+
+MATRICES = re.compile(
+    "gemm|nvjet|matmul|_sdd|_dsd|_dds|scatter2scatter|xty|bmm|::mm|::_?grouped_mm|addmm", re.IGNORECASE
+)
+"""In the names of kernels that multiply matrices, of torch, SonicMoE (CUTLASS), ScatterMoE, MegaBlocks and stk."""
+CALLS = 5  # that a profile is the mean of
+
+
+def kernels_of(program: Program, device: str) -> dict[str, dict[str, dict[str, float]]]:
+    """{"forward", "backward": {kernel: {"ms", "launches"}}}, means of a call; backward is forward and backward less forward."""
+    forward, both = (profiled(call, device) for call in (program.forward, program.forward_backward))
+    backward = {
+        name: {key: each[key] - forward.get(name, {}).get(key, 0.0) for key in each} for name, each in both.items()
+    }
+    launched = {name: each for name, each in backward.items() if each["launches"] > 0.5}
+    return {"forward": forward, "backward": launched}
+
+
+def profiled(call: Call, device: str) -> dict[str, dict[str, float]]:
+    """Milliseconds and launches of a call, by kernel; on a CPU by operator, without those that it calls."""
+    for _ in range(3):
+        call()
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    untold = mock.patch.object(private, "_profiler_enabled", bool)  # as in `timing.kernel_times`
+    with untold, profile(activities=[activity]) as recorded:
+        for _ in range(CALLS):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "launches": 0.0})
+    for event in recorded.events():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device == (device == "cuda"):
+            us = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
+            found[event.name]["ms"] += us / 1e3 / CALLS
+            found[event.name]["launches"] += 1 / CALLS
+    return dict(found)
+
+
+def our_kernels(shape: Sizes) -> dict[tuple[str, str], tuple[float, float]]:
+    """(operations, least bytes) of our kernels by phase and name; a name that stands for two products has the sum."""
+    found: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for phase, names in (("forward", cost.FORWARD), ("backward", cost.BACKWARD)):
+        for product in (PRODUCTS[name] for name in (*names, "combine")):
+            entry = next(iter(product.kernels())).entry
+            operations, least = found[phase, entry]
+            found[phase, entry] = operations + product.operations(shape), least + product.least_bytes(shape)
+    return dict(found)
+
+
+def kernel_times(case: Case, machine: Machine) -> Row:
+    """SonicMoE Figure 2a: milliseconds by kernel of ours and of each peer that is wanted, forward and backward; of ours the
+    operations and least bytes beside."""
+    made, absent = build_all(case, {OURS: programs.ours} | programs.of_peers(machine.peers), machine)
+    operations = dict(zip(("forward", "backward"), cost.layer_operations(case.shape), strict=True))
+    known = our_kernels(case.shape)
+    row: Row = {"programs": {}}
+    for name, (program, *_) in made.items():
+        phases = row["programs"][name] = {}
+        for phase, kernels in kernels_of(program, machine.device).items():
+            listed = []
+            for kernel, each in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
+                line: Row = {"kernel": kernel[:120], "ms": round(each["ms"], 5), "launches": round(each["launches"], 2)}
+                if name == OURS and (phase, kernel) in known:
+                    line |= dict(zip(("operations", "least_bytes"), known[phase, kernel], strict=True))
+                line["multiplies"] = bool(line.get("operations")) or bool(MATRICES.search(kernel))
+                listed.append(line)
+            products = sum(line["ms"] for line in listed if line["multiplies"])
+            phases[phase] = {"kernels": listed, "products_ms": round(products, 4)}
+            phases[phase]["others_ms"] = round(sum(line["ms"] for line in listed) - products, 4)
+            phases[phase]["tflops"] = round(1e-9 * operations[phase] / products, 1) if products else None
+    return case.key | row | ({"absent": absent} if absent else {})
+
+
+# ------------------------------------------------------------------------------------------------------- token rounding
+
+
+def on_routing(shape: Sizes, inputs: LayerInputs, routing: Routing) -> Program:
+    """The experts on a routing whose dispatch is made beforehand."""
+    scores = routing.scores.detach().requires_grad_()
+    if routing.pair_tokens is None:
+        dispatch = build_dispatch(routing.experts, shape.E)
+    else:
+        dispatch = build_dispatch_varying(routing.experts, routing.pair_tokens, routing.token_offsets, shape.E)
+    weights, backend = (inputs.gate_up_proj, inputs.down_proj), programs.backend_of(inputs)
+
+    def forward() -> torch.Tensor:
+        return moe_mlp(inputs.x, *weights, scores, num_experts=shape.E, backend=backend, dispatch=dispatch)
+
+    return Program(forward, (inputs.x, *weights, scores), inputs.grad_output, weights)
+
+
+def token_rounding(case: Case, machine: Machine) -> Row:
+    """SonicMoE Figure 7, the experts alone: top-k, rounded to the nearest tile, always down and always up; Figure 3: the empty
+    rows of top-k's tiles, over its rows."""
+    shape, tile = case.shape, rounding.TILE if machine.device == "cuda" else 16
+    inputs = peers.make_inputs(shape, device=machine.device)
+    with torch.no_grad():
+        layers = rounding.whole_layers(shape, inputs, tile=tile)
+        routed = {name: layer.router(inputs.x) for name, layer in layers.items()}
+    made = {name: on_routing(shape, inputs, routing) for name, routing in routed.items()}
+    forward = machine.times({name: program.forward for name, program in made.items()}, tuple(made))
+    both = machine.times({name: program.forward_backward for name, program in made.items()}, tuple(made))
+    row: Row = {}
+    for name, routing in routed.items():
+        rows = int(routing.load.sum())
+        tflops = rounding.model_tflops(shape, rows, forward.ms[name], both.ms[name])
+        row[name] = {"rows": rows, "padded_rows": rounding.padded_rows(routing.load, tile)} | tflops
+        row[name] |= {"fwd_ms": round(forward.ms[name], 4), "fwdbwd_ms": round(both.ms[name], 4)}
+    plain, rounded = row["top_k"], row["rounded"]
+    gain = rounded["rows"] / rounded["fwdbwd_ms"] / (plain["rows"] / plain["fwdbwd_ms"])
+    return (
+        case.key | row | {"wasted": round(plain["padded_rows"] / plain["rows"] - 1, 4), "fwdbwd_gain": round(gain, 4)}
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the scores' gradient
+
+
+def scores_gradient(case: Case, machine: Machine) -> Row:
+    """SonicMoE appendix D.1: ours, where the dH kernel sums <dA', act> in its epilogue, beside <dO, Y>, which has to keep Y.
+
+    <dO, Y> is timed as one torch.bmm over Y's rows in the order of their tokens, without the gather that a layer would need: in
+    its favour. `saved_MiB` is what the layer keeps for backward, `y_MiB` what Y adds.
+    """
+    shape, inputs = case.shape, peers.make_inputs(case.shape, device=machine.device)
+    program = programs.ours(shape, inputs)
+    y = torch.randn(shape.T, shape.K, shape.d, device=machine.device).to(inputs.x.dtype)
+    d_out = inputs.grad_output[:, :, None]
+    calls: dict[str, Call] = {
+        "fwd": program.forward,
+        "fwdbwd": program.forward_backward,
+        "dot": lambda: torch.bmm(y, d_out),
+    }
+    ms = machine.times(calls, tuple(calls)).ms
+    row: Row = {f"{name}_ms": round(value, 4) for name, value in ms.items()}
+    row["bwd_ms"] = round(ms["fwdbwd"] - ms["fwd"], 4)
+    row["dot_floor_ms"] = round(machine.rates.floor_ms(0.0, y.nbytes + d_out.nbytes + 4 * shape.rows), 4)
+    row |= {"saved_MiB": round(cost.saved_bytes(shape) / MIB, 2), "y_MiB": round(y.nbytes / MIB, 2)}
+    return case.key | row

@@ -1,0 +1,175 @@
+"""The columns of SonicMoE's figures: what was measured beside what the paper prints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
+
+from scripts.bench.markdown import LABELS, OURS, Column, Record, figure, number
+from scripts.bench.paper import printed
+from scripts.bench.paper.cells import LABEL, SHAPE, Rows, backward_ms, of, programs_in, ratio, tflops, value
+
+
+def layers_columns(rows: Rows) -> list[Column]:
+    columns, names = [SHAPE], programs_in(rows)
+    for part, head in (("fwd", "forward TFLOP/s"), ("bwd", "backward TFLOP/s")):
+        columns += [(named(head, name), partial(tflops_cell, name, part)) for name in names]
+    columns += [(named("saved MiB", name), of(name, "saved_MiB", 0)) for name in names]
+    return columns + [(named("peak MiB", name), of(name, "peak_MiB", 0)) for name in names]
+
+
+def named(head: str, name: str) -> str:
+    return f"{head}: ours" if name == OURS else LABELS[name]
+
+
+def tflops_cell(name: str, part: str, row: Record) -> str:
+    return number(tflops(row, name, part), 0)
+
+
+def granularity(rows: Rows) -> Rows:
+    """Figure 1's four shapes, coarse to fine."""
+    fields = ("T", "d")
+    chosen = [row for row in rows if [row["cfg"][field] for field in fields] == [32768, 4096]]
+    return sorted((row for row in chosen if row["cfg"]["n"] * row["cfg"]["K"] == 4096), key=lambda row: row["cfg"]["K"])
+
+
+def granularity_columns(rows: Rows) -> list[Column]:
+    names = programs_in(rows)
+    columns: list[Column] = [SHAPE, ("d / n", lambda row: number(row["cfg"]["d"] / row["cfg"]["n"], 0))]
+    columns += [(named("saved MiB", name), of(name, "saved_MiB", 0)) for name in names]
+    others = [name for name in names if name != "bmm_ub"]
+    return columns + [
+        (named("speed of the bmm bound's, forward", name), ratio("bmm_ub", name, "fwd_ms")) for name in others
+    ]
+
+
+def span(values: Sequence[float | None]) -> str:
+    known = [each for each in values if each is not None]
+    return "–" if not known else f"{number(statistics.fmean(known))} ({number(min(known))} to {number(max(known))})"
+
+
+def over(rows: Iterable[Record], above: str, below: str, measure: Callable[[Record, str], float | None]) -> list[float]:
+    pairs = [(measure(row, above), measure(row, below)) for row in rows]
+    return [a / b for a, b in pairs if a and b]
+
+
+def claims(rows: Rows) -> Rows:
+    """What SonicMoE's text says of Figures 1, 5 and 6a, measured: a row a claim, by program."""
+    seven = [row for row in rows if (row["cfg"]["d"], row["cfg"]["n"]) == (1536, 256)]
+    small = [row for row in rows if row["cfg"]["d"] in (768, 1536)]
+
+    def forward(row: Record, name: str) -> float | None:
+        return value(row, name, "fwd_ms")
+
+    def both(row: Record, name: str) -> float | None:
+        return value(row, name, "fwdbwd_ms")
+
+    def saved(row: Record, name: str) -> float | None:
+        return value(row, name, "saved_MiB")
+
+    def of_program(name: str) -> list[str]:
+        return [
+            span(over(granularity(rows), "bmm_ub", name, forward)),
+            span(over(seven, name, "scattermoe", saved)),
+            span(over(small, "scattermoe", name, both)),
+            span(over(seven, "scattermoe", name, backward_ms)),
+        ]
+
+    said = (
+        "forward speed over the bmm bound's, the four shapes of Figure 1",
+        "saved bytes over ScatterMoE's, 7B with n = 256",
+        "speed over ScatterMoE's, forward + backward, 1.4B and 7B",
+        "backward speed over ScatterMoE's, 7B with n = 256",
+    )
+    found = zip(said, printed.CLAIMS, of_program("sonic"), of_program(OURS), strict=True)
+    last = {"of": rows[-1]["of"]} if rows else {}
+    return [last | dict(zip(("said", "printed", "sonic", "ours"), each, strict=True)) for each in found] if rows else []
+
+
+def claims_columns(rows: Rows) -> list[Column]:
+    heads = {"said": "", "printed": "printed of SonicMoE", "sonic": "SonicMoE here", "ours": "ours"}
+    return [(head, itemgetter(field)) for field, head in heads.items()]
+
+
+def phases(rows: Rows) -> Rows:
+    """A row for each program and phase."""
+    made = []
+    for row in rows:
+        for name, each in row["programs"].items():
+            for phase, found in each.items():
+                made.append({"cfg": row["cfg"], "of": row["of"], "program": LABELS[name], "phase": phase} | found)
+    return made
+
+
+def phases_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [SHAPE, ("program", itemgetter("program")), ("", itemgetter("phase"))]
+    columns += [("ms of products", figure("products_ms")), ("of all others", figure("others_ms"))]
+    return [*columns, ("TFLOP/s of the products", figure("tflops", digits=0)), ("longest kernels, ms", longest)]
+
+
+def longest(row: Record) -> str:
+    return "; ".join(f"{short(line['kernel'])} {number(line['ms'])}" for line in row["kernels"][:4])
+
+
+def short(kernel: str) -> str:
+    """A kernel's name for a cell."""
+    name = kernel.replace("void ", "").split("<")[0].split("(")[0].replace("|", "/")
+    return f"`{name[:40]}`"
+
+
+def our_kernels(rows: Rows) -> Rows:
+    """A row for each of our kernels whose operations and bytes are known."""
+    return [
+        {"cfg": row["cfg"], "of": row["of"], "phase": phase} | line
+        for row in rows
+        for phase, found in row["programs"].get(OURS, {}).items()
+        for line in found["kernels"]
+        if "least_bytes" in line
+    ]
+
+
+def our_kernels_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [SHAPE, ("", itemgetter("phase")), ("kernel", lambda row: short(row["kernel"]))]
+    columns += [("launches", figure("launches", digits=0)), ("ms", figure("ms", digits=3))]
+    columns.append(("TFLOP/s", lambda row: number(1e-9 * row["operations"] / row["ms"], 0)))
+    return [*columns, ("TB/s", lambda row: number(1e-9 * row["least_bytes"] / row["ms"], 2))]
+
+
+ROUTINGS = {"top_k": "top-k", "rounded": "nearest", "down": "DOWN", "up": "UP"}
+
+
+def rounding_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [LABEL, SHAPE, ("empty rows of tiles, %", lambda row: number(100 * row["wasted"], 1))]
+    for part, head in (("fwd", "forward TFLOP/s"), ("bwd", "backward TFLOP/s")):
+        heads = ROUTINGS | {"top_k": f"{head}: top-k"}
+        columns += [(said, figure(name, f"{part}_tflops", digits=0)) for name, said in heads.items()]
+    gains = {"fwd": "nearest over top-k: forward", "bwd": "backward", "fwdbwd": "both"}
+    columns += [(head, partial(rounding_gain, part)) for part, head in gains.items()]
+    return [*columns, ("printed", printed_rounding)]
+
+
+def rounding_gain(part: str, row: Record) -> str:
+    nearest, plain = (row[name][f"{part}_tflops"] for name in ("rounded", "top_k"))
+    return number(nearest / plain if plain else None, 3)
+
+
+def printed_rounding(row: Record) -> str:
+    found = printed.ROUNDING_GAIN.get((row["label"], row["cfg"]["E"]))
+    return "–" if found is None else ", ".join(number(each, 3) for each in found)
+
+
+def scores_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [SHAPE, ("backward ms, dS in it", figure("bwd_ms"))]
+    columns += [("⟨dO, Y⟩ beside it", figure("dot_ms", digits=3)), ("floor", figure("dot_floor_ms", digits=3))]
+    columns.append(("of the backward, %", lambda row: number(100 * row["dot_ms"] / row["bwd_ms"], 1)))
+    return [
+        *columns,
+        ("saved MiB", figure("saved_MiB", digits=0)),
+        ("with Y", with_y),
+    ]
+
+
+def with_y(row: Record) -> str:
+    return number(row["saved_MiB"] + row["y_MiB"], 0)

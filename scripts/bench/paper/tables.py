@@ -1,0 +1,109 @@
+"""The papers' tables as we show them, on the terminal and in docs/papers.md: what was measured beside what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from rich.table import Table as RichTable
+
+from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table
+from scripts.bench.paper import moeblaze_tables as moeblaze
+from scripts.bench.paper import sonicmoe_tables as sonicmoe
+from scripts.bench.paper.cells import Rows, by_program
+
+PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks")
+
+
+class Shown(NamedTuple):
+    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below."""
+
+    item: str  # whose results it shows
+    title: str
+    columns: Callable[[Rows], list[Column]]
+    note: str = ""
+    rows: Callable[[Rows], Rows] = list
+    picture: str = ""  # in docs/
+
+
+SHOWN = {
+    "figures": Shown(
+        "moeblaze-figures", "MoEBlaze, Figures 3 to 6", moeblaze.figures_columns, picture="paper_moeblaze.png"
+    ),
+    "scale": Shown("moeblaze-scale", "MoEBlaze, Table 2", moeblaze.scale_columns),
+    "dispatch": Shown("moeblaze-dispatch", "MoEBlaze, Table 3", moeblaze.dispatch_columns),
+    "ablation": Shown("moeblaze-ablation", "MoEBlaze, Tables 4 and 5", moeblaze.ablation_columns, rows=by_program),
+    "gather": Shown("moeblaze-gather", "MoEBlaze §7.3, rows gathered by index", moeblaze.gather_columns),
+    "combine": Shown("combine", "A token's experts summed in the product, or gathered", moeblaze.combine_columns),
+    "layers": Shown(
+        "sonicmoe-layers", "SonicMoE, Figures 5 and 6a", sonicmoe.layers_columns, picture="paper_sonicmoe.png"
+    ),
+    "granularity": Shown(
+        "sonicmoe-layers", "SonicMoE, Figure 1", sonicmoe.granularity_columns, rows=sonicmoe.granularity
+    ),
+    "claims": Shown(
+        "sonicmoe-layers",
+        "SonicMoE, what its text says",
+        sonicmoe.claims_columns,
+        "Means, and least to most.",
+        sonicmoe.claims,
+    ),
+    "phases": Shown(
+        "sonicmoe-kernels",
+        "SonicMoE, Figure 2a",
+        sonicmoe.phases_columns,
+        rows=sonicmoe.phases,
+        picture="paper_kernels.png",
+    ),
+    "kernels": Shown("sonicmoe-kernels", "Our kernels in it", sonicmoe.our_kernels_columns, rows=sonicmoe.our_kernels),
+    "rounding": Shown(
+        "sonicmoe-rounding",
+        "SonicMoE, Figures 3 and 7, the experts alone",
+        sonicmoe.rounding_columns,
+        picture="paper_rounding.png",
+    ),
+    "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
+}
+
+
+def notes(shown: Shown, record: Record) -> str:
+    """Where it was measured, at which rates, and who is absent."""
+    rows = record["rows"]
+    absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
+    missing = "; ".join(f"{LABELS.get(name, name)} ({reason})" for name, reason in absent.items())
+    rates = record["rates"]
+    speed = f"{number(rates['operations'] / 1e12, 0)} TFLOP/s (torch.mm, bf16, {rates['matrices']}³)"
+    speed += f" and {number(rates['bytes'] / 1e12)} TB/s (copy)"
+    said = [
+        shown.note,
+        f"{origin(rows, *PACKAGES)} Floors: {speed}.",
+        f"Absent from some rows: {missing}." if missing else "",
+    ]
+    return " ".join(filter(None, said))
+
+
+def markdown(shown: Shown, record: Record) -> str:
+    """As a page has it, its picture first."""
+    rows = shown.rows(record["rows"])
+    picture = f"![{shown.title}]({shown.picture})\n\n" if shown.picture else ""
+    return f"{picture}{table(rows, shown.columns(rows))}\n\n{notes(shown, record)}"
+
+
+def terminal(shown: Shown, record: Record) -> RichTable:
+    """The table for a terminal, without its note."""
+    rows = shown.rows(record["rows"])
+    columns = shown.columns(rows)
+    made = RichTable(title=shown.title)
+    for head, _ in columns:
+        made.add_column(head, justify="right", overflow="fold")
+    for row, sign in zip(rows, signs_of(rows), strict=True):
+        first, *rest = (cell(row) for _, cell in columns)
+        made.add_row(first + sign, *rest)
+    return made
+
+
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    f"paper_{name}": (f"../h100/paper/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
+}
+"""Of docs/papers.md: the results file and what makes the table, as `result_tables.TABLES` has them."""

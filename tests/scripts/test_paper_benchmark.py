@@ -1,0 +1,358 @@
+"""`scripts.bench.paper`: every item in its short form on a CPU, what is kept of a run that ended early, tables and plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blazeproto import cost
+from blazeproto.gemm import Sizes
+from blazeproto.lab.times import Call
+from scripts.bench import common, peers, plot_results, timing
+from scripts.bench.identity import earlier
+from scripts.bench.paper import __main__ as paper
+from scripts.bench.paper import items, kernels, layers, machine, printed, programs, tables
+from scripts.bench.paper.layers import Case
+from scripts.bench.paper.machine import Machine, Rates
+from scripts.bench.result_tables import fill
+
+SMALL = Sizes(48, 32, 16, 4, 2)
+CPU = Machine("cpu", 1, Rates(1e12, 1e11), ("torch_grouped",))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of all short forms, where docs/papers.md looks for them beside a folder of results."""
+    results = tmp_path_factory.mktemp("results")
+    (results / "h200").mkdir()
+    folder = results / "h100" / "paper"
+    paper.main(["all", "--cpu", "--out", str(folder)])
+    return folder
+
+
+def record_of(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = common.read_json(folder / f"{name}.json")
+    return found
+
+
+def test_every_short_form_measures_its_cases(measured: Path) -> None:
+    for name, item in items.ITEMS.items():
+        record = record_of(measured, name)
+        assert "failed" not in record
+        assert [{key: row[key] for key in Case(SMALL).key} for row in record["rows"]] == [
+            case.key for case in item.short
+        ]
+        for row in [*record["rows"], record["rates"]]:
+            assert not earlier(row), "a row of today's benchmark"
+            assert {"gpu", "measured", "versions", "protocol_identity"} <= row["of"].keys()
+        assert record["rates"]["operations"] > 1e8 < record["rates"]["bytes"]
+        assert record["protocol"].startswith("Layers in bf16")
+
+
+def test_peers_that_are_missing_are_reasons_in_the_row(measured: Path) -> None:
+    (row, _) = record_of(measured, "sonicmoe-layers")["rows"]
+    assert row["programs"].keys() | row["absent"].keys() == {"blazeproto", *items.ALL_PEERS}
+    assert "torch_grouped" in row["programs"]
+    assert all(each["fwdbwd_ms"] > 0 and each["peak_MiB"] > 0 for each in row["programs"].values())
+
+
+def test_the_tables_of_the_page_are_made_of_the_files(measured: Path) -> None:
+    page = (plot_results.DOCS / "papers.md").read_text()
+    filled = fill(page, measured.parents[1] / "h200")
+    assert filled.count("Not measured") == 2, "Figure 1's shapes and our kernels are not on a CPU"
+    assert filled.count("| 256, 64, 32, 8, 2 |") > 10 and "MegaBlocks (ModuleNotFoundError" in filled
+    assert fill(filled, measured.parents[1] / "h200") == filled
+    for shown in tables.SHOWN.values():
+        record = record_of(measured, shown.item)
+        made = tables.terminal(shown, record)
+        assert made.row_count == len(shown.rows(record["rows"]))
+        assert len(made.columns) == len(shown.columns(shown.rows(record["rows"])))
+
+
+def test_the_plots_are_drawn(measured: Path, tmp_path: Path) -> None:
+    drawn = [(name, plot, picture) for name, plot, picture in plot_results.PICTURES if "paper" in name]
+    assert {picture for _, _, picture in drawn} == {shown.picture for shown in tables.SHOWN.values()} - {""}
+    for name, plot, picture in drawn:
+        plot(record_of(measured, name.rpartition("/")[2]), tmp_path / picture)
+        assert (tmp_path / picture).stat().st_size > 5000
+
+
+@pytest.mark.gpu
+def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its small cases, with the kernels; peers that are not installed are absent."""
+    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items()}
+    monkeypatch.setattr(paper, "ITEMS", small)
+    paper.main(["all", "--peers", "torch_grouped,bmm_ub,mb_sparse", "--rounds", "2", "--out", str(tmp_path)])
+    for name in small:
+        record = record_of(tmp_path, name)
+        assert "failed" not in record and len(record["rows"]) == len(small[name].short)
+        assert all(row["of"]["kernels"] and not earlier(row) for row in record["rows"])
+    (row,) = record_of(tmp_path, "sonicmoe-kernels")["rows"]
+    known = [line for line in tables.SHOWN["kernels"].rows([row]) if line["ms"] > 0]
+    assert {line["kernel"] for line in known} == {name for _, name in kernels.our_kernels(items.SMALL)}
+
+
+def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
+        monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or FOUND)
+    gpu = Machine("cuda", 7, CPU.rates, ())
+    calls: dict[str, Call] = {"ours": dict, "theirs": dict}
+    gpu.times(calls, ("ours", "absent"))
+    assert gpu.kernels(calls).ms == {"ours": 2.0}
+    gpu.eager(calls)
+    assert seen == [("gpu_ms", calls, ["ours"], 7), ("kernel_times", calls, 7), ("interleaved_ms", calls, 7)]
+
+
+FOUND = {"ours": timing.KernelTime(busy=1.0, total=2.0)}
+
+# --------------------------------------------------------------------------------------------------------- going on
+
+
+def measure_or_stop(case: Case, _: Machine) -> dict[str, Any]:
+    MEASURED.append(case.label)
+    if case.label == STOP_AT[0]:
+        raise KeyboardInterrupt
+    if case.label == "b":
+        raise torch.OutOfMemoryError("no memory")
+    return case.key | {"programs": {}}
+
+
+MEASURED: list[str] = []
+STOP_AT = [""]
+
+
+def test_a_run_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = tuple(Case(SMALL, label=label) for label in "abcd")
+    monkeypatch.setattr(paper, "ITEMS", {"combine": items.Item(measure_or_stop, cases, cases)})
+    words = ["combine", "--cpu", "--out", str(tmp_path)]
+
+    def run(*more: str, stop_at: str = "") -> tuple[list[str], dict[str, Any]]:
+        MEASURED.clear()
+        STOP_AT[0] = stop_at
+        paper.main([*words, *more])
+        return [*MEASURED], record_of(tmp_path, "combine")
+
+    with pytest.raises(SystemExit) as end:
+        run(stop_at="c")
+    assert end.value.code == 130 and MEASURED == ["a", "b", "c"]
+    assert [row["label"] for row in record_of(tmp_path, "combine")["rows"]] == ["a"]
+    ran, record = run()
+    assert ran == ["b", "c", "d"], "a's row is there; b's is tried again"
+    assert [row["label"] for row in record["rows"]] == ["a", "c", "d"]
+    assert record["failed"] == {str(cases[1]): "OutOfMemoryError: no memory"}
+    assert run()[0] == ["b"] and run("--again")[0] == [*"abcd"]
+    record["rows"][0]["of"]["protocol_identity"] = "another benchmark"
+    (tmp_path / "combine.json").write_text(json.dumps(record))
+    assert run()[0] == ["a", "b"], "a's row is of another benchmark"
+    assert run("--time-budget", "0")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "folder"),
+    [
+        ("NVIDIA H100 80GB HBM3, driver 580.159.04", "h100"),
+        ("NVIDIA H200, driver 580.159.04", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("none", "other"),
+    ],
+)
+def test_each_gpu_has_a_folder(gpu: str, folder: str) -> None:
+    assert paper.folder_of(gpu) == folder
+
+
+# ---------------------------------------------------------------------------------------------------------- programs
+
+
+def test_plain_torch_computes_the_layer_and_keeps_what_the_paper_says() -> None:
+    """Routed tokens, a, b, sigmoid(a), SiLU(a), the product, y; beside them scores and three lists of integers at most."""
+    inputs = peers.make_inputs(SMALL, device="cpu")
+    plain, ours = programs.plain(SMALL, inputs), programs.ours(SMALL, inputs)
+    for mine, other in zip(
+        timing.tensors_in(plain.forward_backward()), timing.tensors_in(ours.forward_backward()), strict=True
+    ):
+        assert timing.relative_difference(mine, other) < 0.02
+    kept = timing.saved_bytes(plain.forward, plain.weights)
+    rows = 2 * SMALL.rows * (2 * SMALL.d + 5 * SMALL.n)
+    assert rows <= kept <= rows + SMALL.rows * (2 + 4 + 3 * 8)
+
+
+def test_each_step_of_the_ablation_keeps_no_more_than_the_one_before() -> None:
+    row = layers.ablation(Case(SMALL), CPU)
+    assert list(row["programs"]) == [*printed.LINES]
+    saved = [each["saved_MiB"] for each in row["programs"].values()]
+    assert saved[0] > saved[1] >= saved[2] == saved[3]
+
+
+def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own program, which is left as it was."""
+
+    class Layer:
+        scale = 1.0
+
+        def __init__(self, arguments: SimpleNamespace) -> None:
+            self.mlp, self.act, self.E = nn.Module(), arguments.activation_fn, arguments.moe_num_experts
+            names = {"glu": ("w1", "v1", "w2"), "mlp": ("w1", "w2")}[arguments.mlp_type]
+            for name in names:
+                setattr(self.mlp, name, nn.Parameter(torch.empty(SMALL.E * SMALL.n, SMALL.d, dtype=torch.bfloat16)))
+
+        def sparse_forward_once(self, x: Tensor, scores: Tensor, experts: Tensor) -> tuple[Tensor]:
+            out = torch.zeros_like(x)
+            up, down = (w.view(self.E, SMALL.n, SMALL.d) for w in (self.mlp.w1, self.mlp.w2))
+            for slot in range(SMALL.K):
+                chosen = experts[:, slot].long()
+                h = torch.einsum("td,tnd->tn", x, up[chosen])
+                out = out + self.scale * scores[:, slot, None] * torch.einsum("tn,tnd->td", self.act(h), down[chosen])
+            return (out,)
+
+    for name in ("megablocks", "megablocks.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "megablocks.layers.arguments", SimpleNamespace(Arguments=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "megablocks.layers.dmoe", SimpleNamespace(ParallelDroplessMLP=Layer))
+    gelu = F.gelu
+    case = Case(SMALL._replace(halves=1), "silu")
+    beside = Machine("cpu", 1, CPU.rates, ("mb_sparse",))
+    row = layers.against_megablocks(case, beside)
+    assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"} and F.gelu is gelu
+    monkeypatch.setattr(Layer, "scale", 1.1)  # what computes something else is left out
+    row = layers.against_megablocks(case, beside)
+    assert "mb_sparse" not in row["programs"] and "computes something else" in row["absent"]["mb_sparse"]
+
+
+def test_the_first_program_has_to_run() -> None:
+    def build(shape: Sizes, inputs: peers.LayerInputs) -> peers.Program:
+        raise ValueError("it does not")
+
+    with pytest.raises(RuntimeError, match="ValueError: it does not"):
+        layers.layer_row(Case(SMALL), {"blazeproto": build}, CPU)
+
+
+def test_all_ways_to_combine_are_the_package_s() -> None:
+    assert {"gather", "fused"} <= {*layers.COMBINES}
+    row = layers.combines(Case(SMALL), CPU)
+    assert tuple(row["programs"]) == layers.COMBINES
+
+
+# ------------------------------------------------------------------------------------------------------ rates, floors
+
+
+def test_floors_are_of_the_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Sizes(32768, 4096, 1024, 64, 4)
+    of_h200 = Rates(cost.PEAK_OPERATIONS, cost.PEAK_BYTES)
+    assert of_h200.layer_floor_ms(shape) == pytest.approx(cost.layer_floor_ms(shape))
+    assert Rates(cost.PEAK_OPERATIONS / 2, cost.PEAK_BYTES / 2).layer_floor_ms(shape) == pytest.approx(
+        [2 * ms for ms in cost.layer_floor_ms(shape)]
+    )
+
+    def times(_: Machine, calls: dict[str, Call]) -> SimpleNamespace:
+        return SimpleNamespace(ms={"product": 2.0, "copy": 1.0})
+
+    monkeypatch.setattr(Machine, "times", times)
+    row = machine.measure_rates("cpu", 1)
+    assert row["operations"] == 512**3 * 1e3 and row["bytes"] == 2 * row["copied_bytes"] * 1e3
+
+
+def test_the_work_of_our_kernels_is_the_layer_s() -> None:
+    shape = Sizes(24576, 1536, 256, 128, 8)
+    known = kernels.our_kernels(shape)
+    for phase, operations in zip(("forward", "backward"), cost.layer_operations(shape), strict=True):
+        products = [work for (of, name), (work, _) in known.items() if of == phase and name != "combine"]
+        assert sum(products) == operations
+        assert known[phase, "combine"][1] > 0
+
+
+def test_the_kernels_of_a_gpu_are_summed_by_name_and_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's events aside; a kernel that runs in both phases is in each with its own part."""
+    on_gpu, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    calls: list[str] = []
+
+    def event(name: str, us: float, where: Any = on_gpu) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=where, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    @contextmanager
+    def profile(activities: Any) -> Iterator[SimpleNamespace]:
+        begin = len(calls)
+        recorded = SimpleNamespace()
+        yield recorded
+        forward = [event("linear", 100.0), event("cudaLaunchKernel", 7.0, on_host)]
+        both = [*forward, event("linear", 50.0), event("nvjet_gemm", 20.0)]
+        made = [one for name in calls[begin:] for one in (forward if name == "forward" else both)]
+        recorded.events = lambda: made
+
+    monkeypatch.setattr(kernels, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    program: Any = SimpleNamespace(
+        forward=lambda: calls.append("forward"), forward_backward=lambda: calls.append("both")
+    )
+    found = kernels.kernels_of(program, "cuda")
+    assert found["forward"] == {"linear": {"ms": pytest.approx(0.1), "launches": pytest.approx(1)}}
+    assert found["backward"] == {
+        "linear": {"ms": pytest.approx(0.05), "launches": pytest.approx(1)},
+        "nvjet_gemm": {"ms": pytest.approx(0.02), "launches": pytest.approx(1)},
+    }
+    assert kernels.MATRICES.search("nvjet_gemm") and not kernels.MATRICES.search("combine")
+
+
+# ------------------------------------------------------------------------------------------------- what papers print
+
+
+def test_the_printed_memory_gives_the_widths_that_the_page_says() -> None:
+    """The paper's third line leaves out SiLU's output, 2 K n bytes a token: n follows, and so does that MB are MiB."""
+    for (_, _, n), lines in printed.ABLATION.items():
+        saved = lines[1][1] - lines[2][1]
+        assert saved * common.MIB == 2 * 4 * n * (1 << 19)
+
+
+def test_tables_2_and_4_are_of_one_layer_at_times_ten_times_apart() -> None:
+    ms, saved, *_ = printed.SCALE["swiglu", 1 << 19]
+    assert printed.ABLATION[256, 128, 256][-1] == (str(round(10 * ms)), saved)
+
+
+def test_the_cases_are_the_papers() -> None:
+    cases = {name: item.cases for name, item in items.ITEMS.items()}
+    assert len(cases["moeblaze-figures"]) == 14 and len(cases["moeblaze-scale"]) == len(printed.SCALE) == 10
+    assert {(case.activation, case.shape.T) for case in cases["moeblaze-scale"]} == printed.SCALE.keys()
+    assert {(c.shape.d, c.shape.E, c.shape.n) for c in cases["moeblaze-ablation"]} == printed.ABLATION.keys()
+    assert [case.label for case in cases["moeblaze-dispatch"]] == [*printed.DISPATCH]
+    assert {case.shape.halves for case in cases["moeblaze-figures"] if case.activation == "silu"} == {1}
+    figure_1 = [
+        case for case in cases["sonicmoe-layers"] if case.shape.n * case.shape.K == 4096 and case.shape.T == 32768
+    ]
+    assert sorted(case.shape.K for case in figure_1) == [2, 4, 8, 16]
+    assert len(cases["combine"]) == 23 and len(cases["sonicmoe-rounding"]) == 16
+    assert {label for label, _ in printed.FIGURE_MEMORY} <= {case.label for case in cases["moeblaze-figures"]}
+
+
+def test_what_sonicmoe_s_text_says_is_computed() -> None:
+    def program(ms: float, saved: float) -> dict[str, float]:
+        return {"fwd_ms": ms, "fwdbwd_ms": 3 * ms, "saved_MiB": saved}
+
+    def row(*shape: int) -> dict[str, Any]:
+        figures = {"blazeproto": program(1.0, 50.0), "sonic": program(1.25, 55.0), "bmm_ub": program(1.0, 300.0)}
+        return {
+            "cfg": dict(zip("TdnEK", shape, strict=True)),
+            "of": {},
+            "programs": figures | {"scattermoe": program(2.0, 100.0)},
+        }
+
+    rows = [row(24576, 1536, 256, 128, 8), row(32768, 4096, 1024, 64, 4), row(32768, 4096, 2048, 64, 4)]
+    found = tables.SHOWN["claims"].rows(rows)
+    assert [each["sonic"] for each in found] == [
+        "0.80 (0.80 to 0.80)",
+        "0.55 (0.55 to 0.55)",
+        "1.60 (1.60 to 1.60)",
+        "1.60 (1.60 to 1.60)",
+    ]
+    assert found[0]["ours"] == "1.00 (1.00 to 1.00)" and found[0]["printed"] == "0.88 (0.86 to 0.91)"
+    assert len(tables.SHOWN["granularity"].rows(rows)) == 1
