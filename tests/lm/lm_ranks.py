@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ def run_rank(rank: int, ranks: int, folder: Path, runs: list[Run], bench: Path |
         assert train_lm.main(run.options) == 0, run
     if bench:
         train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
-        distributed.main(["--quick", "--device", "cpu", "--losses", "fsdp", "--out", str(bench)])
+        data = runs[0].options[runs[0].options.index("--data") + 1]
+        distributed.SMALL = replace(distributed.SMALL, data=data)
+        distributed.main(["--quick", "--device", "cpu", "--scaling", "fsdp", "--losses", "fsdp", "--out", str(bench)])
     dist.barrier()
     os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

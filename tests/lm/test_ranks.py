@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,20 +60,22 @@ def plain(text: Path, script: Any, out: Path) -> list[str]:
 def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
     """fsdp and ep learn what one process learns; a run that is cut goes on to the bit on two ranks, and in one process."""
     drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
-    ep = ["--parallel", "ep", "--accumulate", "2"]
+    ep = ["--parallel", "ep"]
     runs = [
         Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
         Run(named(plain, out, "ep", *ep)),
+        Run(named(plain, out, "tiled", *ep, "--attention-tiles", "2")),
         Run(named(plain, out, "drop", *drop)),
         Run(named(plain, out, "cut", *drop), stop=9),
         resumed(out, "cut"),
         Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
-        Run(named(plain, out, "two-ep", *ep), stop=10),
+        Run(named(plain, out, "two-ep", *ep, "--accumulate", "2"), stop=10),
     ]
     start(2, out, runs, bench=out / "bench.json")
     one = losses(metrics, out / "one")
     assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
+    assert losses(metrics, out / "tiled") == pytest.approx(losses(metrics, out / "ep"), rel=1e-3)
     balancing = {name: [line["aux_loss"] for line in metrics(out / name)][:3] for name in ("one", "fsdp", "ep")}
     assert balancing["fsdp"] == pytest.approx(balancing["one"], rel=1e-4)  # that of the global batch
     assert balancing["ep"][0] != pytest.approx(balancing["one"][0], rel=1e-4)  # the mean of the ranks'
@@ -83,7 +84,6 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     assert metrics(out / "cut") == metrics(out / "drop") and len(metrics(out / "cut")) == 20
     for name in ("two", "two-ep"):
         assert len(metrics(out / name)) == 10
-        shutil.copytree(out / name, out / f"{name}-on-four")
         code, printed = run(*resumed(out, name).options)
         assert code == 0, printed
         assert largest_difference(losses(metrics, out / name), one)[0] < 0.01
@@ -99,9 +99,12 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
 
 @pytest.mark.full
 def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
-    """hsdp and ep+fsdp learn what one process learns, bf16 too; ep+fsdp goes on to the bit."""
+    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four; ep+fsdp goes on to
+    the bit."""
+    begun = {mode: f"of-two-{mode}" for mode in ("fsdp", "ep")}
+    start(2, out, [Run(named(plain, out, name, "--parallel", mode), stop=10) for mode, name in begun.items()])
+    assert [len(metrics(out / name)) for name in begun.values()] == [10, 10]
     grouped = ["--parallel", "ep+fsdp", "--aux-over", "global", "--dropout", "0.1"]
-    names = [each.name for each in out.glob("two*-on-four")]  # of the test before, where it has run
     runs = [
         Run(named(plain, out, "hsdp", "--parallel", "hsdp")),
         Run(named(plain, out, "ep+fsdp", "--parallel", "ep+fsdp")),
@@ -109,13 +112,25 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
         Run(named(plain, out, "whole", *grouped)),
         Run(named(plain, out, "cut4", *grouped), stop=9),
         resumed(out, "cut4"),
-        *(resumed(out, name, "--accumulate", "1") for name in names),
+        *(resumed(out, name) for name in begun.values()),
     ]
     start(4, out, runs)
     one = losses(metrics, out / "one")
-    for name in ("hsdp", "ep+fsdp", "bf16", *names):
+    for name in ("hsdp", "ep+fsdp", "bf16", *begun.values()):
         assert largest_difference(losses(metrics, out / name), one)[0] < 0.01, name
     assert metrics(out / "cut4") == metrics(out / "whole") and len(metrics(out / "cut4")) == 20
+
+
+@pytest.mark.full
+def test_eight_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """An expert and a sequence a rank; groups of four."""
+    options = [*plain, "--num-experts", "8", "--batch", "8", "--group-size", "4"]
+    assert run(*named(options, out, "eighth"))[0] == 0
+    modes = ("fsdp", "hsdp", "ep", "ep+fsdp")
+    start(8, out, [Run(named(options, out, f"eight-{mode}", "--parallel", mode)) for mode in modes])
+    one = losses(metrics, out / "eighth")
+    for mode in modes:
+        assert largest_difference(losses(metrics, out / f"eight-{mode}"), one)[0] < 0.01, mode
 
 
 def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:
