@@ -227,8 +227,9 @@ def _dispatcher(experts: nn.Module) -> Dispatcher | None:
 def explain(model: nn.Module) -> dict[str, str]:
     """Which code path each experts module of a model takes, by its name.
 
-    "in place (...)" with the backend, and the dispatcher of several ranks, in parentheses, "grouped_mm: ..." or "refused: ...", as
-    this file's docstring tells them; with the reason. "batch-invariant": a token's output and dx are the same bits in any batch (docs/batch_invariance.md).
+    "in place (...)" with the backend, and the dispatcher of several ranks, in parentheses, "grouped_mm: ..." or "refused: ...",
+    as this file's docstring tells them; with the reason. "batch-invariant": a token's output and dx are the same bits in any
+    batch (docs/batch_invariance.md).
     Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
     ``integrations/moe.py``, has the layouts.
 

@@ -7,12 +7,11 @@
 
 Any number of GPUs: rows of other numbers, and what else is in the file, stay. The file is written after every row.
 
-weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16.
-tokens_per_s_per_gpu is that of the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank
-measures for itself: steps of both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of
-rounds, the slowest rank's. losses: the Hopper preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU
-with the same global batch; largest_difference is the largest relative one of the smoothed losses
-(`scripts.lm.compare_backends`).
+weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16. tokens_per_s_per_gpu is
+that of the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank measures for itself: steps of
+both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of rounds, the slowest rank's. losses:
+the Hopper preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU with the same global
+batch; largest_difference is the largest relative one of the smoothed losses (`scripts.lm.compare_backends`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def losses(mode: str, config: Config, ranks: Ranks) -> Row:
     }
 
 
-MEASURES = {"weak_scaling": weak_scaling, "losses": losses}
+MEASURES: dict[str, Callable[..., Row]] = {"weak_scaling": weak_scaling, "losses": losses}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

@@ -12,7 +12,8 @@ STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b"
 def weak_scaling_table(record: Record) -> str:
     """Tokens per second and GPU by mode and number of GPUs, beside one GPU's of the same run."""
     rows = record.get("weak_scaling", [])
-    columns = words(["mode"]) + [
+    columns = [
+        *words(["mode"]),
         ("GPUs", figure("gpus", digits=0)),
         ("tokens/s a GPU", figure("tokens_per_s_per_gpu", digits=0)),
         ("one GPU alone", figure("tokens_per_s_alone", digits=0)),
@@ -24,7 +25,8 @@ def weak_scaling_table(record: Record) -> str:
 def rank_losses_table(record: Record) -> str:
     """How far losses part from one GPU's with the same global batch."""
     rows = [row | {"percent": 100 * row["largest_difference"]} for row in record.get("losses", [])]
-    columns = words(["mode"]) + [
+    columns = [
+        *words(["mode"]),
         ("GPUs", figure("gpus", digits=0)),
         ("steps", figure("steps", digits=0)),
         ("largest difference of the smoothed losses, %", figure("percent")),

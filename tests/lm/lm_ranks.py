@@ -20,10 +20,10 @@ class Run(NamedTuple):
     stop: int = 0
 
 
-def run_rank(rank: int, ranks: int, folder: Path, runs: list[Run], bench: Path | None) -> None:
+def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | None) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = dist.FileStore(str(folder / f"store-{ranks}"), ranks)
+    store = dist.FileStore(place, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     from scripts import train_lm
     from scripts.bench import distributed

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def resumed(out: Path, name: str, *options: str) -> Run:
 
 
 def start(ranks: int, folder: Path, runs: list[Run], bench: Path | None = None) -> None:
-    mp.start_processes(run_rank, args=(ranks, folder, runs, bench), nprocs=ranks, start_method="spawn")
+    store = tempfile.mkdtemp(dir=folder)  # of this start alone
+    mp.start_processes(run_rank, args=(ranks, f"{store}/store", runs, bench), nprocs=ranks, start_method="spawn")
 
 
 def losses(metrics: Metrics, folder: Path) -> list[float]:
@@ -99,8 +101,8 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
 
 @pytest.mark.full
 def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
-    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four; ep+fsdp goes on to
-    the bit."""
+    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four; ep+fsdp goes
+    on to the bit."""
     begun = {mode: f"of-two-{mode}" for mode in ("fsdp", "ep")}
     start(2, out, [Run(named(plain, out, name, "--parallel", mode), stop=10) for mode, name in begun.items()])
     assert [len(metrics(out / name)) for name in begun.values()] == [10, 10]

@@ -56,7 +56,7 @@ def test_rows_stay_and_what_is_lacking_is_added(
     bench("--scaling", "none", "--losses", "ep", "--time-budget", "-1")
     assert "skipped for time:\n  losses ep\n" in capsys.readouterr().out
 
-    marked = "<!-- results:weak_scaling --><!-- /results:weak_scaling -->\n\n<!-- results:rank_losses --><!-- /results:rank_losses -->"
+    marked = "\n\n".join(f"<!-- results:{name} --><!-- /results:{name} -->" for name in ("weak_scaling", "rank_losses"))
     filled = fill(marked, tmp_path)
     assert "| fsdp | 2 |" in filled and "| 0.950 |" in filled and "| ep | 1 | 3 | 0.0" in filled
     plot_results.plot_weak_scaling(resumed, tmp_path / "picture.png")
