@@ -35,6 +35,9 @@ def rank_losses_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
 
 
+TABLES = {"weak_scaling": ("distributed", weak_scaling_table), "rank_losses": ("distributed", rank_losses_table)}
+
+
 def plot_efficiency(axis: Any, rows: list[Record]) -> None:
     """Throughput a GPU over one GPU's, by number of GPUs: MoEBlaze Figure 7."""
     for mode, (color, style) in STYLES.items():
