@@ -5,6 +5,7 @@
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --formulation dropping --capacity-factor 1.5
     python -m scripts.train_lm --batch 128 --attention-tiles 8  # attention takes 16 sequences at a time, the experts all 128
+    torchrun --nproc-per-node 2 -m scripts.train_lm --parallel fsdp   # or hsdp, ep, ep+fsdp; see docs/distributed.md
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
     python -m scripts.train_lm --resume --steps 1000  # make the newest run that long, also where it has ended
     python -m scripts.train_lm --sample runs/cpu      # text by the best weights of a run's checkpoint
@@ -15,13 +16,15 @@ one process at a time may use, and which is never part of the text:
     metrics.jsonl    a line a step: step, loss, aux_loss, balance, lr, tokens_per_s, and val_loss where validated
     loss.png         both losses, in nats a byte
     checkpoint.pt    weights, the best weights so far, optimizer, random state
+    shards-STEP/     of a run with --parallel, these but for the random state: each rank writes its part
     summary.json     how it ended, with the sample
 
 Ctrl-C saves a checkpoint and ends. A resumed run sees the batches and the random numbers that it would have seen, so its
 losses are, on one device, those of a run that was never interrupted, to the bit. One that is made longer has from there on the
 learning rates of a run of so many steps: after its end they rise again. One that is resumed with other --attention-tiles keeps
-them from there on, and its losses are the same but for the rounding of sums. The exit code is 2 where an option, the text
-or a checkpoint is refused, 1 where training fails, 130 where Ctrl-C leaves no checkpoint or no summary.
+them from there on, and its losses are the same but for the rounding of sums. A run with --parallel goes on on any number of
+ranks, on the same number to the bit. The exit code is 2 where an option, the text or a checkpoint is refused, 1 where training
+fails or another rank is gone, 130 where Ctrl-C leaves no checkpoint or no summary.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +55,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from torch import Tensor
 
 from scripts.bench.timing import SavedBytes
-from scripts.command import argument_parser
-from scripts.lm import run_folder
+from scripts.command import argument_parser, positive
+from scripts.lm import run_folder, sharding
 from scripts.lm.model import GPT, Batches, load_data
+from scripts.lm.ranks import Ranks, joined
 from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
 from scripts.lm.settings import PRESETS, Config, add_options, device_named
 
 SAMPLE_BYTES = 400
-RESUMED_WITH = {"steps", "data", "attention_tiles"}  # settings that may be others when a run goes on
+RESUMED_WITH = {
+    "steps",
+    "data",
+    "attention_tiles",
+    "accumulate",
+    "group_size",
+}  # settings that may be others when a run goes on
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -73,11 +83,12 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices, not on norms."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), fused=True)
+    """AdamW; weight decay on matrices, not on norms. A group's parameters are sharded alike, as one kernel must find them."""
+    groups: dict[Any, list[Tensor]] = {}
+    for p in model.parameters():
+        groups.setdefault((p.dim() >= 2, getattr(p, "device_mesh", None)), []).append(p)
+    decays = [{"params": group, "weight_decay": config.weight_decay * decays} for (decays, _), group in groups.items()]
+    return torch.optim.AdamW(decays, lr=config.lr, betas=(0.9, config.beta2), fused=True)
 
 
 # ---- what a person sees ------------------------------------------------------------------------------------------
@@ -86,8 +97,8 @@ def make_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:
 class Display:
     """A bar with the latest numbers on a terminal, plain lines elsewhere."""
 
-    def __init__(self, steps: int) -> None:
-        self.console = Console(highlight=False)
+    def __init__(self, steps: int, *, quiet: bool = False) -> None:
+        self.console = Console(highlight=False, quiet=quiet)
         self.steps, self.validated = steps, ""
         columns = "step", MofNCompleteColumn(), BarColumn(bar_width=None), "{task.description}", TimeRemainingColumn()
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -103,7 +114,7 @@ class Display:
             self.validated = f"val {line['val_loss']:.3f}  "
         numbers = (
             f"loss {line['loss']:.3f}  {self.validated}{line['tokens_per_s'] / 1000:.1f}k tokens/s  "
-            f"balance {line['balance']:.2f}  saved {saved_bytes / 2**20:.0f} MiB"
+            f"balance {line['balance']:.2f}" + (f"  saved {saved_bytes / 2**20:.0f} MiB" if saved_bytes else "")
         )
         if not self.console.is_terminal:
             self.say(f"step {done:5d}/{self.steps}  {numbers}")
@@ -136,11 +147,15 @@ class Interrupt:
 class Trainer:
     """Model, optimizer, text and position of a run: what a checkpoint holds, and the loop over it."""
 
-    def __init__(self, config: Config, folder: Path, device: torch.device) -> None:
-        self.config, self.folder, self.device = config, folder, device
+    def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
+        sharding.check(config, ranks)
+        self.config, self.folder, self.ranks, self.device = config, folder, ranks, (device := ranks.device)
+        self.sharded = config.parallel != "none"
         texts = load_data(config.data, config.context, runs=folder.parent)
         sizes = [len(text) for text in texts]  # the same bytes, divided otherwise, are another text
         self.data = hashlib.sha256(b"".join([repr(sizes).encode(), *(t.numpy().tobytes() for t in texts)])).hexdigest()
+        if self.data != ranks.told(self.data):
+            raise ValueError(f"data: expected the text of rank 0 on all ranks, got another one on rank {ranks.rank}")
         self.text_bytes = len(texts[0])
         self.train_batches, self.val_batches = (
             Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
@@ -148,6 +163,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.sharding = sharding.Sharding(self.model, config, ranks)
         self.optimizer = make_optimizer(self.model, config)
         self.precision = torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
         self.step, self.seconds, self.saved_bytes = 0, 0.0, 0
@@ -158,18 +174,28 @@ class Trainer:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {
-            "step": self.step,
+        state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
+        }
+        if self.sharded:
+            shards = {"model": state["model"], "best": self.best["model"]}
+            shards["optimizer"] = sharding.optimizer_state(self.model, self.optimizer)
+            name = sharding.save_shards(self.folder, self.step, shards, self.ranks)
+            state = {"model": {}, "best": self.best | {"model": {}}, "optimizer": {}, "shards": name}
+        state |= {
+            "step": self.step,
             "random": random,
             "seconds": self.seconds,
             "saved_bytes": self.saved_bytes,
             "config": dataclasses.asdict(self.config),
             "data": self.data,
         }
-        run_folder.save_checkpoint(self.folder / CHECKPOINT, state)
+        if self.ranks.first:
+            run_folder.save_checkpoint(self.folder / CHECKPOINT, state)
+            if self.sharded:
+                sharding.keep_only(self.folder, name)
 
     def load(self) -> None:
         """Go back to where the checkpoint was made. CheckpointError if it cannot be read or does not fit this run."""
@@ -183,6 +209,8 @@ class Trainer:
         differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - RESUMED_WITH
         if differing:
             raise CheckpointError(f"checkpoint: {path} and {CONFIG} differ in {', '.join(sorted(differing))}")
+        if self.sharded:
+            self.load_shards(state)
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -199,54 +227,80 @@ class Trainer:
         if then["attention_tiles"] == now["attention_tiles"]:  # else the next step counts them
             self.saved_bytes = state["saved_bytes"]
         self.best = state["best"]
-        self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
+        if self.ranks.first:
+            self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
+
+    def load_shards(self, state: dict[str, Any]) -> None:
+        """Put this rank's part of a sharded checkpoint where ``state`` of one process has the whole."""
+        shards = {"model": self.model.state_dict(), "optimizer": sharding.optimizer_state(self.model, self.optimizer)}
+        if state["best"]["step"]:  # of a validation
+            shards["best"] = sharding.clones(shards["model"])
+        sharding.load_shards(self.folder / str(state.get("shards")), shards)
+        sharding.set_optimizer_state(self.model, self.optimizer, shards["optimizer"])
+        state["model"], state["best"]["model"] = shards["model"], shards.get("best", {})
+        state["optimizer"] = self.optimizer.state_dict()
 
     def train_step(self) -> Tensor:
-        """One update. Returns (3,) on the device: loss, auxiliary loss, balance."""
+        """One update. Returns (3,) on the device: loss, auxiliary loss, balance; of all ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
-        ids, targets = self.train_batches[self.step]
-        with self.precision:
-            if self.saved_bytes:
-                out = self.model(ids, targets)
-            else:  # once a run
-                with (saved := SavedBytes(self.model.parameters())).hooks:
+        if self.sharded:
+            # A function of seed, step and rank: a checkpoint need not hold each rank's state.
+            torch.manual_seed((self.config.seed << 31) + self.step * self.ranks.size + self.ranks.rank)
+        parts = self.config.accumulate
+        losses, loads = torch.zeros(2, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
+        for ids, targets in zip(*(self.ranks.rows(t, parts) for t in self.train_batches[self.step]), strict=True):
+            with self.precision:
+                if self.saved_bytes or self.sharded:  # where gathered weights would be counted too
                     out = self.model(ids, targets)
-                self.saved_bytes = saved.total
-        assert out.loss is not None
-        (out.loss + out.aux_loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+                else:  # once a run
+                    with (saved := SavedBytes(self.model.parameters())).hooks:
+                        out = self.model(ids, targets)
+                    self.saved_bytes = saved.total
+            assert out.loss is not None
+            ((out.loss + out.aux_loss) / parts).backward()
+            aux_loss = torch.as_tensor(out.aux_loss, dtype=torch.float32, device=self.device)
+            losses += torch.stack([out.loss.detach(), aux_loss.detach()]) / parts
+            loads = loads + out.loads
+        self.sharding.reduce()
+        self.sharding.clip(self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.update_router_biases(out.loads)
+        loads = self.ranks.sum(loads)
+        self.model.update_router_biases(loads)
         self.step += 1
-        loads = out.loads.float()
+        loads = loads.float()
         balance = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()  # 1 where all experts have the same work
-        aux_loss = torch.as_tensor(out.aux_loss, dtype=torch.float32, device=self.device)
-        return torch.stack([out.loss.detach(), aux_loss.detach(), balance])
+        return torch.cat([self.ranks.mean(losses), balance[None]])
 
     def validate(self, num_bytes: int) -> float:
         """Mean cross-entropy in nats a byte. Draws no random number, so training is as if it had not been there."""
         self.model.eval()
-        total, count = torch.zeros((), device=self.device), 0
+        total, count, ranks = torch.zeros((), device=self.device), 0, self.ranks
         with torch.no_grad(), self.precision:
             for ids, targets in self.val_batches.spread(num_bytes):
-                total += self.model(ids, targets).loss * targets.numel()
                 count += targets.numel()
+                own = slice(ranks.rank, None, ranks.size)
+                # A rank without a sequence takes part in what the ranks exchange all the same.
+                size = targets[own].numel()
+                ids, targets = (t[own] if size else t[:1] for t in (ids, targets))
+                total += self.model(ids, targets).loss * size
         self.model.train()
-        return float(total) / count
+        return float(ranks.sum(total)) / count
 
     def run(self, display: Display) -> bool:
         """Train to the last step, or until interrupted. Returns whether it is done."""
-        config = self.config
+        config, first = self.config, self.ranks.first
         waiting: list[Tensor] = []  # numbers still on the device: reading them waits for it, so they are read together
         since = time.perf_counter()
         began = since - self.seconds
-        run_folder.write_lines(self.folder / METRICS, self.metrics)
-        with Interrupt() as interrupt, display.progress, (self.folder / METRICS).open("a") as log:
+        if first:
+            run_folder.write_lines(self.folder / METRICS, self.metrics)
+        log_file = self.folder / METRICS if first else Path(os.devnull)
+        with Interrupt() as interrupt, display.progress, log_file.open("a") as log:
             while self.step < config.steps:
                 waiting.append(self.train_step())
-                last = self.step == config.steps or interrupt.asked
+                last = self.step == config.steps or self.ranks.any(interrupt.asked)
                 validating = self.step % config.val_every == 0 or self.step == config.steps
                 saving = last or self.step % config.checkpoint_every == 0
                 if not (saving or validating or self.step % config.log_every == 0):
@@ -261,7 +315,7 @@ class Trainer:
                 if validating:
                     lines[-1]["val_loss"] = val_loss = self.validate(config.val_bytes)
                     if val_loss < self.best["val_loss"]:
-                        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+                        weights = sharding.clones(self.model.state_dict())
                         self.best = {"val_loss": val_loss, "step": self.step, "model": weights}
                 log.writelines(json.dumps(line) + "\n" for line in lines)
                 log.flush()
@@ -277,7 +331,8 @@ class Trainer:
                 if last:
                     break
                 since = time.perf_counter()
-        run_folder.plot(self.folder / PICTURE, self.metrics)
+        if first:
+            run_folder.plot(self.folder / PICTURE, self.metrics)
         return self.step == config.steps
 
     def finish(self) -> dict[str, Any]:
@@ -295,7 +350,8 @@ class Trainer:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "sample": text[1:].decode(errors="replace"),
         }
-        run_folder.write_lines(self.folder / SUMMARY, [summary], indent=2)
+        if self.ranks.first:
+            run_folder.write_lines(self.folder / SUMMARY, [summary], indent=2)
         return summary
 
 
@@ -313,21 +369,39 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", help="what the text of --sample begins with [default the beginning of a file]")
     parser.add_argument("--device", help="cpu, cuda or cuda:N [default cuda where there is one, else cpu]")
+    wait = "seconds that a rank waits for another under torchrun [default 300]"
+    parser.add_argument("--timeout", type=positive, default=300, metavar="N", help=wait)
     add_options(parser)
     return parser
 
 
 @contextmanager
-def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
-    """A new run, or one that goes on; its folder is locked.
+def opened_run(args: argparse.Namespace, ranks: Ranks) -> Iterator[Trainer]:
+    """A new run, or one that goes on; rank 0 has locked its folder.
 
     Raises:
         ValueError: an option, or the text, isn't what it must be.
         CheckpointError: there is no such run to go on with, or it is in use.
     """
-    device, given = device_named(args.device), given_settings(args)
     if args.prompt is not None:
         raise ValueError("prompt: expected none without --sample")
+    with ExitStack() as held:
+        folder, config = ranks.of_first(lambda: held.enter_context(locked_run(args, ranks.device)))
+        trainer = Trainer(config, folder, ranks)
+        if args.resume:
+            trainer.load()
+            given = given_settings(args)
+            if ranks.first and given.keys() & (RESUMED_WITH - {"data"}):
+                run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(trainer.config)], indent=2)
+            if ranks.first and "steps" in given:
+                (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
+        yield trainer
+
+
+@contextmanager
+def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Path, Config]]:
+    """The folder and the settings of the run that the options name."""
+    given = given_settings(args)
     if args.name is not None:
         run_folder.check_name(args.name)
     if "data" in given:
@@ -338,19 +412,13 @@ def opened_run(args: argparse.Namespace) -> Iterator[Trainer]:
         if args.preset:
             raise ValueError(f"preset: expected none with --resume, a run keeps its settings, got {args.preset!r}")
         with run_folder.old_run(args.out, args.name, ended="steps" in given) as folder:
-            trainer = Trainer(settings_of(folder, given), folder, device)
-            trainer.load()
-            if given.keys() & {"steps", "attention_tiles"}:
-                run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(trainer.config)], indent=2)
-            if "steps" in given:
-                (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
-            yield trainer
+            yield folder, settings_of(folder, given)
         return
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
     with run_folder.new_run(args.out, args.name, preset) as folder:
         run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(config)], indent=2)
-        yield Trainer(config, folder, device)
+        yield folder, config
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -378,17 +446,21 @@ def settings_of(folder: Path, given: dict[str, Any]) -> Config:
 
 def resume_command(trainer: Trainer, args: argparse.Namespace) -> str:
     """To be pasted into a shell."""
-    words = [sys.executable, "-m", "scripts.train_lm", "--resume", "--out", str(args.out.absolute())]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+    words = [sys.executable, *(launcher if trainer.ranks.size > 1 else []), "-m", "scripts.train_lm", "--resume"]
+    words += ["--out", str(args.out.absolute())]
     words += ["--name", trainer.folder.name]
     return shlex.join(words + (["--device", args.device] if args.device else []))
 
 
 def train(trainer: Trainer, args: argparse.Namespace) -> None:
     """Run to the end, or until interrupted, and say how it went."""
-    display, config, folder = Display(trainer.config.steps), trainer.config, trainer.folder
+    config, folder, ranks = trainer.config, trainer.folder, trainer.ranks
+    display = Display(config.steps, quiet=not ranks.first)
+    on = str(trainer.device) if ranks.size == 1 else f"{ranks.size} ranks ({config.parallel}, {trainer.device.type})"
     display.say(
         f"{folder}: {trainer.parameters / 1e6:.1f} M parameters, {trainer.text_bytes / 1e6:.1f} MB of text, "
-        f"{config.batch * config.context} bytes a step, router {config.router}, on {trainer.device}"
+        f"{config.batch * config.context} bytes a step, router {config.router}, on {on}"
     )
     if not trainer.run(display):
         display.say(f"stopped after step {trainer.step} of {config.steps}; to go on: {resume_command(trainer, args)}")
@@ -412,7 +484,12 @@ def sample(args: argparse.Namespace) -> None:
     try:
         config = dataclasses.replace(Config(**state["config"]), backend="auto")
         model = GPT(config).to(device)
-        model.load_state_dict(state["best"]["model"] or state["model"])  # none is the best before it is validated
+        weights = state["best"]["model"] or state["model"]  # none is the best before it is validated
+        if "shards" in state:
+            shards = {"best" if state["best"]["step"] else "model": model.state_dict()}
+            sharding.load_shards(path.parent / state["shards"], shards, alone=True)
+            (weights,) = shards.values()
+        model.load_state_dict(weights)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {path} holds another model ({error})") from error
     prompt = b"\0" if not args.prompt else args.prompt.encode(errors="surrogateescape")
@@ -424,7 +501,7 @@ def sample(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     args = options().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: before and after training, KeyboardInterrupt
-    trainer = None
+    trainer = ranks = None
     try:
         torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward would not repeat itself
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention never does
@@ -432,32 +509,33 @@ def main(arguments: list[str] | None = None) -> int:
         if args.sample is not None:
             sample(args)
             return 0
-        with opened_run(args) as trainer:
+        with joined(args.device, args.timeout) as ranks, opened_run(args, ranks) as trainer:
             train(trainer, args)
         return 0
     except (ValueError, CheckpointError) as error:
         if trainer is not None and trainer.step > 0:
             raise  # no option's fault: the traceback is wanted
-        return refuse(str(error), 2)
+        code, line = 2, str(error)
     except FloatingPointError as error:
-        return refuse(str(error), 1)
-    except OSError as error:
         code, line = 1, str(error)
+    except OSError as error:
+        code, line = 1, str(error) + go_on(trainer, args)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
             raise
         hint = "try more --attention-tiles, a smaller --batch, --context or model"
-        code, line = 1, f"out of memory; {hint} ({str(error).splitlines()[0]})"
+        code, line = 1, f"out of memory; {hint} ({str(error).splitlines()[0]})" + go_on(trainer, args)
     except KeyboardInterrupt:
-        code, line = 130, "interrupted"
-    if trainer is not None and (trainer.folder / CHECKPOINT).exists():
-        line += f"; to go on from the last checkpoint: {resume_command(trainer, args)}"
-    return refuse(line, code)
-
-
-def refuse(line: str, code: int) -> int:
-    print(f"error: {line}", file=sys.stderr)
+        code, line = 130, "interrupted" + go_on(trainer, args)
+    if ranks is None or not ranks.repeats_first():
+        print(f"error: {line}", file=sys.stderr)
     return code
+
+
+def go_on(trainer: Trainer | None, args: argparse.Namespace) -> str:
+    if trainer is None or not (trainer.folder / CHECKPOINT).exists():
+        return ""
+    return f"; to go on from the last checkpoint: {resume_command(trainer, args)}"
 
 
 if __name__ == "__main__":

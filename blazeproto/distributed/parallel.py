@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -46,24 +48,30 @@ def expert_parallel(
     weights = {name: weight for name in names if (weight := getattr(moe, name)) is not None}
     if any(isinstance(weight, DTensor) for weight in weights.values()):
         raise ValueError("moe: expected plain parameters, before fully_shard, got DTensors")
-    mesh = _mesh(mesh_or_group, moe.down_proj.device.type)
-    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    mesh = mesh_of(mesh_or_group, moe.down_proj.device.type)
+    ranks = mesh.size(mesh.ndim - 1)
     if moe.num_experts % ranks:
         raise ValueError(f"moe: expected num_experts to be a multiple of {ranks} ranks, got {moe.num_experts}")
-    dispatcher = AllToAll(group, moe.num_experts) if dispatcher is None else dispatcher
+    dispatcher = AllToAll(mesh.get_group(mesh.ndim - 1), moe.num_experts) if dispatcher is None else dispatcher
     dispatcher.check(moe.options)
-    here = moe.num_experts // ranks
-    begin = group.rank() * here
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    for name, weight in weights.items():
-        own = weight.detach()[begin : begin + here].clone()  # a copy, so that the other experts' memory is free
-        sharded = DTensor.from_local(own, mesh, placements, run_check=False)
-        setattr(moe, name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
+    keep_own_experts(moe, weights, mesh)
     moe.dispatcher = dispatcher
     return moe
 
 
-def _mesh(mesh_or_group: object, device_type: str) -> DeviceMesh:
+def keep_own_experts(module: nn.Module, weights: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Puts DTensors in the place of a module's parameters, by name, each (E, ...): this rank's E / P along the last dimension of
+    ``mesh``, copies along the first of two. P divides E."""
+    last = mesh.ndim - 1
+    placements = [Replicate()] * last + [Shard(0)]
+    for name, weight in weights.items():
+        # A copy, so that the other experts' memory is free.
+        own = weight.detach().chunk(mesh.size(last))[mesh.get_local_rank(last)].clone()
+        sharded = DTensor.from_local(own, mesh, placements, run_check=False)
+        setattr(module, name, nn.Parameter(sharded, requires_grad=weight.requires_grad))
+
+
+def mesh_of(mesh_or_group: object, device_type: str) -> DeviceMesh:
     """A mesh whose last dimension is ``ep``. device_type: the layer's; one on "meta" goes to whatever device the mesh is of."""
     if isinstance(mesh_or_group, dist.ProcessGroup):
         if device_type == "meta":

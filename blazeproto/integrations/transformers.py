@@ -14,23 +14,30 @@ transformers calls what is registered in place of the forward of every experts m
                    implementation
 
 What neither can take is refused by name, with the reason, before the module computes anything: `REFUSED`.
+
+`expert_parallel` leaves each rank E / P of the experts that run in place, and sends tokens to them: each rank has its own batch.
 """
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named, alternating
-from blazeproto.autograd import LowRank, moe_mlp
+from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES
+from blazeproto.autograd.dispatcher import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.runtime.optional import need
 
-__all__ = ["REFUSED", "experts_forward", "explain", "register"]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["REFUSED", "expert_parallel", "experts_forward", "explain", "register"]
 
 NAME = "blazeproto"
 
@@ -135,9 +142,15 @@ def _activation(experts: nn.Module) -> str | None:
 
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Up (E, 2n, d) or (E, n, d), down (E, d, n), each maybe transposed as it lies, and their biases."""
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    biases = (getattr(experts, f"{name}_bias"), experts.down_proj_bias) if experts.has_bias else (None, None)
-    return getattr(experts, name), experts.down_proj, *biases
+    up, down, *biases = (getattr(experts, name) for name in _names(experts))
+    up_bias, down_bias = biases or (None, None)
+    return up, down, up_bias, down_bias
+
+
+def _names(experts: Any) -> tuple[str, ...]:
+    """The names of the weights, and of the biases if there are any."""
+    weights = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+    return (*weights, *(f"{name}_bias" for name in weights)) if experts.has_bias else weights
 
 
 def _is_watched(act_fn: Any) -> bool:
@@ -201,16 +214,22 @@ def _why_grouped_mm(experts: nn.Module) -> str | None:
         return "a hook on act_fn, or another forward of it"
     if len({tensor.dtype for tensor in _weights(experts) if tensor is not None}) > 1:
         return "weights of several dtypes"
-    if any(hasattr(tensor, "placements") for tensor in _weights(experts)):
+    if not _dispatcher(experts) and any(hasattr(tensor, "placements") for tensor in _weights(experts)):
         return "weights that are DTensors"
     return None
+
+
+def _dispatcher(experts: nn.Module) -> Dispatcher | None:
+    """What `expert_parallel` has given a module."""
+    return getattr(experts, "dispatcher", None)
 
 
 def explain(model: nn.Module) -> dict[str, str]:
     """Which code path each experts module of a model takes, by its name.
 
-    "in place (...)" with the backend in parentheses, "grouped_mm: ..." or "refused: ...", as this file's docstring tells them;
-    with the reason. "batch-invariant": a token's output and dx are the same bits in any batch (docs/batch_invariance.md).
+    "in place (...)" with the backend, and the dispatcher of several ranks, in parentheses, "grouped_mm: ..." or "refused: ...",
+    as this file's docstring tells them; with the reason. "batch-invariant": a token's output and dx are the same bits in any
+    batch (docs/batch_invariance.md).
     Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
     ``integrations/moe.py``, has the layouts.
 
@@ -243,7 +262,8 @@ def _our_path(experts: Any) -> str:
     down = _weights(experts)[1]
     dtype = autocast_dtype(down.device.type) or down.dtype
     backend = what_runs("auto", down.device, dtype, *down.shape)
-    return f"in place ({backend}{', batch-invariant' if backend == 'hopper' else ''})"
+    notes = ["batch-invariant"] * (backend == "hopper") + [str(each) for each in [_dispatcher(experts)] if each]
+    return f"in place ({', '.join([backend, *notes])})"
 
 
 def experts_forward(
@@ -266,7 +286,7 @@ def experts_forward(
             read, and its gradients are zero.
         top_k_weights: (T, K) the router's scores, any floating dtype.
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
-            in and out in the module's order. For experts that don't run by ``grouped_mm``.
+            in and out in the module's order. For experts that run in place, on one rank.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
@@ -287,21 +307,68 @@ def experts_forward(
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     activation = _activation(experts)
     assert activation is not None
-    up_factors, down_factors = low_rank or (None, None)
-    out = moe_mlp(
-        x,
-        up,
-        down,
-        top_k_weights,
-        top_k_index,
-        num_experts=down.shape[0],
-        activation=activation,
-        up_bias=up_bias,
-        down_bias=down_bias,
-        up_factors=up_factors,
-        down_factors=down_factors,
-    )
+    tensors = (x, up, down, top_k_weights, top_k_index)
+    given: dict[str, Any] = {"num_experts": down.shape[0], "up_bias": up_bias, "down_bias": down_bias}
+    if (dispatcher := _dispatcher(experts)) is None:
+        up_factors, down_factors = low_rank or (None, None)
+        out = moe_mlp(*tensors, **given, activation=activation, up_factors=up_factors, down_factors=down_factors)
+    else:
+        if low_rank is not None:
+            raise ValueError(f"low_rank: expected None, since {type(experts).__name__} has {dispatcher}")
+        given |= {"options": Options(activation=activation), "pair_tokens": None, "token_offsets": None}
+        out = dispatched_mlp(dispatcher, *tensors, **given)
     return out.to(hidden_states.dtype)
+
+
+def expert_parallel(
+    model: nn.Module,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup",
+    *,
+    dispatcher: Dispatcher | None = None,
+) -> nn.Module:
+    """Leaves a model E / P of each layer's experts on each of P ranks, and sends tokens there. MegaBlocks §5.3.
+
+    All ranks have loaded the same model, with ``experts_implementation="blazeproto"``; each then runs it on a batch of its own,
+    of any size, all as often and in the same order. The experts' parameters become DTensors sharded over E, so an optimizer comes
+    afterwards; all others stay, and their gradients are of the rank's own batch: the caller, or DDP, reduces them. An expert's
+    gradient is that of the sum of the ranks' losses, complete after backward. ``docs/distributed.md`` says what else holds.
+
+    Args:
+        model: a transformers model, or an experts module, on its device; changed, and returned.
+        mesh_or_group: a process group or a mesh of one dimension, ``ep``; or ``(dp, ep)``, with copies along dp, whose gradients
+            a backward sums.
+        dispatcher: another one for these ranks, for all layers; default: a `blazeproto.distributed.AllToAll` each.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, as a model without experts, or with some that don't run in place; it is
+            named, with what was expected and what came, and the model is as it was.
+    """
+    from blazeproto.distributed import AllToAll
+    from blazeproto.distributed.parallel import keep_own_experts, mesh_of
+
+    paths = explain(model)
+    found: dict[str, Any] = {name: model.get_submodule(name) for name in paths}
+    if not found:
+        raise ValueError(f"model: expected one with experts of transformers, got {type(model).__name__}")
+    for name, path in paths.items():
+        if not path.startswith("in place"):
+            raise ValueError(f'model: expected experts that run in place with "{NAME}", got {name or "some"}: {path}')
+        if hasattr(found[name], "dispatcher"):
+            raise ValueError(f"model: expected experts without a dispatcher, got {name or 'some'}: {path}")
+    made = []
+    for name, experts in found.items():
+        mesh, num_experts = mesh_of(mesh_or_group, experts.down_proj.device.type), len(experts.down_proj)
+        if num_experts % (ranks := mesh.size(mesh.ndim - 1)):
+            raise ValueError(
+                f"model: expected {name or 'experts'} to be a multiple of {ranks} ranks, got {num_experts}"
+            )
+        own = AllToAll(mesh.get_group(mesh.ndim - 1), num_experts) if dispatcher is None else dispatcher
+        own.check(Options())
+        made.append((experts, mesh, own))
+    for experts, mesh, own in made:
+        keep_own_experts(experts, {name: getattr(experts, name) for name in _names(experts)}, mesh)
+        experts.dispatcher = own
+    return model
 
 
 # --- Registering ---------------------------------------------------------------------------------------------------------

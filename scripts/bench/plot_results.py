@@ -18,6 +18,7 @@ from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import name_of_table, plot_predicted
+from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
 from scripts.bench.module_tables import compared
@@ -51,7 +52,8 @@ def short_name(row: Record, sign: str) -> str:
 
 def caption(record: Record) -> str:
     """What stands below a picture: `origin` of what is drawn, as plain text."""
-    rows = [*rows_in(record.get("series") or record["rows"])]
+    drawn = next(record[name] for name in ("series", "rows", "weak_scaling") if record.get(name))
+    rows = [*rows_in(drawn)]
     return origin(rows, *(("torch",) if "series" in record else PEERS)).replace("*", "")
 
 
@@ -175,6 +177,14 @@ PREDICTED_LAYERS = partial(plot_prediction, name=name_of_table, title="whole lay
 PREDICTED_PRODUCTS = partial(plot_prediction, name=itemgetter("product"), title="products; lines: 10 %")
 
 
+def plot_weak_scaling(record: Record, path: Path) -> None:
+    """MoEBlaze Figure 7, if the record has such rows."""
+    if rows := record.get("weak_scaling"):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        plot_efficiency(figure.subplots(), rows)
+        save(figure, record, path)
+
+
 def panels_of(record: Record, rows: Sequence[Record], panels: Mapping[str, Value], path: Path) -> None:
     """Bars of the peers of some rows, a panel for each title; a row is named by its shape, and its activation if they differ."""
     figure = Figure(figsize=(16, 4 * len(panels)), layout="constrained")
@@ -275,6 +285,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("dispatch", plot_dispatch, "dispatch.png"),
     ("module", PREDICTED_LAYERS, "predicted_layers.png"),
     ("products", PREDICTED_PRODUCTS, "predicted_products.png"),
+    ("distributed", plot_weak_scaling, "weak_scaling.png"),
     ("../h100/paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
     ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),

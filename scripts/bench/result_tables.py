@@ -16,6 +16,7 @@ from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
 from scripts.bench.cost_tables import predicted_claim, predicted_table
+from scripts.bench.distributed_tables import TABLES as DISTRIBUTED_TABLES
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
@@ -320,6 +321,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
+    **DISTRIBUTED_TABLES,
     **PAPER_TABLES,
 }
 

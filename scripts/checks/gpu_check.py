@@ -97,6 +97,13 @@ STEPS = {
     "attention_tiles": Step(
         "python -m scripts.bench.attention_tiles --quick", 2, "python -m scripts.bench.attention_tiles", 3
     ),
+    "distributed": Step(
+        "python -m torch.distributed.run --nproc-per-node 2 -m scripts.bench.distributed --quick",
+        3,
+        "python -m torch.distributed.run --nproc-per-node 2 -m scripts.bench.distributed --resume --time-budget 360",
+        9.5,
+        gpus=2,
+    ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),
     "products": Step(
         "python -m scripts.bench.products --quick",

@@ -152,7 +152,7 @@ class GPT(nn.Module):
             raise ValueError(f"ids: expected a multiple of attention_tiles = {tiles} sequences, got {len(ids)}")
         rotation = torch.view_as_complex(self.rotations[:length].float())
         ids = ids.long()
-        x = self.dropout(self.embedding(ids))
+        x = self.dropout(at_least_fp32(self.embedding(ids)))  # FSDP2 may give the table in bf16
         aux_loss: Tensor | float = 0.0
         loads = []
         for block in self.blocks:

@@ -77,6 +77,8 @@ FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "dmoe": (blocksparse.dMoE, ("backend",)),
 }
 
+PARALLEL = ("none", "fsdp", "hsdp", "ep", "ep+fsdp")  # scripts/lm/sharding.py
+
 # ---- the settings ------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +139,17 @@ class Config(GPTConfig):
     beta2: float = setting(0.95, "AdamW's memory of squared gradients", "[0, 1)")
     clip: float = setting(1.0, "largest norm of the gradient; inf clips nothing", "(0, inf]")
     seed: int = setting(0, "of weights, batches, dropout and the sample", "[0, 4294967296)")
+    accumulate: int = setting(1, "parts of the batch whose gradients are added up, one after the other", "[1, inf)")
+    # several ranks
+    parallel: str = setting("none", "how ranks share the work, see docs/distributed.md", names=PARALLEL)
+    group_size: int = setting(
+        2,
+        "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards",
+        "[1, inf)",
+    )
+    aux_over: str = setting(
+        "rank", "whose loads are in the load-balancing loss: a rank's, or all", names=["rank", "global"]
+    )
     # data, and how often to look
     data: str = setting("", "a file or a folder of text; without it, the standard library of this Python")
     val_every: int = setting(80, "steps between validations", "[1, inf)")
@@ -148,6 +161,15 @@ class Config(GPTConfig):
         super().__post_init__()
         if self.batch % self.attention_tiles:
             raise ValueError(f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}")
+        if self.batch // self.attention_tiles % self.accumulate:
+            tiles = "batch" if self.attention_tiles == 1 else "batch / attention_tiles"
+            raise ValueError(
+                f"accumulate: expected a divisor of {tiles}={self.batch // self.attention_tiles}, got {self.accumulate}"
+            )
+        if "ep" in self.parallel.split("+") and self.formulation != "moe":
+            raise ValueError(
+                f"parallel: expected none, fsdp or hsdp with formulation {self.formulation}, got {self.parallel!r}"
+            )
 
 
 PRESETS = {

@@ -17,6 +17,7 @@ from scripts.bench.attention_tiles import host_peak_bytes
 from scripts.bench.timing import SavedBytes, relative_difference
 from scripts.lm import model as lm
 from scripts.lm.model import GPT, Block, Output
+from scripts.lm.ranks import Ranks
 from scripts.lm.settings import FORMULATIONS, GPTConfig
 
 Run = Callable[..., tuple[int, str]]
@@ -126,7 +127,7 @@ def test_validation_takes_windows_of_any_number_and_length(script: Any, text: Pa
     losses = []
     for tiles in (1, 2):
         sizes = dataclasses.asdict(SMALL) | {"attention_tiles": tiles, "data": str(text), "batch": 4}
-        trainer = script.Trainer(script.Config(**sizes), tmp_path / "run", torch.device("cpu"))
+        trainer = script.Trainer(script.Config(**sizes), tmp_path / "run", Ranks(torch.device("cpu")))
         *_, (last, _) = trainer.val_batches.spread(10**6)
         assert len(last) == 1 and last.shape[1] < 16, "there is a shorter window, alone in its batch"
         torch.manual_seed(1)

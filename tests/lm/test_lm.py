@@ -12,6 +12,7 @@ import torch
 
 from scripts.bench.timing import SavedBytes
 from scripts.lm.model import GPT, Batches, GPTConfig, as_bytes, load_data
+from scripts.lm.ranks import Ranks
 
 SMALL = GPTConfig(layers=2, d_model=32, heads=2, context=16, d_expert=16, num_experts=4, top_k=2)
 
@@ -218,7 +219,7 @@ def test_no_window_leaves_the_text(length: int) -> None:
 def test_validation_of_all_the_text_has_its_last_shorter_window(script: Any, text: Path, tmp_path: Path) -> None:
     """Each byte but the first counts once, whatever the length of its window."""
     config = dataclasses.replace(script.Config(), **dataclasses.asdict(SMALL), data=str(text), val_bytes=10**6, batch=3)
-    trainer = script.Trainer(config, tmp_path / "run", torch.device("cpu"))
+    trainer = script.Trainer(config, tmp_path / "run", Ranks(torch.device("cpu")))
     torch.nn.init.normal_(trainer.model.head.weight)
     held_out = trainer.val_batches.text
     assert (len(held_out) - 1) % 16, "there is a shorter window"

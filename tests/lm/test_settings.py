@@ -24,6 +24,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("seed", 2**32, "seed: expected an int in [0, 4294967296), got 4294967296"),
     ("top_k", 9, "top_k: expected at most num_experts=8, got 9"),
     ("heads", 3, "d_model: expected a multiple of 2 * heads = 6, got 128"),
+    ("accumulate", 3, "accumulate: expected a divisor of batch=8, got 3"),
+    ("group_size", 0, "group_size: expected at least 1, got 0"),
+    ("parallel", "ddp", "parallel: expected one of ('none', 'fsdp', 'hsdp', 'ep', 'ep+fsdp'), got 'ddp'"),
     ("attention_tiles", 0, "attention_tiles: expected at least 1, got 0"),
     ("attention_tiles", 3, "attention_tiles: expected a divisor of batch=8, got 3"),
 ]

@@ -18,6 +18,7 @@ NEED_A_GPU = {
     "scripts.bench.attention_tiles": [],
     "scripts.bench.choices": [],
     "scripts.bench.dispatch": [],
+    "scripts.bench.distributed": [],
     "scripts.bench.integrations": [],
     "scripts.bench.layer": [],
     "scripts.bench.lora": [],

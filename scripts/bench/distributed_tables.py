@@ -1,0 +1,50 @@
+"""Tables and the picture of training on several GPUs, made from results/h200/distributed.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.bench.markdown import Record, figure, origin, table, words
+
+STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b", "o--"), "ep+fsdp": ("#edae49", "s--")}
+
+
+def weak_scaling_table(record: Record) -> str:
+    """Tokens per second and GPU by mode and number of GPUs, beside one GPU's of the same run."""
+    rows = record.get("weak_scaling", [])
+    columns = [
+        *words(["mode"]),
+        ("GPUs", figure("gpus", digits=0)),
+        ("tokens/s a GPU", figure("tokens_per_s_per_gpu", digits=0)),
+        ("one GPU alone", figure("tokens_per_s_alone", digits=0)),
+        ("efficiency", figure("efficiency", digits=3)),
+    ]
+    return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
+
+
+def rank_losses_table(record: Record) -> str:
+    """How far losses part from one GPU's with the same global batch."""
+    rows = [row | {"percent": 100 * row["largest_difference"]} for row in record.get("losses", [])]
+    columns = [
+        *words(["mode"]),
+        ("GPUs", figure("gpus", digits=0)),
+        ("steps", figure("steps", digits=0)),
+        ("largest difference of the smoothed losses, %", figure("percent")),
+        ("at step", figure("step", digits=0)),
+    ]
+    return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
+
+
+TABLES = {"weak_scaling": ("distributed", weak_scaling_table), "rank_losses": ("distributed", rank_losses_table)}
+
+
+def plot_efficiency(axis: Any, rows: list[Record]) -> None:
+    """Throughput a GPU over one GPU's, by number of GPUs: MoEBlaze Figure 7."""
+    for mode, (color, style) in STYLES.items():
+        if points := sorted((row["gpus"], row["efficiency"]) for row in rows if row["mode"] == mode):
+            axis.plot(*zip(*points, strict=True), style, color=color, label=mode)
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="GPUs", ylabel="tokens/s a GPU over one GPU's", title="Weak scaling", ylim=(0, 1.1))
+    axis.set_xticks(sorted({row["gpus"] for row in rows}))
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)

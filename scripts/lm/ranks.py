@@ -1,0 +1,241 @@
+"""The processes that torchrun starts: what a training run asks of them as a whole, and what happens when one is gone.
+
+    with joined(device=None, timeout=300) as ranks:      # alone, where torchrun has not started this process
+        ranks.rank, ranks.size, ranks.device
+        ranks.mean(loss), ranks.sum(loads)               # in place, on the device
+        folder = ranks.of_first(make_folder)             # rank 0 does it, all have what it returned or raised
+
+CPU tensors travel by gloo and CUDA tensors by NCCL, in one process group, and no wait for another rank is longer than the group's
+timeout. Beside that each rank tells torchrun's store twice a second that it is there. A rank that is killed falls silent, and the
+others end with a line that names it; so they do for a rank that ended by an error of its own. A wait on the device, which no
+signal reaches, ends so too: the thread that listens ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.lm.settings import device_named
+
+Made = TypeVar("Made")
+
+BEAT = 0.5  # seconds between two signs of life
+SILENCE = 10.0  # seconds after which a rank is taken to be gone; torchrun kills the others after 30
+GRACE = 3.0  # seconds that this rank has to end by itself, when another has ended by an error
+HOST = torch.device("cpu")
+DONE, ENDED = "done", "ended: "
+OF_EXCHANGES = re.compile(
+    "gloo|nccl|connection|timed out|peer", re.IGNORECASE
+)  # their errors have no class of their own
+
+
+class Watch(threading.Thread):
+    """Says in the store that this rank is there, and ends the process where another one is gone.
+
+    store: a connection of its own, since one that waits in another thread is locked.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(daemon=True)
+        self.store, self.rank = store, rank
+        self.keys = [f"beat/{each}" for each in range(size)]
+        self.over = threading.Event()
+        self.heard: dict[int, tuple[bytes, float]] = {}
+        self.tell("0")
+        self.start()
+
+    def tell(self, what: str) -> None:
+        self.store.set(self.keys[self.rank], what)
+
+    def run(self) -> None:
+        beats = 0
+        while not self.over.wait(BEAT):
+            beats += 1
+            try:
+                self.tell(str(beats))
+                words = self.store.multi_get(self.keys)
+            except RuntimeError as error:  # torchrun itself is gone, or rank 0's host
+                words, line = [], f"the store of torchrun does not answer ({str(error).splitlines()[0]})"
+            else:
+                line = next(filter(None, map(self.verdict, range(len(words)), words)), "")
+            if line and not self.over.is_set():
+                print(f"error: rank {self.rank} ends: {line}; --resume goes on", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def verdict(self, rank: int, word: bytes) -> str:
+        """What is wrong with a rank that has said ``word``, or ""."""
+        now = time.monotonic()
+        last, since = self.heard.get(rank, (b"", now))
+        if word != last:
+            last, since = self.heard[rank] = word, now
+        text = word.decode()
+        if rank == self.rank or text == DONE:
+            return ""
+        if text.startswith(ENDED):
+            return f"rank {rank} {text}" if now - since > GRACE else ""
+        return f"rank {rank} is gone: not a word for {SILENCE:.0f} s" if now - since > SILENCE else ""
+
+    def leave(self, word: str) -> None:
+        """The last word of this rank."""
+        self.over.set()
+        self.join()
+        self.tell(word)
+
+
+@dataclass
+class Ranks:
+    """The processes of a run, this one being number ``rank`` of ``size``. Without a process group it is alone."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    watch: Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes files and talks."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place; the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """In place; the same bits on every rank."""
+        return self.sum(tensor).div_(self.size)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank. The host waits for the other hosts, not for the device."""
+        return bool(self.sum(torch.tensor([int(flag)])))
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 has."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=HOST)
+        return values[0]
+
+    def of_first(self, make: Callable[[], Made]) -> Made:
+        """What rank 0's ``make`` returns, on all ranks; or what it raises, on all."""
+        made: Any = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                made = make()
+            except Exception as raised:  # noqa: BLE001  every rank has to end by it
+                error = raised
+        made, error = self.told((made, error))
+        if error is not None:
+            raise error
+        return made
+
+    def rows(self, tensor: Tensor, parts: int = 1) -> list[Tensor]:
+        """This rank's rows of each of ``parts`` equal parts of a batch."""
+        return list(tensor.chunk(parts * self.size))[self.rank :: self.size]
+
+    def repeats_first(self) -> bool:
+        """Whether this rank has ended by the error that rank 0 has ended by, and that it prints."""
+        since = time.monotonic()
+        while self.watch is not None and not self.first and time.monotonic() - since < 1:
+            first, own = self.watch.store.multi_get([self.watch.keys[0], self.watch.keys[self.rank]])
+            if first == own:
+                return True
+            time.sleep(0.1)
+        return False
+
+
+@contextmanager
+def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
+    """The ranks of this process's group; of torchrun's, which is made and left here; else this process alone.
+
+    device: cpu or cuda, None for the better one; with several ranks a GPU of their own each.  timeout: seconds that a rank waits
+    for another.
+
+    Raises:
+        ValueError: there is no such device, or fewer GPUs than ranks on this host.
+    """
+    chosen = device_named(device)
+    if dist.is_initialized():
+        yield Ranks(chosen, dist.get_rank(), dist.get_world_size())
+    elif not dist.is_torchelastic_launched():
+        try:
+            yield Ranks(chosen)
+        finally:
+            if dist.is_initialized():  # a mode that shards needs a group also on one rank
+                dist.destroy_process_group()
+    else:
+        watch = None
+        chosen = own_device(chosen, device)
+        join(chosen, timeout)
+        ranks = Ranks(chosen, dist.get_rank(), dist.get_world_size())
+        if ranks.size > 1:
+            # A rank that torchrun starts again must not read what the one before said.
+            place = f"train_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout))
+            ranks.watch = watch = Watch(dist.PrefixStore(place, store), ranks.rank, ranks.size)
+        try:
+            yield ranks
+        except BaseException as error:
+            if watch is not None and not watch.over.is_set():
+                tell_of(error, watch)
+            raise
+        ranks.any(False)  # all have come here
+        if watch is not None:
+            watch.leave(DONE)
+        dist.destroy_process_group()
+
+
+def join(device: torch.device, timeout: float) -> None:
+    """A process group of torchrun's processes, or of this one alone."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    alone: dict[str, Any] = (
+        {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
+
+
+def own_device(device: torch.device, name: str | None) -> torch.device:
+    """The GPU of this rank, chosen; the CPU stays."""
+    if device.type != "cuda":
+        return device
+    here, local = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device.index is not None:
+        raise ValueError(
+            f"device: expected cpu or cuda under torchrun, where each rank has a GPU of its own, got {name!r}"
+        )
+    if local > here:
+        raise ValueError(f"device: expected a GPU for each of {local} ranks on this host, got {here}")
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)
+    return own
+
+
+def tell_of(error: BaseException, watch: Watch) -> None:
+    """This rank ends by an error: the others are told. Where it comes of a collective that failed, another rank is likely gone:
+    the watch then names it and ends this process."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, RuntimeError) and OF_EXCHANGES.search(str(cause))):
+        cause = cause.__context__
+    if cause is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # which torchrun sends when it has seen the rank end
+            signal.signal(number, signal.SIG_IGN)
+        watch.join(SILENCE + GRACE)
+    watch.leave(ENDED + (str(error).splitlines() or [""])[0] + f" ({type(error).__name__})")

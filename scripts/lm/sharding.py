@@ -1,0 +1,186 @@
+"""A GPT over several ranks: which weights are where, how gradients are reduced, and checkpoints of shards.
+
+    mode        experts                             attention, embedding, head            norms, routers
+    fsdp        1 / N on each of N ranks            1 / N                                 on all
+    hsdp        1 / G in each group of G ranks      1 / G                                 on all
+    ep          E / N experts on each rank          on all                                on all
+    ep+fsdp     E / G experts, and of these         1 / N                                 on all
+                1 / (N / G) on each
+
+fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it;
+gradients are reduced in fp32. Norms and routers are small and decide much: they stay in fp32, whole. ep is
+`blazeproto.distributed.expert_parallel`: tokens travel instead of weights. Every gradient becomes that of the mean of the ranks'
+losses.
+
+A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from blazeproto.distributed import clip_grad_norm_, expert_parallel
+from blazeproto.router import Routing, fallback
+from blazeproto.router.router import Router
+from scripts.lm.model import GPT
+from scripts.lm.ranks import Ranks, join
+from scripts.lm.run_folder import UNREADABLE, CheckpointError
+from scripts.lm.settings import Config
+
+PREFIX = "shards-"  # and the step
+EXPERT_PARALLEL = ("ep", "ep+fsdp")
+
+# A sum over two dimensions of a mesh takes two reductions, of which torch warns for each: their order is the same on all ranks.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def check(config: Config, ranks: Ranks) -> None:
+    """ValueError unless the run fits this number of ranks."""
+    if config.parallel == "none" and ranks.size > 1:
+        raise ValueError(f"parallel: expected fsdp, hsdp, ep or ep+fsdp on {ranks.size} ranks, got 'none'")
+    if config.parallel in ("hsdp", "ep+fsdp") and ranks.size % config.group_size:
+        raise ValueError(f"group_size: expected a divisor of the {ranks.size} ranks, got {config.group_size}")
+    parts = ranks.size * config.accumulate * config.attention_tiles
+    if config.batch % parts:
+        raise ValueError(
+            f"batch: expected a multiple of ranks * accumulate * attention_tiles = {parts}, got {config.batch}"
+        )
+
+
+class Sharding:
+    """Shards a model, which all ranks have built alike; afterwards come the optimizer and `reduce`."""
+
+    def __init__(self, model: GPT, config: Config, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self.experts: list[nn.Parameter] = []  # whose gradients nobody divides by the number of ranks
+        if config.parallel == "none":
+            return
+        if not dist.is_initialized():
+            join(ranks.device, timeout=60)
+        kind, size, mode, inner = ranks.device.type, ranks.size, config.parallel, config.group_size
+        world = init_device_mesh(kind, (size,))
+        grouped = mode in ("hsdp", "ep+fsdp")
+        mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=("outer", "inner")) if grouped else world
+        for block in model.blocks:
+            if config.aux_over == "global" and block.moe.router.aux_loss:
+                block.moe.router.register_forward_hook(self.balance_over_ranks)
+            if mode in EXPERT_PARALLEL:
+                expert_parallel(block.moe, mesh["inner"] if grouped else world)
+        if mode == "ep":
+            self.experts = [p for p in model.parameters() if isinstance(p, DTensor)]
+            return
+        # The residual stream stays what autocast makes it.
+        dtype = torch.bfloat16 if config.bf16 else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        small = {p for name, p in model.named_parameters() if p.dim() < 2 or ".router." in name}
+        over: dict[str, Any] = {"mp_policy": policy, "ignored_params": small}
+        for block in model.blocks:
+            if mode == "ep+fsdp":
+                fully_shard(block.moe, mesh=mesh["outer"], **over)
+                block.moe.set_gradient_divide_factor(size)
+                block.moe.set_force_sum_reduction_for_comms(True)  # gloo divides by no factor
+            fully_shard(block, mesh=mesh if mode == "hsdp" else world, **over)
+        fully_shard(model, mesh=mesh if mode == "hsdp" else world, **over)
+        # Nothing is written to that view.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+    def balance_over_ranks(self, router: Router, given: Any, routing: Routing) -> Routing:
+        """A routing whose load-balancing loss has the loads of all ranks: Switch Transformer eq. 4 of the global batch.
+
+        The loss is linear in the mean probabilities P, so the mean over ranks of E * sum_e f_e P_e, each with its own P and the
+        f of all, is the loss of all; and so are the gradients.
+        """
+        if not router.training:
+            return routing
+        load = routing.load
+        if routing.pair_tokens is not None:  # the load that the loss is of comes before any rounding
+            keys = fallback.selection_keys(routing.logits.detach(), router.score, router.expert_bias)
+            load = fallback.expert_load(fallback.choose_top_k(keys, router.top_k), router.num_experts)
+        mean = self.ranks.mean(load.to(torch.float32))
+        loss = router.aux_loss * fallback.load_balancing_loss(routing.logits, mean, router.top_k, router.score)
+        return routing._replace(aux_losses=routing.aux_losses | {"load_balancing": loss})
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """After the last backward of a step: what FSDP2 has not reduced becomes the mean over ranks."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        if self.ranks.size > 1 and whole:
+            flat = self.ranks.mean(torch.cat([gradient.flatten() for gradient in whole]))
+            for gradient, mean in zip(whole, flat.split([g.numel() for g in whole]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+        for parameter in self.experts:
+            assert parameter.grad is not None
+            parameter.grad.div_(self.ranks.size)
+
+    def clip(self, most: float) -> None:
+        """Scale all gradients so that the norm of all ranks' together is at most ``most``."""
+        if not math.isfinite(most):
+            return
+        sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(self.model.parameters(), most)
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def save_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks) -> str:
+    """Write a state of DTensors and tensors; all ranks call it. Returns the name of the new folder, which is whole."""
+    name = f"{PREFIX}{step}"
+    if ranks.first:  # what a killed run has left, perhaps of another number of ranks
+        shutil.rmtree(folder / name, ignore_errors=True)
+    ranks.any(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder / name)
+    return name
+
+
+def load_shards(place: Path, state: dict[str, Any], *, alone: bool = False) -> None:
+    """Fill the tensors of ``state``. alone: without the other ranks.
+
+    Raises:
+        CheckpointError: they cannot be read, or are of another model.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=place, no_dist=alone)
+    except (CheckpointException, *UNREADABLE) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[-1]
+        raise CheckpointError(f"checkpoint: {place} cannot be read, or holds another model ({reason})") from error
+
+
+def keep_only(folder: Path, name: str) -> None:
+    """Remove the shards of earlier checkpoints."""
+    for other in folder.glob(f"{PREFIX}*"):
+        if other.name != name:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def optimizer_state(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By the parameters' names, made of zeros before the first step."""
+    return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def set_optimizer_state(model: GPT, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_optimizer_state_dict(model, optimizer, state)

@@ -1,0 +1,117 @@
+"""Two processes that share the experts of transformers' models, started by `test_transformers_ranks.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from blazeproto.integrations.transformers import expert_parallel, explain, register
+
+RANKS = 2
+SIZES = ((3, 7), (1, 4))  # of each rank's batch
+
+
+def model_of(family: str) -> Any:
+    from tests.integrations.families import tiny
+
+    torch.manual_seed(0)
+    return tiny(family, experts_implementation="blazeproto")
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(3, 60, SIZES[rank], generator=torch.Generator().manual_seed(rank))
+
+
+def step(model: nn.Module, rank: int) -> Tensor:
+    ids = batch(rank)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def whole(gradient: Any) -> Tensor:
+    """A sharded one gathered, a plain one summed over ranks."""
+    if hasattr(gradient, "full_tensor"):
+        gathered: Tensor = gradient.full_tensor()
+        return gathered
+    dist.all_reduce(gradient)
+    return gradient
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def trains_as_one_process(
+    family: str, rank: int, where: Any, remake: Callable[[Any], None] = lambda model: None
+) -> None:
+    """Loss and gradients, those of one process that is given both batches; the weights are not all here."""
+    alone, model = model_of(family), model_of(family)
+    for each in (alone, model):
+        remake(each)
+    assert expert_parallel(model, where) is model
+    ways = explain(model)
+    assert ways and all(way.endswith("AllToAll(ranks=2, num_experts=4))") for way in ways.values()), ways
+    wanted = [step(alone, each) for each in range(RANKS)][rank]
+    close(step(model, rank), wanted)
+    sharded = 0
+    for (name, parameter), right in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if hasattr(parameter, "placements"):
+            sharded += 1
+            assert parameter.to_local().untyped_storage().nbytes() == right.nbytes // RANKS, name
+        assert (parameter.grad is None) == (right.grad is None), name
+        if right.grad is not None:
+            close(whole(parameter.grad), right.grad)
+    assert sharded == len(ways) * (4 if family == "gpt_oss" else 2)
+
+
+def checkpointed(model: Any) -> None:
+    model.train()
+    model.gradient_checkpointing_enable()
+
+
+def bits_in_bf16(rank: int) -> None:
+    """Under autocast and with bf16 weights and scores: the same bits again, and near to one process's."""
+    for cast in (False, True):
+        models = [model_of("qwen3_moe") for _ in range(3)]
+        losses = []
+        for model in models:
+            if not cast:
+                model.bfloat16()
+            if model is not models[0]:
+                expert_parallel(model, dist.group.WORLD)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                losses.append(step(model, rank))
+        assert torch.equal(losses[1], losses[2])
+        assert abs(float(losses[1] / losses[0]) - 1) < 0.01
+        for one, other in zip(models[1].parameters(), models[2].parameters(), strict=True):
+            gradients: list[Any] = [one.grad, other.grad]
+            assert torch.equal(*(g.to_local() if hasattr(g, "to_local") else g for g in gradients))
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    register()
+    group = dist.group.WORLD
+    trains_as_one_process("qwen3_moe", rank, init_device_mesh("cpu", (RANKS,)))
+    trains_as_one_process("qwen3_moe", rank, group, checkpointed)
+    trains_as_one_process("gpt_oss", rank, group)  # transposed, gate and up alternating, biases
+    trains_as_one_process("nemotron_h", rank, group)  # no gate
+    bits_in_bf16(rank)
+    experts = model_of("mixtral").model.layers[0].mlp.experts
+    expert_parallel(experts, group)
+    with pytest.raises(ValueError, match=r"model: expected experts without a dispatcher, got some: in place \(torch"):
+        expert_parallel(experts, group)
+    dist.barrier()
+    os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

@@ -1,0 +1,48 @@
+"""One process of several that run scripts/train_lm.py together, started by `test_ranks.py`: run after run in one start."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Run(NamedTuple):
+    """options: of the command line.  stop: the number of steps after which the last rank alone hears a Ctrl-C, or 0."""
+
+    options: list[str]
+    stop: int = 0
+
+
+def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | None) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = dist.FileStore(place, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    from scripts import train_lm
+    from scripts.bench import distributed
+
+    train_lm.SAMPLE_BYTES = 10
+    train_step = train_lm.Trainer.train_step
+    for run in runs:
+
+        def with_event(trainer: Any, stop: int = run.stop) -> Any:
+            if stop and rank == ranks - 1 and trainer.step == stop - 1:
+                signal.raise_signal(signal.SIGINT)
+            return train_step(trainer)
+
+        train_lm.Trainer.train_step = with_event  # type: ignore[method-assign]
+        assert train_lm.main(run.options) == 0, run
+    if bench:
+        train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
+        data = runs[0].options[runs[0].options.index("--data") + 1]
+        distributed.SMALL = replace(distributed.SMALL, data=data)
+        distributed.main(["--quick", "--device", "cpu", "--scaling", "fsdp", "--losses", "fsdp", "--out", str(bench)])
+    dist.barrier()
+    os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

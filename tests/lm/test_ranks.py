@@ -1,0 +1,226 @@
+"""scripts/train_lm.py on several gloo ranks: losses of one process, resumes to the bit and on other numbers of ranks, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from lm_ranks import Run, run_rank
+
+from scripts.lm.compare_backends import largest_difference
+
+ROOT = Path(__file__).resolve().parents[2]
+Main = Callable[..., tuple[int, str]]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+AtStep = Callable[[int, Callable[[], object]], None]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def named(tiny: list[str], out: Path, name: str, *options: str) -> list[str]:
+    return [*tiny, "--out", str(out), "--name", name, *options]
+
+
+def resumed(out: Path, name: str, *options: str) -> Run:
+    return Run(["--resume", "--device", "cpu", "--out", str(out), "--name", name, *options])
+
+
+def start(ranks: int, folder: Path, runs: list[Run], bench: Path | None = None) -> None:
+    store = tempfile.mkdtemp(dir=folder)  # of this start alone
+    mp.start_processes(run_rank, args=(ranks, f"{store}/store", runs, bench), nprocs=ranks, start_method="spawn")
+
+
+def losses(metrics: Metrics, folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, script: Any, out: Path) -> list[str]:
+    """Options of a short run without random numbers; the run of one process is there, as ``one``."""
+    from tests.lm.conftest import TINY, keeping_handlers
+
+    options = [*TINY.split(), "--dropout", "0", "--data", str(text)]
+    with keeping_handlers():
+        assert script.main(named(options, out, "one")) == 0
+    return options
+
+
+def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """fsdp and ep learn what one process learns; a run that is cut goes on to the bit on two ranks, and in one process."""
+    drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
+    ep = ["--parallel", "ep"]
+    runs = [
+        Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
+        Run(named(plain, out, "ep", *ep)),
+        Run(named(plain, out, "tiled", *ep, "--attention-tiles", "2")),
+        Run(named(plain, out, "drop", *drop)),
+        Run(named(plain, out, "cut", *drop), stop=9),
+        resumed(out, "cut"),
+        Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
+        Run(named(plain, out, "two-ep", *ep, "--accumulate", "2"), stop=10),
+    ]
+    start(2, out, runs, bench=out / "bench.json")
+    one = losses(metrics, out / "one")
+    assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
+    assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
+    assert losses(metrics, out / "tiled") == pytest.approx(losses(metrics, out / "ep"), rel=1e-3)
+    balancing = {name: [line["aux_loss"] for line in metrics(out / name)][:3] for name in ("one", "fsdp", "ep")}
+    assert balancing["fsdp"] == pytest.approx(balancing["one"], rel=1e-4)  # that of the global batch
+    assert balancing["ep"][0] != pytest.approx(balancing["one"][0], rel=1e-4)  # the mean of the ranks'
+    vals = [[line["val_loss"] for line in metrics(out / name) if "val_loss" in line] for name in ("ep", "one")]
+    assert vals[0] == pytest.approx(vals[1], rel=0.01)
+    assert metrics(out / "cut") == metrics(out / "drop") and len(metrics(out / "cut")) == 20
+    for name in ("two", "two-ep"):
+        assert len(metrics(out / name)) == 10
+        code, printed = run(*resumed(out, name).options)
+        assert code == 0, printed
+        assert largest_difference(losses(metrics, out / name), one)[0] < 0.01
+        assert [folder.name for folder in (out / name).glob("shards-*")] == ["shards-20"]
+    summary = json.loads((out / "fsdp" / "summary.json").read_text())
+    code, printed = run("--sample", out / "fsdp", "--device", "cpu")
+    assert code == 0 and printed[:5] == summary["sample"][:5]
+    bench = json.loads((out / "bench.json").read_text())
+    assert [(row["mode"], row["gpus"]) for row in bench["weak_scaling"] + bench["losses"]] == [("fsdp", 2)] * 2
+    assert bench["weak_scaling"][0]["efficiency"] > 0 and bench["losses"][0]["largest_difference"] < 0.01
+    assert bench["losses"][0]["of"]["protocol"] == "scripts.bench.distributed.losses"
+
+
+@pytest.mark.full
+def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
+    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four; ep+fsdp goes
+    on to the bit."""
+    begun = {mode: f"of-two-{mode}" for mode in ("fsdp", "ep")}
+    start(2, out, [Run(named(plain, out, name, "--parallel", mode), stop=10) for mode, name in begun.items()])
+    assert [len(metrics(out / name)) for name in begun.values()] == [10, 10]
+    grouped = ["--parallel", "ep+fsdp", "--aux-over", "global", "--dropout", "0.1"]
+    runs = [
+        Run(named(plain, out, "hsdp", "--parallel", "hsdp")),
+        Run(named(plain, out, "ep+fsdp", "--parallel", "ep+fsdp")),
+        Run(named(plain, out, "bf16", "--parallel", "ep+fsdp", "--bf16")),
+        Run(named(plain, out, "whole", *grouped)),
+        Run(named(plain, out, "cut4", *grouped), stop=9),
+        resumed(out, "cut4"),
+        *(resumed(out, name) for name in begun.values()),
+    ]
+    start(4, out, runs)
+    one = losses(metrics, out / "one")
+    for name in ("hsdp", "ep+fsdp", "bf16", *begun.values()):
+        assert largest_difference(losses(metrics, out / name), one)[0] < 0.01, name
+    assert metrics(out / "cut4") == metrics(out / "whole") and len(metrics(out / "cut4")) == 20
+
+
+@pytest.mark.full
+def test_eight_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """An expert and a sequence a rank; groups of four."""
+    options = [*plain, "--num-experts", "8", "--batch", "8", "--group-size", "4"]
+    assert run(*named(options, out, "eighth"))[0] == 0
+    modes = ("fsdp", "hsdp", "ep", "ep+fsdp")
+    start(8, out, [Run(named(options, out, f"eight-{mode}", "--parallel", mode)) for mode in modes])
+    one = losses(metrics, out / "eighth")
+    for mode in modes:
+        assert largest_difference(losses(metrics, out / f"eight-{mode}"), one)[0] < 0.01, mode
+
+
+def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [*launcher, "-m", "scripts.train_lm", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= step:
+            return
+    raise AssertionError(process.communicate())
+
+
+def pid_of_rank(launcher: int, rank: int) -> int:
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_killed_rank_ends_the_others_which_name_it(
+    tiny: list[str], tmp_path: Path, run: Main, at_step: AtStep, metrics: Metrics
+) -> None:
+    options = named(tiny, tmp_path, "killed", "--parallel", "fsdp", "--steps", "2000", "--checkpoint-every", "4")
+    process = torchrun(*options)
+    wait_for_step(process, 8)
+    os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search("^error: rank 0 ends: rank 1 is gone", errors, flags=re.MULTILINE), errors
+    went_on: list[int] = []
+    step = 4 + max(line["step"] for line in metrics(tmp_path / "killed"))
+    at_step(step, lambda: (went_on.append(step), signal.raise_signal(signal.SIGINT)))
+    code, printed = run("--resume", "--out", tmp_path, "--device", "cpu")
+    assert code == 0 and went_on, printed
+
+
+@pytest.mark.full
+def test_sigterm_at_torchrun_saves(tiny: list[str], tmp_path: Path, metrics: Metrics) -> None:
+    process = torchrun(*named(tiny, tmp_path, "asked", "--parallel", "ep", "--steps", "2000"))
+    wait_for_step(process, 8)
+    process.terminate()
+    printed, errors = process.communicate(timeout=60)
+    stopped = re.search(
+        r"stopped after step (\d+) of 2000; to go on: .*torch.distributed.run --nproc-per-node 2", printed
+    )
+    assert stopped, printed + errors
+    assert len(metrics(tmp_path / "asked")) == int(stopped[1])
+    assert (tmp_path / "asked" / f"shards-{stopped[1]}" / ".metadata").exists()
+
+
+@pytest.mark.full
+def test_what_is_refused_is_said_once(tiny: list[str], tmp_path: Path) -> None:
+    process = torchrun(*named(tiny, tmp_path, "refused", "--parallel", "hsdp", "--group-size", "3"))
+    _, errors = process.communicate(timeout=60)
+    assert errors.count("error: group_size: expected a divisor of the 2 ranks, got 3") == 1, errors
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fsdp", "ep"])
+def test_gpus(mode: str, plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
+    """Over NCCL, on two GPUs where there are two: what one process learns; cut, it goes on to the bit."""
+    ranks, options = min(2, torch.cuda.device_count()), [*plain, "--device", "cuda", "--bf16"]
+    if not (out / "gpu").exists():
+        assert run(*named(options, out, "gpu"))[0] == 0
+    name = f"gpu-{mode}"
+    for more in (["--steps", "10"], ["--resume", "--steps", "20"]):
+        given = ["--out", str(out), "--name", name, "--device", "cuda", *more]
+        whole = given if "--resume" in more else [*options, "--final-lr", "1", "--parallel", mode, *given]
+        process = torchrun(*whole, ranks=ranks)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    process = torchrun(*named(options, out, f"{name}-whole"), "--final-lr", "1", "--parallel", mode, ranks=ranks)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert metrics(out / name) == metrics(out / f"{name}-whole")
+    process = torchrun(*named(options, out, f"{name}-same"), "--parallel", mode, ranks=ranks)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert largest_difference(losses(metrics, out / f"{name}-same"), losses(metrics, out / "gpu"))[0] < 0.01
