@@ -32,6 +32,9 @@ from scripts.bench.markdown import (
     signs_of,
     table,
 )
+from scripts.bench.models.tables import TABLES as MODEL_TABLES
+from scripts.bench.models.tables import claim as models_claim
+from scripts.bench.models.tables import readme_models
 from scripts.bench.module_tables import (
     module_claim,
     module_details,
@@ -54,8 +57,9 @@ from scripts.bench.routing_tables import (
 
 
 def load(name: str, results: Path) -> Record | None:
-    path = results / f"{name}.json"
-    return read_json(path) if path.exists() else None
+    """A file's record; of "A|B" that of the first file that exists."""
+    paths = [results / f"{each}.json" for each in name.split("|")]
+    return next((read_json(path) for path in paths if path.exists()), None)
 
 
 PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
@@ -295,9 +299,14 @@ def lora_table(record: Record) -> str:
     return f"{markdown_table(header, rows)}\n\n{origin([row], 'torch', 'transformers', 'peft')}"
 
 
+def by_name(record: Record) -> bool:
+    """Whether a record is of models' layers, by name."""
+    return bool(record["benchmark"] == "layers")
+
+
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("module", readme_table),
+    "readme": ("models/layers|module", lambda record: (readme_models if by_name(record) else readme_table)(record)),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),
@@ -321,6 +330,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
     **PAPER_TABLES,
+    **MODEL_TABLES,
 }
 
 
@@ -361,6 +371,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts_longer": ("layer module", experts_longer),
     "curves": ("curves", curves),
     "batch": ("batch_invariance", batch),
+    "models_claim": ("models/layers", models_claim),
     "module_claim": ("module", module_claim),
     "module_details": ("module", module_details),
     "router_accuracy": ("router", router_accuracy),
