@@ -21,10 +21,11 @@ from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import name_of_table, plot_predicted
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
+from scripts.bench.models.tables import by_name
 from scripts.bench.module_tables import compared
 from scripts.bench.paper.cells import programs_in, tflops
 from scripts.bench.paper.sonicmoe_tables import ROUTINGS
-from scripts.bench.result_tables import MARKED, PEERS, by_name, fill, layer_peers, load
+from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
 from scripts.command import argument_parser, refuse
 
 DOCS = REPOSITORY / "docs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -32,9 +33,7 @@ from scripts.bench.markdown import (
     signs_of,
     table,
 )
-from scripts.bench.models.tables import TABLES as MODEL_TABLES
-from scripts.bench.models.tables import claim as models_claim
-from scripts.bench.models.tables import readme_models
+from scripts.bench.models import tables as models
 from scripts.bench.module_tables import (
     module_claim,
     module_details,
@@ -58,7 +57,7 @@ from scripts.bench.routing_tables import (
 
 def load(name: str, results: Path) -> Record | None:
     """A file's record; of "A|B" that of the first file that exists."""
-    paths = [results / f"{each}.json" for each in name.split("|")]
+    paths = (results / f"{each}.json" for each in name.split("|"))
     return next((read_json(path) for path in paths if path.exists()), None)
 
 
@@ -299,14 +298,9 @@ def lora_table(record: Record) -> str:
     return f"{markdown_table(header, rows)}\n\n{origin([row], 'torch', 'transformers', 'peft')}"
 
 
-def by_name(record: Record) -> bool:
-    """Whether a record is of models' layers, by name."""
-    return bool(record["benchmark"] == "layers")
-
-
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("models/layers|module", lambda record: (readme_models if by_name(record) else readme_table)(record)),
+    "readme": ("models/layers|module", partial(models.readme, otherwise=readme_table)),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),
@@ -329,8 +323,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
-    **PAPER_TABLES,
-    **MODEL_TABLES,
+    **PAPER_TABLES | models.TABLES,
 }
 
 
@@ -371,7 +364,6 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "experts_longer": ("layer module", experts_longer),
     "curves": ("curves", curves),
     "batch": ("batch_invariance", batch),
-    "models_claim": ("models/layers", models_claim),
     "module_claim": ("module", module_claim),
     "module_details": ("module", module_details),
     "router_accuracy": ("router", router_accuracy),
@@ -381,7 +373,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
-    **REVIEW,
+    **REVIEW | models.SENTENCES,
 }
 
 

@@ -20,7 +20,7 @@ from blazeproto import cost
 from scripts.bench import common, peers, plot_results, result_tables
 from scripts.bench.identity import earlier
 from scripts.bench.models import __main__ as models
-from scripts.bench.models import apart, items, layers, megablocks, programs, shapes, tables
+from scripts.bench.models import apart, items, layers, megablocks, programs, shapes, tables, trained
 from scripts.bench.models.items import SMALL
 from scripts.bench.paper import running
 from scripts.bench.paper.layers import Case
@@ -48,9 +48,8 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
     for name, item in items.ITEMS.items():
         record = record_of(measured, name)
         assert "failed" not in record
-        assert [{key: row[key] for key in Case(SMALL).key} for row in record["rows"]] == [
-            case.key for case in item.short
-        ]
+        keys = [case.key for case in item.short]
+        assert [{key: row[key] for key in keys[0]} for row in record["rows"]] == keys
         for row in record["rows"]:
             assert not earlier(row), "a row of today's benchmark"
             assert {"gpu", "measured", "versions", "kernels", "protocol_identity"} <= row["of"].keys()
@@ -306,9 +305,9 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
             raise torch.OutOfMemoryError("no memory")
         return sequences / 2
 
-    assert megablocks.most_sequences(fits, 1024) == (16, {"1": 0.5, "2": 1.0, "4": 2.0, "8": 4.0, "16": 8.0})
-    assert megablocks.most_sequences(fits, 4)[0] == 4
-    assert megablocks.most_sequences(lambda sequences: fits(32), 4) == (0, {})
+    assert megablocks.most_sequences(fits, 4, 1024) == (16, {"4": 2.0, "8": 4.0, "16": 8.0})
+    assert megablocks.most_sequences(fits, 1, 4)[0] == 4
+    assert megablocks.most_sequences(lambda sequences: fits(32), 1, 4) == (0, {})
 
 
 def test_widths_have_as_many_operations_and_weights() -> None:
@@ -316,6 +315,15 @@ def test_widths_have_as_many_operations_and_weights() -> None:
     assert [case.label for case in cases] == ["0.125", "0.25", "0.5", "1", "2", "4"]
     assert len({cost.layer_operations(case.shape) for case in cases}) == 1
     assert len({case.shape.E * case.shape.n for case in cases}) == 1
+
+
+def test_the_exponent_of_loads_and_ids_of_an_exponent() -> None:
+    assert trained.exponent_of([8 * rank**-0.7 for rank in range(1, 9)] + [0.0]) == pytest.approx(0.7, abs=1e-3)
+    assert trained.exponent_of([5.0, 0.0]) == 0.0
+    shape = SMALL._replace(T=20000, E=16)
+    ids = trained.zipf(shape._replace(K=1), 0.7, "cpu")
+    assert trained.exponent_of(torch.bincount(ids.flatten()).tolist()) == pytest.approx(0.7, abs=0.05)
+    assert trained.zipf(shape, 1.2, "cpu").sort(dim=1).values.diff(dim=1).gt(0).all()
 
 
 def test_one_expert_has_every_token() -> None:

@@ -2,6 +2,7 @@
 other libraries than those that are installed.
 
     BENCH_PEERS=FOLDER python -m scripts.bench.models quack     # FOLDER: what `pip install --target` made
+    python -m scripts.bench.models.apart SPEC FOLDER            # what a parent calls: one program, its row into the folder
 
 A process makes its program on inputs from one seed, times it, and leaves part of what it computed, by which the parent compares.
 """
@@ -35,6 +36,7 @@ from scripts.bench.module import LARGEST_DIFFERENCE, row_differences
 from scripts.bench.paper.machine import Machine, Rates
 from scripts.bench.peers.modules import router_weight
 from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
+from scripts.command import argument_parser
 
 PASSES = 2  # of each program
 SECONDS = 240  # that a process may take
@@ -186,5 +188,13 @@ def differences(theirs: dict[str, Tensor], ours: dict[str, Tensor], name: str) -
     return {key: round(value, 6) for key, value in found.items()}
 
 
+def main() -> None:
+    parser = argument_parser("scripts.bench.models.apart", __doc__)
+    parser.add_argument("spec", type=json.loads, help="JSON: program, cfg, device, rounds")
+    parser.add_argument("folder", type=Path, help="for row.json and results.pt")
+    options = parser.parse_args()
+    child(options.spec, options.folder)
+
+
 if __name__ == "__main__":
-    child(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    main()

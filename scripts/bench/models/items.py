@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from blazeproto.gemm import Sizes
 from scripts.bench.models import layers, megablocks
+from scripts.bench.models.layers import ManyTokens
 from scripts.bench.models.megablocks import SYSTEMS
 from scripts.bench.models.shapes import BY_NAME, MODELS
 from scripts.bench.paper import layers as paper_layers
@@ -22,10 +23,14 @@ def of(*names: str) -> tuple[Case, ...]:
     return tuple(Case(BY_NAME[name].sizes, label=name) for name in names)
 
 
+def many(*names: str) -> tuple[Case, ...]:
+    return tuple(ManyTokens(case.shape, label=case.label) for case in of(*names))
+
+
 def systems(model: str) -> tuple[Case, ...]:
     config = megablocks.SIZES[model]
     sizes = Sizes(config.context, config.d_model, config.d_expert, config.num_experts, config.top_k)
-    return tuple(Case(sizes, label=f"{model}, {name}") for name in SYSTEMS)
+    return tuple(ManyTokens(sizes, label=f"{model}, {name}") for name in SYSTEMS)
 
 
 def ratios(shape: Sizes, times: tuple[float, ...]) -> tuple[Case, ...]:
@@ -53,8 +58,8 @@ ITEMS = {
     ),
     "choices": Item(
         layers.choices,
-        of("Qwen3-30B-A3B", "gpt-oss-20b"),
-        (Case(SMALL._replace(T=256), label="small"),),
+        many("Qwen3-30B-A3B", "gpt-oss-20b"),
+        (ManyTokens(SMALL._replace(T=256), label="small"),),
         rounds=5,
         own_rates=False,
         seconds=15,
@@ -65,12 +70,12 @@ ITEMS = {
         (Case(SMALL, label="small"),),
         rounds=5,
         own_rates=False,
-        seconds=15,
+        seconds=35,
     ),
     "padding": Item(
         layers.padding,
-        of("Qwen3-30B-A3B", "Mixtral 8x7B"),
-        (Case(SMALL, label="small"),),
+        many("Qwen3-30B-A3B", "Mixtral 8x7B"),
+        (ManyTokens(SMALL, label="small"),),
         rounds=5,
         own_rates=False,
         seconds=10,

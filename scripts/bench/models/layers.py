@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from scripts.bench import module, peers
 from scripts.bench.common import RESULTS, cfg_of, read_json, route
 from scripts.bench.identity import earlier
 from scripts.bench.markdown import OURS
-from scripts.bench.models import apart
+from scripts.bench.models import apart, trained
 from scripts.bench.models.programs import BUILDS, Row, calls_of, figures, step
 from scripts.bench.module import LARGEST_DIFFERENCE, agreement, row_differences
 from scripts.bench.paper.layers import Case
@@ -27,7 +28,21 @@ from scripts.bench.peers import LayerInputs
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
 
 ROOM = 0.9  # of the GPU's memory
+
+
+@dataclass(frozen=True)
+class ManyTokens(Case):
+    """A row whose kernels run on several numbers of rows, so that none of them says which tiles they should have."""
+
+    @property
+    def key(self) -> Row:
+        key = super().key
+        cfg = dict(key["cfg"])
+        return key | {"tokens": cfg.pop("T"), "cfg": cfg}
+
+
 SETS = 4  # batches of few tokens
+ZIPF = 1.2  # as in `common.route`
 
 # ------------------------------------------------------------------------------------------------------ models by name
 
@@ -204,11 +219,12 @@ def everybody_s(shape: Sizes, device: str) -> Tensor:
 
 
 def skew(case: Case, machine: Machine) -> Row:
-    """Dispatch and experts under routings of the same number of rows: uniform, by Zipf's law, one expert has every token, and all
-    tokens have the same K."""
+    """Dispatch and experts under routings of the same number of rows: uniform; by Zipf's law, with the largest exponent of a
+    trained model's routers and with 1.2; one expert has every token; and all tokens have the same K."""
     shape, inputs = case.shape, peers.make_inputs(case.shape, device=machine.device)
-    generator = torch.Generator(machine.device).manual_seed(0)
-    routings = {kind: route(shape, kind, machine.device, generator) for kind in ("uniform", "zipf")}
+    found = trained.exponents(machine.device)
+    drawn = {"uniform": 0.0, "trained": max(found), "zipf": ZIPF}
+    routings = {kind: trained.zipf(shape, exponent, machine.device) for kind, exponent in drawn.items()}
     routings["everybody_s"] = everybody_s(shape, machine.device)
     routings["same"] = torch.arange(shape.K, dtype=torch.int32, device=machine.device).repeat(shape.T, 1)
     leaves = (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores)
@@ -224,7 +240,7 @@ def skew(case: Case, machine: Machine) -> Row:
             "fwdbwd": lambda ids=ids: torch.autograd.grad(experts(ids), leaves, inputs.grad_output),  # type: ignore[misc]
         }
         programs[kind]["fwdbwd"]()
-    return case.key | {"programs": figures(programs, machine)}
+    return case.key | {"trained_exponents": found, "programs": figures(programs, machine)}
 
 
 # --------------------------------------------------------------------------------------------------------- few tokens

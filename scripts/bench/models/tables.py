@@ -7,7 +7,18 @@ from functools import partial
 from operator import itemgetter
 
 from scripts.bench.common import geometric_mean
-from scripts.bench.markdown import LABELS, OURS, Column, Record, figure, number, origin, plain_shape, table
+from scripts.bench.markdown import (
+    LABELS,
+    NOT_MEASURED,
+    OURS,
+    Column,
+    Record,
+    figure,
+    number,
+    origin,
+    plain_shape,
+    table,
+)
 from scripts.bench.paper.cells import SHAPE, Rows, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
@@ -19,7 +30,13 @@ SYSTEMS = {"moe": "`MoE`", "dmoe": "`dMoE`", "dropping": "padded to the largest 
 CHOICES = {"top_k": "top-k", "token_rounding": "token rounding", "capacity": "capacity"}
 CHOICES |= {"expert_choice": "expert choice", "hash": "hash"}
 PADDED = {"all": "all tokens", "masked": "half masked", "half": "half as many"}
-SKEWED = {"uniform": "uniform", "zipf": "Zipf(1.2)", "everybody_s": "one expert has all", "same": "the same K for all"}
+SKEWED = {
+    "uniform": "uniform",
+    "trained": "a trained router's",
+    "zipf": "Zipf(1.2)",
+    "everybody_s": "one expert has all",
+    "same": "the same K for all",
+}
 
 
 def times_ours(name: str, row: Record, part: str = "fwdbwd") -> float | None:
@@ -65,17 +82,25 @@ def claim(record: Record) -> str:
             ahead = f"{sum(times > 1 for times in found)} of {len(found)}"
             span = f"{number(geometric_mean(found))} times in the geometric mean ({number(min(found))} to {number(max(found))})"
             said.append(f"than {who} on {ahead}, {span}")
-    return f"Of these layers ours is faster {', and '.join(said)}." if said else "Not measured."
+    return f"Of these layers ours is faster {', and '.join(said)}." if said else NOT_MEASURED
 
 
-def readme_models(record: Record) -> str:
-    """Six models, by name, forward + backward."""
+def by_name(record: Record) -> bool:
+    """Whether a record is of models' layers, and not of shapes."""
+    return bool(record["benchmark"] == "layers")
+
+
+def readme(record: Record, otherwise: Callable[[Record], str]) -> str:
+    """Six models, by name, forward + backward; ``otherwise`` of a record that has shapes."""
+    if not by_name(record):
+        return otherwise(record)
     rows = [row for name in README_MODELS for row in record["rows"] if row["label"] == name]
     columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
     columns += [("SonicMoE / ours", lambda row: number(times_ours("sonic", row)))]
     columns += [("grouped_mm / ours", lambda row: number(times_ours("grouped_mm", row))), ("floor / ours", of_floor)]
     columns += [("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
-    return f"{table(rows, columns)}\n\nKernel time. {origin(rows)}".rstrip()
+    note = "Kernel time, forward + backward of 16384 tokens (Kimi K2: 8192)."
+    return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
 
 
 def figure_10_columns(rows: Rows) -> list[Column]:
@@ -102,7 +127,7 @@ def micro_batch_columns(rows: Rows) -> list[Column]:
 
 def by_kind(names: dict[str, str], base: str, parts: Sequence[tuple[str, str, int]], rows: Rows) -> list[Column]:
     """A row's programs, each part's first and then the others' over it."""
-    columns: list[Column] = [MODEL, SHAPE]
+    columns: list[Column] = [MODEL, ("T", lambda row: str(row.get("tokens") or row["cfg"]["T"]))]
     for field, head, digits in parts:
         columns.append((f"{head}: {names[base]}", of(base, field, digits)))
         columns += [(f"{said} ×", ratio(name, base, field)) for name, said in names.items() if name != base]
@@ -165,7 +190,8 @@ SHOWN = {
         "skew",
         "Skewed routings of models",
         partial(by_kind, SKEWED, "uniform", (("dispatch_ms", "dispatch ms", 3), *TIMES)),
-        "Dispatch and experts on given ids; × uniform's.",
+        "Dispatch and experts on given ids; × uniform's. A trained router's: Zipf's law with the largest exponent that the "
+        "routers of four layers have after 200 steps of a small language model.",
     ),
     "padding": Shown(
         "padding", "Masked tokens", partial(by_kind, PADDED, "all", (*TIMES, PEAK)), "Whole layers; × all tokens'."
@@ -193,4 +219,5 @@ SHOWN = {
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
 }
-"""Of docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
+"""For docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
+SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {"models_claim": ("models/layers", claim)}
