@@ -22,7 +22,7 @@ LABELS = {
     "grouped_mm": "transformers grouped_mm",
     "liger": "Liger",
     "quack": "QuACK",
-    "dmoe": "`dMoE`",
+    "dmoe": "dMoE",
     "sequential": "in sequence",
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -300,7 +299,7 @@ def lora_table(record: Record) -> str:
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("models/layers|module", partial(models.readme, otherwise=readme_table)),
+    "readme": ("models/layers|module", lambda record: models.readme(record, readme_table)),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),

@@ -102,17 +102,13 @@ ITEMS = {
         ("torch_grouped",),
         rounds=5,
         own_rates=False,
-        seconds=25,
     ),
     "liger": Item(
         layers.liger,
-        of("Qwen3-30B-A3B", "Mixtral 8x7B"),
+        of("Qwen3-30B-A3B"),
         (Case(SMALL, label="small"),),
         rounds=5,
         own_rates=False,
-        seconds=120,
     ),
-    "quack": Item(
-        layers.quack, of("Qwen3-30B-A3B"), (Case(SMALL, label="small"),), rounds=5, own_rates=False, seconds=60
-    ),
+    "quack": Item(layers.quack, of("Qwen3-30B-A3B"), (Case(SMALL, label="small"),), rounds=5, own_rates=False),
 }

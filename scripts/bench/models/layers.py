@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -253,30 +253,30 @@ def decode(case: Case, machine: Machine) -> Row:
     SETS batches go through the layer one after the other in what is timed, so that other experts are read each time.
     """
     shape, inputs = case.shape, peers.make_inputs(case.shape, device=machine.device)
-    weight = router_weight(shape, inputs)
-    programs, absent = dict[str, ModuleProgram](), dict[str, str]()
+    weight, absent = router_weight(shape, inputs), dict[str, str]()
+    batches = [inputs] + [replace(inputs, x=torch.randn_like(inputs.x).requires_grad_()) for _ in range(SETS - 1)]
+    programs: dict[str, list[ModuleProgram]] = {}
     for name in (OURS, "grouped_mm"):
-        if program := peers.if_it_runs(name, partial(warmed, name, shape, inputs, weight), absent):
-            programs[name] = program
-    batches = [torch.randn_like(inputs.x) for _ in range(SETS)]
-    router = cast(Any, programs[OURS].module).router
+        if made := peers.if_it_runs(name, partial(on_each, name, shape, batches, weight), absent):
+            programs[name] = made
+    if OURS in absent:
+        raise RuntimeError(absent[OURS])
+    router = cast(Any, programs[OURS][0].module).router
     with torch.no_grad():
-        drawn = sum(router(x).experts.unique().numel() for x in batches) / SETS
-        calls = {name: {"sets": partial(in_turn_on, program, batches)} for name, program in programs.items()}
-        found = figures(calls, machine)
+        drawn = sum(router(batch.x).experts.unique().numel() for batch in batches) / SETS
+        found = figures({name: {"sets": partial(forwards, made)} for name, made in programs.items()}, machine)
     for each in found.values():
         each["fwd_us"] = round(1e3 * each["sets_ms"] / SETS, 2)
     weights = 2 * shape.d * (drawn * (shape.h + shape.n) + shape.E)
-    floor = round(1e3 * cost.floor_ms(0, weights), 2)
-    return (
-        case.key
-        | {"programs": found, "chosen_experts": drawn, "floor_us": floor}
-        | ({"absent": absent} if absent else {})
-    )
+    row = case.key | {"programs": found, "chosen_experts": drawn}
+    return row | {"floor_us": round(1e3 * cost.floor_ms(0, weights), 2), "absent": absent}
 
 
-def in_turn_on(program: ModuleProgram, batches: list[Tensor]) -> None:
-    """The forward on other tokens than the program's own, which are written over."""
-    for x in batches:
-        program.x.copy_(x)
+def on_each(name: str, shape: Sizes, batches: list[LayerInputs], weight: Tensor) -> list[ModuleProgram]:
+    """A program for each batch, all on the same weights."""
+    return [warmed(name, shape, batch, weight) for batch in batches]
+
+
+def forwards(programs: list[ModuleProgram]) -> None:
+    for program in programs:
         program.forward()

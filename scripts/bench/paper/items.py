@@ -21,7 +21,7 @@ ACTIVATIONS = ("silu", "swiglu")
 @dataclass(frozen=True)
 class Item:
     """measure: makes a case's row.  cases: in full.  short: on a CPU.  rounds: of which times are medians.  own_rates: whether
-    floors are of rates that are measured here, and not of `blazeproto.cost`'s.  seconds: that all cases take, about."""
+    floors are of rates that are measured here, and not of `blazeproto.cost`'s.  seconds: that items before it leave to it."""
 
     measure: Callable[[Case, Machine], Row]
     cases: tuple[Case, ...]
