@@ -92,7 +92,7 @@ def models(case: Case, machine: Machine) -> Row:
 
 
 def beside(shape: Sizes, names: list[str], machine: Machine) -> Row:
-    """Programs in this process, in turn; the first has to run."""
+    """Programs in this process, in turn; the first has to run, and one that computes something else is absent."""
     inputs = peers.make_inputs(shape, device=machine.device)
     weight = router_weight(shape, inputs)
     absent: dict[str, str] = {}
@@ -108,7 +108,12 @@ def beside(shape: Sizes, names: list[str], machine: Machine) -> Row:
     compare = agreement if whole else same_outputs
     difference = {}
     for name in [*made][1:]:
-        difference[name] = compare(made[names[0]], made[name])
+        try:
+            difference[name] = compare(made[names[0]], made[name])
+        except RuntimeError as error:  # also out of memory; the others are measured
+            absent[name] = str(error)[:300]
+            print(f"  {name} is left out: {absent[name]}", flush=True)
+            made.pop(name).clear()
         for program in made.values():
             program.clear()
     return {
