@@ -19,6 +19,11 @@ LABELS = {
     "torch_grouped": "torch grouped_mm",
     "scattermoe": "ScatterMoE",
     "mb_sparse": "MegaBlocks",
+    "grouped_mm": "transformers grouped_mm",
+    "liger": "Liger",
+    "quack": "QuACK",
+    "dmoe": "dMoE",
+    "sequential": "in sequence",
 }
 
 

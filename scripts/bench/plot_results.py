@@ -7,6 +7,7 @@ python -m scripts.bench.plot_results --check     # writes nothing; exit code 1, 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -21,6 +22,7 @@ from scripts.bench.cost_tables import name_of_table, plot_predicted
 from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
+from scripts.bench.models.tables import by_name
 from scripts.bench.module_tables import compared
 from scripts.bench.paper.cells import programs_in, tflops
 from scripts.bench.paper.sonicmoe_tables import ROUTINGS
@@ -41,6 +43,9 @@ COLORS = {
     "torch_grouped": "#edae49",
     "scattermoe": "#66a182",
     "mb_sparse": "#2e4057",
+    "grouped_mm": "#edae49",
+    "dmoe": "#66a182",
+    "sequential": "#2e4057",
 }
 
 
@@ -59,7 +64,8 @@ def caption(record: Record) -> str:
 
 def save(figure: Figure, record: Record, path: Path) -> None:
     """With its caption, which the file has as text too."""
-    figure.supxlabel(caption(record), fontsize=8)
+    width = 200 if figure.get_figwidth() > 8 else 100  # characters a line
+    figure.supxlabel(textwrap.fill(caption(record), width), fontsize=8)
     figure.savefig(path, dpi=110, metadata={CAPTION: caption(record)})
 
 
@@ -79,6 +85,58 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
     axis.set_xticks(range(len(rows)), list(map(short_name, rows, signs_of(rows))), fontsize=7)
     axis.set_xlim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot_speeds(record: Record, path: Path) -> None:
+    """README's picture: of models by name, or of the shapes of module.json where the models have not been measured."""
+    (plot_models if by_name(record) else plot_modules)(record, path)
+
+
+def plot_models(record: Record, path: Path) -> None:
+    """Share of the floor's speed that layers of models reach, forward + backward; 690 pixels wide, to be read at that width."""
+    rows = record["rows"][::-1]
+    names = programs_in(rows)
+    figure = Figure(figsize=(6.9, 1.2 + 0.42 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    height = 0.8 / len(names)
+    for index, name in enumerate(names):
+        bars = [(place, of_floor(row, name)) for place, row in enumerate(rows) if name in row["programs"]]
+        places = [place + 0.4 - (index + 0.5) * height for place, _ in bars]
+        axis.barh(places, [share for _, share in bars], height, label=LABELS[name], color=COLORS[name])
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axis.set_yticks(range(len(rows)), [row["label"] + sign for row, sign in zip(rows, signs_of(rows), strict=True)])
+    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.set_xlabel("one MoE layer, forward + backward: share of the hardware floor's speed")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=len(names), loc="outside upper center", frameon=False)
+    save(figure, record, path)
+
+
+def of_floor(row: Record, name: str) -> float:
+    """The share that a program of a row of models has; SonicMoE's of another run by ours that was measured beside it."""
+    program = row["programs"][name]
+    beside = program.get("ours_fwdbwd_ms", row["programs"][OURS]["fwdbwd_ms"])
+    ours: float = row["floor_fwdbwd_ms"] / row["programs"][OURS]["fwdbwd_ms"]
+    return ours * float(beside / program["fwdbwd_ms"]) if name != OURS else ours
+
+
+def plot_figure_10(record: Record, path: Path) -> None:
+    """MegaBlocks Figure 10: the forward over E, means and standard deviations of the rounds."""
+    figure = Figure(figsize=(6.9, 4.5), layout="constrained")
+    axis = figure.subplots()
+    experts = [row["cfg"]["E"] for row in record["rows"]]
+    for name in programs_in(record["rows"]):
+        found = [row["programs"][name] for row in record["rows"]]
+        means, deviations = ([each[field] for each in found] for field in ("fwd_ms", "deviation_ms"))
+        axis.errorbar(
+            experts, means, deviations, fmt="o-", capsize=3, label=LABELS[name], color=COLORS[name], markersize=3
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set(xlabel="experts", ylabel="forward, ms", title="MegaBlocks' Figure 10: T = 16384, d = 768, n = 3072, K = 1")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    save(figure, record, path)
 
 
 def plot_modules(record: Record, path: Path) -> None:
@@ -279,7 +337,8 @@ def said_of(kernel: Record) -> str:
 
 
 PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
-    ("module", plot_modules, "speed.png"),
+    ("models/layers|module", plot_speeds, "speed.png"),
+    ("models/figure_10", plot_figure_10, "models_figure_10.png"),
     ("layer", plot_experts, "experts.png"),
     ("layer", plot_memory, "memory.png"),
     ("dispatch", plot_dispatch, "dispatch.png"),

@@ -33,6 +33,7 @@ from scripts.bench.markdown import (
     signs_of,
     table,
 )
+from scripts.bench.models import tables as models
 from scripts.bench.module_tables import (
     module_claim,
     module_details,
@@ -55,8 +56,9 @@ from scripts.bench.routing_tables import (
 
 
 def load(name: str, results: Path) -> Record | None:
-    path = results / f"{name}.json"
-    return read_json(path) if path.exists() else None
+    """A file's record; of "A|B" that of the first file that exists."""
+    paths = (results / f"{each}.json" for each in name.split("|"))
+    return next((read_json(path) for path in paths if path.exists()), None)
 
 
 PEERS = ("torch", "sonic-moe", "quack-kernels")  # whose versions stand under tables of layers
@@ -298,7 +300,7 @@ def lora_table(record: Record) -> str:
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("module", readme_table),
+    "readme": ("models/layers|module", lambda record: models.readme(record, readme_table)),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),
@@ -321,8 +323,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
-    **DISTRIBUTED_TABLES,
-    **PAPER_TABLES,
+    **DISTRIBUTED_TABLES | PAPER_TABLES | models.TABLES,
 }
 
 
@@ -372,7 +373,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
-    **REVIEW,
+    **REVIEW | models.SENTENCES,
 }
 
 

@@ -22,6 +22,7 @@ NEED_A_GPU = {
     "scripts.bench.integrations": [],
     "scripts.bench.layer": [],
     "scripts.bench.lora": [],
+    "scripts.bench.models.__main__": ["layers"],
     "scripts.bench.module": [],
     "scripts.bench.paper.__main__": ["combine"],
     "scripts.bench.products": [],

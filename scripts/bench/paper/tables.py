@@ -13,7 +13,7 @@ from scripts.bench.paper import moeblaze_tables as moeblaze
 from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper.cells import Rows, by_program
 
-PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks")
+PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers")
 
 
 class Shown(NamedTuple):
@@ -72,12 +72,13 @@ def notes(shown: Shown, record: Record) -> str:
     rows = record["rows"]
     absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
     missing = "; ".join(f"{LABELS.get(name, name)} ({reason})" for name, reason in absent.items())
-    rates = record["rates"]
-    speed = f"{number(rates['operations'] / 1e12, 0)} TFLOP/s (torch.mm, bf16, {rates['matrices']}³)"
-    speed += f" and {number(rates['bytes'] / 1e12)} TB/s (copy)"
+    speed = ""
+    if rates := record.get("rates"):
+        speed = f" Floors: {number(rates['operations'] / 1e12, 0)} TFLOP/s (torch.mm, bf16, {rates['matrices']}³)"
+        speed += f" and {number(rates['bytes'] / 1e12)} TB/s (copy)."
     said = [
         shown.note,
-        f"{origin(rows, *PACKAGES)} Floors: {speed}.",
+        f"{origin(rows, *PACKAGES)}{speed}",
         f"Absent from some rows: {missing}." if missing else "",
     ]
     return " ".join(filter(None, said))

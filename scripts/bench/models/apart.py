@@ -1,0 +1,202 @@
+"""Programs in processes of their own, in turn (A B A B by process): layers that don't fit beside each other, and peers that want
+other libraries than those that are installed.
+
+    BENCH_PEERS=FOLDER python -m scripts.bench.models quack     # FOLDER: what `pip install --target` made
+    python -m scripts.bench.models.apart SPEC FOLDER            # what a parent calls: one program, its row into the folder
+
+A process makes its program on inputs from one seed, times it, and leaves part of what it computed, by which the parent compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blazeproto import gemm
+from blazeproto.dispatch import build_dispatch
+from blazeproto.gemm import Sizes
+from blazeproto.lab.times import Call
+from scripts.bench import peers
+from scripts.bench.common import REPOSITORY, cfg_of, installed_versions
+from scripts.bench.identity import launched
+from scripts.bench.models.programs import BUILDS, Row, calls_of, figures, step
+from scripts.bench.module import LARGEST_DIFFERENCE, row_differences
+from scripts.bench.paper.machine import Machine, Rates
+from scripts.bench.peers.modules import router_weight
+from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
+from scripts.command import argument_parser
+
+PASSES = 2  # of each program
+SECONDS = 240  # that a process may take
+ROWS = 256  # of each result that are compared
+LIBRARIES = "BENCH_PEERS"  # in the environment: a folder of packages for these processes alone
+NOWHERE = Rates(1.0, 1.0)
+
+
+class Made(NamedTuple):
+    """A program: what is timed, by part, and what it computes, as our program lays it out."""
+
+    calls: dict[str, Call]
+    results: dict[str, Tensor]
+
+
+def layer(name: str, shape: Sizes, device: str) -> Made:
+    inputs = peers.make_inputs(shape, device=device)
+    program = BUILDS[name](shape, inputs, router_weight(shape, inputs))
+    del inputs
+    return Made(calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True)))
+
+
+# ----------------------------------------------------------------------------------------- the two products with a gate
+
+
+def our_products(shape: Sizes, device: str) -> Made:
+    """The up projection and dH's product, as the layer runs them."""
+    inputs = peers.make_inputs(shape, device=device)
+    dispatch = build_dispatch(inputs.experts, shape.E)
+    x, up, down, scores = (each.detach() for each in (inputs.x, inputs.gate_up_proj, inputs.down_proj, inputs.scores))
+    d_out = inputs.grad_output
+    if device == "cpu":  # where the products are their formulas, which take no bf16
+        x, up, down, d_out = (each.float() for each in (x, up, down, d_out))
+    h, act = gemm.up_forward(x, up, dispatch)
+    backward = partial(gemm.down_backward_act, d_out, down, h, scores, dispatch)
+    calls: dict[str, Call] = {"up": partial(gemm.up_forward, x, up, dispatch), "dh": backward}
+    return Made(calls, {"act": act, "dh": backward()[0]})
+
+
+def quack_products(shape: Sizes, device: str) -> Made:
+    """QuACK's gated products with gathered rows; gate and up rows in turn, as its kernels read them."""
+    from quack.gemm_interface import gemm_dgated, gemm_gated
+
+    inputs = peers.make_inputs(shape, device=device)
+    dispatch = build_dispatch(inputs.experts, shape.E)
+    tokens, offsets = dispatch.expert_token_indices, dispatch.expert_token_offsets
+    x, down = inputs.x.detach(), inputs.down_proj.detach()
+    up = interleave_gate_up(inputs.gate_up_proj).mT  # (E, d, 2n)
+    by_row = inputs.scores.detach().flatten()[dispatch.expert_pair_indices.long()]
+    rows: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": offsets, "A_idx": tokens}
+    h, act = gemm_gated(x, up, **rows)
+
+    def backward() -> Any:
+        return gemm_dgated(inputs.grad_output, down, h, colvec_scale=by_row, colvec_reduce=True, **rows)
+
+    dh = gate_then_up(backward()[0].t()[None])[0].t()
+    return Made({"up": lambda: gemm_gated(x, up, **rows), "dh": backward}, {"act": act, "dh": dh})
+
+
+PRODUCTS = {"our_products": our_products, "quack": quack_products}
+
+
+# ---------------------------------------------------------------------------------------------------------- a process
+
+
+def child(spec: Row, folder: Path) -> None:
+    """Measure a program and write its row, or why there is none, with the kernels that it launched, and part of its results."""
+    shape, machine = Sizes(**spec["cfg"]), Machine(spec["device"], spec["rounds"], NOWHERE, ())
+    row: Row = {"versions": installed_versions()}
+    with launched() as kernels:
+        try:
+            build = PRODUCTS.get(spec["program"])
+            made = build(shape, machine.device) if build else layer(spec["program"], shape, machine.device)
+            kept = {name: each[:: max(1, len(each) // ROWS)].cpu() for name, each in made.results.items()}
+            torch.save(kept, folder / "results.pt")
+            row |= figures({spec["program"]: made.calls}, machine)[spec["program"]]
+        except Exception as error:  # noqa: BLE001  whatever a peer raises, the others are measured
+            row["absent"] = f"{type(error).__name__}: {str(error)[:200]}"
+    (folder / "row.json").write_text(json.dumps(row | {"launched": kernels}))
+
+
+def environment() -> dict[str, str]:
+    """With the libraries of LIBRARIES in front."""
+    path = [os.environ.get(LIBRARIES, ""), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def in_process(spec: Row, folder: Path) -> tuple[Row, dict[str, Tensor]]:
+    """The row of a process and what it left. On a CPU, where only the form is tried, this process does it."""
+    for left in folder.glob("*"):
+        left.unlink()
+    if spec["device"] == "cpu":
+        child(spec, folder)
+    else:
+        command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(folder)]
+        try:
+            subprocess.run(command, cwd=REPOSITORY, env=environment(), timeout=SECONDS, check=True)
+        except subprocess.SubprocessError as error:
+            return {"absent": f"{type(error).__name__} in its process", "launched": {}}, {}
+    row: Row = json.loads((folder / "row.json").read_text())
+    return row, {} if "absent" in row else torch.load(folder / "results.pt")
+
+
+def measure_apart(names: Sequence[str], shape: Sizes, machine: Machine, *, alone: bool = True) -> Row:
+    """programs: the figures of each, medians of all its processes' rounds; why others are absent; the kernels launched.
+
+    The first is what the others are compared with. alone: whether it is measured where none of them runs.
+    RuntimeError where the first did not run. One that computes something else is absent.
+    """
+    first, *others = names
+    rows: dict[str, list[Row]] = {name: [] for name in names}
+    absent: dict[str, str] = {}
+    versions: dict[str, list[str]] = {}
+    kernels: Row = {}
+    results: dict[str, dict[str, Tensor]] = {}
+    with TemporaryDirectory() as folder:
+        for name in [*others, first] * (PASSES if machine.device == "cuda" else 1):
+            if name in absent or (name == first and not alone and absent.keys() >= {*others}):
+                continue
+            spec = {"program": name, "cfg": cfg_of(shape), "device": machine.device, "rounds": machine.rounds}
+            row, results[name] = in_process(spec, Path(folder))
+            kernels |= row.pop("launched")
+            if "absent" in row:
+                absent[name] = row["absent"]
+                print(f"  {name} is absent: {absent[name]}", flush=True)
+            else:
+                versions[name] = row.pop("versions")
+                rows[name].append(row)
+    if first in absent:
+        raise RuntimeError(absent[first])
+    made = {name: together(each) for name, each in rows.items() if each and name not in absent}
+    difference = {}
+    for name in [name for name in made if name != first]:
+        difference[name] = differences(results[name], results[first])
+        if not all(value < LARGEST_DIFFERENCE for value in difference[name].values()):
+            absent[name] = f"computes something else: {difference.pop(name)}"
+            del made[name]
+    return {"programs": made, "difference": difference, "versions": versions, "absent": absent, "launched": kernels}
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """The rows of one program's processes as one."""
+    made: Row = {"peak_MiB": max(row["peak_MiB"] for row in rows)}
+    for key in [key for key in rows[0] if key.endswith("_rounds_ms")]:
+        made[key] = [ms for row in rows for ms in row[key]]
+        made[key.replace("_rounds_ms", "_ms")] = round(statistics.median(made[key]), 4)
+    return made
+
+
+def differences(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str, float]:
+    """The median over a result's rows of a row's relative difference, by result."""
+    return {key: round(float(row_differences(theirs[key], ours[key]).median()), 6) for key in ours}
+
+
+def main() -> None:
+    parser = argument_parser("scripts.bench.models.apart", __doc__)
+    parser.add_argument("spec", type=json.loads, help="JSON: program, cfg, device, rounds")
+    parser.add_argument("folder", type=Path, help="for row.json and results.pt")
+    options = parser.parse_args()
+    child(options.spec, options.folder)
+
+
+if __name__ == "__main__":
+    main()

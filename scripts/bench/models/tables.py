@@ -1,0 +1,223 @@
+"""The tables of docs/results.md and README that `scripts.bench.models` makes, as the papers' are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+
+from scripts.bench.common import geometric_mean
+from scripts.bench.markdown import (
+    LABELS,
+    NOT_MEASURED,
+    OURS,
+    Column,
+    Record,
+    figure,
+    number,
+    origin,
+    plain_shape,
+    table,
+)
+from scripts.bench.paper.cells import SHAPE, Rows, of, ratio, value
+from scripts.bench.paper.tables import Shown, markdown
+
+README_MODELS = ("Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "Mixtral 8x7B", "Llama 4 Scout", "Kimi K2")
+MODEL: Column = ("model", itemgetter("label"))
+PRINTED = {2: "1.15", 128: "20"}  # MegaBlocks, Figure 10: SwitchMLP's time over dMoE's, on an A100
+PRINTED_BATCH = {"dmoe": "64", "dropping": "32"}  # MegaBlocks, Table 3: dMoE-XS by MegaBlocks and by Tutel
+SYSTEMS = {"moe": "`MoE`", "dmoe": "`dMoE`", "dropping": "padded to the largest load", "sequential": "in sequence"}
+CHOICES = {"top_k": "top-k", "token_rounding": "token rounding", "capacity": "capacity"}
+CHOICES |= {"expert_choice": "expert choice", "hash": "hash"}
+PADDED = {"all": "all tokens", "masked": "half masked", "half": "half as many"}
+SKEWED = {
+    "uniform": "uniform",
+    "trained": "a trained router's",
+    "zipf": "Zipf(1.2)",
+    "everybody_s": "one expert has all",
+    "same": "the same K for all",
+}
+
+
+def times_ours(name: str, row: Record, part: str = "fwdbwd") -> float | None:
+    """A program's time over ours; SonicMoE's of module.json over ours that was measured beside it."""
+    program = row["programs"].get(name, {})
+    above, below = program.get(f"{part}_ms"), program.get(f"ours_{part}_ms", value(row, OURS, f"{part}_ms"))
+    return above / below if above and below else None
+
+
+def over_ours(name: str, part: str = "fwdbwd") -> Callable[[Record], str]:
+    return lambda row: (
+        number(times_ours(name, row, part)) + ("*" if "measured" in row["programs"].get(name, {}) else "")
+    )
+
+
+def of_floor(row: Record) -> str:
+    return number(row["floor_fwdbwd_ms"] / row["programs"][OURS]["fwdbwd_ms"])
+
+
+def layers_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [MODEL, ("T, d, n, E, K", plain_shape)]
+    for part, head in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
+        columns += [(f"{head}: ours", of(OURS, f"{part}_ms")), ("SonicMoE", of("sonic", f"{part}_ms"))]
+        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", figure(f"floor_{part}_ms"))]
+    columns += [("SonicMoE / ours: fwd", over_ours("sonic", "fwd")), ("fwd + bwd", over_ours("sonic"))]
+    columns += [("grouped_mm / ours: fwd + bwd", over_ours("grouped_mm")), ("floor / ours", of_floor)]
+    columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("SonicMoE", of("sonic", "peak_MiB", 0))]
+    return [*columns, ("grouped_mm", of("grouped_mm", "peak_MiB", 0))]
+
+
+LAYERS_NOTE = (
+    "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block. Floors: `blazeproto.cost`, router included. *: SonicMoE beside "
+    "ours in another run, the table of one whole layer above; the ratio is of that run."
+)
+
+
+def claim(record: Record) -> str:
+    """On how many models ours is faster, and by how much; a sentence."""
+    said = []
+    for name, who in (("sonic", "SonicMoE's module"), ("grouped_mm", "transformers' `grouped_mm`")):
+        found = [times for row in record["rows"] if (times := times_ours(name, row)) is not None]
+        if found:
+            ahead = f"{sum(times > 1 for times in found)} of {len(found)}"
+            span = f"{number(geometric_mean(found))} times in the geometric mean ({number(min(found))} to {number(max(found))})"
+            said.append(f"than {who} on {ahead}, {span}")
+    return f"Of these layers ours is faster {', and '.join(said)}." if said else NOT_MEASURED
+
+
+def by_name(record: Record) -> bool:
+    """Whether a record is of models' layers, and not of shapes."""
+    return bool(record["benchmark"] == "layers")
+
+
+def readme(record: Record, otherwise: Callable[[Record], str]) -> str:
+    """Six models, by name, forward + backward; ``otherwise`` of a record that has shapes."""
+    if not by_name(record):
+        return otherwise(record)
+    rows = [row for name in README_MODELS for row in record["rows"] if row["label"] == name]
+    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
+    columns += [("SonicMoE / ours", lambda row: number(times_ours("sonic", row)))]
+    columns += [("grouped_mm / ours", lambda row: number(times_ours("grouped_mm", row))), ("floor / ours", of_floor)]
+    columns += [("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
+    note = "Kernel time, forward + backward of 16384 tokens (Kimi K2: 8192)."
+    return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
+
+
+def figure_10_columns(rows: Rows) -> list[Column]:
+    names = (OURS, "dmoe", "sequential")
+    columns: list[Column] = [("E", lambda row: str(row["cfg"]["E"]))]
+    columns += [(f"{LABELS[name]}, ms", partial(with_deviation, name)) for name in names]
+    columns += [("sequential / `dMoE`", ratio("sequential", "dmoe", "fwd_ms"))]
+    columns += [("printed of an A100", lambda row: PRINTED.get(row["cfg"]["E"], "–"))]
+    return [*columns, ("sequential / blazeproto", ratio("sequential", OURS, "fwd_ms"))]
+
+
+def with_deviation(name: str, row: Record) -> str:
+    found = row["programs"][name]
+    return f"{number(found['fwd_ms'], 3)} ± {number(found['deviation_ms'], 3)}"
+
+
+def micro_batch_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [("experts", lambda row: SYSTEMS[row["system"]]), ("model", itemgetter("model"))]
+    columns += [("largest micro-batch", lambda row: str(row["micro_batch"]))]
+    columns += [("printed", lambda row: PRINTED_BATCH.get(row["system"], "–"))]
+    common = min((row["micro_batch"] for row in rows), default=0)
+    return [*columns, (f"peak GiB at {common}", lambda row: number(row["peak_GiB"].get(str(common)), 1))]
+
+
+def by_kind(names: dict[str, str], base: str, parts: Sequence[tuple[str, str, int]], rows: Rows) -> list[Column]:
+    """A row's programs, each part's first and then the others' over it."""
+    columns: list[Column] = [MODEL, ("T", lambda row: str(row.get("tokens") or row["cfg"]["T"]))]
+    for field, head, digits in parts:
+        columns.append((f"{head}: {names[base]}", of(base, field, digits)))
+        columns += [(f"{said} ×", ratio(name, base, field)) for name, said in names.items() if name != base]
+    return columns
+
+
+TIMES = (("fwd_ms", "forward ms", 2), ("fwdbwd_ms", "forward + backward ms", 2))
+PEAK = ("peak_MiB", "peak MiB", 0)
+
+
+def choices_columns(rows: Rows) -> list[Column]:
+    return by_kind(CHOICES, "top_k", (*TIMES, PEAK, ("pairs", "pairs", 0)), rows)
+
+
+def decode_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [MODEL, ("T", lambda row: str(row["cfg"]["T"]))]
+    columns += [("experts chosen", figure("chosen_experts", digits=1)), ("ours, µs", of(OURS, "fwd_us", 1))]
+    columns += [("grouped_mm", of("grouped_mm", "fwd_us", 1)), ("floor", figure("floor_us", digits=1))]
+    return [*columns, ("grouped_mm / ours", ratio("grouped_mm", OURS, "fwd_us"))]
+
+
+def ratios_columns(rows: Rows) -> list[Column]:
+    columns: list[Column] = [("n / d", itemgetter("label")), SHAPE]
+    for field, head in (("fwd_ms", "forward ms"), ("fwdbwd_ms", "forward + backward ms")):
+        columns += [(f"{head}: ours", of(OURS, field)), ("torch grouped_mm", of("torch_grouped", field))]
+    floor = "floor, forward + backward"
+    return [*columns, (floor, lambda row: number(row["floor_fwd_ms"] + row["floor_bwd_ms"]))]
+
+
+def peer_columns(first: str, peer: str, parts: dict[str, str], rows: Rows) -> list[Column]:
+    columns: list[Column] = [MODEL, SHAPE]
+    for part, head in parts.items():
+        columns += [(f"{head}: ours, ms", of(first, f"{part}_ms", 3)), (LABELS[peer], of(peer, f"{part}_ms", 3))]
+        columns += [(f"{LABELS[peer]} / ours", ratio(peer, first, f"{part}_ms"))]
+    return columns
+
+
+def ran(peer: str, rows: Rows) -> Rows:
+    """The rows in which a peer has run."""
+    return [row for row in rows if peer in row["programs"]]
+
+
+SHOWN = {
+    "layers": Shown("layers", "Layers of models", layers_columns, LAYERS_NOTE),
+    "figure_10": Shown(
+        "figure_10",
+        "MegaBlocks, Figure 10",
+        figure_10_columns,
+        "Forward, eager, mean and standard deviation of the rounds; T = 16384, d = 768, n = 3072, K = 1, GELU.",
+        picture="models_figure_10.png",
+    ),
+    "micro_batch": Shown(
+        "micro_batch",
+        "MegaBlocks, Table 3",
+        micro_batch_columns,
+        "A training step in 80 GiB, bf16 autocast, AdamW, sequences of 1024. The model reads bytes, the paper's 51200 words.",
+    ),
+    "choices": Shown("choices", "Choices of experts", choices_columns, "Whole layers; × top-k's."),
+    "skew": Shown(
+        "skew",
+        "Skewed routings of models",
+        partial(by_kind, SKEWED, "uniform", (("dispatch_ms", "dispatch ms", 3), *TIMES)),
+        "Dispatch and experts on given ids; × uniform's. A trained router's: Zipf's law with the largest exponent that the "
+        "routers of four layers have after 200 steps of a small language model.",
+    ),
+    "padding": Shown(
+        "padding", "Masked tokens", partial(by_kind, PADDED, "all", (*TIMES, PEAK)), "Whole layers; × all tokens'."
+    ),
+    "decode": Shown("decode", "Few tokens", decode_columns, "Whole layers, forward."),
+    "ratios": Shown(
+        "ratios", "Widths of experts", ratios_columns, "The experts alone, as many operations in each row."
+    ),
+    "liger": Shown(
+        "liger",
+        "Liger",
+        partial(peer_columns, OURS, "liger", {"fwd": "forward", "fwdbwd": "forward + backward"}),
+        "Whole layers, by process.",
+        partial(ran, "liger"),
+    ),
+    "quack": Shown(
+        "quack",
+        "QuACK's gated products",
+        partial(peer_columns, "our_products", "quack", {"up": "up projection", "dh": "dH"}),
+        "Rows gathered, by process.",
+        partial(ran, "quack"),
+    ),
+}
+
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+    f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
+}
+"""For docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
+SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {"models_claim": ("models/layers", claim)}

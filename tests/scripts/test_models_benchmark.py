@@ -1,0 +1,383 @@
+"""`scripts.bench.models`: every item in its short form on a CPU, processes of their own, README's table, and the pictures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from blazeproto import cost
+from blazeproto.gemm import Sizes
+from scripts.bench import common, peers, plot_results, result_tables
+from scripts.bench.identity import earlier
+from scripts.bench.models import __main__ as models
+from scripts.bench.models import apart, items, layers, megablocks, programs, shapes, tables, trained
+from scripts.bench.models.items import SMALL
+from scripts.bench.paper import running
+from scripts.bench.paper.layers import Case
+from scripts.bench.paper.machine import Machine, Rates
+from scripts.bench.peers.modules import router_weight
+from scripts.bench.timing import KernelTime, relative_difference
+
+CPU = Machine("cpu", 1, Rates(1.0, 1.0), ())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of all short forms, in a folder of results."""
+    folder = tmp_path_factory.mktemp("results") / "h200" / "models"
+    models.main(["all", "--cpu", "--out", str(folder)])
+    return folder
+
+
+def record_of(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = common.read_json(folder / f"{name}.json")
+    return found
+
+
+def test_every_short_form_measures_its_cases(measured: Path) -> None:
+    for name, item in items.ITEMS.items():
+        record = record_of(measured, name)
+        assert "failed" not in record
+        keys = [case.key for case in item.short]
+        assert [{key: row[key] for key in keys[0]} for row in record["rows"]] == keys
+        for row in record["rows"]:
+            assert not earlier(row), "a row of today's benchmark"
+            assert {"gpu", "measured", "versions", "kernels", "protocol_identity"} <= row["of"].keys()
+        assert record["protocol"].startswith("Whole layers in bf16")
+
+
+def test_the_pages_are_made_of_the_files(measured: Path) -> None:
+    page = (plot_results.DOCS / "results.md").read_text()
+    filled = result_tables.fill(page, measured.parent)
+    assert "scripts.bench.models" not in filled and result_tables.fill(filled, measured.parent) == filled
+    assert "Liger (ModuleNotFoundError" in filled and "SonicMoE (ModuleNotFoundError" in filled
+    assert "faster than transformers' `grouped_mm` on" in filled
+    for name, plot, picture in plot_results.PICTURES:
+        if name.startswith("models/"):
+            record = result_tables.load(name, measured.parent)
+            assert record is not None
+            plot(record, measured / picture)
+            with Image.open(measured / picture) as drawn:
+                assert drawn.width <= 800, "read at 690 pixels"
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def test_the_models() -> None:
+    assert len(shapes.MODELS) == len(shapes.BY_NAME) >= 16
+    assert {model.sizes.T for model in shapes.MODELS if model.name != "Kimi K2"} == {16384}
+    assert shapes.BY_NAME["Kimi K2"].sizes.T == 8192
+    assert all(model.source in (shapes.TABLE_3, shapes.CONFIG) for model in shapes.MODELS)
+    assert {*tables.README_MODELS} <= shapes.BY_NAME.keys()
+    of_module = {shape[:5] for shape in common.MODULE_SHAPES}
+    assert len([model for model in shapes.MODELS if model.sizes[:5] in of_module]) >= 4
+
+
+def test_transformers_block_computes_our_layer() -> None:
+    inputs = peers.make_inputs(SMALL, device="cpu")
+    weight = router_weight(SMALL, inputs)
+    ours, theirs = (programs.BUILDS[name](SMALL, inputs, weight) for name in ("blazeproto", "grouped_mm"))
+    for program in (ours, theirs):
+        program.forward_backward()
+    found = layers.agreement(ours, theirs)
+    assert max(found[name] for name in ("router", "up", "down", "router_by_loss")) < 0.1
+    assert layers.same_outputs(ours, theirs)["median_out"] < 0.02
+    assert all(leaf.grad is None for leaf in (ours.x, *ours.module.parameters())), "a step leaves no gradients"
+    assert ours.module.down_proj.data_ptr() == theirs.module.experts.down_proj.data_ptr()  # type: ignore[union-attr]
+    theirs.module.experts.down_proj = torch.nn.Parameter(-inputs.down_proj.detach())  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="compute different layers"):
+        layers.same_outputs(ours, theirs)
+
+
+def test_a_program_that_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(shape: Sizes, inputs: peers.LayerInputs, weight: Tensor) -> programs.ModuleProgram:
+        return programs.ours(shape, inputs, 2 * weight)
+
+    monkeypatch.setitem(programs.BUILDS, "sonic", wrong)
+    row = layers.models(Case(SMALL, label="small"), replace(CPU, peers=("sonic", "grouped_mm")))
+    assert row["programs"].keys() == {"blazeproto", "grouped_mm"} == row["difference"].keys() | {"blazeproto"}
+    assert "compute different layers" in row["absent"]["sonic"]
+
+
+def test_liger_is_called_as_its_module_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Function:
+        @staticmethod
+        def apply(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+            assert ids.dtype == torch.int32 and up.shape == (SMALL.E, 2 * SMALL.n, SMALL.d)
+            gate, up_half = torch.einsum("td,tkhd->tkh", x, up[ids.long()]).chunk(2, -1)
+            return torch.einsum("tkn,tkdn,tk->td", F.silu(gate) * up_half, down[ids.long()], scores)
+
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    stub = SimpleNamespace(LigerFusedMoEFunction=Function)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_moe", stub)
+    row = layers.liger(Case(SMALL, label="small"), CPU)
+    assert row["programs"].keys() == {"blazeproto", "liger"} and row["difference"]["liger"]["out"] < 0.02
+    monkeypatch.setattr(Function, "apply", staticmethod(lambda x, *_: 2 * x))
+    row = layers.liger(Case(SMALL, label="small"), CPU)
+    assert row["programs"].keys() == {"blazeproto"} and row["absent"]["liger"].startswith("computes something else")
+
+
+def test_quack_s_products_are_laid_out_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that computes what its own reference does: gate and up rows in turn, rows by expert."""
+
+    def experts_of(offsets: Tensor) -> Tensor:
+        return torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff().long())
+
+    def gated(a: Tensor, b: Tensor, activation: str, cu_seqlens_m: Tensor, A_idx: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.einsum("rd,rdh->rh", a[A_idx.long()], b[experts_of(cu_seqlens_m)])
+        return h, F.silu(h[:, ::2]) * h[:, 1::2]
+
+    def dgated(
+        a: Tensor,
+        b: Tensor,
+        h: Tensor,
+        activation: str,
+        cu_seqlens_m: Tensor,
+        A_idx: Tensor,
+        colvec_scale: Tensor,
+        colvec_reduce: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d_act = torch.einsum("rd,rdn->rn", a[A_idx.long()], b[experts_of(cu_seqlens_m)])
+        leaf = h.detach().requires_grad_()
+        act = F.silu(leaf[:, ::2]) * leaf[:, 1::2]
+        (dh,) = torch.autograd.grad(act, leaf, d_act * colvec_scale[:, None].to(h.dtype))
+        return dh, act.detach() * colvec_scale[:, None], (d_act * act).sum(1)
+
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    stub = SimpleNamespace(gemm_gated=gated, gemm_dgated=dgated)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", stub)
+    row = layers.quack(Case(SMALL, label="small"), CPU)
+    assert row["programs"].keys() == {"our_products", "quack"}
+    assert row["difference"]["quack"].keys() == {"act", "dh"}
+    floor = cost.product_floor_ms("up_forward", SMALL)
+    assert row["floor_up_ms"] == pytest.approx(floor, abs=1e-4)
+
+
+def test_a_process_of_its_own_leaves_a_row_and_results(tmp_path: Path) -> None:
+    spec = {"program": "blazeproto", "cfg": common.cfg_of(SMALL), "device": "cpu", "rounds": 1}
+    command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(tmp_path)]
+    subprocess.run(command, cwd=common.REPOSITORY, env=apart.environment(), check=True, timeout=120)
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert row["fwdbwd_ms"] > 0 and row["launched"] == {} and "absent" not in row
+    kept = torch.load(tmp_path / "results.pt")
+    again = apart.layer("blazeproto", SMALL, "cpu").results
+    assert all(relative_difference(kept[name], again[name]) == 0 for name in ("out", "x_grad"))
+
+
+def test_on_a_gpu_kernels_are_timed_in_turn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def times_of(calls: dict[str, Any], rounds: int) -> dict[str, KernelTime]:
+        seen.append((*calls, rounds, [len(call) for call in calls.values()]))
+        return {name: KernelTime(1.0 + place, 3.0, (1.0, 2.0)) for place, name in enumerate(calls)}
+
+    monkeypatch.setattr(programs.module, "times_of", times_of)
+    monkeypatch.setattr(Machine, "peak_bytes", lambda _, call: call() << 20)
+    made = {"ours": {"fwd": lambda: 1, "fwdbwd": lambda: 5}, "theirs": {"fwd": lambda: 1, "fwdbwd": lambda: 9}}
+    found = programs.figures(made, replace(CPU, device="cuda", rounds=5))
+    assert seen == [("ours", "theirs", 5, [1, 1])] * 2
+    assert found["theirs"]["fwdbwd_ms"] == 2.0 and found["theirs"]["peak_MiB"] == 9.0
+    assert found["ours"]["fwd_sum_ms"] == 3.0 and found["ours"]["fwdbwd_rounds_ms"] == [1.0, 2.0]
+
+
+def test_processes_take_turns_and_their_kernels_are_the_row_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def in_process(spec: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        name = spec["program"]
+        ran.append(name)
+        kernels = {f"identity of {name}": {"a": "description"}}
+        if name == "liger":
+            return {"absent": "it does not run", "launched": {}}, {}
+        ms = float(len(ran))
+        row = {"fwd_rounds_ms": [ms, ms + 1], "fwd_ms": ms, "peak_MiB": ms, "versions": [], "launched": kernels}
+        return row, {"out": torch.ones(2, 2)}
+
+    monkeypatch.setattr(apart, "in_process", in_process)
+    gpu = replace(CPU, device="cuda")
+    row = apart.measure_apart(("blazeproto", "sonic", "liger"), SMALL, gpu)
+    assert ran == ["sonic", "liger", "blazeproto", "sonic", "blazeproto"]
+    assert row["absent"] == {"liger": "it does not run"} and row["programs"]["sonic"]["fwd_ms"] == 3.0
+    assert row["programs"]["blazeproto"] == {"fwd_rounds_ms": [3.0, 4.0, 5.0, 6.0], "fwd_ms": 4.5, "peak_MiB": 5.0}
+    ran.clear()
+    assert apart.measure_apart(("blazeproto", "liger"), SMALL, gpu, alone=False)["programs"] == {} and ran == ["liger"]
+
+    def measure(case: Case, machine: Machine) -> dict[str, Any]:
+        return case.key | apart.measure_apart(("blazeproto", "sonic"), case.shape, machine)
+
+    monkeypatch.setattr(running, "stamped", lambda measure, *given: measure(*given) | {"of": {"kernels": ["ours"]}})
+    made = running.measured(items.Item(measure, (), ()), Case(SMALL), gpu)
+    assert made["of"]["kernels"] == ["identity of blazeproto", "identity of sonic", "ours"] and "launched" not in made
+
+
+def test_layers_that_do_not_fit_have_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 139 << 30))
+    assert layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3) and not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 5)
+    assert layers.weight_bytes(shapes.BY_NAME["Kimi K2"].sizes) == 2 * 3 * 384 * 7168 * 2048
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 79 << 30))
+    assert not layers.fits(shapes.BY_NAME["Kimi K2"].sizes, 3)
+    called: list[list[str]] = []
+    known: dict[str, Any] = {"fwd_ms": 2.0, "fwdbwd_ms": 6.0, "ours_fwd_ms": 1.0, "ours_fwdbwd_ms": 4.0}
+    monkeypatch.setattr(layers, "from_modules", lambda shape: known)
+    monkeypatch.setattr(apart, "measure_apart", lambda names, *_: called.append(names) or {"programs": {}})
+    gpu = Machine("cuda", 5, CPU.rates, ("sonic", "grouped_mm"))
+    row = layers.models(KIMI, gpu)
+    assert called == [["blazeproto", "grouped_mm"]] and row["programs"]["sonic"] is known
+    assert row["floor_fwdbwd_ms"] > row["floor_fwd_ms"] > 0
+
+
+KIMI = Case(shapes.BY_NAME["Kimi K2"].sizes._replace(E=512), label="larger than Kimi K2")
+
+
+def test_sonicmoe_s_figures_of_today_s_kernels_are_taken_from_module_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {f"{name}_{part}_ms": 1.0 for name in ("ours", "sonic") for part in ("fwd", "fwdbwd")}
+    of = {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
+    row = {"cfg": common.cfg_of(SMALL), "sonic_peak_fwdbwd_MiB": 7.0, "of": of} | figures
+    monkeypatch.setattr(layers, "RESULTS", tmp_path)
+    assert layers.from_modules(SMALL) is None
+    (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
+    assert layers.from_modules(SMALL._replace(T=8)) is None
+    found = layers.from_modules(SMALL)
+    assert found is not None and found["peak_MiB"] == 7.0 and found["measured"] == "a day"
+    del of["kernels"]
+    (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
+    assert layers.from_modules(SMALL) is None, "of earlier kernels"
+
+
+# ----------------------------------------------------------------------------------------------------- README, tables
+
+
+def model_row(name: str) -> dict[str, Any]:
+    """Ours 10 ms, transformers' 25 ms, floor 8 ms; SonicMoE 12 ms, of another run in which ours took 11 ms."""
+
+    def program(ms: float, peak: float) -> dict[str, float]:
+        return {"fwd_ms": ms / 3, "fwdbwd_ms": ms, "peak_MiB": peak}
+
+    sonic: dict[str, Any] = program(12.0, 100.0) | {"ours_fwd_ms": 11 / 3, "ours_fwdbwd_ms": 11.0, "measured": "then"}
+    versions = "torch 2.11.0, sonic-moe 0.1.2.post1, transformers 5.17.0"
+    of = {
+        "gpu": "NVIDIA H200, driver 580.159.04",
+        "measured": "2026-11-24 11:02 UTC",
+        "versions": versions,
+        "kernels": [],
+    }
+    made = {"blazeproto": program(10.0, 80.0), "sonic": sonic, "grouped_mm": program(25.0, 400.0)}
+    row = {"label": name, "cfg": common.cfg_of(shapes.BY_NAME[name].sizes), "programs": made, "of": of}
+    return row | {"floor_fwd_ms": 3.0, "floor_fwdbwd_ms": 8.0, "peers": []}
+
+
+def test_readme_has_models_once_they_are_measured(tmp_path: Path) -> None:
+    readme = (common.REPOSITORY / "README.md").read_text()
+    results = tmp_path / "h200"
+    (results / "models").mkdir(parents=True)
+    rows = [model_row(model.name) for model in shapes.MODELS]
+    record = {"benchmark": "layers", "rows": rows}
+    (results / "models" / "layers.json").write_text(json.dumps(record))
+    filled = result_tables.fill(readme, results)
+    assert "| DeepSeek-V3 | 10.00 | 1.09 | 2.50 | 0.80 | 0.80 |" in filled, "SonicMoE's over ours of its own run"
+    assert filled.count("2.50 | 0.80") == len(tables.README_MODELS) and len(filled.encode()) <= 8192
+    assert filled.count("| --- |") == 1
+    plot_results.plot_speeds(record, tmp_path / "speed.png")
+    caption = plot_results.caption_in(tmp_path / "speed.png")
+    assert caption and caption.startswith("NVIDIA H200")
+    assert plot_results.of_floor(rows[0], "sonic") == pytest.approx(0.8 * 11 / 12)
+    (results / "models" / "layers.json").unlink()
+    (results / "module.json").write_text((common.RESULTS / "module.json").read_text())
+    assert result_tables.fill(readme, results) == readme, "today's table until then"
+
+
+def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:
+    rows = [model_row(name) for name in ("OLMoE", "DBRX")]
+    rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 5.5
+    del rows[1]["programs"]["grouped_mm"]
+    said = tables.claim({"rows": rows})
+    assert "than SonicMoE's module on 1 of 2, 0.74 times in the geometric mean (0.50 to 1.09)" in said
+    assert "`grouped_mm` on 1 of 1, 2.50 times" in said and tables.claim({"rows": []}) == "Not measured."
+
+
+# --------------------------------------------------------------------------------------------------------- MegaBlocks
+
+
+def test_figure_10_has_errors_and_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megablocks, "time_of", lambda call, calls, machine: 2.0 if calls == 2 else next(times))
+    times = iter([1.0, 2.0, 10.0, 1.2, 2.0, 30.0])
+    gpu_like = replace(CPU, rounds=2)
+    row = megablocks.figure_10(Case(SMALL._replace(E=2, K=1, halves=1), "gelu"), gpu_like)
+    assert row["programs"]["blazeproto"]["fwd_ms"] == pytest.approx(1.1)
+    assert row["programs"]["sequential"] == {"fwd_ms": 20.0, "deviation_ms": 14.14214, "rounds_ms": [10.0, 30.0]}
+    cells = [cell(row | {"of": {}}) for _, cell in tables.SHOWN["figure_10"].columns([row])]
+    assert cells == ["2", "1.100 ± 0.141", "2.000 ± 0.000", "20.000 ± 14.142", "10.00", "1.15", "18.18"]
+    assert [case.shape.E for case in items.ITEMS["figure_10"].cases] == [2, 4, 8, 16, 32, 64, 128]
+    assert items.ITEMS["figure_10"].rounds == 5
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    def fits(sequences: int) -> float:
+        if sequences > 16:
+            raise torch.OutOfMemoryError("no memory")
+        return sequences / 2
+
+    assert megablocks.most_sequences(fits, 4, 1024) == (16, {"4": 2.0, "8": 4.0, "16": 8.0})
+    assert megablocks.most_sequences(fits, 1, 4)[0] == 4
+    assert megablocks.most_sequences(lambda sequences: fits(32), 1, 4) == (0, {})
+
+
+def test_widths_have_as_many_operations_and_weights() -> None:
+    cases = items.ITEMS["ratios"].cases
+    assert [case.label for case in cases] == ["0.125", "0.25", "0.5", "1", "2", "4"]
+    assert len({cost.layer_operations(case.shape) for case in cases}) == 1
+    assert len({case.shape.E * case.shape.n for case in cases}) == 1
+
+
+def test_the_exponent_of_loads_and_ids_of_an_exponent() -> None:
+    assert trained.exponent_of([8 * rank**-0.7 for rank in range(1, 9)] + [0.0]) == pytest.approx(0.7, abs=1e-3)
+    assert trained.exponent_of([5.0, 0.0]) == 0.0
+    shape = SMALL._replace(T=20000, E=16)
+    ids = trained.zipf(shape._replace(K=1), 0.7, "cpu")
+    assert trained.exponent_of(torch.bincount(ids.flatten()).tolist()) == pytest.approx(0.7, abs=0.05)
+    assert trained.zipf(shape, 1.2, "cpu").sort(dim=1).values.diff(dim=1).gt(0).all()
+
+
+def test_one_expert_has_every_token() -> None:
+    for shape in (SMALL, SMALL._replace(K=1), SMALL._replace(K=4)):
+        ids = layers.everybody_s(shape, "cpu")
+        assert (ids[:, 0] == 0).all() and ids.sort(dim=1).values.diff(dim=1).gt(0).all() and ids.max() < shape.E
+
+
+def test_an_item_leaves_time_for_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float] = {}
+    monkeypatch.setattr(running, "run", lambda name, item, *rest: given.setdefault(name, rest[3]))
+    models.main(["all", "--cpu", "--time-budget", "1000"])
+    after = sum(item.seconds for item in items.ITEMS.values())
+    assert given["layers"] == pytest.approx(1000 - after, abs=1) and given["quack"] == pytest.approx(1000, abs=1)
+    assert [*given] == [*items.ITEMS]
+
+
+@pytest.mark.gpu
+def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its small cases, with the kernels; peers that are not installed are absent."""
+    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items()}
+    monkeypatch.setattr(models, "ITEMS", small)
+    monkeypatch.setitem(megablocks.MOST, "cuda", 2)
+    models.main(["all", "--peers", "grouped_mm,torch_grouped", "--rounds", "2", "--out", str(tmp_path)])
+    for name in small:
+        record = record_of(tmp_path, name)
+        assert "failed" not in record and len(record["rows"]) == len(small[name].short)
+        ours = [row for row in record["rows"] if row.get("system") not in ("dropping", "sequential")]
+        assert all(row["of"]["kernels"] or row.get("absent") for row in ours)
+        assert not any(map(earlier, record["rows"]))
