@@ -82,7 +82,7 @@ class Symmetric:
         if overflow not in ("raise", "drop"):
             raise ValueError(f"overflow: expected 'raise' or 'drop', got {overflow!r}")
         self.overflow_is, self.layout = overflow, Layout(self.ranks, max_tokens, max_pairs, d_model)
-        on_gpu = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
+        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
         self._exchange: PeerExchange | GatheredExchange
         if self.device.type == "cuda":
