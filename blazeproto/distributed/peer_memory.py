@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import BF16, CHUNK
+from blazeproto.gemm.tiles import BF16
 from blazeproto.runtime import driver
 
-SOURCES = Path(__file__).resolve().parent / "cuda"
+SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
 THREADS = 256
 BLOCKS = 4  # of a grid, a multiprocessor
+ADD_UP_BLOCKS = 3  # of add_up on a multiprocessor
+GROUP = 8  # pairs of a token whose rows are in flight together in add_up
 PART = 8  # tokens between two flags of add_up
 LAG = 132  # parts after which a rank finishes what it has sent partial sums of
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
@@ -65,23 +66,28 @@ class Layout:
         return self.sections[name][0]
 
 
-def kernel(entry: str, sources: Path = SOURCES) -> Kernel:
-    """ "share", "send" or "send_back" of exchange.cu."""
-    return _kernel("exchange.cu", entry, (), sources)
+def kernel(entry: str, sources: str = SOURCES) -> Kernel:
+    """ "share", "send" or "send_back" of exchange.cu. sources: the folder of the .cu, seen from gemm's."""
+    return _kernel(f"{sources}/exchange.cu", entry, ())
 
 
-def add_up_kernel(d: int, top_k: int, has_scores: bool, sources: Path = SOURCES) -> Kernel:
-    """add_up.cu for rows of d columns, top_k pairs a token (0 if they vary)."""
-    lanes = min(
-        (256, 128, 64, 32), key=lambda lanes: -(-d // CHUNK // lanes) * lanes
-    )  # of a token; the most of the best
-    sizes = (("LANES", lanes), ("TOP_K", top_k), ("HAS_SCORES", int(has_scores)), ("PART", PART), ("LAG", LAG))
-    return _kernel("add_up.cu", "add_up", sizes, sources)
+def add_up_kernel(top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
+    """add_up.cu for top_k pairs a token (0 if they vary)."""
+    group = min(top_k or GROUP, GROUP)
+    sizes = {
+        "VARYING": int(not top_k),
+        "GROUP": group,
+        "HAS_SCORES": int(has_scores),
+        "PART": PART,
+        "LAG": LAG,
+        "BLOCKS_PER_SM": ADD_UP_BLOCKS,
+    }
+    return _kernel(f"{sources}/add_up.cu", "add_up", tuple(sizes.items()))
 
 
 @cache
-def _kernel(file: str, entry: str, defines: tuple[tuple[str, int], ...], sources: Path) -> Kernel:
-    return Kernel(str(sources / file), entry, {"THREADS": THREADS, **dict(defines)})
+def _kernel(file: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(file, entry, {"THREADS": THREADS, **dict(defines)})
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,9 @@ class PeerMemory:
         """Partial sums to the tokens' ranks, and their sums to columns of out, (num_tokens, d). scores 0: none."""
         first, width = BF16.bytes * columns.start, self.layout.d_model
         arrays = (y, scores, token_index_map, token_offsets, token_ranks, out + first)
-        sizes = (num_tokens, self.layout.max_tokens, len(columns), width, int(dropping))
+        sizes = (num_tokens, self.layout.max_tokens, top_k, len(columns), width, int(dropping))
         places = (self.layout.at("sums") + first, self.layout.at("part_flags"))
-        self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
+        self.launch(add_up_kernel(top_k, bool(scores)), stream, (*arrays, *sizes, *places))
 
     def pairs_of_rank(self, top_k: int) -> int:
         """From one rank's pairs to the next one's."""

@@ -9,9 +9,10 @@ Any number of GPUs: rows of other numbers stay. The file is written after every 
 fwd_tflops, bwd_tflops: 6 T K n d and 12 T K n d operations of a rank's T tokens, over the time from x, ids and scores on each
 rank to O, and from dO to dX, dS and dW; metadata in, router out. dispatch_gbps: from ids and scores at hand to rows that experts
 read, index lists included; combine_gbps: from Y to O complete. Of both the payload is rows that leave the GPU, one a (token,
-other rank). Ids are uniform without replacement, new for every replay; CUDA graphs, behind a barrier of all ranks, the
-slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events. peak_MiB: forward and backward
-over what was there before, weights and gradients and the exchange's memory included; alone_MiB: one GPU's with all experts.
+other rank). Ids are uniform without replacement, new for every replay. CUDA graphs, of the exchange eight in a row, behind a
+barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
+peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
+one GPU's with all experts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ LAYERS = {  # d, n, E, K
 }
 SMALL = Sizes(64, 64, 32, 8, 2)
 DISPATCHERS = ("symmetric", "all_to_all", "capacity")
+IN_A_ROW = 8  # exchanges of a graph
 CAPACITY = 1.25  # rows over the mean, of "capacity": `Symmetric` with a row_capacity
 
 
@@ -166,34 +168,41 @@ def layer_times(layer: MoE, given: Inputs, shape: Sizes, timer: Timer, *, captur
 def exchange_times(
     dispatcher: Symmetric, given: Inputs, shape: Sizes, timer: Timer, *, captured: bool
 ) -> tuple[float, float]:
-    """ms of the way out with index lists, and of the way back."""
+    """ms of the way out with index lists, and of the way back: means of IN_A_ROW with ids of their own, in one graph."""
     exchange: Any = dispatcher._exchange
     experts_here = shape.E // dispatcher.ranks
     x, scores = given.x.detach(), given.scores.detach()
-    kept: list[Any] = [None, None]
-
-    def out() -> None:
-        choice = exchange.share(given.ids, scores, None, None, shape.T, experts_here)
-        index = node.dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
-        kept[0], kept[1] = exchange.send(x, choice.token_ranks), (choice, index)
-
-    made = torch.empty_like(x)
+    routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
+    backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
+    made, kept = torch.empty_like(x), []
     y = torch.randn(exchange.places * shape.K, shape.d, device=x.device).to(x.dtype)
 
-    def back() -> None:
-        choice, index = kept[1]
-        backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
-        (chunk,) = chunks_of(exchange.places, experts_here, *index, shape.K, None, None, WHOLE)
-        exchange.add_up(choice.token_ranks, y, backend.rows_of(chunk.dispatch), scores=choice.scores, out=made)
+    def draw() -> None:
+        for ids in routings:
+            draw_ids(ids, shape.E)
 
+    def out() -> None:
+        kept.clear()
+        for ids in routings:
+            choice = exchange.share(ids, scores, None, None, shape.T, experts_here)
+            index = node.dispatch.kernel(choice.experts, experts_here, WHOLE, "auto")
+            exchange.send(x, choice.token_ranks)
+            kept.append((choice.token_ranks, index, choice.scores))
+
+    def back() -> None:
+        for token_ranks, index, weights in kept:
+            (chunk,) = chunks_of(exchange.places, experts_here, *index, shape.K, None, None, WHOLE)
+            exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
+
+    draw()
     for _ in range(2):
         out()
         back()
     calls: list[Callable[[], object]] = [out, back]
     if captured:
         calls = [graph_of(out)[0], graph_of(back)[0]]
-    out_ms, back_ms = timer.ms(*calls, before=lambda: draw_ids(given.ids, shape.E))
-    return out_ms, back_ms
+    out_ms, back_ms = timer.ms(*calls, before=draw)
+    return out_ms / IN_A_ROW, back_ms / IN_A_ROW
 
 
 def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:

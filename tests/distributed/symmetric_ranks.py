@@ -127,7 +127,7 @@ def expected(sizes: Sizes, batches: list[Batch], rank: int, dtype: torch.dtype, 
     here, results = sizes.E // ranks, {}
     for each, given in enumerate(batches):
         x, scores = (
-            given.x.to(dtype).requires_grad_(),
+            given.x.detach().to(dtype, copy=True).requires_grad_(),
             given.scores.double() if dtype == torch.float64 else given.scores,
         )
         scores = scores.clone().requires_grad_()

@@ -15,51 +15,74 @@
 //
 // Floor: the larger of 2 (R + 2 T) d bytes / the memory's speed and the bytes of partial sums that leave / NVLink's rate.
 //
-// -D: TOP_K, HAS_SCORES, LANES, THREADS as in combine.cu
-//     PART  tokens between two flags
-//     LAG   parts
+// A warp has a token: its lanes keep the rows of the token's pairs, up to 32, and go through the columns together.
+//
+// -D: VARYING     1: a token's pairs are token_offsets[t] to [t + 1].  0: there are top_k a token
+//     GROUP       pairs whose rows are in flight together
+//     HAS_SCORES  0 or 1
+//     PART        tokens between two flags
+//     LAG         parts
+//     THREADS     threads in a block
+//     BLOCKS_PER_SM  that have registers at once
 #include "meeting.cuh"
 #include "row_sum.cuh"
-
-constexpr int GROUP = 0 < TOP_K && TOP_K <= 16 ? TOP_K : 8;  // pairs whose rows are in flight together
-static_assert(THREADS % LANES == 0 && (LANES & (LANES - 1)) == 0, "a token's threads are a power of two, within a block");
 
 struct AddUpParams {
     Meeting meeting;
     const bf16* y;
     const float* scores;
     const int* token_index_map;  // of the pairs that arrived, (P,)
-    const int* token_offsets;    // where TOP_K is 0: (ranks max_tokens + 1,), else null
+    const int* token_offsets;    // where they vary: (ranks max_tokens + 1,), else null
     const int* token_ranks;      // (tokens,) of this rank's own
     bf16* out;                   // at the first of the columns
-    int64_t tokens, max_tokens;
+    int64_t tokens, max_tokens, top_k;
     int64_t columns, row_columns;   // of y; of out and of a partial sum
     int64_t dropping;  // whether pairs without a row may be here: what has none is then sent as zeros, else not at all
     int64_t sums_at, part_flags_at;  // in each rank's memory, bytes: (ranks - 1, max_tokens, row_columns) at the first of
                                      // the columns, in order of the ranks that send; (ranks, parts)
 };
 
-// A chunk of columns of a token's sum over the rows that this rank has of it. Returns whether there are any.
-DEVICE bool sum_here(const AddUpParams& p, int64_t token, int64_t column, float (&sum)[CHUNK]) {
-    int64_t pair = TOP_K > 0 ? token * TOP_K : p.token_offsets[token];
-    const int64_t end = TOP_K > 0 ? pair + TOP_K : p.token_offsets[token + 1];
-    bool any = false;
-    for (; pair < end; pair += GROUP) {
-        int row[GROUP];
-        uint4 y_chunk[GROUP];
+// The pairs of a token of any rank, as a warp has them.
+struct Pairs {
+    int64_t begin, end;
+    int row;       // of pair begin + lane: -1 where it has none here, or where there is no such pair
+    float weight;  // its score
+
+    DEVICE void load(const AddUpParams& p, int64_t from) {
+        const int64_t pair = from + threadIdx.x % 32;
+        row = pair < end ? load_s32(p.token_index_map + pair) : -1;
+        weight = HAS_SCORES && row >= 0 ? load_f32(p.scores + pair) : 1.f;
+    }
+
+    DEVICE Pairs(const AddUpParams& p, int64_t token)
+        : begin(VARYING ? p.token_offsets[token] : token * p.top_k),
+          end(VARYING ? p.token_offsets[token + 1] : begin + p.top_k) {
+        load(p, begin);
+    }
+
+    // Whether the token has a row here. Of a token with more than 32 pairs this is not asked.
+    DEVICE bool any() const { return end - begin > 32 || __any_sync(~0u, row >= 0); }
+
+    // A chunk of columns of the sum over the rows.
+    DEVICE void add_to(const AddUpParams& p, int64_t column, float (&sum)[CHUNK]) {
+        for (int64_t from = begin; from < end; from += 32) {
+            if (end - begin > 32) load(p, from);
+            for (int k = 0; k < min(end - from, int64_t(32)); k += GROUP) {
+                uint4 y_chunk[GROUP];
 #pragma unroll
-        for (int k = 0; k < GROUP; ++k) row[k] = pair + k < end ? load_s32(p.token_index_map + pair + k) : -1;
+                for (int i = 0; i < GROUP; ++i) {
+                    const int r = k + i < 32 ? __shfl_sync(~0u, row, k + i) : -1;
+                    y_chunk[i] = load_chunk(p.y + r * p.columns + column, r >= 0 && column < p.columns);
+                }
 #pragma unroll
-        for (int k = 0; k < GROUP; ++k) y_chunk[k] = load_chunk(p.y + row[k] * p.columns + column, row[k] >= 0);
-#pragma unroll
-        for (int k = 0; k < GROUP; ++k) {
-            if (row[k] < 0) continue;
-            any = true;
-            add(sum, y_chunk[k], HAS_SCORES ? load_f32(p.scores + pair + k) : 1.f);
+                for (int i = 0; i < GROUP; ++i) {
+                    if (k + i < 32 && __shfl_sync(~0u, row, k + i) >= 0)
+                        add(sum, y_chunk[i], HAS_SCORES ? __shfl_sync(~0u, weight, k + i) : 1.f);
+                }
+            }
         }
     }
-    return any;
-}
+};
 
 DEVICE uint32_t* part_flag(const AddUpParams& p, int peer, int from, int64_t part) {
     const int64_t parts = (p.max_tokens + PART - 1) / PART;
@@ -74,12 +97,15 @@ DEVICE bf16* sum_at(const AddUpParams& p, int to, int from, int64_t token) {
 
 DEVICE void send_part(const AddUpParams& p, int peer, int64_t part, uint32_t epoch) {
     const int64_t end = min((part + 1) * PART, p.max_tokens);
-    for (int64_t token = part * PART + threadIdx.x / LANES; token < end; token += THREADS / LANES) {
+    for (int64_t token = part * PART + threadIdx.x / 32; token < end; token += THREADS / 32) {
+        Pairs pairs(p, peer * p.max_tokens + token);
+        if (!pairs.any() && !p.dropping) continue;
         bf16* to = sum_at(p, peer, int(p.meeting.rank), token);
-        for (int64_t column = threadIdx.x % LANES * CHUNK; column < p.columns; column += LANES * CHUNK) {
+        for (int64_t first = 0; first < p.columns; first += 32 * CHUNK) {
+            const int64_t column = first + threadIdx.x % 32 * CHUNK;
             float sum[CHUNK] = {};
-            if (!sum_here(p, peer * p.max_tokens + token, column, sum) && !p.dropping) break;
-            store_16(to + column, round(sum));
+            pairs.add_to(p, column, sum);
+            if (column < p.columns) store_16(to + column, round(sum));
         }
     }
     __syncthreads();
@@ -93,11 +119,14 @@ DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
         wait_until(part_flag(p, int(m.rank), threadIdx.x, part), epoch, m.patience_ns);
     __syncthreads();
     const int64_t end = min((part + 1) * PART, p.tokens);
-    for (int64_t token = part * PART + threadIdx.x / LANES; token < end; token += THREADS / LANES) {
+    for (int64_t token = part * PART + threadIdx.x / 32; token < end; token += THREADS / 32) {
+        Pairs pairs(p, m.rank * p.max_tokens + token);
         const uint32_t ranks = uint32_t(load_s32(p.token_ranks + token));
-        for (int64_t column = threadIdx.x % LANES * CHUNK; column < p.columns; column += LANES * CHUNK) {
+        for (int64_t first = 0; first < p.columns; first += 32 * CHUNK) {
+            const int64_t column = first + threadIdx.x % 32 * CHUNK;
             float own[CHUNK] = {}, sum[CHUNK] = {};
-            if (ranks >> m.rank & 1) sum_here(p, m.rank * p.max_tokens + token, column, own);
+            if (ranks >> m.rank & 1) pairs.add_to(p, column, own);
+            if (column >= p.columns) continue;
             for (uint32_t left = ranks; left; left &= left - 1) {
                 const int from = __ffs(left) - 1;
                 add(sum, from == m.rank ? round(own) : load_16(sum_at(p, int(m.rank), from, token) + column), 1.f);
@@ -107,7 +136,7 @@ DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 768 / THREADS) add_up(const __grid_constant__ AddUpParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) add_up(const __grid_constant__ AddUpParams p) {
     __shared__ uint32_t drawn;
     const Meeting& m = p.meeting;
     const uint32_t epoch = begin_exchange(m);
