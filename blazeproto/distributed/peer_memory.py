@@ -25,10 +25,10 @@ BLOCKS = 4  # of a grid, a multiprocessor
 ADD_UP_BLOCKS = 3  # of add_up on a multiprocessor
 GROUP = 8  # pairs of a token whose rows are in flight together in add_up
 PART = 8  # tokens between two flags of add_up
-LAG = 132  # parts after which a rank finishes what it has sent partial sums of
+SENDERS = 3  # one block in so many of add_up sends partial sums
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
-PROGRESS_BYTES = 12  # meeting.cuh: Progress
+PROGRESS_BYTES = 16  # meeting.cuh: Progress
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def add_up_kernel(top_k: int, has_scores: bool, sources: str = SOURCES) -> Kerne
         "GROUP": group,
         "HAS_SCORES": int(has_scores),
         "PART": PART,
-        "LAG": LAG,
+        "SENDERS": SENDERS,
         "BLOCKS_PER_SM": ADD_UP_BLOCKS,
     }
     return _kernel(f"{sources}/add_up.cu", "add_up", tuple(sizes.items()))

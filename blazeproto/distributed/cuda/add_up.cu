@@ -9,9 +9,9 @@
 //   rank 0   y of rank 1's tokens --> partial sums --> rank 1's memory, PART tokens, then a flag
 //            y of its own tokens  --> partial sums + those that came, behind their flags --> out
 //
-// Blocks draw tickets. Parts are sent in order, and LAG parts later this rank's own tokens of the same number are finished: the
-// wait for a flag is over by then, NVLink and memory are busy at once, and whatever a block waits for is sent by
-// a block of a lower ticket, which waits for nothing.
+// One block in SENDERS sends parts, in order; the others finish this rank's own tokens, in the same order, so that NVLink and the
+// memory are busy at once. Where all is sent, senders finish too. A block draws tickets for the one and for the other. Senders
+// wait for nothing, so that what a block waits for comes.
 //
 // Floor: the larger of 2 (R + 2 T) d bytes / the memory's speed and the bytes of partial sums that leave / NVLink's rate.
 //
@@ -21,7 +21,7 @@
 //     GROUP       pairs whose rows are in flight together
 //     HAS_SCORES  0 or 1
 //     PART        tokens between two flags
-//     LAG         parts
+//     SENDERS     see above
 //     THREADS     threads in a block
 //     BLOCKS_PER_SM  that have registers at once
 #include "meeting.cuh"
@@ -140,17 +140,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) add_up(cons
     __shared__ uint32_t drawn;
     const Meeting& m = p.meeting;
     const uint32_t epoch = begin_exchange(m);
-    const uint32_t ranks = uint32_t(m.ranks), parts = uint32_t((p.max_tokens + PART - 1) / PART);
+    const uint32_t others = uint32_t(m.ranks) - 1, parts = uint32_t((p.max_tokens + PART - 1) / PART);
+    bool sends = blockIdx.x % SENDERS == 0;
     while (true) {
-        if (threadIdx.x == 0) drawn = atomicAdd(&m.progress->ticket, 1u);
+        if (threadIdx.x == 0) drawn = atomicAdd(&m.progress->tickets[sends], 1u);
         __syncthreads();
-        const uint32_t step = drawn / ranks, turn = drawn % ranks;
+        const uint32_t ticket = drawn;
         __syncthreads();  // before the next ticket is drawn
-        if (step >= parts + LAG) break;
-        if (turn + 1 < ranks) {
-            if (step < parts) send_part(p, int((m.rank + 1 + turn) % ranks), step, epoch);
-        } else if (step >= LAG) {
-            finish_part(p, step - LAG, epoch);
+        if (!sends) {
+            if (ticket >= parts) break;
+            finish_part(p, ticket, epoch);
+        } else if (ticket >= parts * others) {
+            sends = false;
+        } else {
+            send_part(p, int((m.rank + 1 + ticket % others) % m.ranks), ticket / others, epoch);
         }
     }
     end_exchange(m, epoch, false);
