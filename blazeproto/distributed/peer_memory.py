@@ -21,8 +21,7 @@ from blazeproto.runtime import driver
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
 THREADS = 256
-BLOCKS = 4  # of a grid, a multiprocessor
-ADD_UP_BLOCKS = 3  # of add_up on a multiprocessor
+BLOCKS = 3  # of a grid, a multiprocessor; as many as have registers at once
 GROUP = 8  # pairs of a token whose rows are in flight together in add_up
 PART = 8  # tokens between two flags of add_up
 SENDERS = 3  # one block in so many of add_up sends partial sums
@@ -80,7 +79,7 @@ def add_up_kernel(top_k: int, has_scores: bool, sources: str = SOURCES) -> Kerne
         "HAS_SCORES": int(has_scores),
         "PART": PART,
         "SENDERS": SENDERS,
-        "BLOCKS_PER_SM": ADD_UP_BLOCKS,
+        "BLOCKS_PER_SM": BLOCKS,
     }
     return _kernel(f"{sources}/add_up.cu", "add_up", tuple(sizes.items()))
 

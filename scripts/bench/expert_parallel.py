@@ -174,7 +174,8 @@ def exchange_times(
     x, scores = given.x.detach(), given.scores.detach()
     routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
     backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
-    made, kept = torch.empty_like(x), []
+    made = torch.empty_like(x)
+    kept: list[Any] = []
     y = torch.randn(exchange.places * shape.K, shape.d, device=x.device).to(x.dtype)
 
     def draw() -> None:
@@ -191,7 +192,8 @@ def exchange_times(
 
     def back() -> None:
         for token_ranks, index, weights in kept:
-            (chunk,) = chunks_of(exchange.places, experts_here, *index, shape.K, None, None, WHOLE)
+            lists = (*index, shape.K, None, None, WHOLE)
+            (chunk,) = chunks_of(exchange.places, experts_here, *lists)
             exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
 
     draw()

@@ -9,8 +9,8 @@
 //   rank 0   y of rank 1's tokens --> partial sums --> rank 1's memory, PART tokens, then a flag
 //            y of its own tokens  --> partial sums + those that came, behind their flags --> out
 //
-// One block in SENDERS sends parts, in order; the others finish this rank's own tokens, in the same order, so that NVLink and the
-// memory are busy at once. Where all is sent, senders finish too. A block draws tickets for the one and for the other. Senders
+// The first of the blocks, one in SENDERS, send parts, in order; the others finish this rank's own tokens, in the same order, so that
+// NVLink and the memory are busy at once. Where all is sent, senders finish too. A block draws tickets for the one and for the other. Senders
 // wait for nothing, so that what a block waits for comes.
 //
 // Floor: the larger of 2 (R + 2 T) d bytes / the memory's speed and the bytes of partial sums that leave / NVLink's rate.
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) add_up(cons
     const Meeting& m = p.meeting;
     const uint32_t epoch = begin_exchange(m);
     const uint32_t others = uint32_t(m.ranks) - 1, parts = uint32_t((p.max_tokens + PART - 1) / PART);
-    bool sends = blockIdx.x % SENDERS == 0;
+    bool sends = blockIdx.x * SENDERS < gridDim.x;
     while (true) {
         if (threadIdx.x == 0) drawn = atomicAdd(&m.progress->tickets[sends], 1u);
         __syncthreads();
