@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import BF16
+from blazeproto.gemm.tiles import BF16, CHUNK
 from blazeproto.runtime import driver
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
@@ -70,10 +70,12 @@ def kernel(entry: str, sources: str = SOURCES) -> Kernel:
     return _kernel(f"{sources}/exchange.cu", entry, ())
 
 
-def add_up_kernel(top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
-    """add_up.cu for top_k pairs a token (0 if they vary)."""
+def add_up_kernel(columns: int, top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
+    """add_up.cu for so many columns, a multiple of 8, and top_k pairs a token (0 if they vary)."""
+    lanes = min((256, 128, 64, 32), key=lambda lanes: -(-columns // CHUNK // lanes) * lanes)  # the most of the best
     group = min(top_k or GROUP, GROUP)
     sizes = {
+        "LANES": lanes,
         "VARYING": int(not top_k),
         "GROUP": group,
         "HAS_SCORES": int(has_scores),
@@ -163,7 +165,7 @@ class PeerMemory:
         arrays = (y, scores, token_index_map, token_offsets, token_ranks, out + first)
         sizes = (num_tokens, self.layout.max_tokens, top_k, len(columns), width, int(dropping))
         places = (self.layout.at("sums") + first, self.layout.at("part_flags"))
-        self.launch(add_up_kernel(top_k, bool(scores)), stream, (*arrays, *sizes, *places))
+        self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
 
     def pairs_of_rank(self, top_k: int) -> int:
         """From one rank's pairs to the next one's."""
