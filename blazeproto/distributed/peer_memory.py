@@ -21,10 +21,10 @@ from blazeproto.runtime import driver
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
 THREADS = 256
-BLOCKS = 3  # of a grid, a multiprocessor; as many as have registers at once
-GROUP = 8  # pairs of a token whose rows are in flight together in add_up
-PART = 8  # tokens between two flags of add_up
-SENDERS = 3  # one block in so many of add_up sends partial sums
+BLOCKS = 4  # of a grid, a multiprocessor; as many as have registers at once
+GROUP = 4  # pairs of a token whose rows are in flight together in add_up
+PART = 4  # tokens between two flags of add_up
+SENDERS = 2  # one block in so many of add_up sends partial sums
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
 PROGRESS_BYTES = 16  # meeting.cuh: Progress
