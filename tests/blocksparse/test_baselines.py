@@ -323,6 +323,7 @@ FORMULATIONS = {
     "dropping": {"capacity_factor": 1.5},
     "sequential": {},
     "dmoe": {"d_expert": 128},
+    "dense": {},
 }
 
 
