@@ -355,6 +355,11 @@ def test_train_lm_trains_each_formulation(name: str, main: Any, tmp_path: Path) 
     assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
+def test_a_dense_model_is_sharded_too(main: Any, tmp_path: Path) -> None:
+    options = ["--formulation", "dense", "--parallel", "fsdp", "--aux-over", "global"]
+    assert main(*TINY.split(), "--data", tmp_path / "text", *options) == 0
+
+
 def test_a_checkpoint_of_before_there_were_formulations_is_moes(main: Any, tmp_path: Path) -> None:
     assert main(*TINY.split(), "--data", tmp_path / "text", "--name", "old") == 0
     folder = tmp_path / "old"
