@@ -79,7 +79,7 @@ class Sharding:
         mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=("outer", "inner")) if grouped else world
         dispatcher: AllToAll | Symmetric | None = None  # of all blocks
         for block in model.blocks:
-            if config.aux_over == "global" and block.moe.router.aux_loss:
+            if config.aux_over == "global" and getattr(block.moe.router, "aux_loss", None):
                 block.moe.router.register_forward_hook(self.balance_over_ranks)
             if mode in EXPERT_PARALLEL:
                 over_experts = mesh["inner"] if grouped else world
@@ -93,7 +93,8 @@ class Sharding:
             return
         # The residual stream stays what autocast makes it.
         dtype = torch.bfloat16 if config.bf16 else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        wide = None if config.float64 else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         small = {p for name, p in model.named_parameters() if p.dim() < 2 or ".router." in name}
         over: dict[str, Any] = {"mp_policy": policy, "ignored_params": small}
         for block in model.blocks:
