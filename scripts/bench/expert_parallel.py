@@ -107,7 +107,7 @@ class Timer:
         self.ranks, self.rounds = ranks, rounds
 
     def ms(self, *calls: Callable[[], object], before: Callable[[], object]) -> list[float]:
-        """Of calls that run one after another in every round."""
+        """The times of calls that run one after another in every round."""
         taken: list[list[float]] = []
         for _ in range(self.rounds + 2):
             before()
@@ -215,7 +215,7 @@ def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
 
 
 def peak_mib(layer: MoE, given: Inputs, ranks: Ranks, *, beside: int) -> float:
-    """Of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
+    """The peak of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
     if ranks.device.type != "cuda":
         return 0.0
     weights = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in layer.parameters())

@@ -145,7 +145,7 @@ class Sharding:
 
 
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
-    """Of the experts of all blocks, by ``--dispatcher``."""
+    """How tokens reach the experts of all blocks, by ``--dispatcher``."""
     fits = ranks.device.type == "cuda" and config.bf16 and config.d_model % CHUNK == 0
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         return AllToAll(group, config.num_experts)
