@@ -126,6 +126,8 @@ STEPS = {
     ),
     "few_tokens": Step("python -m scripts.bench.few_tokens --quick", 1, "python -m scripts.bench.few_tokens", 1),
     "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5, last_lines=60),
+    "models": Step("python -m scripts.bench.models all --time-budget 480", 9.5, last_lines=60),
+    "runs": Step("python -m scripts.lm.compare_runs all --time-budget 480", 9.5),
     "notebooks": Step("python -m scripts.checks.notebooks", 3),
     "integrations": Step("python -m scripts.bench.integrations", 5, last_lines=60),
     "train": Step("python -m scripts.train_lm", 8),
