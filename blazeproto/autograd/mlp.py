@@ -110,6 +110,29 @@ def moe_mlp(
     check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
+    return run_experts(x, gate_up_proj, weights, scores, *choice, options)
+
+
+def run_experts(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor | None, LowRank | None, LowRank | None],
+    scores: Tensor,
+    topk_experts: Tensor | None,
+    dispatch: Dispatch | None,
+    pair_tokens: Tensor | None,
+    token_offsets: Tensor | None,
+    options: Options,
+    *,
+    token_ranks: Tensor | None = None,
+    exchange: str = "",
+) -> Tensor:
+    """`moe_mlp` of tensors that have been checked.
+
+    weights: down_proj, the biases, the factors.  token_ranks, exchange: see `blazeproto.autograd.peers`; with them x is of this
+    rank's tokens, scores and choice of the pairs that arrived here.
+    """
+    down_proj, _, _, up_factors, down_factors = weights
     device_type, wide = x.device.type, x.dtype == torch.float64
     if not wide:  # which autocast leaves alone everywhere
         x = cast(x, autocast_dtype(device_type) or x.dtype)
@@ -126,13 +149,14 @@ def moe_mlp(
                 sizes = (num_tokens, top_k, *widths, rank_of(up_factors), rank_of(down_factors))
                 chunk_tokens = chunk_tokens_for(options.workspace_bytes, *sizes, combine=options.combine)
             build = node.dispatch.entry((), unobserved=direct)
-            index = build(topk_experts, num_experts, chunk_tokens, options.backend, options.row_capacity)
+            index = build(topk_experts, len(down_proj), chunk_tokens, options.backend, options.row_capacity)
         else:
             pair_tokens, token_offsets = dispatch.pair_tokens, dispatch.token_offsets
             index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
-        tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, encoded(options, parameters))
+        at = (chunk_tokens, token_ranks, exchange, encoded(options, parameters))
+        tail = (*index, top_k, pair_tokens, token_offsets, *at)
         return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blazeproto import MoE, moe_mlp
-from blazeproto.distributed import AllToAll, clip_grad_norm_, expert_parallel
+from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
 from blazeproto.router.router import Routing
 
 RANKS, D, N, E = 4, 16, 8, 8
@@ -96,20 +96,29 @@ def assert_near(name: str, got: Any, expected: Any, least: float = 1e-12) -> Non
     assert error <= least * max(1.0, float(expected.abs().max()) if got.numel() else 0.0), f"{name}: {error}"
 
 
+def symmetric(where: Any, **options: Any) -> Symmetric:
+    """The dispatcher's twin on a CPU, for a group or the last dimension of a mesh."""
+    group = where if isinstance(where, dist.ProcessGroup) else where.get_group(where.ndim - 1)
+    return Symmetric(group, E, **{"d_model": D, "max_tokens": 32, "max_pairs": 256, **options})
+
+
 def compare(rank: int, make: Callable[[], MoE], where: Any, ids: list[Tensor] | None = None, given: Any = None) -> None:
     """Against one rank: out, x's gradient, loads, and the gradients of all parameters, summed over ranks."""
     alone, own = make(), {}
     for each in range(RANKS):
         results = step(alone, each, ids and ids[each], **({} if given is None else given(each)))
         own = results if each == rank else own
-    layer = expert_parallel(make(), where)
-    got = step(layer, rank, ids and ids[rank], **({} if given is None else given(rank)))
-    for name, value in got.items():
-        assert_near(name, value, own[name])
-    for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
-        assert (parameter.grad is None) == (right.grad is None), name
-        if right.grad is not None:
-            assert_near(name, whole(parameter.grad), right.grad)
+    for dispatcher in (None, symmetric(where)):
+        layer = make()
+        layer.combine = layer.combine if dispatcher is None else "gather"
+        layer = expert_parallel(layer, where, dispatcher=dispatcher)
+        got = step(layer, rank, ids and ids[rank], **({} if given is None else given(rank)))
+        for name, value in got.items():
+            assert_near(name, value, own[name])
+        for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
+            assert (parameter.grad is None) == (right.grad is None), name
+            if right.grad is not None:
+                assert_near(name, whole(parameter.grad), right.grad)
 
 
 def choices_that_are_given(rank: int, folder: Path) -> None:
