@@ -182,12 +182,13 @@ def atom(instruction: Statement, step: Compiled) -> Run:
     elements = [[known(step, part, dtype) for part in _shape(instruction, operand)[-1]] for operand in given]
     count = len(first)
 
-    def run(warp: Warp, running: np.ndarray | None) -> None:
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         lanes, world = warp.active(running), warp.cta.launch.world
+        addresses, changes = at(warp, lanes), world.changes
         values = np.zeros((len(given), count, LANES), dtype)
         values[:, :, lanes] = [[get(warp, lanes) for get in parts] for parts in elements]
         old = np.zeros(LANES, dtype)
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, count * width, space, store=True):
+        for block, offsets, of in located(warp, step, addresses, lanes, count * width, space, store=True):
             write_by_threads(warp, step, block, offsets, count * width)
             if semantics.scope == SYSTEM and block.home is not block:
                 world.newest(block, offsets, count * width)
@@ -202,6 +203,7 @@ def atom(instruction: Statement, step: Compiled) -> Run:
             world.stored(warp, step, block, offsets, count * width)
         if isinstance(target, Register):
             warp.write(target.place, old.view(WORDS[target.bits]), running)
+        return asked(warp, addresses, old[lanes]) if world.changes == changes else None
 
     return run
 

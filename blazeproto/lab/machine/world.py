@@ -65,10 +65,11 @@ class World:
         self, warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, order: Order | None = None
     ) -> None:
         """A GPU's copy has changed. order: of the part of a transaction that stored, where it is not the warp."""
-        self.changes += 1
         if block.home is block:
+            self.changes += 1
             return
         semantics, index = step.semantics, bytes_at(offsets, size)
+        self.changes += bool((block.home.bytes[index] != block.bytes[index]).any())
         at_once = self.gpus == 1 or (semantics.scope == SYSTEM and (semantics.release or semantics.atomic))
         self.stores += 1
         if semantics.scope:
@@ -131,11 +132,11 @@ class LateStore:
 
     def perform(self) -> None:
         self.world.pending.remove(self)
-        self.world.changes += 1
         for copy in self.world.copies[self.block.home]:
             older = copy.numbers[self.index] < self.number
-            index = self.index[older]
-            copy.bytes[index], copy.numbers[index] = self.data[older], self.number
+            index, data = self.index[older], self.data[older]
+            self.world.changes += bool((copy.bytes[index] != data).any())
+            copy.bytes[index], copy.numbers[index] = data, self.number
 
     def __str__(self) -> str:
         instruction = self.step.instruction
