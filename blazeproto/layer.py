@@ -176,14 +176,9 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
-        of_call: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "up_bias": getattr(self, f"{self.up_name}_bias"),
-            "down_bias": self.down_proj_bias,
-            "options": self.options,
-            "pair_tokens": routing.pair_tokens,
-            "token_offsets": routing.token_offsets,
-        }
+        biases = {"up_bias": getattr(self, f"{self.up_name}_bias"), "down_bias": self.down_proj_bias}
+        lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
+        of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
         tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
         overflow = None
         if self.dispatcher is not None:
@@ -233,6 +228,12 @@ class MoE(nn.Module, Shown):
         for tokens, top_k in self._dispatch_shapes(num_tokens):
             dispatch.prepare_dispatch(tokens, top_k, self.num_experts, row_capacity=self.row_capacity, device=index)
 
+    def max_pairs(self, num_tokens: int) -> int:
+        """The most pairs that the router makes of ``num_tokens`` tokens: T K, or the bound of a choice that varies."""
+        choice = self._varying_choice()
+        most: int = num_tokens * self.top_k
+        return most if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k)
+
     def _varying_choice(self) -> Any:
         """The router's choice if the number of experts per token varies with it, in the present mode; else None."""
         choice: Any = getattr(self.router, "choice", None)
@@ -243,7 +244,7 @@ class MoE(nn.Module, Shown):
         """(tokens, experts per token) of every dispatch in a forward pass; pairs with one expert each where they vary."""
         choice = self._varying_choice()
         if choice is not None:
-            return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
+            return {(self.max_pairs(num_tokens), 1)}
         chunk = self._chunk_tokens(num_tokens, torch.bfloat16.itemsize)
         lengths = {num_tokens} if chunk == WHOLE else {chunk, num_tokens % chunk or chunk}
         if self.row_capacity is not None:  # which is of the whole batch, in chunks too
@@ -278,7 +279,7 @@ class MoE(nn.Module, Shown):
             itemsize=itemsize,
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
-            varying_pairs=None if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k),
+            varying_pairs=None if choice is None else self.max_pairs(num_tokens),
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

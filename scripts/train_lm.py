@@ -4,6 +4,7 @@
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --formulation dropping --capacity-factor 1.5
+    python -m scripts.train_lm --router token_rounding --rounding-tile 32
     python -m scripts.train_lm --batch 128 --attention-tiles 8  # attention takes 16 sequences at a time, the experts all 128
     torchrun --nproc-per-node 2 -m scripts.train_lm --parallel fsdp   # or hsdp, ep, ep+fsdp; see docs/distributed.md
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
@@ -54,6 +55,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
+from blazeproto.distributed import check_overflow
 from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser, positive
 from scripts.lm import run_folder, sharding
@@ -161,7 +163,7 @@ class Trainer:
             Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
         )
         torch.manual_seed(config.seed)
-        self.model = GPT(config).to(device)
+        self.model = GPT(config).to(device, torch.float64 if config.float64 else torch.float32)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.sharding = sharding.Sharding(self.model, config, ranks)
         self.optimizer = make_optimizer(self.model, config)
@@ -264,6 +266,8 @@ class Trainer:
             loads = loads + out.loads
         self.sharding.reduce()
         self.sharding.clip(self.config.clip)
+        if self.config.row_capacity:
+            check_overflow(self.model)  # OverflowError on all ranks, before any steps
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loads = self.ranks.sum(loads)
@@ -516,7 +520,7 @@ def main(arguments: list[str] | None = None) -> int:
         if trainer is not None and trainer.step > 0:
             raise  # no option's fault: the traceback is wanted
         code, line = 2, str(error)
-    except FloatingPointError as error:
+    except (FloatingPointError, OverflowError) as error:
         code, line = 1, str(error)
     except OSError as error:
         code, line = 1, str(error) + go_on(trainer, args)

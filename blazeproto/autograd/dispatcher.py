@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.checks import check_choice, check_experts
-from blazeproto.autograd.mlp import run_experts
+from blazeproto.autograd.mlp import moe_mlp
 from blazeproto.autograd.operators import as_experts_see
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.peers import PeersNamed
 from blazeproto.autograd.private import refuse_transforms
 
 
@@ -32,8 +33,9 @@ class Arrived(NamedTuple):
     pair_tokens: Tensor | None  # (Q,) int32: the row of each pair; None with K pairs a row
     token_offsets: Tensor | None  # (R + 1,) int32: where each row's pairs begin
     route: Any  # the dispatcher's own: what `combine` needs to know of the way back
-    exchange: str = ""  # of the operators, by name; then x is of this rank's own tokens, and so is what `combine` gets
-    token_ranks: Tensor | None = None  # (T,) int32, as `Exchange.send` takes it
+    peers: PeersNamed | None = (
+        None  # of an exchange in the operators: x, and what `combine` gets, are of this rank's tokens
+    )
 
 
 class Dispatcher(Protocol):
@@ -99,9 +101,20 @@ def dispatched_mlp(
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     x, scores = as_experts_see(x, scores)
     arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
-    choice = (arrived.topk_experts, None, arrived.pair_tokens, arrived.token_offsets)
-    peers: dict[str, Any] = {"token_ranks": arrived.token_ranks, "exchange": arrived.exchange}
-    partial = run_experts(arrived.x, up_proj, weights, arrived.scores, *choice, options, **peers)
+    partial = moe_mlp(
+        arrived.x,
+        up_proj,
+        down_proj,
+        arrived.scores,
+        arrived.topk_experts,
+        num_experts=len(down_proj),
+        up_bias=up_bias,
+        down_bias=down_bias,
+        pair_tokens=arrived.pair_tokens,
+        token_offsets=arrived.token_offsets,
+        peers=arrived.peers,
+        options=options,
+    )
     overflow = None if options.row_capacity is None else dispatcher.overflow(arrived, options.row_capacity)
     return dispatcher.combine(partial, arrived), overflow
 

@@ -48,8 +48,20 @@ EXCHANGES: MutableMapping[str, Exchange] = WeakValueDictionary()
 """Those that live, by name."""
 
 
+class PeersNamed(NamedTuple):
+    """An exchange in one call, as operators are told of it."""
+
+    token_ranks: Tensor  # (T,) int32, as `Exchange.send` takes it
+    exchange: str
+
+    @property
+    def places(self) -> int:
+        """Tokens that may arrive."""
+        return EXCHANGES[self.exchange].places
+
+
 class Peers(NamedTuple):
-    """An exchange in one call of an operator."""
+    """The same inside an operator."""
 
     send: Callable[[Tensor], Tensor]
     add_up: AddUp

@@ -20,7 +20,7 @@ from blazeproto.runtime.arrays import current_stream
 NOWHERE = -(1 << 30)  # exchange.cu
 
 
-class Choice(NamedTuple):
+class SharedChoice(NamedTuple):
     """What `share` brings: of all ranks' pairs, where they lie until the next call."""
 
     experts: Tensor  # (P T, K) or (P max_pairs,) int32, counted from this rank's first; NOWHERE: of no rank
@@ -66,7 +66,7 @@ class PeerExchange:
         token_offsets: Tensor | None,
         num_tokens: int,
         experts_here: int,
-    ) -> Choice:
+    ) -> SharedChoice:
         experts, scores, top_k = experts.int().contiguous(), scores.contiguous(), _top_k(experts)
         token_ranks = experts.new_empty(num_tokens)
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
@@ -76,9 +76,9 @@ class PeerExchange:
         pairs = self.layout.ranks * self.end.pairs_of_rank(top_k)
         ids, weights = self._section("experts", torch.int32)[:pairs], self._section("scores", torch.float32)[:pairs]
         if top_k:
-            return Choice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks)
+            return SharedChoice(ids.view(-1, top_k), weights.view(-1, top_k), None, None, token_ranks)
         tokens, offsets = (self._section(name, torch.int32) for name in ("pair_tokens", "token_offsets"))
-        return Choice(ids, weights, tokens, offsets, token_ranks)
+        return SharedChoice(ids, weights, tokens, offsets, token_ranks)
 
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
         self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t))
@@ -140,7 +140,7 @@ class GatheredExchange:
         token_offsets: Tensor | None,
         num_tokens: int,
         experts_here: int,
-    ) -> Choice:
+    ) -> SharedChoice:
         experts, layout = experts.int(), self.layout
         known = (experts >= 0) & (experts < experts_here * layout.ranks)
         ranks = torch.where(known, experts // experts_here, layout.ranks).long()
@@ -153,12 +153,12 @@ class GatheredExchange:
         ids = torch.where(ids == NOWHERE, NOWHERE, ids - self.rank * experts_here)
         weights = self._gathered(scores, length, 0).flatten(0, 1)
         if pair_tokens is None or token_offsets is None:
-            return Choice(ids, weights, None, None, token_ranks)
+            return SharedChoice(ids, weights, None, None, token_ranks)
         of_rank = torch.arange(layout.ranks, dtype=torch.int32, device=experts.device)[:, None]
         places = self._gathered(pair_tokens, length, 0) + of_rank * layout.max_tokens
         begins = self._gathered(token_offsets[:-1], layout.max_tokens, len(pair_tokens)) + of_rank * length
         ends = torch.full_like(of_rank[:1, 0], layout.ranks * length)
-        return Choice(ids, weights, places.flatten(), torch.cat((begins.flatten(), ends)), token_ranks)
+        return SharedChoice(ids, weights, places.flatten(), torch.cat((begins.flatten(), ends)), token_ranks)
 
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
         ranks = self._gathered(token_ranks, self.layout.max_tokens, 0)

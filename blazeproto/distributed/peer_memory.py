@@ -15,20 +15,19 @@ from functools import cache
 from itertools import accumulate
 
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.tiles import BF16
+from blazeproto.gemm.tiles import BF16, CHUNK
 from blazeproto.runtime import driver
 
 SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
 MAX_RANKS = 32  # meeting.cuh
 THREADS = 256
-BLOCKS = 4  # of a grid, a multiprocessor
-ADD_UP_BLOCKS = 3  # of add_up on a multiprocessor
-GROUP = 8  # pairs of a token whose rows are in flight together in add_up
-PART = 8  # tokens between two flags of add_up
-LAG = 132  # parts after which a rank finishes what it has sent partial sums of
+BLOCKS = 4  # of a grid, a multiprocessor; as many as have registers at once
+GROUP = 4  # pairs of a token whose rows are in flight together in add_up
+PART = 4  # tokens between two flags of add_up
+SENDERS = 2  # one block in so many of add_up sends partial sums
 SECTION = 256  # bytes that a section of the memory begins at a multiple of
 FLAGS = 2 * MAX_RANKS * 4
-PROGRESS_BYTES = 12  # meeting.cuh: Progress
+PROGRESS_BYTES = 16  # meeting.cuh: Progress
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,18 @@ def kernel(entry: str, sources: str = SOURCES) -> Kernel:
     return _kernel(f"{sources}/exchange.cu", entry, ())
 
 
-def add_up_kernel(top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
-    """add_up.cu for top_k pairs a token (0 if they vary)."""
+def add_up_kernel(columns: int, top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
+    """add_up.cu for so many columns, a multiple of 8, and top_k pairs a token (0 if they vary)."""
+    lanes = min((256, 128, 64, 32), key=lambda lanes: -(-columns // CHUNK // lanes) * lanes)  # the most of the best
     group = min(top_k or GROUP, GROUP)
     sizes = {
+        "LANES": lanes,
         "VARYING": int(not top_k),
         "GROUP": group,
         "HAS_SCORES": int(has_scores),
         "PART": PART,
-        "LAG": LAG,
-        "BLOCKS_PER_SM": ADD_UP_BLOCKS,
+        "SENDERS": SENDERS,
+        "BLOCKS_PER_SM": BLOCKS,
     }
     return _kernel(f"{sources}/add_up.cu", "add_up", tuple(sizes.items()))
 
@@ -164,7 +165,7 @@ class PeerMemory:
         arrays = (y, scores, token_index_map, token_offsets, token_ranks, out + first)
         sizes = (num_tokens, self.layout.max_tokens, top_k, len(columns), width, int(dropping))
         places = (self.layout.at("sums") + first, self.layout.at("part_flags"))
-        self.launch(add_up_kernel(top_k, bool(scores)), stream, (*arrays, *sizes, *places))
+        self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
 
     def pairs_of_rank(self, top_k: int) -> int:
         """From one rank's pairs to the next one's."""

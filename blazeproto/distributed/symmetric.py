@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.peers import EXCHANGES
-from blazeproto.distributed.exchanges import Choice, GatheredExchange, PeerExchange
+from blazeproto.autograd.peers import EXCHANGES, PeersNamed
+from blazeproto.distributed.exchanges import SharedChoice, GatheredExchange, PeerExchange
 from blazeproto.distributed.peer_memory import MAX_RANKS, Layout
 from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime import checks
@@ -128,9 +128,8 @@ class Symmetric:
         self._check_tokens(x, topk_experts)
         lists = (pair_tokens, token_offsets, len(x), self.num_experts // self.ranks)
         moved, choice = _Shared.apply(scores, self._exchange, topk_experts, lists)  # type: ignore[no-untyped-call]
-        return Arrived(
-            x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, self.name, choice.token_ranks
-        )
+        peers = PeersNamed(choice.token_ranks, self.name)
+        return Arrived(x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, peers)
 
     def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
         """As it is: the experts' operators have added up."""
@@ -179,9 +178,9 @@ class _Shared(torch.autograd.Function):
     """Scores to the ranks of their experts, with ids and lists, and their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, exchange: Any, experts: Tensor, lists: Any) -> tuple[Tensor, Choice]:
+    def forward(ctx: Any, scores: Tensor, exchange: Any, experts: Tensor, lists: Any) -> tuple[Tensor, SharedChoice]:
         pair_tokens, token_offsets, num_tokens, experts_here = lists
-        found: Choice = exchange.share(experts, scores, pair_tokens, token_offsets, num_tokens, experts_here)
+        found: SharedChoice = exchange.share(experts, scores, pair_tokens, token_offsets, num_tokens, experts_here)
         kept: Any = [t if t is None else t.clone() for t in found[1:4]]  # which a next exchange would write over
         ctx.save_for_backward((found.experts >= 0) & (found.experts < experts_here))
         ctx.exchange, ctx.shape = exchange, scores.shape

@@ -107,7 +107,7 @@ class Timer:
         self.ranks, self.rounds = ranks, rounds
 
     def ms(self, *calls: Callable[[], object], before: Callable[[], object]) -> list[float]:
-        """Of calls that run one after another in every round."""
+        """The times of calls that run one after another in every round."""
         taken: list[list[float]] = []
         for _ in range(self.rounds + 2):
             before()
@@ -174,7 +174,8 @@ def exchange_times(
     x, scores = given.x.detach(), given.scores.detach()
     routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
     backend = backend_on("auto", x.device, x.dtype, experts_here, shape.d, shape.n)
-    made, kept = torch.empty_like(x), []
+    made = torch.empty_like(x)
+    kept: list[Any] = []
     y = torch.randn(exchange.places * shape.K, shape.d, device=x.device).to(x.dtype)
 
     def draw() -> None:
@@ -191,7 +192,8 @@ def exchange_times(
 
     def back() -> None:
         for token_ranks, index, weights in kept:
-            (chunk,) = chunks_of(exchange.places, experts_here, *index, shape.K, None, None, WHOLE)
+            lists = (*index, shape.K, None, None, WHOLE)
+            (chunk,) = chunks_of(exchange.places, experts_here, *lists)
             exchange.add_up(token_ranks, y, backend.rows_of(chunk.dispatch), scores=weights, out=made)
 
     draw()
@@ -213,7 +215,7 @@ def payload(given: Inputs, shape: Sizes, ranks: Ranks) -> int:
 
 
 def peak_mib(layer: MoE, given: Inputs, ranks: Ranks, *, beside: int) -> float:
-    """Of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
+    """The peak of forward and backward, gradients included, and ``beside`` bytes and the layer's weights; the largest rank's."""
     if ranks.device.type != "cuda":
         return 0.0
     weights = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in layer.parameters())

@@ -24,7 +24,7 @@ def tail_of(case, save="minimal", chunk_tokens=0):
     index_arrays = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
     top_k = 0 if case.varying else 3
     varying = (case.varying.get("pair_tokens"), case.varying.get("token_offsets"))
-    return (*index_arrays, top_k, *varying, chunk_tokens, options(save))
+    return (*index_arrays, top_k, *varying, chunk_tokens, None, "", options(save))
 
 
 def test_opcheck_dispatch(make_case):

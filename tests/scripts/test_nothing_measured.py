@@ -33,6 +33,7 @@ NEED_A_GPU = {
     "scripts.checks.compare": ["--old", "."],
     "scripts.checks.sanitize_target": [],
     "scripts.timelines": [],
+    "scripts.lm.compare_runs": ["accuracy", "--out", "{tmp}/training.json"],
     "scripts.lm.compare_backends": ["--train", "--results", "{tmp}/curves.json"],
 }
 
@@ -80,6 +81,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
             "argument --parts: expected some of layers, blocks, dispatches, choices",
         ),
         ("scripts.checks.transformers_suite", ["{tmp}"], "folder: expected one with src/transformers, got"),
+        ("scripts.lm.compare_runs", ["all", "--runs", "our"], "argument --runs: expected some of float64, torch_fp32"),
         ("scripts.lm.compare_backends", ["--results", "{tmp}/none"], "--results: expected the losses of two runs"),
         ("scripts.lm.compare_routers", ["--runs", "{tmp}"], "--runs: expected runs router-NAME that have ended"),
     ],

@@ -9,23 +9,26 @@
 //   rank 0   y of rank 1's tokens --> partial sums --> rank 1's memory, PART tokens, then a flag
 //            y of its own tokens  --> partial sums + those that came, behind their flags --> out
 //
-// Blocks draw tickets. Parts are sent in order, and LAG parts later this rank's own tokens of the same number are finished: the
-// wait for a flag is over by then, NVLink and memory are busy at once, and whatever a block waits for is sent by
-// a block of a lower ticket, which waits for nothing.
+// The first of the blocks, one in SENDERS, send parts, in order; the others finish this rank's own tokens, in the same order, so that
+// NVLink and the memory are busy at once. Where all is sent, senders finish too. A block draws tickets for the one and for the other. Senders
+// wait for nothing, so that what a block waits for comes.
 //
 // Floor: the larger of 2 (R + 2 T) d bytes / the memory's speed and the bytes of partial sums that leave / NVLink's rate.
 //
-// A warp has a token: its lanes keep the rows of the token's pairs, up to 32, and go through the columns together.
+// LANES threads compute a token's columns, a chunk at a time, and load it of all rows before they add any.
 //
 // -D: VARYING     1: a token's pairs are token_offsets[t] to [t + 1].  0: there are top_k a token
 //     GROUP       pairs whose rows are in flight together
+//     LANES       threads that have a token, a power of two, at most THREADS
 //     HAS_SCORES  0 or 1
 //     PART        tokens between two flags
-//     LAG         parts
+//     SENDERS     see above
 //     THREADS     threads in a block
 //     BLOCKS_PER_SM  that have registers at once
 #include "meeting.cuh"
 #include "row_sum.cuh"
+
+static_assert(THREADS % LANES == 0 && (LANES & (LANES - 1)) == 0, "a token's threads are a power of two, within a block");
 
 struct AddUpParams {
     Meeting meeting;
@@ -42,47 +45,27 @@ struct AddUpParams {
                                      // the columns, in order of the ranks that send; (ranks, parts)
 };
 
-// The pairs of a token of any rank, as a warp has them.
-struct Pairs {
-    int64_t begin, end;
-    int row;       // of pair begin + lane: -1 where it has none here, or where there is no such pair
-    float weight;  // its score
-
-    DEVICE void load(const AddUpParams& p, int64_t from) {
-        const int64_t pair = from + threadIdx.x % 32;
-        row = pair < end ? load_s32(p.token_index_map + pair) : -1;
-        weight = HAS_SCORES && row >= 0 ? load_f32(p.scores + pair) : 1.f;
-    }
-
-    DEVICE Pairs(const AddUpParams& p, int64_t token)
-        : begin(VARYING ? p.token_offsets[token] : token * p.top_k),
-          end(VARYING ? p.token_offsets[token + 1] : begin + p.top_k) {
-        load(p, begin);
-    }
-
-    // Whether the token has a row here. Of a token with more than 32 pairs this is not asked.
-    DEVICE bool any() const { return end - begin > 32 || __any_sync(~0u, row >= 0); }
-
-    // A chunk of columns of the sum over the rows.
-    DEVICE void add_to(const AddUpParams& p, int64_t column, float (&sum)[CHUNK]) {
-        for (int64_t from = begin; from < end; from += 32) {
-            if (end - begin > 32) load(p, from);
-            for (int k = 0; k < min(end - from, int64_t(32)); k += GROUP) {
-                uint4 y_chunk[GROUP];
+// A chunk of columns of a token's sum over the rows that this rank has of it. Returns whether there are any.
+DEVICE bool sum_here(const AddUpParams& p, int64_t token, int64_t column, float (&sum)[CHUNK]) {
+    int64_t pair = VARYING ? p.token_offsets[token] : token * p.top_k;
+    const int64_t end = VARYING ? p.token_offsets[token + 1] : pair + p.top_k;
+    bool any = false;
+    for (; pair < end; pair += GROUP) {
+        int row[GROUP];
+        uint4 y_chunk[GROUP];
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    const int r = k + i < 32 ? __shfl_sync(~0u, row, k + i) : -1;
-                    y_chunk[i] = load_chunk(p.y + r * p.columns + column, r >= 0 && column < p.columns);
-                }
+        for (int k = 0; k < GROUP; ++k) row[k] = pair + k < end ? load_s32(p.token_index_map + pair + k) : -1;
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) {
-                    if (k + i < 32 && __shfl_sync(~0u, row, k + i) >= 0)
-                        add(sum, y_chunk[i], HAS_SCORES ? __shfl_sync(~0u, weight, k + i) : 1.f);
-                }
-            }
+        for (int k = 0; k < GROUP; ++k) y_chunk[k] = load_chunk(p.y + row[k] * p.columns + column, row[k] >= 0);
+#pragma unroll
+        for (int k = 0; k < GROUP; ++k) {
+            if (row[k] < 0) continue;
+            any = true;
+            add(sum, y_chunk[k], HAS_SCORES ? load_f32(p.scores + pair + k) : 1.f);
         }
     }
-};
+    return any;
+}
 
 DEVICE uint32_t* part_flag(const AddUpParams& p, int peer, int from, int64_t part) {
     const int64_t parts = (p.max_tokens + PART - 1) / PART;
@@ -95,21 +78,16 @@ DEVICE bf16* sum_at(const AddUpParams& p, int to, int from, int64_t token) {
     return reinterpret_cast<bf16*>(p.meeting.at(to, p.sums_at)) + place * p.row_columns;
 }
 
-DEVICE void send_part(const AddUpParams& p, int peer, int64_t part, uint32_t epoch) {
+DEVICE void send_part(const AddUpParams& p, int peer, int64_t part) {
     const int64_t end = min((part + 1) * PART, p.max_tokens);
-    for (int64_t token = part * PART + threadIdx.x / 32; token < end; token += THREADS / 32) {
-        Pairs pairs(p, peer * p.max_tokens + token);
-        if (!pairs.any() && !p.dropping) continue;
+    for (int64_t token = part * PART + threadIdx.x / LANES; token < end; token += THREADS / LANES) {
         bf16* to = sum_at(p, peer, int(p.meeting.rank), token);
-        for (int64_t first = 0; first < p.columns; first += 32 * CHUNK) {
-            const int64_t column = first + threadIdx.x % 32 * CHUNK;
+        for (int64_t column = threadIdx.x % LANES * CHUNK; column < p.columns; column += LANES * CHUNK) {
             float sum[CHUNK] = {};
-            pairs.add_to(p, column, sum);
-            if (column < p.columns) store_16(to + column, round(sum));
+            if (!sum_here(p, peer * p.max_tokens + token, column, sum) && !p.dropping) break;
+            store_16(to + column, round(sum));
         }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) store_release_sys(part_flag(p, peer, int(p.meeting.rank), part), epoch);
 }
 
 DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
@@ -119,14 +97,11 @@ DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
         wait_until(part_flag(p, int(m.rank), threadIdx.x, part), epoch, m.patience_ns);
     __syncthreads();
     const int64_t end = min((part + 1) * PART, p.tokens);
-    for (int64_t token = part * PART + threadIdx.x / 32; token < end; token += THREADS / 32) {
-        Pairs pairs(p, m.rank * p.max_tokens + token);
+    for (int64_t token = part * PART + threadIdx.x / LANES; token < end; token += THREADS / LANES) {
         const uint32_t ranks = uint32_t(load_s32(p.token_ranks + token));
-        for (int64_t first = 0; first < p.columns; first += 32 * CHUNK) {
-            const int64_t column = first + threadIdx.x % 32 * CHUNK;
+        for (int64_t column = threadIdx.x % LANES * CHUNK; column < p.columns; column += LANES * CHUNK) {
             float own[CHUNK] = {}, sum[CHUNK] = {};
-            if (ranks >> m.rank & 1) pairs.add_to(p, column, own);
-            if (column >= p.columns) continue;
+            if (ranks >> m.rank & 1) sum_here(p, m.rank * p.max_tokens + token, column, own);
             for (uint32_t left = ranks; left; left &= left - 1) {
                 const int from = __ffs(left) - 1;
                 add(sum, from == m.rank ? round(own) : load_16(sum_at(p, int(m.rank), from, token) + column), 1.f);
@@ -137,21 +112,39 @@ DEVICE void finish_part(const AddUpParams& p, int64_t part, uint32_t epoch) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) add_up(const __grid_constant__ AddUpParams p) {
-    __shared__ uint32_t drawn;
+    __shared__ uint32_t drawn[2];
     const Meeting& m = p.meeting;
     const uint32_t epoch = begin_exchange(m);
-    const uint32_t ranks = uint32_t(m.ranks), parts = uint32_t((p.max_tokens + PART - 1) / PART);
-    while (true) {
-        if (threadIdx.x == 0) drawn = atomicAdd(&m.progress->ticket, 1u);
-        __syncthreads();
-        const uint32_t step = drawn / ranks, turn = drawn % ranks;
-        __syncthreads();  // before the next ticket is drawn
-        if (step >= parts + LAG) break;
-        if (turn + 1 < ranks) {
-            if (step < parts) send_part(p, int((m.rank + 1 + turn) % ranks), step, epoch);
-        } else if (step >= LAG) {
-            finish_part(p, step - LAG, epoch);
+    const uint32_t others = uint32_t(m.ranks) - 1, parts = uint32_t((p.max_tokens + PART - 1) / PART);
+
+    auto part_of = [&](uint32_t ticket) { return ticket / others; };
+    auto peer_of = [&](uint32_t ticket) { return int((m.rank + 1 + ticket % others) % m.ranks); };
+    // Thread 0 draws a ticket while the one before is worked on.
+    auto draw = [&](int kind, int turn) {
+        if (threadIdx.x == 0) drawn[turn] = atomicAdd(&m.progress->tickets[kind], 1u);
+    };
+    const bool sends = blockIdx.x * SENDERS < gridDim.x && others;
+    if (sends) {
+        draw(1, 0);
+        for (int turn = 0;; turn ^= 1) {
+            __syncthreads();
+            const uint32_t ticket = drawn[turn];
+            if (ticket >= parts * others) break;
+            draw(1, turn ^ 1);
+            send_part(p, peer_of(ticket), part_of(ticket));
+            __syncthreads();
+            if (threadIdx.x == 0)
+                store_release_sys(part_flag(p, peer_of(ticket), int(m.rank), part_of(ticket)), epoch);
         }
+        __syncthreads();
+    }
+    draw(0, 0);
+    for (int turn = 0;; turn ^= 1) {
+        __syncthreads();
+        const uint32_t ticket = drawn[turn];
+        if (ticket >= parts) break;
+        draw(0, turn ^ 1);
+        finish_part(p, ticket, epoch);
     }
     end_exchange(m, epoch, false);
 }

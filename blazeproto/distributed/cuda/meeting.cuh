@@ -25,7 +25,7 @@ struct Flags {
 struct Progress {
     uint32_t epoch;  // of the last exchange that has ended
     uint32_t ended;  // blocks of this launch
-    uint32_t ticket;
+    uint32_t tickets[2];
 };
 
 struct Meeting {
@@ -111,7 +111,7 @@ DEVICE void end_exchange(const Meeting& m, uint32_t epoch, bool wait) {
             wait_until(&m.flags(m.rank)->arrived[threadIdx.x], epoch * gridDim.x, m.patience_ns);
     }
     if (threadIdx.x == 0 && atomicInc(&m.progress->ended, gridDim.x - 1) == gridDim.x - 1) {
-        m.progress->ticket = 0;
+        m.progress->tickets[0] = m.progress->tickets[1] = 0;
         m.progress->epoch = epoch;
     }
 }
