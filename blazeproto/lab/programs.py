@@ -127,7 +127,10 @@ def run_together(
     seed, most: as in `run`.
 
     Each GPU sees the others' plain stores late, unless they are released at system scope; two GPUs' accesses that nothing orders
-    are a race (docs/machine.md). The report is one of all launches. Raises what `run` raises.
+    are a race (docs/machine.md). The report is one of all launches.
+
+    TypeError or ValueError naming the argument, before anything runs; beside what `run` raises, Deadlock where all that go on
+    read the same words again and again.
     """
     machine, how = _machine(seed, most)
     if resident is not None:

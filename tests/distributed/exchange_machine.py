@@ -94,7 +94,7 @@ class Exchange:
         return made.reshape(-1)
 
     def pairs(self, rank: int) -> list[list[int]]:
-        """Of each of a rank's tokens."""
+        """Numbers of the pairs of each of a rank's tokens."""
         ends = np.cumsum(self.counts[rank])
         return [list(range(end - count, end)) for end, count in zip(ends, self.counts[rank], strict=True)]
 

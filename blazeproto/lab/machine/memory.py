@@ -22,7 +22,7 @@ GPU, SYSTEM = SCOPES["gpu"], SCOPES["sys"]
 
 
 class Semantics(NamedTuple):
-    """Of an instruction that accesses memory (PTX ISA §8.3 to §8.5).
+    """How an instruction accesses memory (PTX ISA §8.3 to §8.5).
 
     scope: of `SCOPES`, 0 where it is weak.  nc: nobody writes what it reads while the launch runs.
     """

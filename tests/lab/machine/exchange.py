@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("exchange.cu")
 
 @cache
 def ptx(*changes: tuple[str, str]) -> str:
-    """Of the source with each first text replaced by the second. AssertionError where it has none."""
+    """PTX of the source with each first text replaced by the second. AssertionError where it has none."""
     text = SOURCE.read_text()
     for before, after in changes:
         assert before in text, before

@@ -315,7 +315,7 @@ def run_case(case: Case, ordered: bool, seed: int, together: bool = False) -> Re
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_orders_two_accesses_and_that_they_race_without_it(case: Case, together: bool) -> None:
-    """Of a launch alone, and of one that others may run beside."""
+    """In a launch alone, and in one that others may run beside."""
     for seed in range(SEEDS):
         assert not run_case(case, True, seed, together).races, f"seed {seed}"
     for seed in range(RACING_SEEDS):
