@@ -58,6 +58,16 @@ DEVICE void add_release_sys(uint32_t* address, uint32_t value) {
                  : "memory");
 }
 
+// What this thread has done, or others that it met at a barrier since, is before what follows the last of these.
+DEVICE uint32_t increment_acq_rel(uint32_t* address, uint32_t last) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(address)), "r"(last)
+                 : "memory");
+    return before;
+}
+
 DEVICE uint64_t globaltimer() {
     uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -110,7 +120,7 @@ DEVICE void end_exchange(const Meeting& m, uint32_t epoch, bool wait) {
         if (wait && blockIdx.x == 0)
             wait_until(&m.flags(m.rank)->arrived[threadIdx.x], epoch * gridDim.x, m.patience_ns);
     }
-    if (threadIdx.x == 0 && atomicInc(&m.progress->ended, gridDim.x - 1) == gridDim.x - 1) {
+    if (threadIdx.x == 0 && increment_acq_rel(&m.progress->ended, gridDim.x - 1) == gridDim.x - 1) {
         m.progress->tickets[0] = m.progress->tickets[1] = 0;
         m.progress->epoch = epoch;
     }
