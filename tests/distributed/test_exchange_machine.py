@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "no release of what was sent": Fault("meeting.cuh", "red.release.sys", "red.relaxed.sys", "values"),
     "a release of the GPU": Fault("meeting.cuh", "red.release.sys", "red.release.gpu", "values"),
-    "no release of partial sums": Fault("meeting.cuh", "st.release.sys", "st.relaxed.sys", "values"),
+    "no release of partial sums": Fault("meeting.cuh", "st.release.sys", "st.relaxed.sys"),
     "no acquire": Fault("meeting.cuh", "ld.acquire.sys", "ld.relaxed.sys"),
     "the end waits for the epoch before": Fault(
         "meeting.cuh", "epoch * gridDim.x,", "(epoch - 1) * gridDim.x,", "values"
