@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.checks import check_choice, check_experts
+from blazeproto.autograd.low_rank import LowRank, tensors_of
 from blazeproto.autograd.mlp import moe_mlp
 from blazeproto.autograd.operators import as_experts_see
 from blazeproto.autograd.options import Options
@@ -85,8 +86,12 @@ def dispatched_mlp(
     options: Options,
     pair_tokens: Tensor | None,
     token_offsets: Tensor | None,
+    up_factors: LowRank | None = None,
+    down_factors: LowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`moe_mlp` with ``num_experts`` experts of all ranks, of which the weights have this rank's: DTensors, or plain local ones.
+
+    up_factors, down_factors: of this rank's experts, plain tensors.
 
     Returns out (T, d), and the pairs that a ``row_capacity`` left out on all ranks, (1,) int32; None without one.
 
@@ -94,8 +99,9 @@ def dispatched_mlp(
     """
     dispatcher.check(options)
     up_proj, down_proj, up_bias, down_bias = map(_local, (up_proj, down_proj, up_bias, down_bias))
-    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores))
-    weights = (down_proj, up_bias, down_bias, None, None)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores, *factors))
+    weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     check_experts(x, (up_proj,), *weights, num_experts=len(down_proj), options=options)
     choice = (topk_experts, None, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
@@ -110,6 +116,8 @@ def dispatched_mlp(
         num_experts=len(down_proj),
         up_bias=up_bias,
         down_bias=down_bias,
+        up_factors=up_factors,
+        down_factors=down_factors,
         pair_tokens=arrived.pair_tokens,
         token_offsets=arrived.token_offsets,
         peers=arrived.peers,

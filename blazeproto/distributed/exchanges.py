@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
-from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, Layout, PeerMemory
+from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm.combine import SPEC as COMBINE
 from blazeproto.runtime.arrays import current_stream
 
@@ -36,7 +36,7 @@ class PeerExchange:
     group: its ranks have one GPU each, of one kind, in NVLink's reach.  See `Symmetric` for the rest.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout, device: torch.device, timeout: float) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.layout, self.places, self.device = layout, layout.ranks * layout.max_tokens, device
@@ -120,7 +120,7 @@ class GatheredExchange:
     For any device and dtype, gloo and NCCL; it moves P times as much. What nobody would have stored is NaN.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout) -> None:
         self.group, self.rank, self.layout = group, group.rank(), layout
         self.places = layout.ranks * layout.max_tokens
 

@@ -31,7 +31,7 @@ PROGRESS_BYTES = 16  # meeting.cuh: Progress
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Where each section begins in a rank's memory, in bytes, and how long it all is.
 
     ranks: P.  max_tokens, max_pairs: of a rank.  d_model: d, a multiple of 8.
@@ -100,7 +100,7 @@ class PeerMemory:
     blocks: of a grid; the same on all ranks.  patience: seconds that a kernel waits for another rank before it ends the program.
     """
 
-    layout: Layout
+    layout: MemoryLayout
     rank: int
     bases: int
     progress: int

@@ -23,8 +23,8 @@ from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, PeersNamed
-from blazeproto.distributed.exchanges import SharedChoice, GatheredExchange, PeerExchange
-from blazeproto.distributed.peer_memory import MAX_RANKS, Layout
+from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange, SharedChoice
+from blazeproto.distributed.peer_memory import MAX_RANKS, MemoryLayout
 from blazeproto.gemm.tiles import CHUNK
 from blazeproto.runtime import checks
 
@@ -81,7 +81,7 @@ class Symmetric:
         checks.number("timeout", timeout, least=0)
         if overflow not in ("raise", "drop"):
             raise ValueError(f"overflow: expected 'raise' or 'drop', got {overflow!r}")
-        self.overflow_is, self.layout = overflow, Layout(self.ranks, max_tokens, max_pairs, d_model)
+        self.overflow_is, self.layout = overflow, MemoryLayout(self.ranks, max_tokens, max_pairs, d_model)
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
         self._exchange: PeerExchange | GatheredExchange

@@ -94,7 +94,7 @@ def weak_scaling(mode: str, config: Config, ranks: Ranks, rounds: int, steps: in
 
 
 def losses_of(mode: str, config: Config, ranks: Ranks) -> list[float]:
-    """Of every step."""
+    """Every step's loss."""
     program = trainer(config, ranks, mode)
     return torch.stack([program.train_step()[0] for _ in range(config.steps)]).tolist()
 

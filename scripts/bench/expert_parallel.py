@@ -1,8 +1,9 @@
 """Experts on several GPUs: a layer forward and backward, and the exchange alone, by dispatcher.
 
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel             # -> the "ep" rows of results/h200/distributed.json
-    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --quick     # small, on CPUs too; tables alone
+    torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --quick     # small, on CPUs too; rows are printed alone
     torchrun --nproc-per-node 2 -m scripts.bench.expert_parallel --layers qwen3,mixtral --tokens 8192
+    python -m scripts.bench.expert_parallel --quick                          # the same with one rank
 
 Any number of GPUs: rows of other numbers stay. The file is written after every row.
 
@@ -37,7 +38,7 @@ from blazeproto.router.router import Routing
 from scripts.bench.common import begun, bench_parser, cfg_of, read_json, settled, stamped, write_json
 from scripts.bench.distributed import TIMEOUT, Row, results_file
 from scripts.command import need_hopper, some_of
-from scripts.lm.ranks import Ranks, joined
+from scripts.lm.ranks import Ranks, join, joined
 
 MIB = 1 << 20
 LAYERS = {  # d, n, E, K
@@ -289,6 +290,8 @@ def main(words: list[str] | None = None) -> None:
     )
     with joined(options.device, TIMEOUT) as ranks:
         out, timer = options.out or (None if options.quick else results_file()), Timer(ranks, options.rounds)
+        if not dist.is_initialized():
+            join(ranks.device, TIMEOUT)
         record = read_json(out) if out and ranks.first and out.exists() else {}
         if ranks.first:
             record |= {
