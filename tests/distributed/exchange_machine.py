@@ -105,13 +105,14 @@ class Exchange:
         """Names of what did not come as it should, by rank."""
         wrong = []
         for rank in range(self.ranks):
-            for name, right in self._right(rank).items():
+            for name, right in self.right(rank).items():
                 got = self.out[rank] if name == "out" else self.seen[rank][name][: right.size].reshape(right.shape)
                 if not np.array_equal(got, right):
                     wrong.append(f"{name} of rank {rank}")
         return wrong
 
-    def _right(self, rank: int) -> dict[str, np.ndarray]:
+    def right(self, rank: int) -> dict[str, np.ndarray]:
+        """What should come to a rank, by name."""
         most, right = self.layout.max_tokens, {"experts": self.arrived_ids(rank)}
         scores = np.zeros((self.ranks, self.pairs_of_rank), np.float32)
         for other in range(self.ranks):
