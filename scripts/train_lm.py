@@ -51,6 +51,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that cuBLAS re
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
@@ -160,7 +161,9 @@ class Trainer:
             raise ValueError(f"data: expected the text of rank 0 on all ranks, got another one on rank {ranks.rank}")
         self.text_bytes = len(texts[0])
         self.train_batches, self.val_batches = (
-            Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
+            Batches(text.to(device), config.context, batch, config.seed)
+            # A validation takes what a part of a step does, for which there is memory, and room for what comes to a rank.
+            for text, batch in zip(texts, (config.batch, config.batch // config.accumulate), strict=True)
         )
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(device, torch.float64 if config.float64 else torch.float32)
@@ -267,7 +270,7 @@ class Trainer:
         self.sharding.reduce()
         self.sharding.clip(self.config.clip)
         if self.config.row_capacity:
-            check_overflow(self.model)  # OverflowError on all ranks, before any steps
+            check_overflow(self.model, dist.group.WORLD)  # OverflowError on all ranks, before any steps
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loads = self.ranks.sum(loads)

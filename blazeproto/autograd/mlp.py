@@ -28,6 +28,7 @@ activation.
     dHB = dH B_up       dX            <── dH W_up   + dHB A_up       dA_up   = dHB^T X           dB_up   = dH^T XA
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def moe_mlp(
         RuntimeError: on a double backward.
     """
     options = merged("moe_mlp", options, keywords)
+    options = options if peers is None else replace(options, backend=peers.backend)
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)

@@ -21,7 +21,7 @@ from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
-from blazeproto.autograd.peers import Peers, peers_of
+from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
 from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
 
 
@@ -166,6 +166,7 @@ def _experts_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, top_k, pair_tokens, token_offsets, chunk_tokens, token_ranks, exchange, encoded = inputs
     ctx.rest = (top_k, chunk_tokens, exchange, encoded)
+    ctx.exchange = EXCHANGES.get(exchange)  # lives as long as the node
     # For what is not saved the dispatcher has tensors of shape (0,).
     saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])

@@ -23,6 +23,9 @@ class Exchange(Protocol):
     places: int
     """Tokens that may arrive, of all ranks."""
 
+    backend: str
+    """The name of the backend whose rows ``add_up`` takes."""
+
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
         """t (T, d), this rank's own → (places, d), of all ranks' tokens those with an expert here; the other rows are anything.
 
@@ -58,6 +61,11 @@ class PeersNamed(NamedTuple):
     def places(self) -> int:
         """Tokens that may arrive."""
         return EXCHANGES[self.exchange].places
+
+    @property
+    def backend(self) -> str:
+        """What the operators run on."""
+        return EXCHANGES[self.exchange].backend
 
 
 class Peers(NamedTuple):

@@ -18,6 +18,7 @@ try:
     from torch._C import (
         DispatchKey,
         _are_functorch_transforms_active,
+        _current_graph_task_id,
         _dispatch_tls_local_exclude_set,
         _dispatch_tls_local_include_set,
         _ForceDispatchKeyGuard,
@@ -78,6 +79,11 @@ def hooks_see_saved_tensors() -> bool:
 def graph_is_kept() -> bool:
     """In a backward: whether the graph is kept for another one."""
     return not AVAILABLE or _get_current_graph_task_keep_graph()
+
+
+def in_backward() -> bool:
+    """Whether a backward runs on this thread: a forward pass there is one of a checkpoint, which runs it again."""
+    return AVAILABLE and _current_graph_task_id() >= 0
 
 
 def release_saved_tensors(ctx: Any) -> None:

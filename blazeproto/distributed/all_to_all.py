@@ -50,6 +50,10 @@ class AllToAll:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, num_experts={self.num_experts})"
 
+    def __deepcopy__(self, _: Any) -> AllToAll:
+        """Itself, which a copy of a layer shares: the process group is the ranks'."""
+        return self
+
     def check(self, options: Options) -> None:
         """Raises ValueError for ``options`` with a bound on rows or bytes: how many arrive is known after they have left."""
         for name in ("row_capacity", "workspace_bytes"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
@@ -35,6 +36,8 @@ class PeerExchange:
 
     group: its ranks have one GPU each, of one kind, in NVLink's reach.  See `Symmetric` for the rest.
     """
+
+    backend = "hopper"
 
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout, device: torch.device, timeout: float) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -67,7 +70,7 @@ class PeerExchange:
         num_tokens: int,
         experts_here: int,
     ) -> SharedChoice:
-        experts, scores, top_k = experts.int().contiguous(), scores.contiguous(), _top_k(experts)
+        experts, scores, top_k = _narrow(experts).contiguous(), scores.contiguous(), _top_k(experts)
         token_ranks = experts.new_empty(num_tokens)
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
         addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks)]
@@ -81,6 +84,7 @@ class PeerExchange:
         return SharedChoice(ids, weights, tokens, offsets, token_ranks)
 
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
+        t = ready(t)  # a copy lives until the launch is in the stream
         self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t))
         return self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
 
@@ -120,6 +124,8 @@ class GatheredExchange:
     For any device and dtype, gloo and NCCL; it moves P times as much. What nobody would have stored is NaN.
     """
 
+    backend = "torch"
+
     def __init__(self, group: dist.ProcessGroup, layout: MemoryLayout) -> None:
         self.group, self.rank, self.layout = group, group.rank(), layout
         self.places = layout.ranks * layout.max_tokens
@@ -141,7 +147,7 @@ class GatheredExchange:
         num_tokens: int,
         experts_here: int,
     ) -> SharedChoice:
-        experts, layout = experts.int(), self.layout
+        experts, layout = _narrow(experts), self.layout
         known = (experts >= 0) & (experts < experts_here * layout.ranks)
         ranks = torch.where(known, experts // experts_here, layout.ranks).long()
         tokens = torch.arange(num_tokens)[:, None].expand(ranks.shape) if pair_tokens is None else pair_tokens.long()
@@ -187,6 +193,11 @@ class GatheredExchange:
     def send_back(self, values: Tensor, here: Tensor) -> Tensor:
         of_ranks = self._gathered(values.masked_fill(~here, 0).flatten(), values.numel(), 0)
         return of_ranks.unflatten(1, (self.layout.ranks, -1))[:, self.rank].sum(0)  # one of them is not zero
+
+
+def _narrow(experts: Tensor) -> Tensor:
+    """Ids in int32. One that int32 has no room for is no expert's either way."""
+    return experts if experts.dtype == torch.int32 else experts.clamp(-1, torch.iinfo(torch.int32).max).int()
 
 
 def _top_k(experts: Tensor) -> int:

@@ -23,6 +23,7 @@ from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, PeersNamed
+from blazeproto.autograd.private import in_backward
 from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange, SharedChoice
 from blazeproto.distributed.peer_memory import MAX_RANKS, MemoryLayout
 from blazeproto.gemm.tiles import CHUNK
@@ -101,6 +102,10 @@ class Symmetric:
         sizes = f"d_model={layout.d_model}, max_tokens={layout.max_tokens}, max_pairs={layout.max_pairs}"
         return f"{type(self).__name__}(ranks={self.ranks}, num_experts={self.num_experts}, {sizes})"
 
+    def __deepcopy__(self, _: Any) -> Symmetric:
+        """Itself, which a copy of a layer shares: the process group and the memory are the ranks'."""
+        return self
+
     def check(self, options: Options) -> None:
         """Raises ValueError for ``options`` that have no meaning here."""
         if options.workspace_bytes is not None:
@@ -143,14 +148,18 @@ class Symmetric:
         pairs = torch.zeros(self.ranks + 1, dtype=torch.int32, device=ids.device)
         pairs.index_add_(0, ranks, torch.ones_like(ranks))
         made = (pairs[:-1] - row_capacity).clamp_min(0).sum(0, keepdim=True, dtype=torch.int32)
-        self._overflow += made
+        if not in_backward():  # a checkpoint's second forward pass
+            self._overflow += made
         return made
 
-    def take_overflow(self) -> int:
-        """The pairs left out on all ranks since it was last asked; waits for the device."""
-        found = int(self._overflow)
+    def take_overflow(self, group: dist.ProcessGroup | None = None) -> int:
+        """The pairs left out on all ranks, and those of ``group``, since it was last asked; waits for the device."""
+        found = self._overflow.clone()
         self._overflow.zero_()
-        return found
+        if group is not None:
+            found *= self.group.rank() == 0  # all ranks of a dispatcher have the same count
+            dist.all_reduce(found, group=group)
+        return int(found)
 
     def _check_tokens(self, x: Tensor, experts: Tensor) -> None:
         layout = self.layout
@@ -194,16 +203,19 @@ class _Shared(torch.autograd.Function):
         return made[: ctx.shape.numel()].view(ctx.shape).clone(), None, None, None
 
 
-def check_overflow(module: nn.Module) -> int:
+def check_overflow(module: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     """The pairs that row capacities have left out on all ranks, in all layers of ``module``, since it was last asked.
 
+    group: the ranks of several dispatchers, where experts are copied, as with a mesh (dp, ep): all of them call this, and their
+    counts are summed. Default: those of each dispatcher.
+
     To be called before an optimizer's step. The count is the same on all ranks, so that all raise or none; it waits for the
-    device.
+    device. A forward pass that a checkpoint runs again counts once.
 
     Raises OverflowError where a dispatcher with overflow="raise" has left out any: then no rank's optimizer has stepped.
     """
     found = {id(d): d for each in module.modules() if isinstance(d := getattr(each, "dispatcher", None), Symmetric)}
-    counts = {dispatcher: dispatcher.take_overflow() for dispatcher in found.values()}
+    counts = {dispatcher: dispatcher.take_overflow(group) for dispatcher in found.values()}
     for dispatcher, pairs in counts.items():
         if pairs and dispatcher.overflow_is == "raise":
             expected = "row_capacity: expected a row for every pair"

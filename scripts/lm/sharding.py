@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
-from blazeproto.gemm.tiles import CHUNK
 from blazeproto.router import Routing, fallback
 from blazeproto.router.router import Router
 from scripts.lm.model import GPT
@@ -146,13 +146,14 @@ class Sharding:
 
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
-    fits = ranks.device.type == "cuda" and config.bf16 and config.d_model % CHUNK == 0
+    sizes = (config.num_experts, config.d_model, config.d_expert)
+    fits = config.bf16 and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         return AllToAll(group, config.num_experts)
-    tokens = -(-config.batch // ranks.size) * config.context  # of a validation; a training step has no more
-    pairs = model.blocks[0].moe.max_pairs(tokens)
-    sizes = {"d_model": config.d_model, "max_tokens": tokens, "max_pairs": pairs}
-    return Symmetric(group, config.num_experts, **sizes, device=ranks.device)
+    tokens = config.batch // config.accumulate // ranks.size * config.context
+    pairs = max(tokens * config.top_k, model.blocks[0].moe.max_pairs(tokens))  # of a validation, of a training step
+    most = {"d_model": config.d_model, "max_tokens": tokens, "max_pairs": pairs}
+    return Symmetric(group, config.num_experts, **most, device=ranks.device)
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ What a rank has is compared with the same layer on one rank, which is given the 
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import LowRank, Options
@@ -395,6 +398,71 @@ def overflow_of_one_rank(rank: int, folder: Path) -> None:
         assert check_overflow(layer) == 0
 
 
+def overflow_of_one_copy(rank: int, folder: Path) -> None:
+    """Experts on half of the ranks, two copies, of which the first alone has too few rows: all ranks know, where told of all."""
+    mesh, world = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "ep")), dist.group.WORLD
+    layer = build(router=Given(2, torch.float64), top_k=2, row_capacity=10)
+    layer = expert_parallel(layer, mesh, dispatcher=symmetric(mesh["ep"]))
+    left_out = 2 * sum(TOKENS[: RANKS // 2]) - 10
+    for group, expected in ((world, left_out), (None, left_out if rank < RANKS // 2 else 0)):
+        layer.router.ids = torch.tensor([0, 1] if rank < RANKS // 2 else [-1, -1]).expand(TOKENS[rank], 2)
+        layer(batch(rank)[0])
+        if expected:
+            with pytest.raises(OverflowError, match=f"got {expected} pairs"):
+                check_overflow(layer, group)
+        assert check_overflow(layer, group) == 0
+
+
+def a_checkpoint_counts_once(rank: int, folder: Path) -> None:
+    """Pairs left out are not counted again where a forward pass runs again, and gradients are those without a checkpoint."""
+    dispatcher = symmetric(dist.group.WORLD, overflow="drop")
+    layers = [expert_parallel(build(seed, row_capacity=20), dist.group.WORLD, dispatcher=dispatcher) for seed in (1, 2)]
+
+    def run(x: Tensor) -> Tensor:
+        return layers[1](layers[0](x)[0])[0]
+
+    x, d_out = batch(rank)
+    x.requires_grad_()
+    right, count = torch.autograd.grad(run(x), x, d_out)[0], check_overflow(layers[0])
+    assert count > 0
+    for reentrant in (False, True):
+        x.grad = None
+        checkpoint(run, x, use_reentrant=reentrant).backward(d_out)
+        assert torch.equal(x.grad, right) and check_overflow(layers[0]) == count
+
+
+def copies_of_a_layer(rank: int, folder: Path) -> None:
+    """A deep copy has the dispatcher of what it was copied from; a graph outlives layer and dispatcher."""
+    x, d_out = batch(rank)
+    for dispatcher in (None, symmetric(dist.group.WORLD)):
+        layer = expert_parallel(build(), dist.group.WORLD, dispatcher=dispatcher)
+        made = copy.deepcopy(layer)
+        assert made.dispatcher is layer.dispatcher
+        assert torch.equal(made(x)[0], layer(x)[0])
+        layer.requires_grad_(False)
+        layer.down_proj.requires_grad_(True)
+        out, weight = layer(x)[0], layer.down_proj
+        right = torch.autograd.grad(out, weight, d_out, retain_graph=True)[0].to_local()
+        del layer, made, dispatcher
+        gc.collect()
+        assert torch.equal(torch.autograd.grad(out, weight, d_out)[0].to_local(), right)
+
+
+def ids_beyond_int32(rank: int, folder: Path) -> None:
+    """Are of no expert, as every id outside [0, E) is."""
+    x = batch(rank)[0]
+    scores = torch.rand(len(x), 2, dtype=torch.float64)
+    up, down = (t.detach()[: E // RANKS] for t in (build().gate_up_proj, build().down_proj))
+    given: Any = dict.fromkeys(("up_bias", "down_bias", "pair_tokens", "token_offsets"))
+    given |= {"num_experts": E, "options": Options()}
+    for dispatcher in (AllToAll(dist.group.WORLD, E), symmetric(dist.group.WORLD)):
+        results = []
+        for none in (-1, E, 1 << 32, -(1 << 63), (1 << 63) - 1):
+            ids = torch.tensor([none, 3]).expand(len(x), 2)
+            results.append(dispatched_mlp(dispatcher, x, up, down, scores, ids, **given)[0])
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 CASES = (
     choices_that_are_given,
     routers,
@@ -406,6 +474,10 @@ CASES = (
     a_row_goes_once_to_a_rank,
     factors,
     overflow_of_one_rank,
+    overflow_of_one_copy,
+    a_checkpoint_counts_once,
+    copies_of_a_layer,
+    ids_beyond_int32,
     refusals,
 )
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import ctypes
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from blazeproto import moe_mlp
+from blazeproto.autograd.peers import EXCHANGES, PeersNamed
+from blazeproto.distributed import exchanges
+from blazeproto.distributed.exchanges import PeerExchange
 from blazeproto.distributed.peer_memory import MemoryLayout, add_up_kernel, kernel
 from blazeproto.gemm.compile import Kernel
 
@@ -31,3 +40,39 @@ def test_sections_lie_apart_and_are_aligned() -> None:
         end = begin + size
     assert layout.size >= end and layout.sections["rows"][1] == 3 * 5 * 24 * 2
     assert layout.sections["sums"][1] == 2 * 5 * 24 * 2  # none from itself
+
+
+def exchange() -> Any:
+    """One without a GPU."""
+    made = object.__new__(PeerExchange)
+    made.layout = MemoryLayout(ranks=1, max_tokens=4, max_pairs=8, d_model=16)
+    made.places, made.memory = 4, torch.zeros(made.layout.size, dtype=torch.uint8)
+    return made
+
+
+def test_rows_are_sent_from_16_byte_aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel loads 16 bytes at a time; a contiguous tensor may begin anywhere."""
+    sent = []
+
+    def send(rows: int, *_: Any, num_tokens: int, stream: int) -> None:
+        sent.append((rows, ctypes.string_at(rows, num_tokens * 16 * 2)))
+
+    made, whole = exchange(), torch.randn(1 + 3 * 16).bfloat16()
+    made.end = SimpleNamespace(send=send)
+    monkeypatch.setattr(exchanges, "current_stream", lambda _: 0)
+    t = whole[1:].view(3, 16)
+    assert t.is_contiguous() and t.data_ptr() % 16
+    made.send(t, torch.ones(3, dtype=torch.int32))
+    ((address, came),) = sent
+    assert address % 16 == 0 and came == t.clone().view(torch.uint8).numpy().tobytes()
+
+
+def test_the_kernels_rows_are_refused_on_another_backend() -> None:
+    """As where d_expert is no multiple of 8, and "auto" would take the torch backend: by name, before a row is sent."""
+    EXCHANGES["here"] = made = exchange()
+    x, up, down = torch.ones(4, 16), torch.ones(2, 40, 16), torch.ones(2, 16, 20)
+    peers = PeersNamed(torch.ones(4, dtype=torch.int32), "here")
+    ids = torch.zeros(4, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match='backend: expected one that can run here, got "hopper", which needs'):
+        moe_mlp(x, up, down, torch.ones(4, 1), ids, num_experts=2, peers=peers)
+    del made

@@ -63,6 +63,7 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     """fsdp and ep learn what one process learns; a run that is cut goes on to the bit on two ranks, and in one process."""
     drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
     ep = ["--parallel", "ep"]
+    roomy = ["--dispatcher", "symmetric", "--row-capacity", "2"]  # rows for all that two ranks have in a part of a step
     runs = [
         Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
         Run(named(plain, out, "ep", *ep)),
@@ -71,7 +72,7 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
         Run(named(plain, out, "cut", *drop), stop=9),
         resumed(out, "cut"),
         Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
-        Run(named(plain, out, "two-ep", *ep, "--accumulate", "2"), stop=10),
+        Run(named(plain, out, "two-ep", *ep, "--accumulate", "2", *roomy), stop=10),
     ]
     start(2, out, runs, bench=out / "bench.json")
     one = losses(metrics, out / "one")
