@@ -1,7 +1,7 @@
 """An exchange of several ranks on the PTX machine, one GPU each, and what it should bring, in NumPy.
 
-Each rank's launches: share, send, send of other rows, add_up with scores, add_up without them in two slices of columns, send_back.
-Behind what comes to a rank's memory a kernel reads it.
+Each rank's launches: share, send, send of other rows, add_up with scores, add_up without them in two slices of columns,
+send_back. Behind what comes to a rank's memory a kernel reads it.
 """
 
 from __future__ import annotations
