@@ -85,9 +85,9 @@ class Sharding:
                 over_experts = mesh["inner"] if grouped else world
                 dispatcher = dispatcher or dispatcher_of(model, config, over_experts.get_group(), ranks)
                 expert_parallel(block.moe, over_experts, dispatcher=dispatcher)
-                if config.row_capacity:
-                    tokens = config.batch // config.accumulate // size * config.context
-                    block.moe.row_capacity = math.ceil(config.row_capacity * tokens * config.top_k)
+                if config.row_capacity and isinstance(dispatcher, Symmetric):
+                    mean = dispatcher.layout.max_tokens * config.top_k
+                    block.moe.row_capacity = math.ceil(config.row_capacity * mean)
         if mode == "ep":
             self.experts = [p for p in model.parameters() if isinstance(p, DTensor)]
             return
@@ -148,8 +148,10 @@ def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: R
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
     fits = ranks.device.type == "cuda" and config.bf16 and config.d_model % CHUNK == 0
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
+        if config.row_capacity:
+            raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")
         return AllToAll(group, config.num_experts)
-    tokens = -(-config.batch // ranks.size) * config.context  # of a validation; a training step has no more
+    tokens = config.batch // config.accumulate // ranks.size * config.context  # of a part of a step
     pairs = model.blocks[0].moe.max_pairs(tokens)
     sizes = {"d_model": config.d_model, "max_tokens": tokens, "max_pairs": pairs}
     return Symmetric(group, config.num_experts, **sizes, device=ranks.device)

@@ -41,12 +41,12 @@ class Given(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        load = torch.bincount(self.ids[self.ids >= 0].flatten(), minlength=E).int()
-        return Routing(wide.sigmoid().gather(1, self.ids.clamp(0)), self.ids.int(), wide, load, {})
+        load = torch.bincount(self.ids[(self.ids >= 0) & (self.ids < E)].flatten(), minlength=E).int()
+        return Routing(wide.sigmoid().gather(1, self.ids.clamp(0, E - 1)), self.ids.int(), wide, load, {})
 
 
 def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
-    """Distinct in a row. "one": all on rank 0 of four, and nowhere beyond its experts; "empty": none on the last rank."""
+    """Distinct in a row. "one": all on rank 0 of four, and nowhere, at -1 and at E + 2, beyond its experts; "empty": none on the last rank."""
     weights = {
         "uniform": torch.ones(E),
         "zipf": 1.0 / torch.arange(1, E + 1) ** 1.5,
@@ -55,7 +55,7 @@ def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
     }[kind]
     most = int((weights > 0).sum())
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.full((num_tokens, top_k), -1)
+    drawn = torch.tensor([-1, E + 2])[torch.arange(top_k) % 2].repeat(num_tokens, 1)
     if num_tokens:
         chosen = torch.multinomial(weights.expand(num_tokens, E), min(top_k, most), generator=generator)
         drawn[:, : chosen.shape[1]] = chosen
