@@ -46,7 +46,7 @@ class Given(nn.Module):
 
 
 def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
-    """Distinct in a row. "one": all on rank 0 of four, and nowhere, at -1 and at E + 2, beyond its experts; "empty": none on the last rank."""
+    """Distinct in a row, -1 or E + 2 where there is none. "one": all on rank 0 of four; "empty": none on the last rank."""
     weights = {
         "uniform": torch.ones(E),
         "zipf": 1.0 / torch.arange(1, E + 1) ** 1.5,
