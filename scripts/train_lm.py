@@ -160,10 +160,10 @@ class Trainer:
         if self.data != ranks.told(self.data):
             raise ValueError(f"data: expected the text of rank 0 on all ranks, got another one on rank {ranks.rank}")
         self.text_bytes = len(texts[0])
+        batches = config.batch, config.batch // config.accumulate  # no validation's is larger than a part of a step
         self.train_batches, self.val_batches = (
             Batches(text.to(device), config.context, batch, config.seed)
-            # A validation takes what a part of a step does, for which there is memory, and room for what comes to a rank.
-            for text, batch in zip(texts, (config.batch, config.batch // config.accumulate), strict=True)
+            for text, batch in zip(texts, batches, strict=True)
         )
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(device, torch.float64 if config.float64 else torch.float32)
@@ -293,6 +293,8 @@ class Trainer:
                 ids, targets = (t[own] if size else t[:1] for t in (ids, targets))
                 total += self.model(ids, targets).loss * size
         self.model.train()
+        if self.config.row_capacity:
+            check_overflow(self.model)  # or the loss would be of fewer experts
         return float(ranks.sum(total)) / count
 
     def run(self, display: Display) -> bool:

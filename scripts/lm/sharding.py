@@ -85,9 +85,9 @@ class Sharding:
                 over_experts = mesh["inner"] if grouped else world
                 dispatcher = dispatcher or dispatcher_of(model, config, over_experts.get_group(), ranks)
                 expert_parallel(block.moe, over_experts, dispatcher=dispatcher)
-                if config.row_capacity:
-                    tokens = config.batch // config.accumulate // size * config.context
-                    block.moe.row_capacity = math.ceil(config.row_capacity * tokens * config.top_k)
+                if config.row_capacity and isinstance(dispatcher, Symmetric):
+                    mean = dispatcher.layout.max_tokens * config.top_k
+                    block.moe.row_capacity = math.ceil(config.row_capacity * mean)
         if mode == "ep":
             self.experts = [p for p in model.parameters() if isinstance(p, DTensor)]
             return
@@ -149,6 +149,8 @@ def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: R
     sizes = (config.num_experts, config.d_model, config.d_expert)
     fits = config.bf16 and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
+        if config.row_capacity:
+            raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")
         return AllToAll(group, config.num_experts)
     tokens = config.batch // config.accumulate // ranks.size * config.context
     pairs = max(tokens * config.top_k, model.blocks[0].moe.max_pairs(tokens))  # of a validation, of a training step

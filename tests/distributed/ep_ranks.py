@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -44,12 +44,12 @@ class Given(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         logits = torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        load = torch.bincount(self.ids[self.ids >= 0].flatten(), minlength=E).int()
-        return Routing(wide.sigmoid().gather(1, self.ids.clamp(0)), self.ids.int(), wide, load, {})
+        load = torch.bincount(self.ids[(self.ids >= 0) & (self.ids < E)].flatten(), minlength=E).int()
+        return Routing(wide.sigmoid().gather(1, self.ids.clamp(0, E - 1)), self.ids.int(), wide, load, {})
 
 
 def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
-    """Distinct in a row. "one": all on rank 0 of four, and nowhere beyond its experts; "empty": none on the last rank."""
+    """Distinct in a row, -1 or E + 2 where there is none. "one": all on rank 0 of four; "empty": none on the last rank."""
     weights = {
         "uniform": torch.ones(E),
         "zipf": 1.0 / torch.arange(1, E + 1) ** 1.5,
@@ -58,7 +58,7 @@ def ids_of(kind: str, num_tokens: int, top_k: int, seed: int) -> Tensor:
     }[kind]
     most = int((weights > 0).sum())
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.full((num_tokens, top_k), -1)
+    drawn = torch.tensor([-1, E + 2])[torch.arange(top_k) % 2].repeat(num_tokens, 1)
     if num_tokens:
         chosen = torch.multinomial(weights.expand(num_tokens, E), min(top_k, most), generator=generator)
         drawn[:, : chosen.shape[1]] = chosen
@@ -309,6 +309,22 @@ def bits_of_a_token(rank: int, folder: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+def two_dispatchers(rank: int, folder: Path) -> None:
+    """In bf16 the twin of `Symmetric` gives the bits of `AllToAll`: a partial sum is rounded, and theirs added in float32."""
+    results = []
+    for dispatcher in (AllToAll(dist.group.WORLD, E), symmetric(dist.group.WORLD)):
+        torch.manual_seed(3)
+        made = build(router=Given(6, torch.float32), top_k=6, dtype=torch.bfloat16)
+        layer = expert_parallel(made, dist.group.WORLD, dispatcher=dispatcher)
+        x, d_out = batch(rank, torch.bfloat16)
+        layer.router.ids = ids_of("uniform", len(x), 6, rank)
+        out = layer(x.requires_grad_())[0]
+        out.backward(d_out)
+        weights: Any = (layer.gate_up_proj.grad, layer.down_proj.grad)
+        results.append([out.detach(), x.grad, layer.router.weight.grad, *(weight.to_local() for weight in weights)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def a_row_goes_once_to_a_rank(rank: int, folder: Path) -> None:
     x, ids = batch(rank)[0], ids_of("uniform", TOKENS[rank], 6, rank)
     arrived = AllToAll(dist.group.WORLD, E).dispatch(x, torch.rand(ids.shape), ids, None, None)
@@ -330,6 +346,12 @@ def refusals(rank: int, folder: Path) -> None:
             AllToAll(three, E)
     with pytest.raises(TypeError, match="mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in"):
         expert_parallel(build(), three if rank == 3 else None)
+    two = DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        with pytest.raises(
+            ValueError, match=r"mesh_or_group: expected a mesh that this rank is in, got ranks \[0, 1\]"
+        ):
+            expert_parallel(build(), two)
     layer = build()
     fully_shard(layer, mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(ValueError, match="moe: expected plain parameters, before fully_shard"):
@@ -471,6 +493,7 @@ CASES = (
     training,
     bf16,
     bits_of_a_token,
+    two_dispatchers,
     a_row_goes_once_to_a_rank,
     factors,
     overflow_of_one_rank,

@@ -1,6 +1,7 @@
 """An exchange of several ranks on the PTX machine, one GPU each, and what it should bring, in NumPy.
 
-Each rank's launches: share, send twice, add_up twice, send_back; behind them a kernel reads what came.
+Each rank's launches: share, send, send of other rows, add_up with scores, add_up without them in two slices of columns,
+send_back. Behind what comes to a rank's memory a kernel reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from blazeproto.lab.machine import Machine, Report
 from blazeproto.runtime import driver
 from blazeproto.runtime.target import device_of
 
-D, K, HERE, BLOCKS = 16, 2, 3, 2  # columns, experts a token, experts of a rank, blocks of a grid
+HERE, BLOCKS = 3, 2  # experts of a rank, blocks of a grid
 COPY = Kernel(str(Path(__file__).with_name("copy.cu")), "copy")
 SECTIONS = {
     "experts": np.int32,
@@ -31,14 +32,22 @@ SECTIONS = {
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    """The bits of the nearest, of two the even one."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def wide(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class Exchange:
-    """One of so many ``tokens`` on each rank, whose numbers are small, so that sums are exact in any order.
+    """One of so many ``tokens`` on each rank. The numbers that scores weigh are small, so that their sums are exact; those of the
+    sums without scores are not, so that these tell the order.
 
-    varying: whether a token's experts vary in number.  capacities: rows that each rank has, of the pairs that arrive there; the
-    pairs beyond have none.  patience: seconds, of which each is 10**9 of the machine's instructions.
+    d: columns.  top_k: experts a token, or the most of them where they vary.  varying: whether they do.  capacities: rows that
+    each rank has, of the pairs that arrive there; the pairs beyond have none.  patience: seconds, of which each is 10**9 of the
+    machine's instructions.  epoch: of the exchange before.
     """
 
     def __init__(
@@ -48,37 +57,43 @@ class Exchange:
         varying: bool = False,
         capacities: Sequence[int] | None = None,
         patience: float = 60.0,
+        d: int = 16,
+        top_k: int = 2,
+        epoch: int = 0,
     ) -> None:
         draw, self.tokens, self.ranks, self.varying = np.random.default_rng(seed), tokens, len(tokens), varying
-        most = max(tokens) + 1
-        self.layout = layout = MemoryLayout(self.ranks, most, most * K, D)
-        self.pairs_of_rank, self.top_k, experts = most * K, 0 if varying else K, HERE * self.ranks
+        most, K, D, experts, self.epoch = max(tokens) + 1, top_k, d, HERE * self.ranks, epoch
+        self.layout = layout = MemoryLayout(self.ranks, most, most * K + 3, D)
+        self.pairs_of_rank, self.top_k = layout.max_pairs if varying else most * K, 0 if varying else K
         self.machine = Machine(multiprocessors=1, seed=seed)
         self.memory = [np.zeros(layout.size, np.uint8) for _ in tokens]
         for rank in range(self.ranks):
             self.section(rank, "token_offsets", np.int32)[-1] = self.ranks * layout.max_pairs
+            started, arrived = self.section(rank, "flags", np.uint32).reshape(2, -1)
+            started[:], arrived[:] = epoch, epoch * BLOCKS % 2**32
+            self.section(rank, "part_flags", np.uint32)[:] = epoch
         self.counts = [draw.integers(0, K + 1, n) if varying else np.full(n, K) for n in tokens]
         ids = [[draw.permutation(experts)[:n] for n in counts] for counts in self.counts]
         self.ids = [np.concatenate([np.zeros(0, np.int32), *rows]).astype(np.int32) for rows in ids]
         for of_rank in self.ids:
-            of_rank[draw.random(len(of_rank)) < 0.1] = -1  # no expert
+            of_rank[draw.random(len(of_rank)) < 0.2] = -1  # no expert
+        self.given = [np.where((i < 0) & (draw.random(len(i)) < 0.5), experts, i).astype(np.int32) for i in self.ids]
         self.scores = [draw.choice(np.float32([0.5, 1, 2]), len(of_rank)) for of_rank in self.ids]
         self.x = [[draw.integers(0, 2**16, (n, D), np.uint16) for n in tokens] for _ in range(2)]
-        self.y, self.index_map, self.values, self.here = ([None] * self.ranks for _ in range(4))  # type: Any
+        self.y, self.dx, self.index_map, self.values, self.here = ([None] * self.ranks for _ in range(5))  # type: Any
         for rank in range(self.ranks):
             arrived = self.arrived_ids(rank)
             self.here[rank] = (arrived >= 0) & (arrived < HERE)
             rows = np.cumsum(self.here[rank]) - 1
             kept = self.here[rank] & (rows < (capacities[rank] if capacities else len(arrived)))
             self.index_map[rank] = np.where(kept, rows, -1).astype(np.int32)
-            self.y[rank] = draw.integers(-8, 9, (2, len(arrived), D)).astype(np.float32)
+            self.y[rank] = draw.integers(-8, 9, (len(arrived), D)).astype(np.float32)
+            self.dx[rank] = bf16(draw.normal(size=(len(arrived), D)) * 2.0 ** draw.integers(-12, 13, (len(arrived), D)))
             self.values[rank] = draw.random(len(arrived), np.float32)
         self.dropping, self.patience = capacities is not None, patience
         self.bases = np.array([self.machine.address(one, f"rank {r}'s memory") for r, one in enumerate(self.memory)])
-        self.token_ranks, self.out = (
-            [np.zeros(n, np.int32) for n in tokens],
-            [np.zeros((2, n, D), np.uint16) for n in tokens],
-        )
+        self.token_ranks = [np.zeros(n, np.int32) for n in tokens]
+        self.out, self.sums = ([np.zeros((n, D), np.uint16) for n in tokens] for _ in range(2))
         self.seen: list[dict[str, np.ndarray]] = [{} for _ in tokens]
 
     def section(self, rank: int, name: str, dtype: Any) -> np.ndarray:
@@ -106,13 +121,13 @@ class Exchange:
         wrong = []
         for rank in range(self.ranks):
             for name, right in self.right(rank).items():
-                got = self.out[rank] if name == "out" else self.seen[rank][name][: right.size].reshape(right.shape)
+                own = {"out": self.out[rank], "sums": self.sums[rank]}
+                got = own[name] if name in own else self.seen[rank][name][: right.size].reshape(right.shape)
                 if not np.array_equal(got, right):
                     wrong.append(f"{name} of rank {rank}")
         return wrong
 
     def right(self, rank: int) -> dict[str, np.ndarray]:
-        """What should come to a rank, by name."""
         most, right = self.layout.max_tokens, {"experts": self.arrived_ids(rank)}
         scores = np.zeros((self.ranks, self.pairs_of_rank), np.float32)
         for other in range(self.ranks):
@@ -124,21 +139,31 @@ class Exchange:
             ]
             offsets = np.array([other * self.pairs_of_rank + begins[other] for other in range(self.ranks)])
             right["token_offsets"] = np.append(offsets, self.ranks * self.layout.max_pairs)
+            owners = np.repeat(np.arange(self.ranks) * most, self.pairs_of_rank).reshape(self.ranks, -1)
+            for other, counts in enumerate(self.counts):
+                owners[other, : counts.sum()] += np.repeat(np.arange(len(counts)), counts)
+            right["pair_tokens"] = owners.reshape(-1)
+        D = self.layout.d_model
         rows = np.zeros((2, self.ranks, most, D), np.uint16)
         for other in range(self.ranks):
             for token in range(self.tokens[other]):
                 if rank in self.goes(other, token):
                     rows[:, other, token] = [x[other][token] for x in self.x]
         right |= {"rows 0": rows[0], "rows 1": rows[1]}
-        out, values = np.zeros((2, self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
+        out, values = np.zeros((self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
+        parts = np.zeros((self.ranks, self.tokens[rank], D), np.float32)
         for token, pairs in enumerate(self.pairs(rank)):
             for pair in pairs:
                 place, owner = rank * self.pairs_of_rank + pair, int(self.ids[rank][pair]) // HERE
                 if self.ids[rank][pair] >= 0:
                     values[pair] = self.values[owner][place]
                     row = self.index_map[owner][place]
-                    out[:, token] += self.scores[rank][pair] * self.y[owner][:, row] if row >= 0 else 0
-        return right | {"out": bf16(out), "values": values}
+                    out[token] += self.scores[rank][pair] * self.y[owner][row] if row >= 0 else 0
+                    parts[owner, token] += wide(self.dx[owner][row]) if row >= 0 else 0
+        sums = np.zeros_like(out)
+        for part in parts:
+            sums += wide(bf16(part))
+        return right | {"out": bf16(out), "sums": bf16(sums), "values": values}
 
     # --- Launches ----------------------------------------------------------------------------------------------------------
 
@@ -157,30 +182,36 @@ class Exchange:
     def launch(self, rank: int) -> None:
         """A rank's launches."""
         address, tokens, layout = self.machine.address, self.tokens[rank], self.layout
-        progress = address(np.zeros(PROGRESS_BYTES, np.uint8), f"rank {rank}'s progress")
+        words = np.zeros(PROGRESS_BYTES // 4, np.uint32)
+        words[0] = self.epoch
+        progress = address(words, f"rank {rank}'s progress")
         places = address(self.bases, "bases"), progress, device_of(self.machine), BLOCKS, self.patience
         end = PeerMemory(layout, rank, *places)
         counts, begin = self.counts[rank], layout.sections["token_offsets"][0]
         offsets = np.append(0, np.cumsum(counts)).astype(np.int32)
         of_pairs = np.repeat(np.arange(tokens, dtype=np.int32), counts)
-        ids, scores, ranks = (address(array[rank]) for array in (self.ids, self.scores, self.token_ranks))
+        ids, scores, ranks = (address(array[rank]) for array in (self.given, self.scores, self.token_ranks))
         lists = (address(of_pairs), address(offsets)) if self.varying else (0, 0)
         sizes = {"num_tokens": tokens, "num_pairs": len(self.ids[rank]), "top_k": self.top_k, "experts_here": HERE}
         end.share(ids, scores, *lists, ranks, **sizes, stream=0)
-        for name in ("experts", "scores", "token_offsets"):
+        for name in ("experts", "scores", "pair_tokens", "token_offsets"):
             self._read(rank, name, name, SECTIONS[name])
         for turn in range(2):
             end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0)
             self._read(rank, "rows", f"rows {turn}", np.uint16)
-        there = np.ascontiguousarray(self._arrived_scores())
-        for turn in range(2):
+        D = self.layout.d_model
+        slices = (range(8), range(8, D))
+        scores = address(np.ascontiguousarray(self._arrived_scores()))
+        calls = [(bf16(self.y[rank]), scores, self.out[rank], range(D))]
+        calls += [(np.ascontiguousarray(self.dx[rank][:, one]), 0, self.sums[rank], one) for one in slices]
+        for y, weights, out, columns in calls:
             end.add_up(
-                *map(address, (bf16(self.y[rank][turn]), there, self.index_map[rank])),
+                *(address(y), weights, address(self.index_map[rank])),
                 address(self.memory[rank]) + begin if self.varying else 0,
-                *map(address, (self.token_ranks[rank], self.out[rank][turn])),
+                *map(address, (self.token_ranks[rank], out)),
                 num_tokens=tokens,
                 top_k=self.top_k,
-                columns=range(D),
+                columns=columns,
                 dropping=self.dropping,
                 stream=0,
             )

@@ -19,9 +19,12 @@ CUDA = Path(peer_memory.__file__).parent / "cuda"
 SIZES: dict[str, dict[str, Any]] = {
     "two ranks": {"tokens": (5, 3)},
     "an idle rank": {"tokens": (4, 0)},
-    "three ranks, one idle": {"tokens": (3, 0, 2)},
+    "three ranks, one idle": {"tokens": (5, 0, 2)},
     "experts that vary in number": {"tokens": (4, 3), "varying": True},
     "only rank 1 has too few rows": {"tokens": (5, 4), "capacities": (99, 2)},
+    "three ranks of one token": {"tokens": (2, 1, 1), "top_k": 6},
+    "more columns than a warp loads at once": {"tokens": (1, 1), "d": 2064},
+    "epochs that pass 2^32": {"tokens": (2, 2), "epoch": 2**32 - 3},
 }
 COUNTED = "add_release_sys(&m.flags(threadIdx.x)->arrived[m.rank], 1);"
 WAITED = "wait_until(&m.flags(m.rank)->started[threadIdx.x], epoch, m.patience_ns);"

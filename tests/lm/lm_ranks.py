@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 
 class Run(NamedTuple):
-    """options: of the command line.  stop: the number of steps after which the last rank alone hears a Ctrl-C, or 0."""
+    """options: of the command line.  stop: the number of steps after which the last rank alone hears a Ctrl-C, or 0.
+    code: what it ends with, on all ranks."""
 
     options: list[str]
     stop: int = 0
+    code: int = 0
 
 
 def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | None) -> None:
@@ -38,7 +40,7 @@ def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | N
             return train_step(trainer)
 
         train_lm.Trainer.train_step = with_event  # type: ignore[method-assign]
-        assert train_lm.main(run.options) == 0, run
+        assert train_lm.main(run.options) == run.code, run
     if bench:
         train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
         data = runs[0].options[runs[0].options.index("--data") + 1]

@@ -64,6 +64,7 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     drop = ["--dropout", "0.1", "--attention-tiles", "2", "--parallel", "fsdp", "--router", "aux_free"]
     ep = ["--parallel", "ep"]
     roomy = ["--dispatcher", "symmetric", "--row-capacity", "2"]  # rows for all that two ranks have in a part of a step
+    peers = [*ep, "--dispatcher", "symmetric"]
     runs = [
         Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
         Run(named(plain, out, "ep", *ep)),
@@ -71,6 +72,9 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
         Run(named(plain, out, "drop", *drop)),
         Run(named(plain, out, "cut", *drop), stop=9),
         resumed(out, "cut"),
+        Run(named(plain, out, "roomy", *peers, "--row-capacity", "2", "--accumulate", "2")),
+        Run(named(plain, out, "full", *peers, "--row-capacity", "0.9"), code=1),
+        Run(named(plain, out, "none", *ep, "--row-capacity", "2"), code=2),
         Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
         Run(named(plain, out, "two-ep", *ep, "--accumulate", "2", *roomy), stop=10),
     ]
@@ -78,6 +82,10 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     one = losses(metrics, out / "one")
     assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
+    assert largest_difference(losses(metrics, out / "roomy"), one)[0] < 0.01
+    assert not (
+        out / "full" / "metrics.jsonl"
+    ).exists()  # rows for fewer than all pairs: it ended before the first step
     assert losses(metrics, out / "tiled") == pytest.approx(losses(metrics, out / "ep"), rel=1e-3)
     balancing = {name: [line["aux_loss"] for line in metrics(out / name)][:3] for name in ("one", "fsdp", "ep")}
     assert balancing["fsdp"] == pytest.approx(balancing["one"], rel=1e-4)  # that of the global batch

@@ -59,6 +59,14 @@ def test_a_setting_of_another_type_is_refused(name: str, value: Any) -> None:
             {"formulation": "dense", "combine": "fused"},
             "combine: expected none with formulation dense, as moe takes it",
         ),
+        (
+            {"row_capacity": 1.25, "parallel": "fsdp"},
+            "row_capacity: expected 0 unless tokens travel by --dispatcher symmetric, got 1.25 with parallel='fsdp'",
+        ),
+        (
+            {"row_capacity": 1.25, "parallel": "ep", "dispatcher": "all_to_all"},
+            "row_capacity: expected 0 unless tokens travel by --dispatcher symmetric, got 1.25 with parallel='ep'",
+        ),
         ({"float64": True, "bf16": True}, "float64: expected none with bf16 or backend hopper"),
         ({"float64": True, "backend": "hopper"}, "float64: expected none with bf16 or backend hopper"),
     ],

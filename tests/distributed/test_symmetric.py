@@ -1,0 +1,105 @@
+"""`Symmetric` on one CPU rank: what it refuses, and overflow of several layers. ep_ranks.py has it on four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ep_ranks import D, E, Given, build, symmetric
+from torch import nn
+
+from blazeproto.distributed import Symmetric, check_overflow, expert_parallel
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"d_model": 12}, ValueError, "d_model: expected a multiple of 8, got 12"),
+        ({"max_tokens": 0}, ValueError, "max_tokens: expected at least 1, got 0"),
+        ({"max_pairs": 1.5}, TypeError, "max_pairs: expected an int, got float"),
+        ({"overflow": "ignore"}, ValueError, "overflow: expected 'raise' or 'drop', got 'ignore'"),
+        ({"timeout": -1}, ValueError, "timeout: expected a finite number, at least 0, got -1"),
+    ],
+)
+def test_an_argument_that_does_not_fit(
+    group: dist.ProcessGroup, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        symmetric(group, **given)
+
+
+def test_its_ranks(group: dist.ProcessGroup) -> None:
+    sizes = {"d_model": D, "max_tokens": 32, "max_pairs": 256}
+    with pytest.raises(TypeError, match="group: expected a ProcessGroup that this rank is in, got str"):
+        Symmetric("world", E, **sizes)  # type: ignore[arg-type]
+
+    class Ranks(dist.ProcessGroup):
+        def __init__(self, number: int) -> None:
+            super().__init__(0, number)
+
+    with pytest.raises(ValueError, match="group: expected at most 32 ranks, got 33"):
+        Symmetric(Ranks(33), 33, **sizes)
+    with pytest.raises(ValueError, match="num_experts: expected a multiple of the group's 32 ranks, got 33"):
+        Symmetric(Ranks(32), 33, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("workspace_bytes", 1 << 20), ("combine", "fused"), ("combine", "fused_both")]
+)
+def test_options_are_refused_then_and_later(group: dist.ProcessGroup, option: str, value: Any) -> None:
+    message = f"{option}: expected .* with Symmetric, got '?{value}'?"
+    with pytest.raises(ValueError, match=message):
+        expert_parallel(build(**{option: value}), group, dispatcher=symmetric(group))
+    layer = expert_parallel(build(), group, dispatcher=symmetric(group))
+    setattr(layer, option, value)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.zeros(4, D, dtype=torch.float64))
+
+
+def test_tokens_that_do_not_fit(group: dist.ProcessGroup) -> None:
+    dispatcher = symmetric(group, max_tokens=8, max_pairs=24)
+
+    def dispatch(tokens: int, top_k: int, d: int = D, device: str = "cpu") -> None:
+        x, scores = torch.zeros(tokens, d, device=device), torch.zeros(tokens, top_k, device=device)
+        dispatcher.dispatch(x, scores, torch.zeros(tokens, top_k, dtype=torch.int32, device=device), None, None)
+
+    dispatch(8, 3)
+    with pytest.raises(ValueError, match="x: expected at most max_tokens=8 tokens, got 9"):
+        dispatch(9, 2)
+    with pytest.raises(ValueError, match=r"x: expected shape \(T, 16\), as the dispatcher's d_model, got \(8, 24\)"):
+        dispatch(8, 2, d=24)
+    with pytest.raises(
+        ValueError, match=r"topk_experts: expected K with max_tokens K at most max_pairs=24, got \(1, 4\)"
+    ):
+        dispatch(1, 4)
+    with pytest.raises(ValueError, match="x: expected on cpu as the dispatcher is, got meta"):
+        dispatch(8, 2, device="meta")
+    pairs, offsets = torch.zeros(25), torch.arange(0, 26, 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"topk_experts: expected .* at most max_pairs=24, got \(25,\)"):
+        dispatcher.dispatch(torch.zeros(5, D), pairs, pairs.int(), pairs.int(), offsets)
+
+
+def test_overflow_of_two_layers(group: dist.ProcessGroup) -> None:
+    """They share a dispatcher, whose count is of both, and of all calls since it was last asked."""
+    dispatcher = symmetric(group, overflow="drop")
+    layers = nn.ModuleList(
+        expert_parallel(build(router=Given(2, torch.float64), top_k=2, row_capacity=rows), group, dispatcher=dispatcher)
+        for rows in (12, 15, 99)
+    )
+    x = torch.randn(10, D, dtype=torch.float64)
+    for layer in layers:
+        layer.router.ids = torch.tensor([0, 1]).expand(10, 2)
+        layer(x)
+    assert check_overflow(layers) == 8 + 5
+    assert check_overflow(layers) == 0
