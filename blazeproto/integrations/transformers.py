@@ -286,7 +286,7 @@ def experts_forward(
             read, and its gradients are zero.
         top_k_weights: (T, K) the router's scores, any floating dtype.
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
-            in and out in the module's order. For experts that run in place, on one rank.
+            in and out in the module's order, E experts of all ranks. For experts that run in place.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
@@ -309,15 +309,23 @@ def experts_forward(
     assert activation is not None
     tensors = (x, up, down, top_k_weights, top_k_index)
     given: dict[str, Any] = {"num_experts": down.shape[0], "up_bias": up_bias, "down_bias": down_bias}
+    up_factors, down_factors = low_rank or (None, None)
     if (dispatcher := _dispatcher(experts)) is None:
-        up_factors, down_factors = low_rank or (None, None)
         out = moe_mlp(*tensors, **given, activation=activation, up_factors=up_factors, down_factors=down_factors)
     else:
-        if low_rank is not None:
-            raise ValueError(f"low_rank: expected None, since {type(experts).__name__} has {dispatcher}")
         given |= {"options": Options(activation=activation), "pair_tokens": None, "token_offsets": None}
+        given |= {"up_factors": _own(up_factors, down), "down_factors": _own(down_factors, down)}
         out, _ = dispatched_mlp(dispatcher, *tensors, **given)
     return out.to(hidden_states.dtype)
+
+
+def _own(factors: LowRank | None, weight: Any) -> LowRank | None:
+    """Those of this rank's experts. weight: of the experts, sharded over E."""
+    if factors is None:
+        return None
+    mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1
+    a, b = (t.chunk(mesh.size(last))[mesh.get_local_rank(last)] for t in factors)
+    return LowRank(a, b)
 
 
 def expert_parallel(

@@ -1,6 +1,6 @@
 """An exchange of several ranks on the PTX machine, one GPU each, and what it should bring, in NumPy.
 
-Each rank's launches: share, send, send of other rows, add_up, send_back; behind each a kernel reads what came.
+Each rank's launches: share, send twice, add_up twice, send_back; behind them a kernel reads what came.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Exchange:
             rows = np.cumsum(self.here[rank]) - 1
             kept = self.here[rank] & (rows < (capacities[rank] if capacities else len(arrived)))
             self.index_map[rank] = np.where(kept, rows, -1).astype(np.int32)
-            self.y[rank] = draw.integers(-8, 9, (len(arrived), D)).astype(np.float32)
+            self.y[rank] = draw.integers(-8, 9, (2, len(arrived), D)).astype(np.float32)
             self.values[rank] = draw.random(len(arrived), np.float32)
         self.dropping, self.patience = capacities is not None, patience
         self.bases = np.array([self.machine.address(one, f"rank {r}'s memory") for r, one in enumerate(self.memory)])
         self.token_ranks, self.out = (
             [np.zeros(n, np.int32) for n in tokens],
-            [np.zeros((n, D), np.uint16) for n in tokens],
+            [np.zeros((2, n, D), np.uint16) for n in tokens],
         )
         self.seen: list[dict[str, np.ndarray]] = [{} for _ in tokens]
 
@@ -105,13 +105,14 @@ class Exchange:
         """Names of what did not come as it should, by rank."""
         wrong = []
         for rank in range(self.ranks):
-            for name, right in self._right(rank).items():
+            for name, right in self.right(rank).items():
                 got = self.out[rank] if name == "out" else self.seen[rank][name][: right.size].reshape(right.shape)
                 if not np.array_equal(got, right):
                     wrong.append(f"{name} of rank {rank}")
         return wrong
 
-    def _right(self, rank: int) -> dict[str, np.ndarray]:
+    def right(self, rank: int) -> dict[str, np.ndarray]:
+        """What should come to a rank, by name."""
         most, right = self.layout.max_tokens, {"experts": self.arrived_ids(rank)}
         scores = np.zeros((self.ranks, self.pairs_of_rank), np.float32)
         for other in range(self.ranks):
@@ -129,14 +130,14 @@ class Exchange:
                 if rank in self.goes(other, token):
                     rows[:, other, token] = [x[other][token] for x in self.x]
         right |= {"rows 0": rows[0], "rows 1": rows[1]}
-        out, values = np.zeros((self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
+        out, values = np.zeros((2, self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
         for token, pairs in enumerate(self.pairs(rank)):
             for pair in pairs:
                 place, owner = rank * self.pairs_of_rank + pair, int(self.ids[rank][pair]) // HERE
                 if self.ids[rank][pair] >= 0:
                     values[pair] = self.values[owner][place]
                     row = self.index_map[owner][place]
-                    out[token] += self.scores[rank][pair] * self.y[owner][row] if row >= 0 else 0
+                    out[:, token] += self.scores[rank][pair] * self.y[owner][:, row] if row >= 0 else 0
         return right | {"out": bf16(out), "values": values}
 
     # --- Launches ----------------------------------------------------------------------------------------------------------
@@ -172,16 +173,17 @@ class Exchange:
             end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0)
             self._read(rank, "rows", f"rows {turn}", np.uint16)
         there = np.ascontiguousarray(self._arrived_scores())
-        end.add_up(
-            *map(address, (bf16(self.y[rank]), there, self.index_map[rank])),
-            address(self.memory[rank]) + begin if self.varying else 0,
-            *map(address, (self.token_ranks[rank], self.out[rank])),
-            num_tokens=tokens,
-            top_k=self.top_k,
-            columns=range(D),
-            dropping=self.dropping,
-            stream=0,
-        )
+        for turn in range(2):
+            end.add_up(
+                *map(address, (bf16(self.y[rank][turn]), there, self.index_map[rank])),
+                address(self.memory[rank]) + begin if self.varying else 0,
+                *map(address, (self.token_ranks[rank], self.out[rank][turn])),
+                num_tokens=tokens,
+                top_k=self.top_k,
+                columns=range(D),
+                dropping=self.dropping,
+                stream=0,
+            )
         end.send_back(*map(address, (self.values[rank], self.here[rank])), top_k=self.top_k, stream=0)
         self._read(rank, "values", "values", np.float32)
 

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "no release of what was sent": Fault("meeting.cuh", "red.release.sys", "red.relaxed.sys", "values"),
     "a release of the GPU": Fault("meeting.cuh", "red.release.sys", "red.release.gpu", "values"),
-    "no release of partial sums": Fault("meeting.cuh", "st.release.sys", "st.relaxed.sys", "values"),
+    "no release of partial sums": Fault("meeting.cuh", "st.release.sys", "st.relaxed.sys"),
     "no acquire": Fault("meeting.cuh", "ld.acquire.sys", "ld.relaxed.sys"),
     "the end waits for the epoch before": Fault(
         "meeting.cuh", "epoch * gridDim.x,", "(epoch - 1) * gridDim.x,", "values"
@@ -92,7 +92,7 @@ def found(seed: int, **sizes: Any) -> set[str]:
     return ({"race"} if races else set()) | ({"values"} if exchange.failures() else set())
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["two ranks", "three ranks, one idle", "experts that vary in number"])
 def test_an_exchange_brings_what_it_should(name: str) -> None:
     exchange = Exchange(seed=0, **SIZES[name])
     report = exchange.run()
@@ -112,11 +112,9 @@ def test_only_rank_1_leaves_pairs_out() -> None:
         int((here & (places < 0)).sum()) for here, places in zip(exchange.here, exchange.index_map, strict=True)
     ]
     assert left_out[0] == 0 and left_out[1] > 0
-    exchange.run()
-    whole = Exchange(seed=0, tokens=(5, 4))
-    whole.run()
-    assert exchange.failures() == whole.failures() == []
-    assert any((a != b).any() for a, b in zip(exchange.out, whole.out, strict=True))
+    report, whole = exchange.run(), Exchange(seed=0, tokens=(5, 4))
+    assert exchange.failures() == [] and not report.races
+    assert all((exchange.right(rank)["out"] != whole.right(rank)["out"]).any() for rank in range(2))
 
 
 @pytest.mark.parametrize("name", QUICK)

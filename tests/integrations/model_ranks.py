@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from blazeproto.autograd import Dispatcher
+from blazeproto.distributed import Symmetric
+from blazeproto.integrations import peft
 from blazeproto.integrations.transformers import expert_parallel, explain, register
 
 RANKS = 2
@@ -52,15 +56,20 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 
 def trains_as_one_process(
-    family: str, rank: int, where: Any, remake: Callable[[Any], None] = lambda model: None
+    family: str,
+    rank: int,
+    where: Any,
+    remake: Callable[[Any], None] = lambda model: None,
+    dispatcher: Dispatcher | None = None,
 ) -> None:
     """Loss and gradients, those of one process that is given both batches; the weights are not all here."""
     alone, model = model_of(family), model_of(family)
     for each in (alone, model):
         remake(each)
-    assert expert_parallel(model, where) is model
+    assert expert_parallel(model, where, dispatcher=dispatcher) is model
     ways = explain(model)
-    assert ways and all(way.endswith("AllToAll(ranks=2, num_experts=4))") for way in ways.values()), ways
+    of = str(dispatcher or "AllToAll(ranks=2, num_experts=4)")
+    assert ways and all(way.endswith(f", {of})") for way in ways.values()), ways
     wanted = [step(alone, each) for each in range(RANKS)][rank]
     close(step(model, rank), wanted)
     sharded = 0
@@ -77,6 +86,20 @@ def trains_as_one_process(
 def checkpointed(model: Any) -> None:
     model.train()
     model.gradient_checkpointing_enable()
+
+
+def adapted(model: Any) -> None:
+    """With adapters of all weights of the experts, which all ranks have whole. The weights beside them are frozen."""
+    peft.register()
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=[], target_parameters=targets))
+    ways = peft.explain(model)
+    assert ways and {*ways.values()} == {"factors"}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2, generator=generator)
 
 
 def bits_in_bf16(rank: int) -> None:
@@ -108,6 +131,11 @@ def run_rank(rank: int, folder: Path) -> None:
     trains_as_one_process("qwen3_moe", rank, group, checkpointed)
     trains_as_one_process("gpt_oss", rank, group)  # transposed, gate and up alternating, biases
     trains_as_one_process("nemotron_h", rank, group)  # no gate
+    trains_as_one_process("qwen3_moe", rank, group, adapted)
+    trains_as_one_process("gpt_oss", rank, group, adapted)
+    assert group is not None
+    symmetric = Symmetric(group, 4, d_model=32, max_tokens=32, max_pairs=128)
+    trains_as_one_process("qwen3_moe", rank, group, adapted, symmetric)
     bits_in_bf16(rank)
     experts = model_of("mixtral").model.layers[0].mlp.experts
     expert_parallel(experts, group)
