@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.distributed.exchanges import NOWHERE
-from blazeproto.distributed.peer_memory import PROGRESS_BYTES, Layout, PeerMemory
+from blazeproto.distributed.peer_memory import PROGRESS_BYTES, MemoryLayout, PeerMemory
 from blazeproto.gemm.compile import Kernel
 from blazeproto.lab.machine import Machine, Report
 from blazeproto.runtime import driver
@@ -51,7 +51,7 @@ class Exchange:
     ) -> None:
         draw, self.tokens, self.ranks, self.varying = np.random.default_rng(seed), tokens, len(tokens), varying
         most = max(tokens) + 1
-        self.layout = layout = Layout(self.ranks, most, most * K, D)
+        self.layout = layout = MemoryLayout(self.ranks, most, most * K, D)
         self.pairs_of_rank, self.top_k, experts = most * K, 0 if varying else K, HERE * self.ranks
         self.machine = Machine(multiprocessors=1, seed=seed)
         self.memory = [np.zeros(layout.size, np.uint8) for _ in tokens]
