@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
@@ -81,6 +82,7 @@ class PeerExchange:
         return SharedChoice(ids, weights, tokens, offsets, token_ranks)
 
     def send(self, t: Tensor, token_ranks: Tensor) -> Tensor:
+        t = ready(t)
         self.end.send(t.data_ptr(), token_ranks.data_ptr(), num_tokens=len(t), stream=current_stream(t))
         return self._section("rows", torch.bfloat16).view(self.places, self.layout.d_model)
 
