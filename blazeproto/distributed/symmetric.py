@@ -64,7 +64,7 @@ class Symmetric:
         max_tokens: int,
         max_pairs: int,
         overflow: str = "raise",
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -87,9 +87,10 @@ class Symmetric:
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
         self._exchange: PeerExchange | GatheredExchange
         if self.device.type == "cuda":
-            self.device = torch.device(
-                "cuda", torch.cuda.current_device() if self.device.index is None else self.device.index
-            )
+            current = torch.device("cuda", torch.cuda.current_device())
+            if self.device not in (current, torch.device("cuda")):
+                raise ValueError(f"device: expected the current one, {current}, got {self.device}")
+            self.device = current
             self._exchange = PeerExchange(group, self.layout, self.device, timeout)
         else:
             self._exchange = GatheredExchange(group, self.layout)

@@ -13,7 +13,7 @@ from blazeproto import moe_mlp
 from blazeproto.autograd.peers import EXCHANGES, PeersNamed
 from blazeproto.distributed import exchanges
 from blazeproto.distributed.exchanges import PeerExchange
-from blazeproto.distributed.peer_memory import MemoryLayout, add_up_kernel, kernel
+from blazeproto.distributed.peer_memory import MAX_RANKS, PART, MemoryLayout, PeerMemory, add_up_kernel, kernel
 from blazeproto.gemm.compile import Kernel
 
 KERNELS = [
@@ -76,3 +76,24 @@ def test_the_kernels_rows_are_refused_on_another_backend() -> None:
     with pytest.raises(ValueError, match='backend: expected one that can run here, got "hopper", which needs'):
         moe_mlp(x, up, down, torch.ones(4, 1), ids, num_experts=2, peers=peers)
     del made
+
+
+def test_sections_have_room_for_what_the_kernels_store() -> None:
+    ranks, tokens, pairs, d = 3, 2 * PART + 1, 11, 24
+    words = {
+        "flags": 2 * MAX_RANKS,
+        "part_flags": ranks * 3,
+        **dict.fromkeys(("experts", "scores", "pair_tokens"), ranks * pairs),
+        "token_offsets": ranks * tokens + 1,
+        "values": pairs,
+        "rows": ranks * tokens * d // 2,
+        "sums": (ranks - 1) * tokens * d // 2,
+    }
+    layout = MemoryLayout(ranks, tokens, pairs, d)
+    assert {name: size for name, (_, size) in layout.sections.items()} == {name: 4 * n for name, n in words.items()}
+
+
+def test_a_meeting_is_what_the_kernels_take() -> None:
+    layout = MemoryLayout(3, 4, 8, 16)
+    end = PeerMemory(layout, rank=1, bases=10, progress=20, device=0, blocks=8, patience=0.5)
+    assert end.meeting == (10, 20, 3, 1, 500_000_000)
