@@ -34,9 +34,7 @@ class Arrived(NamedTuple):
     pair_tokens: Tensor | None  # (Q,) int32: the row of each pair; None with K pairs a row
     token_offsets: Tensor | None  # (R + 1,) int32: where each row's pairs begin
     route: Any  # the dispatcher's own: what `combine` needs to know of the way back
-    peers: PeersNamed | None = (
-        None  # of an exchange in the operators: x, and what `combine` gets, are of this rank's tokens
-    )
+    peers: PeersNamed | None = None  # an exchange in the operators: x is then of this rank's own tokens
 
 
 class Dispatcher(Protocol):
@@ -68,7 +66,8 @@ class Dispatcher(Protocol):
         """Partial sums come back: partial (R, d), one of x's dtype for each row of ``arrived``, → (T, d), their sums by token."""
 
     def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
-        """(1,) int32: the pairs of all ranks that a ``row_capacity`` on each leaves out. Asked where `check` lets one pass."""
+        """(1,) int32: the pairs of all ranks, of the call of ``arrived``, that a ``row_capacity`` on each leaves out. Asked where
+        `check` lets one pass."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

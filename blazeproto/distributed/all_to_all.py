@@ -110,7 +110,7 @@ class AllToAll:
         return made
 
     def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
-        """Never: `check` refuses a ``row_capacity``."""
+        """Not for any ``arrived``: `check` refuses a ``row_capacity``."""
         raise NotImplementedError
 
     def _exchange(self, t: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -126,8 +126,9 @@ class Symmetric:
         pair_tokens: Tensor | None,
         token_offsets: Tensor | None,
     ) -> Arrived:
-        """x (T, d), scores (T, K) or (P,) float, topk_experts the same, integer → an `Arrived` with x, and all ranks' pairs.
+        """x (T, d), scores (T, K) or (P,) float, topk_experts (T, K) or (P,) integer → an `Arrived` with x, and all ranks' pairs.
 
+        pair_tokens, token_offsets: (P,) and (T+1,) int32, with pairs by token; None with K a token.
         ValueError for more tokens or pairs than there is room for, another width, device or dtype: on this rank alone, before
         anything is sent.
         """
@@ -138,7 +139,7 @@ class Symmetric:
         return Arrived(x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, peers)
 
     def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
-        """As it is: the experts' operators have added up."""
+        """partial (T, d), of x's dtype, of ``arrived``, as it is: the experts' operators have added up."""
         return partial
 
     def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:

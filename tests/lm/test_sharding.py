@@ -1,0 +1,36 @@
+"""What `scripts.lm.sharding` does to gradients, on one rank that is told of more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scripts.lm.model import GPT
+from scripts.lm.ranks import Ranks
+from scripts.lm.settings import PRESETS
+from scripts.lm.sharding import Sharding
+
+
+def test_gradients_of_whole_experts_become_those_of_the_mean_of_the_losses() -> None:
+    """An expert's gradient is that of the ranks' sum, so it is divided; the others are a rank's own, so their mean is taken."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = replace(PRESETS["cpu"], layers=1, d_model=16, heads=2, d_expert=8, num_experts=2, parallel="ep")
+        model = GPT(config)
+        sharding = Sharding(model, config, Ranks(torch.device("cpu")))
+        ranks: Any = SimpleNamespace(size=4, mean=lambda t: t / 8)
+        sharding.ranks = ranks
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        sharding.reduce()
+        for name, parameter in model.named_parameters():
+            grad: Any = parameter.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            expected = 1 / 4 if name.endswith(("gate_up_proj", "down_proj")) else 1 / 8
+            assert (local == expected).all(), name
+    finally:
+        dist.destroy_process_group()
