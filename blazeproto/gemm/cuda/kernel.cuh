@@ -36,6 +36,9 @@
 //   consumer 1   | tile 0 | hold | parts of 0 | give its stages back       | tile 2, and parts that nobody stores
 #pragma once
 #include "mainloop.cuh"
+#if FP8
+#include "fp8.cuh"
+#endif
 
 template <class Scheduler>
 struct PlainEpilogue {
@@ -64,6 +67,11 @@ struct PlainEpilogue {
 
     // By the epilogue warps: those of the epilogue warpgroup, or of the producer's warpgroup those that do not load.
     DEVICE static void store_staged(const Params&, const Scheduler&) {}
+
+#if FP8
+    // BLOCK_SCALES: those of this thread's rows.
+    DEVICE static BlockScales block_scales(const Tile&) { return {}; }
+#endif
 };
 
 // A consumer's epilogue in parts: it has PARTS, and `part<i>()` (accumulators are registers, which have no addresses, so
@@ -150,6 +158,13 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             }
         }
         float acc[BN / 2];
+#if FP8
+        ring.wait_until_full();  // then the tile's slot has been written
+        epilogue.look_ahead(scheduler.strip_at(position, strip));
+        multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)));
+        tile = scheduler.strip_at(position, strip);
+        look_at(position + 1);
+#else
         multiply<Producer>(acc, ring, strip, steps, [&](int left) {
             parts.run(left);
             if (left == (Epilogue::LOOKS_AHEAD ? steps : 1)) {  // no sooner than needed: a tile takes registers
@@ -158,6 +173,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
             }
             if (left == 1) look_at(position + 1);
         });
+#endif
         if constexpr (VARLEN_K) {
             if (scheduler.is_partial(tile)) {
                 MARK(BEGIN, STORE);

@@ -49,6 +49,10 @@ struct RowsParams {
     const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
+#if FP8
+    const float *a_scales, *b_scales, *h_scales;  // of tokens (tokens,) or of rows' blocks (blocks, rows); (experts, columns); of H
+    float *out0_scales, *out1_scales;             // (blocks, rows)
+#endif
     int rows, experts, reduction, columns;
     int bias_stride;  // elements from one expert's bias to the next's
     int rank;         // LOW_RANK: elements of the reduction that follow the others
