@@ -11,15 +11,6 @@
 
 constexpr int BLOCK_PAIRS = BLOCK / 4;  // of a thread
 
-// volatile: if the compiler moved many to one place, they would take many registers at once.
-DEVICE float4 load_f32x4(const float* address) {
-    float4 v;
-    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(__cvta_generic_to_global(address)));
-    return v;
-}
-
 // The four accumulators of a group of 16 columns and a row, in the order of their columns.
 DEVICE float4 of_group(const float* acc, int h) { return make_float4(acc[2 * h], acc[2 * h + 4], acc[2 * h + 1], acc[2 * h + 5]); }
 

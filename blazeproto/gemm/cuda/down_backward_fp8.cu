@@ -66,6 +66,11 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         }
     }
 
+    DEVICE BlockScales block_scales(const RowTile& of) const {
+        const int block = of.column / BLOCK;
+        return {of.expert, (p.reduction + BK - 1) / BK, p.columns / BLOCK, block, block + 1};
+    }
+
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& of, Ring& ring) {
         tile = of;
         d_score[0] = d_score[1] = 0.0f;
@@ -98,10 +103,10 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE void work_on_stage(const float* d_acts, const Ring& ring, int column) {
         const uint32_t gates = ring.a() + consumer_index() * STRIP * SWIZZLE_ROW;
-        const uint32_t at = slab_address(gates, 0);
+        uint32_t at = slab_address(gates, 0);
         uint32_t d_gate[BLOCK_PAIRS], d_up[BLOCK_PAIRS], scaled[BLOCK_PAIRS];
         if (column < p.columns) {
-            differentiate(d_acts, at, column, d_gate, d_up, scaled);
+            at = differentiate(d_acts, at, column, d_gate, d_up, scaled);
             warpgroup_sync();  // all have read H, and its scales
             quantize_block(d_gate, at, p.out0_scales + scales_of(column, 0), tile);
             quantize_block(d_up, at + PLANE_BYTES, p.out0_scales + scales_of(column, 1), tile);
@@ -159,8 +164,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
     }
 
     // Of this strip's block: gate, up -> dgate, dup, A', packed.
-    DEVICE void differentiate(const float* d_acts, uint32_t gates_at, int column, uint32_t* d_gate, uint32_t* d_up, uint32_t* scaled) {
-        const float* weight_scales = p.b_scales + int64_t(tile.expert) * p.columns + column + threadIdx.x % 4 * 4;
+    DEVICE uint32_t differentiate(const float* d_acts, uint32_t gates_at, int column, uint32_t* d_gate, uint32_t* d_up, uint32_t* scaled) {
         float gate_scale[2] = {}, up_scale[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -177,25 +181,28 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // matrices 0, 2: rows l / 4; 1, 3: rows 8 + l / 4
                 const int h = i % 2, group = 2 * block + i / 2, at = 4 * group + 2 * h;
-                const float4 by = load_f32x4(weight_scales + group * GROUP);
                 const float4 of = of_group(d_acts + group * 8, h);
                 const float4 gate = dequantized(gate_quad[i], gate_scale[h]), up = dequantized(up_quad[i], up_scale[h]);
                 const float s = token_scale[h];
-                const Unit units[4] = {of_unit(gate.x, up.x, s * of.x * by.x, h),
-                                       of_unit(gate.y, up.y, s * of.y * by.y, h),
-                                       of_unit(gate.z, up.z, s * of.z * by.z, h),
-                                       of_unit(gate.w, up.w, s * of.w * by.w, h)};
+                uint32_t made = 0;
+                const Unit units[4] = {of_unit(gate.x, up.x, s * of.x, h),
+                                       of_unit(gate.y, up.y, s * of.y, h),
+                                       of_unit(gate.z, up.z, s * of.z, h),
+                                       of_unit(gate.w, up.w, s * of.w, h)};
 #pragma unroll
                 for (int pair = 0; pair < 2; ++pair) {
                     const Unit &low = units[2 * pair], &high = units[2 * pair + 1];
                     d_gate[at + pair] = pack_bf16(low.d_gate, high.d_gate);
                     d_up[at + pair] = pack_bf16(low.d_up, high.d_up);
                     scaled[at + pair] = pack_bf16(low.a, high.a);
+                    made |= d_gate[at + pair] | d_up[at + pair] | scaled[at + pair];
                 }
-                // ptxas would put off the sums of dS, which takes registers; so H seems to depend on them. `rank` is 0.
-                if (i < 3) gate_quad[i + 1] += __float_as_uint(d_score[h]) & p.rank;
+                made |= __float_as_uint(d_score[h]);
+                if (i < 3) gate_quad[i + 1] += made & p.rank;
+                else gates_at += made & p.rank;
             }
         }
+        return gates_at;
     }
 
     // A row's sum over this tile's columns, in a fixed order: a thread's columns, then the four lanes of a row.

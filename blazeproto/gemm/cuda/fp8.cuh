@@ -9,8 +9,8 @@
 //   consumer 0   | wgmma, columns 0-127 | add | wgmma, 128-255 | add | wgmma of the next stage ...
 //   consumer 1            | wgmma, columns 0-127 | add | wgmma, 128-255 | add | ...
 //
-// Scales are powers of two, so that multiplying by them is exact. Weights have one for each output column, tokens one each: both are
-// applied by the epilogue. Rows that an epilogue has quantized have one for each BLOCK elements: applied where sums are added.
+// Scales are powers of two. Weights have one for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an
+// epilogue has quantized have one for each 128 elements: those of blocks are applied where sums are added.
 //
 // -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction
 //     PAIRED_ROWS   1 where the epilogue quantizes. It wants four neighbouring columns in a thread; accumulators are two of each
@@ -22,7 +22,7 @@
 #include "mainloop.cuh"
 
 constexpr int BLOCK = SWIZZLE_ROW;  // elements of a quantized row that share a scale, and of a stage
-constexpr int SLICE = BN / 2;       // columns that are multiplied at a time
+constexpr int SLICE = BN / 2;       // columns that are multiplied at a time, whose weights share a scale in a stage
 constexpr int GROUP = 16;           // PAIRED_ROWS: neighbouring columns that four lanes have
 static_assert(SLICE == 128, "m64n128k32");
 
@@ -32,7 +32,7 @@ static_assert(SLICE == 128, "m64n128k32");
     ACC8(0, how), ACC8(8, how), ACC8(16, how), ACC8(24, how), ACC8(32, how), ACC8(40, how), ACC8(48, how), ACC8(56, how)
 #define WGMMA_E4M3(how, accumulate)                                                              \
     asm volatile(                                                                                \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate ", 0;\n"                                  \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                            \
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "                                 \
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "       \
@@ -40,67 +40,84 @@ static_assert(SLICE == 128, "m64n128k32");
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "      \
         "%64, %65, p, 1, 1;\n}\n"                                                                \
         : ACC64(how)                                                                             \
-        : "l"(a), "l"(b))
+        : "l"(a), "l"(b), "r"(accumulate))
 
-// D (64 x 128) = A (64 x 32) * B (32 x 128), both K-major; ACCUMULATE: += . Without it d is an output alone: as an input that
-// nobody wrote it would take registers outside of the mainloop too.
-template <bool ACCUMULATE>
-DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b) {
-    if constexpr (ACCUMULATE) WGMMA_E4M3("+f", "1");
-    else WGMMA_E4M3("=f", "0");
-}
+// D (64 x 128) += A (64 x 32) * B (32 x 128), both K-major. accumulate: 0 starts from zero.
+DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) { WGMMA_E4M3("+f", accumulate); }
+
+// The same from zero, into registers that held nothing before. As an input of the first wgmma they would be taken outside of the
+// mainloop too.
+DEVICE void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) { WGMMA_E4M3("=f", 0); }
 
 #undef WGMMA_E4M3
 #undef ACC64
 #undef ACC8
 
-// The scales of this thread's two rows, for one block of the reduction after the other. In memory: (blocks, rows).
+// Where the scales lie of this thread's two rows and of its two slices' weights, for one block of the reduction after the other.
+// Offsets, since 32 bits are enough for them, and registers are short.
 struct BlockScales {
-    const float* next;
-    int stride;
-    bool present[2];
+    uint32_t weights, second;    // of the first slice, in b_scales; from there to the second slice's
+    uint32_t rows, second_row;   // BLOCK_SCALES: likewise of rows, in a_scales
 
-    DEVICE void load(float (&scale)[2]) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) scale[h] = present[h] ? load_f32(next + 8 * h) : 0.0f;
-        next += stride;
+    // Of a tile whose slices' columns are in these of `blocks` column blocks.
+    DEVICE BlockScales(int expert, int steps, int blocks, int first_block, int second_block)
+        : weights((expert * blocks + first_block) * steps), second((min(second_block, blocks - 1) - first_block) * steps) {}
+
+    // Rows past the last one get its scale.
+    DEVICE void set_rows(int row, int last) {
+        rows = min(row, last);
+        second_row = min(row + 8, last) - rows;
+    }
+
+    template <class Params>
+    DEVICE void load(const Params& p, float (&of_slice)[2], float (&of_row)[2]) {
+        of_slice[0] = load_f32(p.b_scales + weights);
+        of_slice[1] = load_f32(p.b_scales + (weights + second));
+        ++weights;
+        if (!BLOCK_SCALES) return;
+        of_row[0] = load_f32(p.a_scales + rows);
+        of_row[1] = load_f32(p.a_scales + (rows + second_row));
+        rows += p.rows;
     }
 };
 
 // sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages.
-DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, BlockScales scales) {
+template <class Params>
+DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, BlockScales scales, const Params& p) {
     constexpr uint32_t K_STEP = 32 / 16, SLICE_STEP = SLICE * SWIZZLE_ROW / 16;
     MARK(BEGIN, MMA);
-    float scale[2], ahead[2];
-    if (BLOCK_SCALES) scales.load(ahead);
+    float of_slice[2], of_row[2], next_of_slice[2], next_of_row[2];
+    scales.load(p, next_of_slice, next_of_row);
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sum[i] = 0.0f;
 #pragma unroll 1
     for (int left = steps; left > 0; --left) {
         ring.wait_until_full();
         if (GATHER) fence_proxy_async();  // as in mainloop.cuh
-        if (BLOCK_SCALES) {
-            scale[0] = ahead[0], scale[1] = ahead[1];
-            if (left > 1) scales.load(ahead);
-        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) of_slice[i] = next_of_slice[i], of_row[i] = next_of_row[i];
+        if (left > 1) scales.load(p, next_of_slice, next_of_row);
         const uint32_t a = descriptor_low(ring.a() + strip * STRIP * SWIZZLE_ROW, PANEL_BYTES);
         const uint32_t b = descriptor_low(ring.b(), PANEL_BYTES);
+        float acc[SLICE / 2];  // the second slice's once the first one's are added
 #pragma unroll
-        for (int slice = 0; slice < BN / SLICE; ++slice) {
-            float acc[SLICE / 2];
+        for (int slice = 0; slice < 2; ++slice) {
             wgmma_fence();
-            wgmma_e4m3<false>(acc, matrix_descriptor(a), matrix_descriptor(b + slice * SLICE_STEP));
 #pragma unroll
-            for (int k = 1; k < SWIZZLE_ROW / 32; ++k)
-                wgmma_e4m3<true>(acc, matrix_descriptor(a + k * K_STEP), matrix_descriptor(b + slice * SLICE_STEP + k * K_STEP));
+            for (int k = 0; k < SWIZZLE_ROW / 32; ++k) {
+                const uint64_t at_a = matrix_descriptor(a + k * K_STEP), at_b = matrix_descriptor(b + slice * SLICE_STEP + k * K_STEP);
+                if (slice + k == 0) wgmma_e4m3_first(acc, at_a, at_b);
+                else wgmma_e4m3(acc, at_a, at_b, k > 0);
+            }
             wgmma_commit_group();
             wgmma_wait_group<0>();
             pin_registers(acc);
-            if (slice == BN / SLICE - 1) ring.release();
+            if (slice == 1) ring.release();
 #pragma unroll
             for (int i = 0; i < SLICE / 2; ++i) {
+                const float scale = BLOCK_SCALES ? of_slice[slice] * of_row[i / 2 % 2] : of_slice[slice];
                 float& to = sum[slice * SLICE / 2 + i];
-                to = BLOCK_SCALES ? fmaf(acc[i], scale[i / 2 % 2], to) : to + acc[i];
+                to = fmaf(acc[i], scale, to);
             }
         }
         ring.advance();

@@ -27,7 +27,7 @@
 //
 // An Epilogue has SMEM_BYTES (for each consumer), a constructor (params) for the consumers, `hold(acc, tile, ring)`, which
 // takes over the accumulators of a strip, and parts (below). A product with VARLEN_K also has `store_partial(acc, at)`.
-// PlainEpilogue has defaults for the rest.
+// PlainEpilogue has defaults for the rest. FP8: and `block_scales(tile)`, of fp8.cuh.
 //
 // A consumer whose strip is not computed calls `skip` instead of `hold`. Its parts run as ever, with whatever is in the
 // registers, so that epilogue warps count the same parts for both strips; of a strip without rows they store nothing.
@@ -67,11 +67,6 @@ struct PlainEpilogue {
 
     // By the epilogue warps: those of the epilogue warpgroup, or of the producer's warpgroup those that do not load.
     DEVICE static void store_staged(const Params&, const Scheduler&) {}
-
-#if FP8
-    // BLOCK_SCALES: those of this thread's rows.
-    DEVICE static BlockScales block_scales(const Tile&) { return {}; }
-#endif
 };
 
 // A consumer's epilogue in parts: it has PARTS, and `part<i>()` (accumulators are registers, which have no addresses, so
@@ -161,7 +156,7 @@ DEVICE void consume(const typename Scheduler::Params& p, const Scheduler& schedu
 #if FP8
         ring.wait_until_full();  // then the tile's slot has been written
         epilogue.look_ahead(scheduler.strip_at(position, strip));
-        multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)));
+        multiply(acc, ring, strip, steps, epilogue.block_scales(scheduler.strip_at(position, strip)), p);
         tile = scheduler.strip_at(position, strip);
         look_at(position + 1);
 #else

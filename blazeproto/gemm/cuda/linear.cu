@@ -41,28 +41,19 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
             add_to_tokens(acc, tile);
             return;
         }
-#if FP8
-        const float* scales = p.b_scales + int64_t(tile.expert) * p.columns + tile.column + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-            float2 scale = {};
-            if (tile.column + j * 8 < p.columns) scale = __ldg(reinterpret_cast<const float2*>(scales + j * 8));
-#pragma unroll
-            for (int h = 0; h < 2; ++h) out[2 * j + h] = pack_bf16(acc[4 * j + 2 * h] * scale.x, acc[4 * j + 2 * h + 1] * scale.y);
-        }
-#else
 #pragma unroll
         for (int i = 0; i < BN / 4; ++i) {
             const uint32_t bias = bias_pair(tile, tile.column + i / 2 * 8 + threadIdx.x % 4 * 2);
             out[i] = pack_biased(acc[2 * i], acc[2 * i + 1], bias);
         }
-#endif
     }
 
 #if FP8
     DEVICE BlockScales block_scales(const RowTile& tile) const {
-        const int row = tile.row + strip_row(0);
-        return {p.a_scales + row, p.rows, {row < tile.row_end, row + 8 < tile.row_end}};
+        const int block = tile.column / BLOCK;
+        BlockScales scales(tile.expert, (p.reduction + BK - 1) / BK, (p.columns + BLOCK - 1) / BLOCK, block, block + 1);
+        scales.set_rows(tile.row + strip_row(0), tile.row_end - 1);
+        return scales;
     }
 #endif
 

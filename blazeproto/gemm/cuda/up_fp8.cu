@@ -37,11 +37,15 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
         }
     }
 
+    DEVICE BlockScales block_scales(const RowTile& tile) const {
+        const int blocks = p.columns / BLOCK, gate = tile.column / BLOCK;
+        return {tile.expert, (p.reduction + BK - 1) / BK, 2 * blocks, gate, blocks + gate};
+    }
+
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
         uint32_t gate[BLOCK_PAIRS], up[BLOCK_PAIRS];  // block_scales.cuh: packed
-        const float* scales = p.b_scales + int64_t(tile.expert) * 2 * p.columns + tile.column + threadIdx.x % 4 * 4;
-        scaled(acc, scales, gate);
-        scaled(acc + BN / 4, scales + p.columns, up);
+        scaled(acc, gate);
+        scaled(acc + BN / 4, up);
 
         const uint32_t at = slab_address(slabs_of(consumer_index()), 0);
         float* h_scales = p.out0_scales + int64_t(tile.column / BLOCK) * p.rows;
@@ -64,18 +68,15 @@ struct UpEpilogue : PlainEpilogue<Scheduler> {
 
    private:
     // A block of the sums, scaled and packed.
-    DEVICE void scaled(const float* acc, const float* scales, uint32_t* packed) const {
+    DEVICE void scaled(const float* acc, uint32_t* packed) const {
 #pragma unroll
-        for (int group = 0; group < BLOCK / GROUP; ++group) {
-            const float4 by = load_f32x4(scales + group * GROUP);
+        for (int group = 0; group < BLOCK / GROUP; ++group)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float4 of = of_group(acc + group * 8, h);
-                const float s = token_scale[h];
-                packed[group * 4 + 2 * h] = pack_bf16(s * of.x * by.x, s * of.y * by.y);
-                packed[group * 4 + 2 * h + 1] = pack_bf16(s * of.z * by.z, s * of.w * by.w);
+                packed[group * 4 + 2 * h] = pack_bf16(token_scale[h] * of.x, token_scale[h] * of.y);
+                packed[group * 4 + 2 * h + 1] = pack_bf16(token_scale[h] * of.z, token_scale[h] * of.w);
             }
-        }
     }
 
     DEVICE static float act_of(float gate, float up) { return nonlinearity(gate).value * linear_half(up).value; }
