@@ -68,7 +68,7 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
 
     DEVICE BlockScales block_scales(const RowTile& of) const {
         const int block = of.column / BLOCK;
-        return {of.expert, (p.reduction + BK - 1) / BK, p.columns / BLOCK, block, block + 1};
+        return {of.expert, (p.reduction + BK - 1) / BK, p.columns / BLOCK, block, min(block + 1, p.columns / BLOCK - 1)};
     }
 
     DEVICE void hold(const float (&acc)[BN / 2], const RowTile& of, Ring& ring) {

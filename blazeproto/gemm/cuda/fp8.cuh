@@ -59,9 +59,9 @@ struct BlockScales {
     uint32_t weights, second;    // of the first slice, in b_scales; from there to the second slice's
     uint32_t rows, second_row;   // BLOCK_SCALES: likewise of rows, in a_scales
 
-    // Of a tile whose slices' columns are in these of `blocks` column blocks.
+    // Of a tile whose slices' columns are in these of an expert's column blocks.
     DEVICE BlockScales(int expert, int steps, int blocks, int first_block, int second_block)
-        : weights((expert * blocks + first_block) * steps), second((min(second_block, blocks - 1) - first_block) * steps) {}
+        : weights((expert * blocks + first_block) * steps), second((second_block - first_block) * steps) {}
 
     // Rows past the last one get its scale.
     DEVICE void set_rows(int row, int last) {

@@ -56,7 +56,7 @@ struct RowsParams {
     float *out0_scales, *out1_scales;   // (column blocks, rows), of outputs that are quantized
 #endif
     int rows, experts, reduction, columns;
-    int bias_stride;  // elements from one expert's bias to the next's
+    int bias_stride;  // columns of the weights: elements from one expert's bias to the next's
     int rank;         // LOW_RANK: elements of the reduction that follow the others
 };
 
