@@ -73,6 +73,15 @@ class Options:
             '"hopper" (bf16 on compute capability 9.0), "torch" (any device) or "auto", which picks.',
         ),
     )
+    precision: str = field(
+        default="bf16",
+        metadata=_about(
+            partial(_one_of, ("bf16", "fp8")),
+            """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales;
+        `blazeproto.autograd.fp8_backend`). fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
+        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper".""",
+        ),
+    )
     combine: str = field(
         default="gather",
         metadata=_about(

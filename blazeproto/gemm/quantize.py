@@ -16,6 +16,7 @@ from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.product import build_of
 from blazeproto.runtime import driver
+from blazeproto.runtime.rounding import E4M3, e4m3_bits
 
 BLOCK = 128
 LARGEST = 448.0
@@ -41,14 +42,83 @@ def scale_of(m: Any, largest: Any) -> Any:
     """The scale of values whose largest magnitude this is, fp32 of any shape."""
     bits = largest.view(m.int32)
     exponent = (((bits + 0x1FFFFF) >> 23) - 8).clip(1)  # 448 = 1.75 * 2^8
-    made = (exponent << 23).view(m.float32)
-    made = m.where(bits == 0, m.ones_like(made), made)
-    return m.where(bits >= 0x7F800000, m.full_like(made, float("nan")), made)
+    made = m.where(bits == 0, m.ones_like(largest), (exponent << 23).view(m.float32))
+    return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), made)
 
 
-def scales_of_rows(m: Any, x: Any) -> Any:
-    """(T, width) fp32 -> (T, 1)."""
-    return scale_of(m, abs(x).max(axis=1, keepdims=True)) if m is np else scale_of(m, x.abs().amax(1, True))
+def _e4m3(m: Any, values: Any) -> Any:
+    """NumPy, which has no such type, gets bits, uint8."""
+    return e4m3_bits(values) if m is np else values.to(m.float8_e4m3fn)
+
+
+def _fp32(m: Any, values: Any) -> Any:
+    return E4M3[values] if m is np else values.to(m.float32)
+
+
+def _float32(m: Any, values: Any) -> Any:
+    return values.astype(m.float32) if m is np else values.to(m.float32)
+
+
+def _padded(m: Any, values: Any, *dims: int) -> Any:
+    """Zeros behind these dimensions, to whole blocks."""
+    for dim in dims:
+        shape = list(values.shape)
+        shape[dim] = -shape[dim] % BLOCK
+        if shape[dim]:
+            values = m.concatenate((values, m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)), dim)
+    return values
+
+
+def of_tokens(m: Any, x: Any) -> Quantized:
+    """x (T, width) -> values (T, width), scales (T,)."""
+    x = _float32(m, x)
+    scales = scale_of(m, m.amax(abs(x), 1)) if x.shape[0] else x[:, 0]
+    return Quantized(_e4m3(m, x / scales[:, None]), scales)
+
+
+def tokens_of(m: Any, x: Quantized) -> Any:
+    """(T, width) fp32."""
+    return _fp32(m, x.values) * x.scales[:, None]
+
+
+def of_rows(m: Any, rows: Any) -> Quantized:
+    """rows (R, width), of whole blocks -> values (R, width), scales (width / 128, R)."""
+    by_block = _float32(m, rows).reshape(rows.shape[0], -1, BLOCK)
+    scales = scale_of(m, m.amax(abs(by_block), 2))
+    return Quantized(_e4m3(m, (by_block / scales[..., None]).reshape(rows.shape)), scales.T)
+
+
+def rows_of(m: Any, rows: Quantized) -> Any:
+    """(R, width) fp32."""
+    values = _fp32(m, rows.values)
+    return (values.reshape(values.shape[0], -1, BLOCK) * rows.scales.T[..., None]).reshape(values.shape)
+
+
+def of_weights(m: Any, weights: Any) -> Quantized:
+    """weights (E, m, k) -> values (E, m, k), scales (E, m / 128, k / 128)."""
+    by_block = _by_block(_padded(m, _float32(m, weights), 1, 2))
+    scales = scale_of(m, m.amax(abs(by_block), (2, 4)))
+    made = _from_blocks(by_block / scales[:, :, None, :, None], weights.shape)
+    return Quantized(_e4m3(m, made), scales)
+
+
+def weights_of(m: Any, weights: Quantized) -> Any:
+    """(E, m, k) fp32."""
+    by_block = _by_block(_padded(m, _fp32(m, weights.values), 1, 2))
+    return _from_blocks(by_block * weights.scales[:, :, None, :, None], weights.values.shape)
+
+
+def _by_block(weights: Any) -> Any:
+    experts, m, k = weights.shape
+    return weights.reshape(experts, m // BLOCK, BLOCK, k // BLOCK, BLOCK)
+
+
+def _from_blocks(by_block: Any, shape: Any) -> Any:
+    experts, rows, _, columns, _ = by_block.shape
+    return by_block.reshape(experts, rows * BLOCK, columns * BLOCK)[:, : shape[1], : shape[2]]
+
+
+# --- Launches ------------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -69,13 +139,13 @@ def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
         _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
 
 
-def launch_weights(weights: Any, at: Addresses, out: Quantized, transposed: Quantized) -> None:
-    """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); and both with m and k exchanged, of what
-    they hold the transposes. m, k: multiples of 16."""
+def launch_weights(weights: Any, at: Addresses, out: Quantized, transposed: Quantized | None) -> None:
+    """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); and of the transpose, where it is wanted, with m
+    and k exchanged. m, k: multiples of 16."""
     experts, m, k = weights.shape
-    addresses = weights.data_ptr(), out.values.data_ptr(), transposed.values.data_ptr(), out.scales.data_ptr()
+    to = (0, 0) if transposed is None else _at(transposed)
     grid = experts * blocks(m), blocks(k)
-    _launch("quantize_weights", at, grid, 2 * THREADS, *addresses, transposed.scales.data_ptr(), m, k)
+    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *_at(out), *to, m, k)
 
 
 def launch_dequantize(rows: Quantized, at: Addresses, columns: range, out: Any) -> None:

@@ -15,7 +15,7 @@
 //                                            ldmatrix, derivative, quantize, stmatrix in place
 //                                      | dgate | dup | A' |  --TMA--> dH_q, A'_q
 //
-// dH_q may be the same memory as H_q.
+// dH_q and its scales may be the same memory as H_q and its.
 //
 // Floor: max(2 n d R / 1480 TFLOP/s, (d T + n d E + (2n + 2n + n) R) bytes / 4.24 TB/s).
 #include "activation.cuh"
@@ -163,15 +163,16 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
         return {d_a_scaled * up * slope, d_a_scaled * value * up_slope, score[h] * act};
     }
 
-    // Of this strip's block: gate, up -> dgate, dup, A', packed.
-    DEVICE uint32_t differentiate(const float* d_acts, uint32_t gates_at, int column, uint32_t* d_gate, uint32_t* d_up, uint32_t* scaled) {
+    // Of this strip's block: gate, up -> dgate, dup, A', packed. gates_at: of gate's block, slab_address(..., 0), which is returned.
+    DEVICE uint32_t differentiate(const float* d_acts, uint32_t gates_at, int column, uint32_t* d_gate, uint32_t* d_up,
+                                  uint32_t* scaled) {
         float gate_scale[2] = {}, up_scale[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = tile.row + strip_row(h);
             if (row >= tile.row_end) continue;
-            gate_scale[h] = load_f32(p.h_scales + scales_of(column, 0) + row);
-            up_scale[h] = load_f32(p.h_scales + scales_of(column, 1) + row);
+            gate_scale[h] = __ldcg(p.h_scales + scales_of(column, 0) + row);
+            up_scale[h] = __ldcg(p.h_scales + scales_of(column, 1) + row);
         }
 #pragma unroll
         for (int block = 0; block < BLOCK / 32; ++block) {
@@ -197,6 +198,8 @@ struct DownBackwardEpilogue : PlainEpilogue<Scheduler> {
                     scaled[at + pair] = pack_bf16(low.a, high.a);
                     made |= d_gate[at + pair] | d_up[at + pair] | scaled[at + pair];
                 }
+                // ptxas would put off what is packed and added here until the block's end, and keep all that goes into it. So what
+                // comes next seems to depend on it: `rank` is 0, which ptxas does not know.
                 made |= __float_as_uint(d_score[h]);
                 if (i < 3) gate_quad[i + 1] += made & p.rank;
                 else gates_at += made & p.rank;

@@ -2,7 +2,8 @@
 //
 //   quantize_rows      x (T, width) bf16 -> x_q, and a scale for each row (T,)
 //   quantize_weights   W (E, m, k) bf16 -> W_q (E, m, k) and its transpose (E, k, m), of which blocks of 128 x 128 share a scale:
-//                      (E, m / 128, k / 128), and transposed as well. W is read once.
+//                      (E, m / 128, k / 128), and transposed as well. W is read once. A null
+//                      out_transposed is left out.
 //   dequantize_rows    columns of rows that epilogues have quantized, and their scales (blocks, rows) -> bf16 (R, columns)
 //
 // Floors: 3 T width, 4 E m k and 3 R columns bytes / 4.24 TB/s.
@@ -66,7 +67,8 @@ DEVICE void transpose_4x4(uint32_t (&rows)[4]) {
 
 // A block of 256 threads has a block of a weight: thread t 16 columns of rows 4 (t / 8) to 4 (t / 8) + 3.
 extern "C" __global__ void __launch_bounds__(2 * BLOCK)
-quantize_weights(const bf16* weights, uint8_t* out, uint8_t* out_transposed, float* scales, float* scales_transposed, int64_t m, int64_t k) {
+quantize_weights(const bf16* weights, uint8_t* out, float* scales, uint8_t* out_transposed, float* scales_transposed, int64_t m,
+                 int64_t k) {
     constexpr int ROWS = 4, STRIDE = BLOCK / ROWS + 1;  // words of four rows, in a column of the transposed block: one more for the banks
     __shared__ uint32_t turned[BLOCK * STRIDE];
     const int64_t blocks_m = (m + BLOCK - 1) / BLOCK, blocks_k = (k + BLOCK - 1) / BLOCK;
@@ -74,7 +76,7 @@ quantize_weights(const bf16* weights, uint8_t* out, uint8_t* out_transposed, flo
     const int group = threadIdx.x / LANES, chunk = threadIdx.x % LANES * PER_CHUNK;
     const int64_t row = block_m * BLOCK + group * ROWS, column = block_k * BLOCK + chunk;
     const bool present = row < m && column < k;  // m and k are multiples of 16
-    weights += expert * m * k, out += expert * m * k, out_transposed += expert * m * k;
+    weights += expert * m * k, out += expert * m * k;
 
     Sixteen values[ROWS];
     uint32_t pair = 0;
@@ -86,7 +88,7 @@ quantize_weights(const bf16* weights, uint8_t* out, uint8_t* out_transposed, flo
     const Scale scale = scale_of(largest_of_all<2 * BLOCK>(pair));
     if (threadIdx.x == 0) {
         scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
-        scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
+        if (out_transposed) scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
     }
     uint4 quantized_rows[ROWS];
 #pragma unroll
@@ -94,6 +96,7 @@ quantize_weights(const bf16* weights, uint8_t* out, uint8_t* out_transposed, flo
         quantized_rows[i] = values[i].quantize(scale.inverse);
         if (present) *reinterpret_cast<uint4*>(out + (row + i) * k + column) = quantized_rows[i];
     }
+    if (!out_transposed) return;
 #pragma unroll
     for (int four = 0; four < PER_CHUNK / 4; ++four) {
         uint32_t words[ROWS];
@@ -114,7 +117,7 @@ quantize_weights(const bf16* weights, uint8_t* out, uint8_t* out_transposed, flo
         const int64_t to_row = block_k * BLOCK + from;
         const uint32_t* words = turned + from * STRIDE + chunk / 4;
         if (to_row < k && to_column < m)
-            *reinterpret_cast<uint4*>(out_transposed + to_row * m + to_column) = make_uint4(words[0], words[1], words[2], words[3]);
+            *reinterpret_cast<uint4*>(out_transposed + (expert * k + to_row) * m + to_column) = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
 
