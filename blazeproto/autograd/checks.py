@@ -84,8 +84,16 @@ def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, o
     down_proj, *absent = others
     activation = activation_named(options.activation)
     for wrong, expected, got in (
-        (down_proj.shape[1] % 16 or d_expert % BLOCK, f"multiples of 16 and {BLOCK} as d and n", tuple(down_proj.shape)),
-        (not activation.gated or activation.alternating, "a gated activation whose halves lie apart", options.activation),
+        (
+            down_proj.shape[1] % 16 or d_expert % BLOCK,
+            f"multiples of 16 and {BLOCK} as d and n",
+            tuple(down_proj.shape),
+        ),
+        (
+            not activation.gated or activation.alternating,
+            "a gated activation whose halves lie apart",
+            options.activation,
+        ),
         (any(part is not None for part in absent), "neither biases nor factors", "some"),
         (not all(t.is_contiguous() for t in (*up, down_proj)), "contiguous weights", "transposed ones"),
         (options.combine != "gather", "combine='gather'", options.combine),

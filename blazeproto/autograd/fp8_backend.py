@@ -78,7 +78,7 @@ class Hopper:
         *,
         overwrite_act: bool,
     ) -> None:
-        _, d_model, d_expert = down_proj.values.shape
+        d_expert = down_proj.values.shape[2]
         gradient_bytes = 4 * down_proj.values.nbytes
         self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, gradient_bytes, out, ready(scores))
 
@@ -125,13 +125,19 @@ class Hopper:
         *,
         combine: str = "gather",
     ) -> Tensor:
-        _, d_model, width = up_proj.values.shape
+        width = up_proj.values.shape[2]
         dx = torch.empty_like(x) if dx is None else dx
         self._rows_and_sums(rows_in(dh, width), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
         return dx
 
     def weight_gradient(
-        self, left: Tensor, ordered: Tensor, like: Tensor, rows: Addresses, accumulator: Tensor | None = None, **how: Any
+        self,
+        left: Tensor,
+        ordered: Tensor,
+        like: Tensor,
+        rows: Addresses,
+        accumulator: Tensor | None = None,
+        **how: Any,
     ) -> Tensor:
         width = width_of(ordered)
         wide = left.new_empty(rows.num_rows, width)
@@ -163,7 +169,7 @@ class Plain:
     rows_of = staticmethod(torch_backend.rows_of)
 
     def forward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
-        experts, m, k = weight.shape
+        _, m, k = weight.shape
         made = quantize.of_weights(torch, weight)
         if place is not None:
             to = weights_in(place, k, m)

@@ -153,8 +153,8 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
         return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
-    reduced = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
-    return Saved(h, act, *reduced, None, None)
+    xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
+    return Saved(h, act, xa, act_a, None, None)
 
 
 def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
@@ -203,7 +203,9 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     of_up: Sequence[Tensor | None] = (None,) * 5
     if any(needs_of_up):
         p = p._replace(up_proj=up_proj if again else joined(p.up_proj, up_rest))
-        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, up_t, None, *tail)[2:7]
+        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, up_t, None, *tail)[
+            2:7
+        ]
     dx, d_up, *of_factors = of_up
     d_rest = None
     if up_rest is not None and d_up is not None:
@@ -367,7 +369,9 @@ def backward(
                 of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
-                dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), combine=options.combine)
+                dx = backend.up_backward_act(
+                    dh, x, up_back, rows, low, take(made["x"], tokens), combine=options.combine
+                )
                 made["x"] = dx if tokens is None else made["x"]
             gradient("up_proj", x, dh, gather=True, transposed=True)
             if need.up_bias:

@@ -1,5 +1,5 @@
-"""The products by rows of fp8 (e4m3) operands (cuda/fp8.cuh), launched: the up projection forward, the down projection forward and
-the gradient of the rows (linear.cu), and the down projection's backward. Sums are fp32. What quantizes operands: quantize.py.
+"""The products by rows of fp8 (e4m3) operands (cuda/fp8.cuh), launched: the up projection forward, the down projection forward
+and the gradient of the rows (linear.cu), and the down projection's backward. Sums are fp32. What quantizes operands: quantize.py.
 
 Widths: d a multiple of 16, n one of 128.
 """
@@ -43,7 +43,9 @@ def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, bu
 def down_backward_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation."""
     macros = activation_named(variant.activation).macros
-    return _kernel("down_backward_fp8.cu", "down_backward_fp8", config or TILES, build, gather=True, quantizes=True, **macros)
+    return _kernel(
+        "down_backward_fp8.cu", "down_backward_fp8", config or TILES, build, gather=True, quantizes=True, **macros
+    )
 
 
 def _pairs(shape: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -70,7 +72,9 @@ def _up_plan(where: tuple[int, int, int], shape: tuple[int, int, int], activatio
     )
 
 
-def launch_up(x: Quantized, up_proj: Quantized, at: Addresses, *, activation: str, h: Quantized, act: Quantized) -> None:
+def launch_up(
+    x: Quantized, up_proj: Quantized, at: Addresses, *, activation: str, h: Quantized, act: Quantized
+) -> None:
     """H = x[token] W_up^T, act = f(gate) g(up), both rounded to bf16 and quantized. MoEBlaze Algorithm 1, lines 3-9.
 
     x (T, d) by token, up_proj (E, 2n, d) by block -> h (R, 2n), act (R, n), scales (2n / 128, R) and (n / 128, R).
@@ -88,9 +92,7 @@ def launch_up(x: Quantized, up_proj: Quantized, at: Addresses, *, activation: st
 def _linear_plan(where: tuple[int, int, int], shape: tuple[int, int, int], columns: int, build: Build) -> Plan:
     out, made = dense_box((columns, where[0]), (SLAB, SLAB)), linear_kernel(None, PLAIN, build)
     params = FP8_ROWS_PARAMS
-    return rows_plan(
-        made, TILES, where, _pairs(shape), PLAIN, mn_major=False, columns=columns, out0=out, params=params
-    )
+    return rows_plan(made, TILES, where, _pairs(shape), PLAIN, mn_major=False, columns=columns, out0=out, params=params)
 
 
 def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: range, out: Any) -> None:
@@ -100,7 +102,8 @@ def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: r
     """
     if not at.num_rows:
         return
-    _, m, k = shape = tuple(weights.values.shape)
+    shape = tuple(weights.values.shape)
+    k = shape[2]
     made = _linear_plan(at.where, shape, len(columns), product.build_of("linear_fp8"))
     maps = (a.values.data_ptr(), weights.values.data_ptr() + k * columns.start, out.data_ptr())
     addresses = words(at, config=TILES, out0=out.data_ptr())
@@ -109,7 +112,9 @@ def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: r
 
 
 @lru_cache(maxsize=SHAPES)
-def _down_backward_plan(where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build) -> Plan:
+def _down_backward_plan(
+    where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build
+) -> Plan:
     n = shape[1]
     return rows_plan(
         down_backward_kernel(None, Variant(activation=activation), build),
@@ -140,7 +145,7 @@ def launch_down_backward(
     d_scores: Any,
     workspace: Any,
 ) -> None:
-    """dA' = dO_t W_down; dS = <dA', act>; dH and A' = S act, both rounded to bf16 and quantized. MoEBlaze Algorithm 1, lines 20-28.
+    """dA' = dO_t W_down; dS = <dA', act>; dH and A' = S act, both rounded to bf16 and quantized. Algorithm 1, lines 20-28.
 
     d_out (T, d) by token, down_proj (E, n, d), the transpose, by block, h (R, 2n), scales (2n / 128, R), scores (P,) fp32 -> dh
     like h, whose values may be h's, a_scaled (R, n), scales (n / 128, R), d_scores (P,). workspace: as `down_backward_act`.

@@ -65,7 +65,9 @@ def _padded(m: Any, values: Any, *dims: int) -> Any:
         shape = list(values.shape)
         shape[dim] = -shape[dim] % BLOCK
         if shape[dim]:
-            values = m.concatenate((values, m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)), dim)
+            values = m.concatenate(
+                (values, m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)), dim
+            )
     return values
 
 

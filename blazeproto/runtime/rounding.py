@@ -1,4 +1,4 @@
-"""Numbers rounded to bf16 and fp8 in NumPy, which has no such types: to nearest, ties to even, as the GPU rounds what it stores."""
+"""Numbers rounded to bf16 and fp8 in NumPy, which has no such types: to nearest, ties to even, as the GPU rounds."""
 
 from typing import Any
 

@@ -204,7 +204,9 @@ def check(shape: Sizes, positive: bool) -> Row:
     again = [t.clone() for t in (o.wide, o.dh.values.view(torch.uint8), o.d_scores)]
     for name in ("up", "dH", "dX"):
         calls[name]()
-    row["repeats"] = all(torch.equal(a, b) for a, b in zip(again, (o.wide, o.dh.values.view(torch.uint8), o.d_scores), strict=True))
+    row["repeats"] = all(
+        torch.equal(a, b) for a, b in zip(again, (o.wide, o.dh.values.view(torch.uint8), o.d_scores), strict=True)
+    )
     return row
 
 

@@ -97,7 +97,9 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
 def _multiply(instruction: Statement, step: Compiled) -> Run:
     """§9.7.15.5.2 wgmma.mma_async of bf16 or e4m3, which lies K-major, both operands in shared memory"""
     d, a, b, scale_d, *immediates = instruction.operands
-    word, multiplied = (UINT8, matrices.multiply_e4m3) if instruction.words[-1] == "e4m3" else (UINT16, matrices.multiply)
+    word, multiplied = (
+        (UINT8, matrices.multiply_e4m3) if instruction.words[-1] == "e4m3" else (UINT16, matrices.multiply)
+    )
     depth = BYTES // word.itemsize
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
