@@ -149,9 +149,9 @@ def backend_on(
     missing = "" if name == "torch" else missing_for_hopper(device, dtype, num_experts, *widths)
     if missing and name == "hopper":
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
-    if precision == "fp8":
+    if precision != "bf16":
         fp8 = importlib.import_module("blazeproto.autograd.fp8_backend")
-        return cast(Backend, fp8.Hopper() if missing is None else fp8.Plain())
+        return cast(Backend, (fp8.Hopper if missing is None else fp8.Plain)(precision == "fp8"))
     return _backend(hopper=missing is None)
 
 

@@ -68,7 +68,7 @@ def check_experts(
     _check_factors("down_factors", down_factors, x, up[0].dtype, tuple(down_proj.shape))
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
-    if options.precision == "fp8":
+    if options.precision != "bf16":
         _check_fp8(up, (down_proj, up_bias, down_bias, up_factors, down_factors), d_expert, options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
@@ -100,7 +100,7 @@ def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, o
         (options.save == "paper", "another save policy than 'paper'", options.save),
     ):
         if wrong:
-            raise ValueError(f"precision: expected {expected} with 'fp8', got {got}")
+            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got}")
 
 
 def check_choice(

@@ -1,4 +1,4 @@
-"""The backends with fp8 (e4m3) operands, ``precision="fp8"``: what `Options.precision` says, on either backend.
+"""The backends with fp8 (e4m3) operands, ``precision="fp8"`` and ``"fp8_rows"`` (`Options.precision`).
 
 Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine, the sums of weight
 gradients. H, act, dH and A' are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by
@@ -6,7 +6,7 @@ itself, where they are used; weights once a forward, in both orders, 128 x 128 t
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, W_up^T_q, W_down^T_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
-    dO, A'_q in bf16 ─> dW_down               dH_q in bf16, X ─> dW_up
+    dO_q, A'_q turned ─> dW_down              dH_q, x_q turned ─> dW_up          "fp8_rows": all of these in bf16
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from blazeproto.autograd import hopper_backend, torch_backend
 from blazeproto.autograd.hopper_backend import ready
+from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import E4M3, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
-from blazeproto.gemm.combine import column_slices
+from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.quantize import Quantized
 
@@ -31,6 +32,10 @@ class Hopper:
     READS_ACT = False
     build_dispatch = staticmethod(hopper_backend.build_dispatch)
     rows_of = staticmethod(hopper_backend.rows_of)
+
+    def __init__(self, weights_in_fp8: bool) -> None:
+        """weights_in_fp8: whether weight gradients are products of fp8; else rows are brought back to bf16 for them."""
+        self.weights_in_fp8 = weights_in_fp8
 
     def forward_weight(self, weight: Tensor, rows: Addresses, place: Tensor | None) -> Quantized:
         """Quantized, for a product of forward; its transpose in ``place``, a record."""
@@ -137,12 +142,39 @@ class Hopper:
         like: Tensor,
         rows: Addresses,
         accumulator: Tensor | None = None,
-        **how: Any,
+        *,
+        gather: bool,
+        transposed: bool,
+        factor: bool = False,
     ) -> Tensor:
-        width = width_of(ordered)
-        wide = left.new_empty(rows.num_rows, width)
-        quantize.launch_dequantize(rows_in(ordered, width), rows, range(width), wide)
-        return hopper_backend.weight_gradient(left, wide, like, rows, accumulator, **how)
+        """Some of a token's columns at a time, so that their transpose takes no more than the ordered rows'."""
+        width, d_model = width_of(ordered), left.shape[1]
+        if not self.weights_in_fp8:
+            wide = left.new_empty(rows.num_rows, width)
+            quantize.launch_dequantize(rows_in(ordered, width), rows, range(width), wide)
+            how: dict[str, Any] = {"gather": gather, "transposed": transposed, "factor": factor}
+            return hopper_backend.weight_gradient(left, wide, like, rows, accumulator, **how)
+        f32, accumulate = like.dtype == torch.float32 or accumulator is not None, accumulator is not None
+        dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype) if accumulator is None else accumulator
+        before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
+        quantize.launch_block_offsets(rows, before)
+        turned = self._turned(rows_in(ordered, width), range(width), rows, before, gather=False)
+        tokens = self._tokens(left, rows)
+        for columns in in_slices(d_model, 1 if f32 else max(1, d_model // width)):
+            part = self._turned(tokens, columns, rows, before, gather=True)
+            operands, first = (
+                ((turned, part), (0, columns.start)) if transposed else ((part, turned), (columns.start, 0))
+            )
+            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=accumulate)
+            del part, operands  # before the next one is allocated
+        return dw if accumulate else cast(dw, like.dtype)
+
+    def _turned(self, of: Quantized, columns: range, rows: Addresses, before: Tensor, *, gather: bool) -> Quantized:
+        made, width = quantize.most_blocks(rows.num_rows, rows.num_experts), len(columns)
+        values = of.values.new_empty(width, made * quantize.BLOCK)
+        out = Quantized(values, of.scales.new_empty(quantize.blocks(width), made))
+        quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
+        return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
         x = ready(x)
@@ -167,6 +199,9 @@ class Plain:
     READS_ACT = False
     build_dispatch = staticmethod(torch_backend.build_dispatch)
     rows_of = staticmethod(torch_backend.rows_of)
+
+    def __init__(self, weights_in_fp8: bool) -> None:
+        self.weights_in_fp8 = weights_in_fp8
 
     def forward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
         _, m, k = weight.shape
@@ -251,6 +286,7 @@ class Plain:
     def weight_gradient(
         self, left: Tensor, ordered: Tensor, like: Tensor, rows: Dispatch, accumulator: Tensor | None = None, **how: Any
     ) -> Tensor:
+        left = _tokens(left) if self.weights_in_fp8 else left
         return torch_backend.weight_gradient(left, _from_record(ordered, left.dtype), like, rows, accumulator, **how)
 
 

@@ -147,7 +147,7 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     """Uninitialised."""
     if not options.saves_h:
         return Saved(*[None] * 6)
-    if options.precision == "fp8":
+    if options.precision != "bf16":
         (experts, d_model, d_expert), width = p.down_proj.shape, _up_width(p, options)
         weights = (new_weights(p.x, experts, d_model, width), new_weights(p.x, experts, d_expert, d_model))
         return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
@@ -286,7 +286,7 @@ def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | Non
     made_dh = None
     if need.dh and d_out is not None:
         width = _up_width(p, options)
-        made_dh = new_rows(d_out, rows, width) if options.precision == "fp8" else d_out.new_empty(rows, width)
+        made_dh = new_rows(d_out, rows, width) if options.precision != "bf16" else d_out.new_empty(rows, width)
     made_xa = p.x.new_empty(rows, p.up_a.shape[1]) if need.xa else None
     return [made_dh, made_xa, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
 

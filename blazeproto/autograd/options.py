@@ -76,10 +76,11 @@ class Options:
     precision: str = field(
         default="bf16",
         metadata=_about(
-            partial(_one_of, ("bf16", "fp8")),
-            """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales;
-        `blazeproto.autograd.fp8_backend`). fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
-        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper".""",
+            partial(_one_of, ("bf16", "fp8", "fp8_rows")),
+            """what the products' operands are: "bf16", by which x's own dtype is meant, "fp8" (e4m3 with scales;
+        `blazeproto.autograd.fp8_backend`), or "fp8_rows", with weight gradients in bf16. The last two take a gated activation
+        whose halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and
+        neither biases nor factors nor save="paper".""",
         ),
     )
     combine: str = field(

@@ -17,7 +17,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def row_bytes(width: int) -> int:
-    """Of a row in a record."""
+    """Bytes that a row takes in a record."""
     return width + 4 * width // BLOCK
 
 
@@ -37,7 +37,7 @@ def rows_in(record: Tensor, width: int) -> Quantized:
 
 
 def width_of(record: Tensor) -> int:
-    """Of the rows in it."""
+    """How wide the rows in it are."""
     return record.shape[1] * BLOCK // (BLOCK + 4)
 
 

@@ -11,11 +11,11 @@ from blazeproto.activations import activation_named
 from blazeproto.dispatch.structures import Addresses
 from blazeproto.gemm import product, reduce
 from blazeproto.gemm.compile import Kernel
-from blazeproto.gemm.launch import Plan, dense_box
+from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Variant, tiled_kernel
-from blazeproto.gemm.quantize import BLOCK, Quantized
+from blazeproto.gemm.quantize import BLOCK, Quantized, most_blocks
 from blazeproto.gemm.rows import FP8_ROWS_PARAMS, h_box, rows_plan, words
-from blazeproto.gemm.tiles import BF16, BM, SLAB, TileConfig
+from blazeproto.gemm.tiles import BF16, BK, BM, SLAB, TileConfig
 from blazeproto.runtime import driver
 
 PAIR = 2  # elements that are moved as if they were one bf16
@@ -36,7 +36,7 @@ def up_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build:
 
 
 def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """Of quantized rows, which lie in expert order."""
+    """For quantized rows, which lie in expert order."""
     return _kernel("linear.cu", "linear", config or TILES, build, gather=False, quantizes=False, FUSED_COMBINE=0)
 
 
@@ -49,7 +49,7 @@ def down_backward_kernel(config: TileConfig | None = None, variant: Variant = PL
 
 
 def _pairs(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Of weights (E, m, k), as they are moved."""
+    """The shape of weights (E, m, k), as they are moved."""
     return (shape[0], shape[1], shape[2] // PAIR)
 
 
@@ -166,6 +166,75 @@ def launch_down_backward(
         maps = (down_proj.values.data_ptr(), h.values.data_ptr(), dh_at, a_at)
         driver.launch(*plan.fill(maps, addresses + _scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
+
+
+# --- Weight gradients ------------------------------------------------------------------------------------------------------
+
+WEIGHT_PARAMS = Params(
+    "WeightParams",
+    "weight_fp8.cu",
+    maps=("left", "right", "out"),
+    words=("offsets", "out_f32", "a_scales", "b_scales"),
+    numbers=("experts", "gathered_width", "ordered_width", "accumulate", "rows", "blocks"),
+)
+
+
+def weight_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
+    """variant: f32."""
+    options = {"GATHER": 0, "FP8": 1, "BLOCK_SCALES": 1, "TRANSPOSED": 0, "OUT_F32": variant.f32}
+    return tiled_kernel("weight_fp8.cu", "weight_gradient_fp8", config or TILES, build, widths=(256,), **options)
+
+
+@lru_cache(maxsize=SHAPES)
+def _weight_plan(
+    where: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    part: tuple[int, int],
+    f32: bool,
+    accumulate: bool,
+    build: Build,
+) -> Plan:
+    """shape: of the gradient.  part: rows and columns of it that are made."""
+    (num_rows, experts, device), (_, outer, inner), (rows, columns) = where, shape, part
+    made = most_blocks(num_rows, experts)
+    turned = [
+        dense_box((made * BLOCK // PAIR, width), (BK, tile)) if made else None
+        for width, tile in ((rows, BM), (columns, 256))
+    ]
+    strides = (BF16.bytes * inner, BF16.bytes * inner * outer)
+    out = None if f32 else Box((columns, rows, experts), strides, (SLAB, SLAB, 1))
+    tiles = experts * -(-rows // BM) * -(-columns // TILES.tile_n)
+    return Plan(
+        weight_kernel(None, Variant(f32=f32), build),
+        WEIGHT_PARAMS,
+        (*turned, out),
+        (experts, rows, columns, int(accumulate), 1, made),
+        grid=persistent_grid(device, 1, tiles),
+        device=device,
+    )
+
+
+def launch_weight(
+    left: Quantized,
+    right: Quantized,
+    at: Addresses,
+    blocks_before: Any,
+    *,
+    dw: Any,
+    first: tuple[int, int] = (0, 0),
+    f32: bool = False,
+    accumulate: bool = False,
+) -> None:
+    """dw[e], from row and column ``first`` on, = left right^T over an expert's blocks of rows; operands of `launch_transpose`.
+
+    left (rows, 128 B), right (columns, 128 B) -> dw (E, m, k) bf16, or fp32 with ``f32``, then all of it; zeros without rows.
+    """
+    part = (left.values.shape[0], right.values.shape[0])
+    plan = _weight_plan(at.where, tuple(dw.shape), part, f32, accumulate, product.build_of("weight_fp8"))
+    to = dw.data_ptr() + BF16.bytes * (first[0] * dw.shape[2] + first[1])
+    maps = ((left.values.data_ptr(), right.values.data_ptr()) if at.num_rows else ()) + (() if f32 else (to,))
+    scales = (left.scales.data_ptr(), right.scales.data_ptr())
+    driver.launch(*plan.fill(maps, (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0, *scales)), at.stream)
 
 
 def _scales(a: Quantized, b: Quantized, *others: Quantized | None, first: int = 0) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """To fp8 (e4m3) and back (cuda/quantize.cu): values that share a scale, a power of two, are divided by it and rounded.
 
 What shares a scale: a token; 128 columns of a row; 128 x 128 elements of a weight. Its scale is the least power of two, at least
-2^-126, that leaves no magnitude above 448, e4m3's largest; 1 where all are zero. Where one is Inf or NaN the scale is NaN, and so
+2^-126, that leaves no magnitude above 448, e4m3's largest. Where one is Inf or NaN the scale is NaN, and so
 is all that shares it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized weight's
 transpose is the transpose, quantized.
 """
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 def blocks(width: int) -> int:
-    """Of BLOCK elements, the last of which may be short."""
+    """How many of BLOCK elements there are, the last of which may be short."""
     return -(-width // BLOCK)
 
 
@@ -42,8 +42,7 @@ def scale_of(m: Any, largest: Any) -> Any:
     """The scale of values whose largest magnitude this is, fp32 of any shape."""
     bits = largest.view(m.int32)
     exponent = (((bits + 0x1FFFFF) >> 23) - 8).clip(1)  # 448 = 1.75 * 2^8
-    made = m.where(bits == 0, m.ones_like(largest), (exponent << 23).view(m.float32))
-    return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), made)
+    return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), (exponent << 23).view(m.float32))
 
 
 def _e4m3(m: Any, values: Any) -> Any:
@@ -158,6 +157,32 @@ def launch_dequantize(rows: Quantized, at: Addresses, columns: range, out: Any) 
         scales = rows.scales.data_ptr() + 4 * columns.start // BLOCK * count
         grid = -(-count * len(columns) // (THREADS * PER_CHUNK)), 1
         _launch("dequantize_rows", at, grid, THREADS, values, scales, out.data_ptr(), count, width, len(columns))
+
+
+def most_blocks(num_rows: int, experts: int) -> int:
+    """How many blocks of 128 rows experts may have together, the last one of each being short."""
+    return num_rows // BLOCK + min(num_rows, experts)
+
+
+def launch_block_offsets(at: Addresses, out: Any) -> None:
+    """-> out (E + 1,) int32: how many blocks of 128 rows come before each expert's, and in all."""
+    _launch("block_offsets", at, (1, 1), 32, at.expert_token_offsets, out.data_ptr(), at.num_experts)
+
+
+def launch_transpose(
+    rows: Quantized, at: Addresses, blocks_before: Any, columns: range, out: Quantized, *, gather: bool
+) -> None:
+    """rows (R, width), scales (width / 128, R), or with ``gather`` tokens (T, width), scales (T,) -> some columns' transpose
+    (len(columns), 128 B), scales (len(columns) / 128, B), B being `most_blocks`. An expert's rows are filled up to whole blocks
+    of 128 with zeros; 128 x 128 share a scale, the largest of their rows'. blocks_before: of `launch_block_offsets`."""
+    width, count, made = rows.values.shape[1], blocks(len(columns)), most_blocks(at.num_rows, at.num_experts)
+    pairs_at, tokens_at, division = at.pair_to_token
+    if made and count:
+        values, scales = rows.values.data_ptr() + columns.start, rows.scales.data_ptr()
+        scales += 0 if gather else 4 * columns.start // BLOCK * at.num_rows
+        lists = (pairs_at if gather else 0, tokens_at, division, at.expert_token_offsets, blocks_before.data_ptr())
+        numbers = (at.num_experts, at.num_rows, width, len(columns), made)
+        _launch("transpose_rows", at, (made, count), 2 * THREADS, values, scales, *lists, *_at(out), *numbers)
 
 
 def _at(of: Quantized) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
 from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, stamped, write_json
-from scripts.bench.timing import peak_bytes, saved_bytes
+from scripts.bench.timing import captured, peak_bytes, saved_bytes
 from scripts.command import need_hopper, some_of
 
 Row = dict[str, Any]
@@ -47,6 +47,8 @@ SHAPES = (
     Sizes(16384, 4096, 14336, 8, 2),
 )
 CHECKED = (Sizes(700, 144, 128, 5, 2), Sizes(600, 256, 8192, 2, 1), Sizes(3000, 1040, 2048, 16, 4))
+DEVICE = "cuda"
+PRECISIONS = ("bf16", "fp8", "fp8_rows")
 PARTS = ("check", "products", "layers")
 SAMPLE = 48  # rows and columns whose sums are computed as a tensor core does
 FRACTION = 13  # bits of a sum behind its largest addend's first
@@ -73,10 +75,10 @@ def as_tensor_core(a: Tensor, b: Tensor, promoted: bool) -> Tensor:
 
 
 class Operands:
-    """Of one layer, quantized; its dispatch, and room for what its products make."""
+    """The operands of one layer, quantized; its dispatch, and room for what its products make."""
 
-    def __init__(self, shape: Sizes, positive: bool = False, backward: bool = True) -> None:
-        self.shape, self.inputs = shape, peers.make_inputs(shape)
+    def __init__(self, shape: Sizes, positive: bool = False, one_gradient: bool = False) -> None:
+        self.shape, self.inputs = shape, peers.make_inputs(shape, device=DEVICE)
         with torch.no_grad():
             for tensor in (self.inputs.x, self.inputs.grad_output, self.inputs.gate_up_proj, self.inputs.down_proj):
                 if positive:
@@ -89,15 +91,23 @@ class Operands:
         self.down, self.down_t = self.weight(E, d, n), self.weight(E, n, d)
         self.h, self.dh = self.rows(R, 2 * n), self.rows(R, 2 * n)
         self.act, self.a_scaled = self.rows(R, n), self.rows(R, n)
-        self.wide = torch.empty(R, d, dtype=torch.bfloat16, device="cuda")
+        self.wide = torch.empty(R, d, dtype=torch.bfloat16, device=DEVICE)
         self.d_scores = self.fp32(R)
+        made = quantize.most_blocks(R, E)
+        self.x_t, self.d_out_t, self.dh_t, self.a_t = (
+            Quantized(self.e4m3(width, made * BLOCK), self.fp32(blocks(width), made)) for width in (d, d, 2 * n, n)
+        )
+        self.before = torch.empty(E + 1, dtype=torch.int32, device=DEVICE)
+        self.d_up = torch.empty_like(self.inputs.gate_up_proj.detach())
+        down = self.inputs.down_proj.detach()  # in the same place, where that is asked for
+        self.d_down = self.d_up.view(-1)[: down.numel()].view_as(down) if one_gradient else torch.empty_like(down)
         self.partials = self.fp32(down_backward.score_partials(n, fp8.TILES), R)
 
     def e4m3(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=E4M3, device="cuda")
+        return torch.empty(shape, dtype=E4M3, device=DEVICE)
 
     def fp32(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device="cuda")
+        return torch.empty(shape, device=DEVICE)
 
     def weight(self, experts: int, m: int, k: int) -> Quantized:
         return Quantized(self.e4m3(experts, m, k), self.fp32(experts, blocks(m), blocks(k)))
@@ -130,11 +140,22 @@ class Operands:
                 workspace=self.partials,
             ),
             "dX": partial(fp8.launch_linear, self.dh, self.up_t, at, columns=range(d), out=self.wide),
+            "block offsets": partial(quantize.launch_block_offsets, at, self.before),
+            "turn dO": partial(self.turn, self.d_out, self.d_out_t, gather=True),
+            "turn A'": partial(self.turn, self.a_scaled, self.a_t, gather=False),
+            "dW_down": partial(fp8.launch_weight, self.d_out_t, self.a_t, at, self.before, dw=self.d_down),
+            "turn dH": partial(self.turn, self.dh, self.dh_t, gather=False),
+            "turn x": partial(self.turn, self.x, self.x_t, gather=True),
+            "dW_up": partial(fp8.launch_weight, self.dh_t, self.x_t, at, self.before, dw=self.d_up),
         }
+
+    def turn(self, rows: Quantized, out: Quantized, *, gather: bool) -> None:
+        columns = range(rows.values.shape[1])
+        quantize.launch_transpose(rows, self.at, self.before, columns, out, gather=gather)
 
 
 def same_bits(a: Quantized, b: Quantized) -> bool:
-    """Of values and scales."""
+    """Whether values and scales are the same."""
     values = torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8).contiguous())
     return values and torch.equal(a.scales, b.scales.contiguous())
 
@@ -171,8 +192,8 @@ def check(shape: Sizes, positive: bool) -> Row:
         """Root mean squares of errors, relative to the exact values'."""
         largest = max(range(shape.E), key=lambda e: ends[e + 1] - ends[e])
         here = experts[largest]
-        some = torch.arange(here.start, here.stop, max(1, (here.stop - here.start) // SAMPLE), device="cuda")[:SAMPLE]
-        columns = torch.arange(0, weights.shape[1], max(1, weights.shape[1] // SAMPLE), device="cuda")[:SAMPLE]
+        some = torch.arange(here.start, here.stop, max(1, (here.stop - here.start) // SAMPLE), device=DEVICE)[:SAMPLE]
+        columns = torch.arange(0, weights.shape[1], max(1, weights.shape[1] // SAMPLE), device=DEVICE)[:SAMPLE]
         a, b = rows[some], weights[largest][columns]
         exact = a @ b.mT
         error = {
@@ -201,12 +222,39 @@ def check(shape: Sizes, positive: bool) -> Row:
     dh = quantize.rows_of(torch, o.dh).double()
     row["dX"] = off(o.wide, multiplied(dh, up.mT))
     sums("dX", o.wide, dh, up.mT)
+    for name in ("block offsets", "turn dO", "turn A'", "dW_down", "turn dH", "turn x", "dW_up"):
+        calls[name]()
+    a_scaled, x = quantize.rows_of(torch, o.a_scaled).double(), x[token]
+    d_out = d_out[token]
+    for name, got, left, right in (("dW_down", o.d_down, d_out, a_scaled), ("dW_up", o.d_up, dh, x)):
+        exact = torch.stack([left[r].mT @ right[r] for r in experts])
+        row[name] = round(float((got.double() - exact).norm() / exact.norm()), 6)
     again = [t.clone() for t in (o.wide, o.dh.values.view(torch.uint8), o.d_scores)]
     for name in ("up", "dH", "dX"):
         calls[name]()
     row["repeats"] = all(
         torch.equal(a, b) for a, b in zip(again, (o.wide, o.dh.values.view(torch.uint8), o.d_scores), strict=True)
     )
+    return row
+
+
+def graph(shape: Sizes) -> Row:
+    """Whether a replayed graph of a forward and a backward gives an eager one's bits, twice."""
+    one, row = peers.make_inputs(shape), Row(cfg=cfg_of(shape))
+    weights = (one.gate_up_proj, one.down_proj)
+    forward = partial(moe_mlp, one.x, *weights, one.scores, one.experts, num_experts=shape.E, precision="fp8")
+    program, made = peers.layer_program(one, forward), list[tuple[Tensor, ...]]()
+
+    def both() -> tuple[Tensor, ...]:
+        out, gradients = program.forward_backward()
+        made.append((out.detach(), *gradients))
+        return made[-1]
+
+    first, second = both(), both()
+    captured(both, torch.cuda.graph_pool_handle())()
+    torch.cuda.synchronize()
+    pairs = [zip(first, other, strict=True) for other in (second, made[-1])]
+    row["graph_alike"] = [[torch.equal(a, b) for a, b in pair] for pair in pairs]
     return row
 
 
@@ -221,10 +269,15 @@ def gemm_activation(h: Tensor) -> Tensor:
 
 def products(shape: Sizes, rounds: int) -> Row:
     """Milliseconds, and TFLOP/s, of the products in bf16 and fp8, and of quantizing."""
-    o = Operands(shape)
+    o = Operands(shape, one_gradient=True)
     calls, one, R = o.calls(), o.inputs, shape.rows
-    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     h, act = torch.empty(R, 2 * shape.n, **bf16), torch.empty(R, shape.n, **bf16)
+    dh, a_scaled = torch.empty_like(h), torch.empty_like(act)
+    spare = [
+        torch.empty(gemm.weight_workspace(name, dw, o.dispatch), device=DEVICE)
+        for name, dw in (("down_backward_weight", o.d_down), ("up_backward_weight", o.d_up))
+    ]
     x, up, down = (t.detach() for t in (one.x, one.gate_up_proj, one.down_proj))
     ours: dict[str, Callable[[], Any]] = {
         "up": partial(gemm.up_forward, x, up, o.dispatch, h=h, act=act),
@@ -236,12 +289,16 @@ def products(shape: Sizes, rounds: int) -> Row:
             h,
             one.scores.detach(),
             o.dispatch,
-            dh=h,
-            a_scaled=act,
+            dh=dh,
+            a_scaled=a_scaled,
             d_scores=o.d_scores,
             workspace=o.partials,
         ),
-        "dX": partial(gemm.up_backward_act, h, up, o.dispatch, dx_rows=o.wide),
+        "dX": partial(gemm.up_backward_act, dh, up, o.dispatch, dx_rows=o.wide),
+        "dW_down": partial(
+            gemm.down_backward_weight, one.grad_output, a_scaled, o.dispatch, dw=o.d_down, workspace=spare[0]
+        ),
+        "dW_up": partial(gemm.up_backward_weight, dh, x, o.dispatch, dw=o.d_up, workspace=spare[1]),
     }
 
     def turns(call: Callable[[], None]) -> None:
@@ -257,10 +314,11 @@ def products(shape: Sizes, rounds: int) -> Row:
             timed |= {f"{name} bf16": ours[name], f"{name} fp8": call, f"{name} fp8 in turns": partial(turns, call)}
         else:
             timed[name] = call
-    timed["dequantize dH"] = partial(quantize.launch_dequantize, o.dh, o.at, range(2 * shape.n), h)
+    timed["dequantize dH"] = partial(quantize.launch_dequantize, o.dh, o.at, range(2 * shape.n), dh)
     ms = interleaved_ms(timed, rounds, warmups=3, queued=True)
     operations = 2.0 * R * shape.n * shape.d
-    rate = {"up": 2 * operations, "down": operations, "dH": operations, "dX": 2 * operations}
+    once, twice = ("down", "dH", "dW_down"), ("up", "dX", "dW_up")
+    rate = dict.fromkeys(once, operations) | dict.fromkeys(twice, 2 * operations)
     row = Row(cfg=cfg_of(shape), ms={name: round(t, 4) for name, t in ms.items()})
     row["tflops"] = {name: round(rate[name.split()[0]] / t / 1e9) for name, t in ms.items() if name.split()[0] in rate}
     return row
@@ -277,12 +335,13 @@ def layer(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
         weights = (one.gate_up_proj, one.down_proj)
         return moe_mlp(one.x, *weights, one.scores, one.experts, num_experts=shape.E, precision=precision)
 
-    programs = {name: peers.layer_program(one, partial(forward, name)) for name in ("bf16", "fp8")}
+    programs = {name: peers.layer_program(one, partial(forward, name)) for name in PRECISIONS}
     weights = (one.gate_up_proj, one.down_proj)
     row, names = Row(cfg=cfg_of(shape)), ("out", "x", "up", "down", "scores")
     made = [some_of_results(program) for program in programs.values()]
-    row["fp8_off_bf16"] = {name: difference(b, a) for name, a, b in zip(names, *made, strict=True)}
-    del made
+    for precision, results in zip(PRECISIONS[1:], made[1:], strict=True):
+        row[f"{precision}_off_bf16"] = {k: difference(b, a) for k, a, b in zip(names, made[0], results, strict=True)}
+    del made, results
     kept = {name: saved_bytes(program.forward, weights) for name, program in programs.items()}
     copies = sum(w.numel() + 4 * w.shape[0] * blocks(w.shape[1]) * blocks(w.shape[2]) for w in weights)
     row |= {"bf16_saved_MiB": round(kept["bf16"] / MIB, 1), "fp8_saved_MiB": round((kept["fp8"] - copies) / MIB, 1)}
@@ -292,7 +351,7 @@ def layer(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     for name, program in programs.items():
         row[f"{name}_peak_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
     timed: dict[str, Callable[[], Any]] = {f"{k}_fwdbwd": program.forward_backward for k, program in programs.items()}
-    timed |= {f"{name}_fwd": program.forward for name, program in programs.items()}
+    timed |= {f"{name}_fwd": programs[name].forward for name in ("bf16", "fp8")}
     timed["quantize"] = partial(quantize_weights, one, rows_of(build_dispatch(one.experts, shape.E)))
     ms = interleaved_ms(timed, rounds, warmups=3, queued=True)
     row |= {f"{name}_ms": round(t, 4) for name, t in ms.items()}
@@ -309,7 +368,7 @@ def some_of_results(program: peers.Program) -> list[Tensor]:
 
 def quantize_weights(one: peers.LayerInputs, at: Any) -> None:
     """As a forward does."""
-    backend = Hopper()
+    backend = Hopper(weights_in_fp8=True)
     for weight in (one.gate_up_proj, one.down_proj):
         experts, m, k = weight.shape
         place = weight.new_empty(experts, m * k + 4 * blocks(m) * blocks(k), dtype=torch.uint8)
@@ -335,6 +394,7 @@ def main(options: argparse.Namespace) -> None:
     jobs: list[tuple[str, Any, Callable[..., Any], tuple[Any, ...]]] = []
     if "check" in options.parts:
         jobs += [("checks", shape, check, (shape, positive)) for shape in CHECKED for positive in (False, True)]
+        jobs.append(("checks", CHECKED[0], graph, (CHECKED[0],)))
     for shape in shapes:
         if "products" in options.parts:
             jobs.append(("products", shape, products, (shape, rounds)))

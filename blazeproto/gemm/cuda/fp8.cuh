@@ -57,7 +57,7 @@ DEVICE void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) { WGMMA_E4M
 // Offsets, since 32 bits are enough for them, and registers are short.
 struct BlockScales {
     uint32_t weights, second;    // of the first slice, in b_scales; from there to the second slice's
-    uint32_t rows, second_row;   // BLOCK_SCALES: likewise of rows, in a_scales
+    uint32_t rows, second_row = 0;  // BLOCK_SCALES: likewise of rows, in a_scales
 
     // Of a tile whose slices' columns are in these of an expert's column blocks.
     DEVICE BlockScales(int expert, int steps, int blocks, int first_block, int second_block)

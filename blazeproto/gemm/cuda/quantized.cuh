@@ -9,10 +9,9 @@ struct Scale {
 };
 
 // Of values of which `bits`, as a float, is the largest magnitude: the least power of two, at least 2^-126, that leaves none above
-// 448. 1 for zeros; NaN where one is Inf or NaN, which makes all of them NaN.
+// 448. NaN where one is Inf or NaN, which makes all of them NaN.
 DEVICE Scale scale_of(uint32_t bits) {
     if (bits >= 0x7F800000u) return {__uint_as_float(0x7FFFFFFFu), __uint_as_float(0x7FFFFFFFu)};
-    if (bits == 0) return {1.0f, 1.0f};
     const int exponent = max(int(bits + 0x1FFFFFu >> 23) - 8, 1);  // 448 = 1.75 * 2^8
     return {__uint_as_float(uint32_t(exponent) << 23), __uint_as_float(uint32_t(254 - exponent) << 23)};
 }

@@ -149,8 +149,7 @@ def multiply_e4m3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     addends = np.concatenate((E4M3[a][:, None] * E4M3[b][None], c[..., None]), axis=2).astype(np.float64)
     unit = np.exp2(np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 1.0 - E4M3_FRACTION)
     result = (np.trunc(addends / unit) * unit).sum(axis=2).astype(np.float32)
-    np.copyto(result, NAN, where=np.isnan(result))
-    return result
+    return np.where(np.isnan(result), NAN, result)
 
 
 def truncation_bound(magnitudes: np.ndarray, instructions: int = 1) -> np.ndarray:
