@@ -4,6 +4,7 @@
     python -m scripts.train_lm --data notes/          # on a file or a folder of text
     python -m scripts.train_lm --router aux_free --steps 300 --name balance
     python -m scripts.train_lm --formulation dropping --capacity-factor 1.5
+    python -m scripts.train_lm --router token_rounding --rounding-tile 32
     python -m scripts.train_lm --batch 128 --attention-tiles 8  # attention takes 16 sequences at a time, the experts all 128
     torchrun --nproc-per-node 2 -m scripts.train_lm --parallel fsdp   # or hsdp, ep, ep+fsdp; see docs/distributed.md
     python -m scripts.train_lm --resume               # go on with the newest unfinished run, or --name's
@@ -161,7 +162,7 @@ class Trainer:
             Batches(text.to(device), config.context, config.batch, config.seed) for text in texts
         )
         torch.manual_seed(config.seed)
-        self.model = GPT(config).to(device)
+        self.model = GPT(config).to(device, torch.float64 if config.float64 else torch.float32)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.sharding = sharding.Sharding(self.model, config, ranks)
         self.optimizer = make_optimizer(self.model, config)

@@ -40,9 +40,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    # Whatever reads checkpoints goes first: twice a process that had run thousands of tests misread sound ones (torch.load with
-    # weights_only, Python 3.11.7) from some test on, in every test that followed; the files were read rightly elsewhere.
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/lm/", "tests/roads/test_roads_copies")))
     if (seed := config.getoption("--order")) is not None:
         random.Random(seed).shuffle(items)  # the same in each of xdist's processes
 

@@ -91,12 +91,13 @@ class dMoE(PlainMoE):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As `blazeproto.MoE`: each expert uniform within 1 / sqrt(fan in)."""
+        """As `blazeproto.MoE`, and on a CPU with its numbers of the same seed: each expert uniform within 1 / sqrt(fan in)."""
         if "widths" not in vars(self):  # while MoE makes its own
             return
         self.up_proj_weight.uniform_(-(self.d_model**-0.5), self.d_model**-0.5)
         for begin, end in pairwise(accumulate(self.widths, initial=0)):
-            self.down_proj[begin:end].uniform_(-((end - begin) ** -0.5), (end - begin) ** -0.5)
+            drawn = self.down_proj.new_empty(self.d_model, end - begin)
+            self.down_proj[begin:end] = drawn.uniform_(-((end - begin) ** -0.5), (end - begin) ** -0.5).mT
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _experts(  # type: ignore[override]

@@ -81,9 +81,11 @@ def compile(file: str, options: Sequence[str]) -> Binary:
     program = _check(nvrtc.nvrtcCreateProgram(Path(file).read_bytes(), file.encode(), 0, [], []))
 
     def fetch(what: str) -> bytes:
-        data = b" " * _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program))
-        _check(getattr(nvrtc, f"nvrtcGet{what}")(program, data))  # fills `data` in place
-        return data
+        size = _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program))
+        # Filled in place, and so never a single byte: that would be Python's own b" ", for all who read one from then on.
+        data = b" " * (size + 1)
+        _check(getattr(nvrtc, f"nvrtcGet{what}")(program, data))
+        return data[:size]
 
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

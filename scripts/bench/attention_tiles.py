@@ -1,6 +1,6 @@
 """Batch tiling on attention in the language model: time and memory of a batch over the number of tiles G.
 
-    python -m scripts.bench.attention_tiles             # -> results/h200/attention_tiles.json
+    python -m scripts.bench.attention_tiles             # -> results/h200/attention_tiles.json on an H200
     python -m scripts.bench.attention_tiles --quick     # fewer rounds, G = 1, 8 and 64 -> attention_tiles-quick.json
     python -m scripts.bench.attention_tiles --cpu       # a small model on a CPU -> results/cpu/attention_tiles.json
 
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import cpu
 from scripts.bench.attention_tables import attention_tiles_table
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, settled, stamped, write_json
+from scripts.bench.common import MIB, RESULTS, begun, bench_parser, folder_of, gpu_name, settled, stamped, write_json
 from scripts.bench.timing import peak_bytes, saved_bytes
 from scripts.command import need_hopper
 from scripts.lm.model import GPT, VOCABULARY, Output
@@ -120,7 +120,8 @@ def main() -> None:
         config, tiles, place = SMALL, SMALL_TILES, RESULTS.parent / "cpu"
     else:
         need_hopper()
-        config, tiles, place = PRESETS["hopper"], QUICK_TILES if options.quick else TILES, RESULTS
+        config, tiles = PRESETS["hopper"], QUICK_TILES if options.quick else TILES
+        place = RESULTS.parent / folder_of(gpu_name())
     out = options.out or place / "attention_tiles.json"
     record = begun("attention_tiles", __doc__)
     record["rows"] = stamped(measure, config, tiles, options.rounds, "cpu" if options.cpu else "cuda")

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,6 +207,12 @@ def gpu_name() -> str:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     name, _, driver = line.partition(", ")
     return f"{name}, driver {driver}"
+
+
+def folder_of(gpu: str) -> str:
+    """The folder of a GPU's results: "h100" of "NVIDIA H100 80GB HBM3, driver ..."."""
+    found = re.search(r"\b[A-Z]+\d+", gpu.upper().replace("NVIDIA", ""))
+    return found[0].lower() if found else "other"
 
 
 def provenance() -> dict[str, Any]:

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.common import (
-    REPOSITORY,
+    RESULTS,
     begun,
     bench_parser,
+    folder_of,
     gpu_name,
     read_json,
     settled,
@@ -91,14 +93,22 @@ def weak_scaling(mode: str, config: Config, ranks: Ranks, rounds: int, steps: in
     return {"mode": mode, "gpus": ranks.size, **speeds, "efficiency": round(several / alone, 4)}
 
 
+def losses_of(mode: str, config: Config, ranks: Ranks) -> list[float]:
+    """Every step's loss."""
+    program = trainer(config, ranks, mode)
+    return torch.stack([program.train_step()[0] for _ in range(config.steps)]).tolist()
+
+
+@cache
+def losses_alone(config: Config, device: torch.device) -> list[float]:
+    """One GPU's, with which all modes are compared."""
+    return losses_of("none", config, Ranks(device))
+
+
 def losses(mode: str, config: Config, ranks: Ranks) -> Row:
     """A row of ``losses``."""
-    found = []
-    for those, how in ((Ranks(ranks.device), "none"), (ranks, mode)):
-        program = trainer(config, those, how)
-        found.append(torch.stack([program.train_step()[0] for _ in range(config.steps)]).tolist())
-        del program
-    difference, step = largest_difference(found[1], found[0])
+    alone = losses_alone(config, ranks.device)
+    difference, step = largest_difference(losses_of(mode, config, ranks), alone)
     return {
         "mode": mode,
         "gpus": ranks.size,
@@ -122,8 +132,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def results_file() -> Path:
     """By the GPU: results/h200/distributed.json."""
-    names = [word.lower() for word in gpu_name().partition(",")[0].split() if any(map(str.isdigit, word))]
-    return REPOSITORY / "results" / (names[0] if names else "cpu") / "distributed.json"
+    return RESULTS.parent / folder_of(gpu_name()) / "distributed.json"
 
 
 def is_of(row: Row, mode: str, gpus: int) -> bool:

@@ -26,7 +26,9 @@ from scripts.bench.models.tables import by_name
 from scripts.bench.module_tables import compared
 from scripts.bench.paper.cells import programs_in, tflops
 from scripts.bench.paper.sonicmoe_tables import ROUTINGS
+from scripts.bench.paper.steps_tables import plot_policies, plot_waterfall
 from scripts.bench.result_tables import MARKED, PEERS, fill, layer_peers, load
+from scripts.bench.training_tables import plot_runs
 from scripts.command import argument_parser, refuse
 
 DOCS = REPOSITORY / "docs"
@@ -231,6 +233,13 @@ def plot_prediction(record: Record, path: Path, name: Callable[[Record], str], t
     save(figure, record, path)
 
 
+def plot_drawn(record: Record, path: Path, draw: Callable[[Any, Record], None], size: tuple[float, float]) -> None:
+    """What ``draw`` makes of an empty figure and the record."""
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure, record)
+    save(figure, record, path)
+
+
 PREDICTED_LAYERS = partial(plot_prediction, name=name_of_table, title="whole layers, forward + backward; lines: 10 %")
 PREDICTED_PRODUCTS = partial(plot_prediction, name=itemgetter("product"), title="products; lines: 10 %")
 
@@ -349,6 +358,9 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),
     ("../h100/paper/sonicmoe-rounding", plot_rounding, "paper_rounding.png"),
+    ("paper/waterfall", partial(plot_drawn, draw=plot_waterfall, size=(14, 8)), "waterfall.png"),
+    ("paper/policies", partial(plot_drawn, draw=plot_policies, size=(10, 4.5)), "policies.png"),
+    ("training", partial(plot_drawn, draw=plot_runs, size=(12, 5)), "training.png"),
 )
 
 

@@ -42,6 +42,7 @@ from scripts.bench.module_tables import (
     router_accuracy,
     router_table,
 )
+from scripts.bench.paper.steps_tables import CLAIMS
 from scripts.bench.paper.tables import TABLES as PAPER_TABLES
 from scripts.bench.review_tables import REVIEW
 from scripts.bench.routing_tables import (
@@ -53,11 +54,13 @@ from scripts.bench.routing_tables import (
     small_dispatch_table,
     topk_table,
 )
+from scripts.bench.training_tables import TRAINING, TRAINING_CLAIMS, curves, training_table
 
 
 def load(name: str, results: Path) -> Record | None:
-    """A file's record; of "A|B" that of the first file that exists."""
-    paths = (results / f"{each}.json" for each in name.split("|"))
+    """A file's record; of "A|B" that of the first file that exists. What no H200 has measured is an H100's."""
+    folders = (results, results.parent / "h100")
+    paths = (folder / f"{each}.json" for each in name.split("|") for folder in folders)
     return next((read_json(path) for path in paths if path.exists()), None)
 
 
@@ -246,16 +249,6 @@ def products_table(record: Record) -> str:
     return f"{table(record['rows'], columns)}\n\nms of GPU time. {origin(record['rows'], 'torch')}"
 
 
-def training_table(record: Record) -> str:
-    """One preset of scripts/train_lm.py: its model, its length and where it ended."""
-    summary, config = record["summary"], record["config"]
-    row = [summary["device"], ", ".join(str(config[key]) for key in ("d_model", "d_expert", "num_experts", "top_k"))]
-    row += [number(summary["parameters"] / 1e6, 1), str(summary["steps"])]
-    row += [number(summary["seconds"], 0), number(summary["val_loss"], 3)]
-    header = ["device", "d, n, E, K", "parameters, millions", "steps", "seconds", "validation loss, nats a byte"]
-    return f"{markdown_table(header, [row])}\n\n{origin([record], 'torch')}"
-
-
 PARTS = {  # of integrations.json
     "qwen": "training step of Qwen3-MoE, 4 layers",
     "gpt_oss": "gpt-oss's experts, forward + backward",
@@ -323,7 +316,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
-    **DISTRIBUTED_TABLES | PAPER_TABLES | models.TABLES,
+    **DISTRIBUTED_TABLES | TRAINING | PAPER_TABLES | models.TABLES,
 }
 
 
@@ -340,14 +333,6 @@ def experts_longer(layer: Record, module: Record) -> str:
     if not said:
         return NOT_MEASURED
     return f"The experts alone can take longer here than the whole layer above: {', '.join(said)}{in_brackets(rows)}."
-
-
-def curves(record: Record) -> str:
-    """How far the losses of two runs are apart, part of a sentence."""
-    if "losses" not in record:
-        return NOT_MEASURED
-    steps, difference = len(record["losses"]["hopper"]), number(100 * record["largest_difference"])
-    return f"the smoothed losses of {steps} steps differ by at most {difference} %{in_brackets([record])}"
 
 
 def batch(record: Record) -> str:
@@ -373,7 +358,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
-    **REVIEW | models.SENTENCES,
+    **REVIEW | CLAIMS | TRAINING_CLAIMS | models.SENTENCES,
 }
 
 

@@ -6,7 +6,7 @@ time limit.
 
 By default tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
 
-A step that hangs is killed at its limit, and the next one starts. Writes results/h200/check.json: for each step its command,
+A step that hangs is killed at its limit, and the next one starts. Writes results/GPU/check.json: for each step its command,
 outcome, seconds and last lines, when and on which GPU it ran, versions, and a hash of the package's sources. An outcome is "ok",
 "skipped: ..." or "failed: ..."; the exit code is 1 unless all are ok. A benchmark whose own bounds fail is ok, and its step names
 them. With --out, results and the log go there too. Without a Hopper GPU it does nothing. Steps that are not asked for stay in
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import REPOSITORY, RESULTS, now, provenance, write_json
+from scripts.bench.common import REPOSITORY, RESULTS, folder_of, now, provenance, write_json
 from scripts.command import argument_parser
 
 LAST_LINES = 40  # of a step's output that are printed and kept in check.json
@@ -119,6 +119,8 @@ STEPS = {
     ),
     "few_tokens": Step("python -m scripts.bench.few_tokens --quick", 1, "python -m scripts.bench.few_tokens", 1),
     "paper": Step("python -m scripts.bench.paper all --time-budget 480", 9.5, last_lines=60),
+    "models": Step("python -m scripts.bench.models all --time-budget 480", 9.5, last_lines=60),
+    "runs": Step("python -m scripts.lm.compare_runs all --time-budget 480", 9.5),
     "notebooks": Step("python -m scripts.checks.notebooks", 3),
     "integrations": Step("python -m scripts.bench.integrations", 5, last_lines=60),
     "train": Step("python -m scripts.train_lm", 8),
@@ -227,8 +229,9 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     where = provenance()
     print(where["gpu"], "|", ", ".join(where["versions"]), "|", where["sources_sha256"][:12], flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    log = (options.out or RESULTS) / "check.log"
+    results = RESULTS.parent / folder_of(where["gpu"])
+    results.mkdir(parents=True, exist_ok=True)
+    log = (options.out or results) / "check.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     made: dict[str, dict[str, Any]] = {}
@@ -238,13 +241,13 @@ def main() -> None:
             made[name] = {"outcome": "skipped: no time left"}
         else:
             made[name] = run(name, options.full, left, log) | where | {"measured": now()}
-        kept = RESULTS / "check.json"
+        kept = results / "check.json"
         # Read anew: another run, on another GPU, may have written to it.
         steps = json.loads(kept.read_text())["steps"] if kept.exists() else {}
         steps |= {name: step for name, step in made.items() if "seconds" in step or name not in steps}
         write_json(kept, {"steps": steps})
         if options.out:  # after every step: the machine may go at any time
-            shutil.make_archive(str(options.out / "results"), "gztar", RESULTS)
+            shutil.make_archive(str(options.out / "results"), "gztar", RESULTS.parent)
         if options.fail_fast and made[name]["outcome"] != "ok":
             break
     for name, step in made.items():

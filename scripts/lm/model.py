@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blazeproto.runtime import checks
 from scripts.lm.run_folder import LOCK
-from scripts.lm.settings import FORMULATIONS, GPTConfig
+from scripts.lm.settings import FORMULATIONS, ROUNDING, GPTConfig
 
 VOCABULARY = 256  # every byte is a token, so there is no tokenizer and any file is data
 GREEDY_BELOW = 1e-30  # logits over a lower temperature overflow
@@ -80,6 +80,7 @@ class Block(nn.Module):
         layer, settings = FORMULATIONS[config.formulation]
         # A dynamic capacity factor is 0 there, as in Tutel, and None here.
         own = {name: getattr(config, name) or None for name in settings}
+        own |= {"tile": config.rounding_tile} if config.router in ROUNDING else {}
         sizes = (config.d_model, config.d_expert, config.num_experts, config.top_k)
         self.moe = layer(*sizes, router=config.router, **own)
         self.dropout = nn.Dropout(config.dropout)
@@ -166,7 +167,7 @@ class GPT(nn.Module):
     def update_router_biases(self, loads: Tensor) -> None:
         """One step of the balancing without auxiliary loss, where routers do that. loads (layers, E) of the whole batch."""
         for block, load in zip(self.blocks, loads, strict=True):
-            if block.moe.router.expert_bias is not None:
+            if getattr(block.moe.router, "expert_bias", None) is not None:
                 block.moe.router.update_bias(load)
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from blazeproto.autograd import SavePolicy
 from blazeproto.layer import MoE
 from blazeproto.router import ROUTERS
 from blazeproto.runtime import checks
+from scripts.lm.dense import Dense
 
 # ---- what a setting may be ---------------------------------------------------------------------------------------
 
@@ -69,12 +70,15 @@ def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str]
 
 # ---- the experts' formulations ------------------------------------------------------------------------------------
 
+ROUNDING = [name for name, options in ROUTERS.items() if options.get("choose") == "token_rounding"]
+
 # The layer of each, and which of the settings that not all of them have it takes. A line here is a formulation of train_lm.
 FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "moe": (MoE, ("backend", "save")),
+    "moe": (MoE, ("backend", "save", "combine")),
     "dropping": (blocksparse.DroppingMoE, ("capacity_factor",)),
     "sequential": (blocksparse.SequentialMoE, ()),
     "dmoe": (blocksparse.dMoE, ("backend",)),
+    "dense": (Dense, ()),
 }
 
 PARALLEL = ("none", "fsdp", "hsdp", "ep", "ep+fsdp")  # scripts/lm/sharding.py
@@ -99,12 +103,18 @@ class GPTConfig:
     top_k: int = setting(2, "experts a token, at most num_experts", "[1, inf)")
     dropout: float = setting(0.0, "share of the residual's additions that training leaves out", "[0, 1)")
     router: str = setting("top_k", "how tokens choose experts, see docs/routers.md", names=[*ROUTERS])
-    formulation: str = setting("moe", "how experts are computed, see blazeproto.blocksparse", names=[*FORMULATIONS])
+    rounding_tile: int = setting(128, "of token rounding: an expert's tokens are a multiple of it", "[1, inf)")
+    formulation: str = setting(
+        "moe",
+        "how experts are computed, see blazeproto.blocksparse; dense: one MLP in their place",
+        names=[*FORMULATIONS],
+    )
     capacity_factor: float = setting(
         1.0, "of dropping: an expert's places over the mean load; 0 makes as many as the largest load", "[0, inf)"
     )
     backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
+    combine: str = setting("gather", "where a token's experts are summed", names=["gather", "fused", "fused_both"])
     attention_tiles: int = setting(
         1, "parts of the batch that go through attention one after the other, computed again in backward", "[1, inf)"
     )
@@ -116,6 +126,14 @@ class GPTConfig:
             raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+        if self.router not in ROUNDING and self.rounding_tile != GPTConfig.rounding_tile:
+            raise ValueError(
+                f"rounding_tile: expected none with router {self.router}, as {', '.join(ROUNDING)} take it"
+            )
+        if self.formulation == "dense" and self.router != GPTConfig.router:
+            raise ValueError(
+                f"router: expected none with formulation dense, which does not choose, got {self.router!r}"
+            )
         for field in dataclasses.fields(GPTConfig):
             takers = [name for name, (_, settings) in FORMULATIONS.items() if field.name in settings]
             if takers and self.formulation not in takers and getattr(self, field.name) != field.default:
@@ -129,6 +147,9 @@ class Config(GPTConfig):
     """Every setting of a run, and option of the command line. The defaults are the CPU preset."""
 
     bf16: bool = setting(False, "autocast; weights and optimizer stay fp32")
+    float64: bool = setting(
+        False, "weights, optimizer and all products in float64, from the weights that fp32 begins with"
+    )
     # optimizer
     steps: int = setting(560, "updates of the weights", "[1, inf)")
     batch: int = setting(8, "sequences of context bytes a step", "[1, inf)")
@@ -159,6 +180,8 @@ class Config(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.float64 and (self.bf16 or self.backend == "hopper"):
+            raise ValueError("float64: expected none with bf16 or backend hopper")
         if self.batch % self.attention_tiles:
             raise ValueError(f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}")
         if self.batch // self.attention_tiles % self.accumulate:

@@ -77,7 +77,7 @@ class Sharding:
         grouped = mode in ("hsdp", "ep+fsdp")
         mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=("outer", "inner")) if grouped else world
         for block in model.blocks:
-            if config.aux_over == "global" and block.moe.router.aux_loss:
+            if config.aux_over == "global" and getattr(block.moe.router, "aux_loss", None):
                 block.moe.router.register_forward_hook(self.balance_over_ranks)
             if mode in EXPERT_PARALLEL:
                 expert_parallel(block.moe, mesh["inner"] if grouped else world)
@@ -86,7 +86,8 @@ class Sharding:
             return
         # The residual stream stays what autocast makes it.
         dtype = torch.bfloat16 if config.bf16 else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        wide = None if config.float64 else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         small = {p for name, p in model.named_parameters() if p.dim() < 2 or ".router." in name}
         over: dict[str, Any] = {"mp_policy": policy, "ignored_params": small}
         for block in model.blocks:

@@ -323,6 +323,7 @@ FORMULATIONS = {
     "dropping": {"capacity_factor": 1.5},
     "sequential": {},
     "dmoe": {"d_expert": 128},
+    "dense": {},
 }
 
 
@@ -352,6 +353,11 @@ def test_train_lm_trains_each_formulation(name: str, main: Any, tmp_path: Path) 
     assert main("--resume", "--steps", 5, "--name", name, "--formulation", "other") == 2
     losses = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+
+
+def test_a_dense_model_is_sharded_too(main: Any, tmp_path: Path) -> None:
+    options = ["--formulation", "dense", "--parallel", "fsdp", "--aux-over", "global"]
+    assert main(*TINY.split(), "--data", tmp_path / "text", *options) == 0
 
 
 def test_a_checkpoint_of_before_there_were_formulations_is_moes(main: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Four processes that share a layer's experts, started by `test_expert_parallel.py`. Each function is a case; all ranks run all.
+"""Processes that share a layer's experts, started by `test_expert_parallel.py`. Each function is a case; all ranks run all.
 
 What a rank has is compared with the same layer on one rank, which is given the batches of all ranks, one after the other.
 """
@@ -23,8 +23,9 @@ from blazeproto import MoE, moe_mlp
 from blazeproto.distributed import AllToAll, clip_grad_norm_, expert_parallel
 from blazeproto.router.router import Routing
 
-RANKS, D, N, E = 4, 16, 8, 8
-TOKENS = (13, 0, 30, 8)  # of each rank
+D, N, E = 16, 8, 8
+TOKENS = (13, 0, 30, 8)  # of each rank; `run_rank` sets both
+RANKS = len(TOKENS)
 
 
 class Given(nn.Module):
@@ -156,8 +157,9 @@ def routers(rank: int, folder: Path) -> None:
 
 
 def copies_of_experts(rank: int, folder: Path) -> None:
-    """(dp, ep): experts on two ranks, two copies; their gradients are summed over the copies, in each of two micro-batches."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    """(dp, ep): experts on half of the ranks, two copies; their gradients are summed over the copies, in each of two
+    micro-batches."""
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "ep"))
     compare(rank, build, mesh)
     layer, alone = expert_parallel(build(), mesh), build()
     for seed in (0, 1):
@@ -169,8 +171,8 @@ def copies_of_experts(rank: int, folder: Path) -> None:
 
 
 def fsdp(rank: int, folder: Path) -> None:
-    """fully_shard reduces experts over dp and the router over all ranks; the factor 4 makes the mean of the ranks' losses."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    """fully_shard reduces experts over dp and the router over all; the factor RANKS makes the mean of the ranks' losses."""
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "ep"))
     layer, alone = expert_parallel(build(), mesh["ep"]), build()
     fully_shard(layer.router, mesh=init_device_mesh("cpu", (RANKS,)))
     fully_shard(layer, mesh=mesh["dp"])
@@ -219,6 +221,7 @@ def bf16(rank: int, folder: Path) -> None:
     """As near to the float64 oracle as plain bf16 with a rank's partial sums rounded, forward and backward; the same bits again.
     Weights in bf16, and in float32."""
     errors: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"out": [], "x": []}
+    size = E // RANKS
     for weights in (torch.bfloat16, torch.float32):
         x, d_out = batch(rank, torch.bfloat16)
         ids = ids_of("uniform", len(x), 6, seed=rank)
@@ -251,9 +254,9 @@ def bf16(rank: int, folder: Path) -> None:
         oracle = moe_mlp(oracle_x, up.double(), down.double(), oracle_scores, ids, num_experts=E)
         oracle.backward(d_out.double())
         for p in range(RANKS):
-            here = slice(2 * p, 2 * p + 2)
-            of_rank = torch.where((ids >= 2 * p) & (ids < 2 * p + 2), ids - 2 * p, -1)
-            made = moe_mlp(leaf, up[here].contiguous(), down[here].contiguous(), local, of_rank, num_experts=2)
+            here = slice(size * p, size * p + size)
+            of_rank = torch.where(ids // size == p, ids - size * p, -1)
+            made = moe_mlp(leaf, up[here].contiguous(), down[here].contiguous(), local, of_rank, num_experts=size)
             sums[0] += made.detach().float()
             sums[1] += torch.autograd.grad(made, leaf, d_out, retain_graph=True)[0].float()
         for place, (name, right) in enumerate((("out", oracle.detach()), ("x", oracle_x.grad))):
@@ -295,7 +298,8 @@ def bits_of_a_token(rank: int, folder: Path) -> None:
 def a_row_goes_once_to_a_rank(rank: int, folder: Path) -> None:
     x, ids = batch(rank)[0], ids_of("uniform", TOKENS[rank], 6, rank)
     arrived = AllToAll(dist.group.WORLD, E).dispatch(x, torch.rand(ids.shape), ids, None, None)
-    goes = [[((ids // 2 == p).any(1)).sum().item(), (ids // 2 == p).sum().item()] for p in range(RANKS)]
+    there = [ids // (E // RANKS) == p for p in range(RANKS)]
+    goes = [[here.any(1).sum().item(), here.sum().item()] for here in there]
     counts: list[Any] = [None] * RANKS
     dist.all_gather_object(counts, goes)
     rows, pairs = torch.tensor(counts)[:, rank].sum(0).tolist()
@@ -331,11 +335,17 @@ CASES = (
 )
 
 
-def run_rank(rank: int, folder: Path) -> None:
+EIGHT = (13, 0, 30, 8, 5, 0, 1, 17)
+ANY_NUMBER = tuple(case for case in CASES if case not in (training, refusals))  # the others are written for four ranks
+
+
+def run_rank(rank: int, folder: Path, tokens: tuple[int, ...], cases: tuple[Callable[[int, Path], None], ...]) -> None:
+    global RANKS, TOKENS
+    RANKS, TOKENS = len(tokens), tokens
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    for case in CASES:
+    for case in cases:
         case(rank, folder)
         dist.barrier()
     os._exit(0)  # without the interpreter's teardown, which gloo's threads do not always survive

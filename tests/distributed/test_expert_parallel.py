@@ -1,4 +1,4 @@
-"""`expert_parallel` on four gloo ranks, in one start of processes (ep_ranks.py); and on one: refusals, other dispatchers."""
+"""`expert_parallel` on four and eight gloo ranks (ep_ranks.py); and on one: refusals, other dispatchers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ep_ranks import RANKS, batch, build, run_rank, step
+from ep_ranks import ANY_NUMBER, CASES, EIGHT, TOKENS, batch, build, run_rank, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +22,13 @@ from blazeproto.lab.views import view
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    mp.start_processes(run_rank, args=(tmp_path,), nprocs=RANKS, start_method="spawn")
+    mp.start_processes(run_rank, args=(tmp_path, TOKENS, CASES), nprocs=len(TOKENS), start_method="spawn")
+
+
+@pytest.mark.full
+def test_eight_ranks(tmp_path: Path) -> None:
+    """An expert on each, or two with two copies."""
+    mp.start_processes(run_rank, args=(tmp_path, EIGHT, ANY_NUMBER), nprocs=len(EIGHT), start_method="spawn")
 
 
 @pytest.fixture

@@ -110,6 +110,13 @@ def test_a_wrong_instruction_is_named_by_its_line(tmp_path: Path) -> None:
         assert "(mine.cu:5: add.q32 %r1, %r2;); error" in str(error.value)
 
 
+def test_an_empty_log_leaves_python_s_bytes_alone(tmp_path: Path) -> None:
+    """Python has one object for each single byte; with the b" " overwritten, torch.load read a 0 for every size of 32."""
+    (tmp_path / "empty.cu").write_text('extern "C" __global__ void empty() {}\n')
+    assert nvrtc.compile(str(tmp_path / "empty.cu"), ["--gpu-architecture=sm_90a"]).log == ""
+    assert b"a b"[1:2][0] == 32
+
+
 def test_the_cache_is_used(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Kernel(source, "first", {"N": 64}).log
     monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("compiled again"))

@@ -101,8 +101,8 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
 
 @pytest.mark.full
 def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
-    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four; ep+fsdp goes
-    on to the bit."""
+    """hsdp and ep+fsdp learn what one process learns, bf16 too, and so do runs of two ranks that go on on four, and one of four
+    on two; ep+fsdp goes on to the bit."""
     begun = {mode: f"of-two-{mode}" for mode in ("fsdp", "ep")}
     start(2, out, [Run(named(plain, out, name, "--parallel", mode), stop=10) for mode, name in begun.items()])
     assert [len(metrics(out / name)) for name in begun.values()] == [10, 10]
@@ -114,11 +114,13 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
         Run(named(plain, out, "whole", *grouped)),
         Run(named(plain, out, "cut4", *grouped), stop=9),
         resumed(out, "cut4"),
+        Run(named(plain, out, "of-four", "--parallel", "ep+fsdp"), stop=10),
         *(resumed(out, name) for name in begun.values()),
     ]
     start(4, out, runs)
+    start(2, out, [resumed(out, "of-four")])
     one = losses(metrics, out / "one")
-    for name in ("hsdp", "ep+fsdp", "bf16", *begun.values()):
+    for name in ("hsdp", "ep+fsdp", "bf16", "of-four", *begun.values()):
         assert largest_difference(losses(metrics, out / name), one)[0] < 0.01, name
     assert metrics(out / "cut4") == metrics(out / "whole") and len(metrics(out / "cut4")) == 20
 
@@ -181,10 +183,11 @@ def test_a_killed_rank_ends_the_others_which_name_it(
 
 
 @pytest.mark.full
-def test_sigterm_at_torchrun_saves(tiny: list[str], tmp_path: Path, metrics: Metrics) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_torchrun_saves(number: int, tiny: list[str], tmp_path: Path, metrics: Metrics) -> None:
     process = torchrun(*named(tiny, tmp_path, "asked", "--parallel", "ep", "--steps", "2000"))
     wait_for_step(process, 8)
-    process.terminate()
+    process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
     stopped = re.search(
         r"stopped after step (\d+) of 2000; to go on: .*torch.distributed.run --nproc-per-node 2", printed

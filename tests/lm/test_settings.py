@@ -28,6 +28,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("group_size", 0, "group_size: expected at least 1, got 0"),
     ("parallel", "ddp", "parallel: expected one of ('none', 'fsdp', 'hsdp', 'ep', 'ep+fsdp'), got 'ddp'"),
     ("attention_tiles", 0, "attention_tiles: expected at least 1, got 0"),
+    (
+        "rounding_tile",
+        64,
+        "rounding_tile: expected none with router top_k, as token_rounding, token_rounding_sr_f, "
+        "token_rounding_nr_s, token_rounding_balance_f, token_rounding_up, token_rounding_down take it",
+    ),
     ("attention_tiles", 3, "attention_tiles: expected a divisor of batch=8, got 3"),
 ]
 
@@ -43,6 +49,23 @@ def test_a_setting_outside_its_range_is_refused(name: str, value: Any, message: 
 def test_a_setting_of_another_type_is_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name}: expected .*, got {value!r}"):
         Config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"formulation": "dense", "router": "hash"}, "router: expected none with formulation dense"),
+        (
+            {"formulation": "dense", "combine": "fused"},
+            "combine: expected none with formulation dense, as moe takes it",
+        ),
+        ({"float64": True, "bf16": True}, "float64: expected none with bf16 or backend hopper"),
+        ({"float64": True, "backend": "hopper"}, "float64: expected none with bf16 or backend hopper"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**given)
 
 
 def test_the_ends_of_ranges() -> None:

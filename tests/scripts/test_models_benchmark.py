@@ -246,14 +246,18 @@ def test_sonicmoe_s_figures_of_today_s_kernels_are_taken_from_module_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {f"{name}_{part}_ms": 1.0 for name in ("ours", "sonic") for part in ("fwd", "fwdbwd")}
-    of = {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
+    of = {"gpu": "NVIDIA H200, driver 1", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
     row = {"cfg": common.cfg_of(SMALL), "sonic_peak_fwdbwd_MiB": 7.0, "of": of} | figures
     monkeypatch.setattr(layers, "RESULTS", tmp_path)
+    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H200, driver 2")
     assert layers.from_modules(SMALL) is None
     (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
     assert layers.from_modules(SMALL._replace(T=8)) is None
     found = layers.from_modules(SMALL)
     assert found is not None and found["peak_MiB"] == 7.0 and found["measured"] == "a day"
+    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H100 80GB HBM3, driver 2")
+    assert layers.from_modules(SMALL) is None, "of another GPU"
+    monkeypatch.setattr(layers, "gpu_name", lambda: "NVIDIA H200, driver 2")
     del of["kernels"]
     (tmp_path / "module.json").write_text(json.dumps({"rows": [row]}))
     assert layers.from_modules(SMALL) is None, "of earlier kernels"

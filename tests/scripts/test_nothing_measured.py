@@ -33,6 +33,7 @@ NEED_A_GPU = {
     "scripts.checks.compare": ["--old", "."],
     "scripts.checks.sanitize_target": [],
     "scripts.timelines": [],
+    "scripts.lm.compare_runs": ["accuracy", "--out", "{tmp}/training.json"],
     "scripts.lm.compare_backends": ["--train", "--results", "{tmp}/curves.json"],
 }
 
@@ -80,6 +81,7 @@ def test_without_a_gpu_there_is_one_line_and_no_file(
             "argument --parts: expected some of layers, blocks, dispatches, choices",
         ),
         ("scripts.checks.transformers_suite", ["{tmp}"], "folder: expected one with src/transformers, got"),
+        ("scripts.lm.compare_runs", ["all", "--runs", "our"], "argument --runs: expected some of float64, torch_fp32"),
         ("scripts.lm.compare_backends", ["--results", "{tmp}/none"], "--results: expected the losses of two runs"),
         ("scripts.lm.compare_routers", ["--runs", "{tmp}"], "--runs: expected runs router-NAME that have ended"),
     ],
@@ -146,19 +148,22 @@ def test_checks_that_are_not_run_again_stay_and_one_that_failed_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fuzz = {"outcome": "ok", "seconds": 1.0, "sources_sha256": "a"}
-    (tmp_path / "check.json").write_text(json.dumps({"steps": {"fuzz": fuzz, "tests": fuzz}}))
+    kept_in = tmp_path / "h100" / "check.json"
+    kept_in.parent.mkdir()
+    kept_in.write_text(json.dumps({"steps": {"fuzz": fuzz, "tests": fuzz}}))
     bounds = "print('holds  one'); print('FAILS  two: 3')"
     codes = {"tests": "print('3 failed, 4 passed in 1.5s'); raise SystemExit(1)", "module": bounds}
     steps = {name: gpu_check.Step(f'python -c "{code}"', 1) for name, code in codes.items()}
     monkeypatch.setattr(gpu_check, "STEPS", steps)
-    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "h200")
+    monkeypatch.setattr(gpu_check, "folder_of", lambda gpu: "h100")
     monkeypatch.setattr(gpu_check, "has_no_gpu", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("sys.argv", ["gpu_check", "--steps", "tests,module"])
     with pytest.raises(SystemExit) as end:
         gpu_check.main()
     assert end.value.code == 1
-    kept = json.loads((tmp_path / "check.json").read_text())["steps"]
+    kept = json.loads(kept_in.read_text())["steps"]
     assert kept["fuzz"] == fuzz
     assert kept["tests"]["outcome"] == "failed: exit code 1" and kept["tests"]["tests"] == "3 failed, 4 passed in 1.5s"
     assert kept["module"]["outcome"] == "ok" and kept["module"]["bounds_that_fail"] == ["two: 3"]

@@ -169,7 +169,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_each_gpu_has_a_folder(gpu: str, folder: str) -> None:
-    assert paper.folder_of(gpu) == folder
+    assert common.folder_of(gpu) == folder
 
 
 # ---------------------------------------------------------------------------------------------------------- programs

@@ -19,10 +19,10 @@ and backward over what was there before, gradients included. Before they are tim
 
 from __future__ import annotations
 
-from scripts.bench.common import RESULTS, gpu_name
+from scripts.bench.common import RESULTS, folder_of, gpu_name
 from scripts.bench.models.items import ITEMS, PEERS
 from scripts.bench.models.tables import SHOWN
-from scripts.bench.paper.running import folder_of, options_parser, run_all
+from scripts.bench.paper.running import options_parser, run_all
 from scripts.command import need_hopper
 
 

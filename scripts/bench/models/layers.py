@@ -15,7 +15,7 @@ from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import Call
 from scripts.bench import module, peers
-from scripts.bench.common import RESULTS, cfg_of, read_json, route
+from scripts.bench.common import RESULTS, cfg_of, folder_of, gpu_name, read_json, route
 from scripts.bench.identity import earlier
 from scripts.bench.markdown import OURS
 from scripts.bench.models import apart, trained
@@ -58,11 +58,13 @@ def fits(shape: Sizes, sets: int) -> bool:
 
 
 def from_modules(shape: Sizes) -> Row | None:
-    """SonicMoE's figures of module.json, and ours that stand beside them there; None without a row of what is here."""
+    """SonicMoE's figures of module.json, and ours that stand beside them there; None without a row of what is here, on such a
+    GPU."""
     path = RESULTS / "module.json"
     rows = read_json(path)["rows"] if path.exists() else []
     for row in rows:
-        if row["cfg"] == cfg_of(shape) and "sonic_fwdbwd_ms" in row and not earlier(row):
+        here = row["cfg"] == cfg_of(shape) and folder_of(row["of"]["gpu"]) == folder_of(gpu_name())
+        if here and "sonic_fwdbwd_ms" in row and not earlier(row):
             made = {"peak_MiB": row["sonic_peak_fwdbwd_MiB"], "measured": row["of"]["measured"]}
             for part in ("fwd", "fwdbwd"):
                 made |= {f"{part}_ms": row[f"sonic_{part}_ms"], f"ours_{part}_ms": row[f"ours_{part}_ms"]}

@@ -1,7 +1,8 @@
-"""The papers' tables and figures, measured here beside what they print.
+"""The papers' tables and figures, measured here beside what they print, and what a review asks of a layer.
 
     python -m scripts.bench.paper moeblaze-figures        # -> results/h100/paper/moeblaze-figures.json on an H100
     python -m scripts.bench.paper moeblaze-scale sonicmoe-layers --time-budget 120
+    python -m scripts.bench.paper waterfall policies activations    # what a review of MoEBlaze asks
     python -m scripts.bench.paper all                     # one after the other
     python -m scripts.bench.paper combine --rounds 20 --again
     python -m scripts.bench.paper all --cpu               # a short form on a CPU: tables alone, or files with --out FOLDER
@@ -18,9 +19,9 @@ and backward over what was there before, gradients included. Floors are of this 
 
 from __future__ import annotations
 
-from scripts.bench.common import RESULTS, gpu_name
+from scripts.bench.common import RESULTS, folder_of, gpu_name
 from scripts.bench.paper.items import ALL_PEERS, ITEMS
-from scripts.bench.paper.running import folder_of, options_parser, run_all
+from scripts.bench.paper.running import options_parser, run_all
 from scripts.bench.paper.tables import SHOWN
 from scripts.command import need_hopper
 

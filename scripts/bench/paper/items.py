@@ -9,7 +9,7 @@ from blazeproto.activations import activation_named
 from blazeproto.gemm import Sizes
 from scripts.bench.common import SHAPES, TABLES
 from scripts.bench.dispatch import MODELS, T
-from scripts.bench.paper import kernels, layers
+from scripts.bench.paper import kernels, layers, steps
 from scripts.bench.paper.layers import Case, Row
 from scripts.bench.paper.machine import Machine
 from scripts.bench.paper.printed import ABLATION, DISPATCH
@@ -50,6 +50,10 @@ CONFIGURATIONS = [(f"conf{number}", shape) for number, shape in enumerate(TABLES
 CONFIGURATIONS.append(("conf4 of the text", Sizes(32768, 2048, 8192, 16, 4)))  # §6.4, which is not Table 1's
 ALL_PEERS = ("sonic", "bmm_ub", "torch_grouped", "scattermoe", "mb_sparse")
 COARSEST = Sizes(32768, 4096, 2048, 32, 2)  # of SonicMoE's Figure 1; its other three shapes are Figure 5's
+BLOCKS = SMALL._replace(n=128)  # the side of a block
+QWEN = Sizes(32768, 2048, 768, 128, 8)  # Qwen3-30B's layer
+OVER_T = tuple(Case(QWEN._replace(T=T), label="T") for T in (1024, 4096, 16384, 32768, 65536, 131072))
+OVER_N = tuple(Case(QWEN._replace(n=n), label="n") for n in (128, 256, 512, 1024, 2048))
 
 ITEMS = {
     "moeblaze-figures": Item(
@@ -88,6 +92,19 @@ ITEMS = {
         kernels.token_rounding,
         tuple(Case(shape, label=name) for name, shapes in SUBFIGURES.items() for shape in shapes),
         (Case(SMALL, label="small"),),
+    ),
+    "waterfall": Item(
+        steps.waterfall,
+        plain(Sizes(24576, 1536, 256, 128, 8), CONFIGURATIONS[1][1], Sizes(32768, 4096, 1024, 128, 8)),
+        plain(BLOCKS),
+        ("mb_sparse",),
+        rounds=5,
+    ),
+    "policies": Item(steps.policies, OVER_T + OVER_N, (Case(SMALL, label="T"), Case(BLOCKS, label="n"))),
+    "activations": Item(
+        steps.activations,
+        with_activations([("", Sizes(24576, 1536, 256, 128, 8)), ("", Sizes(32768, 4096, 1024, 128, 8))]),
+        with_activations([("", SMALL)]),
     ),
     "sonicmoe-scores": Item(kernels.scores_gradient, plain(*TABLES["sonicmoe-9a"]), plain(SMALL), rounds=15),
 }

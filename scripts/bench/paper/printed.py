@@ -39,3 +39,15 @@ GATHER_OVERHEAD = 0.30  # MoEBlaze §7.3, about
 # SonicMoE: Figure 1, §6.1, §6.2, §1, in the order of `tables.claims`.
 CLAIMS = ("0.88 (0.86 to 0.91)", "0.55", "1.40", "1.83")
 ROUNDING_GAIN = {("top-right", 128): (1.165, 1.061, 1.094)}  # §6.3.2: forward, backward, both
+
+# SonicMoE Tables 1a and 6a: by our run's name, perplexity in training and in validation; None: not printed.
+PERPLEXITY: dict[str, tuple[float | None, float]] = {
+    "rounded": (16.22, 15.92),
+    "ours": (16.34, 15.94),
+    "rounded_down": (16.44, 16.10),
+    "expert_choice": (16.83, 18.61),
+    "rounded_sr_f": (None, 15.93),
+    "rounded_nr_s": (None, 15.91),
+    "rounded_balance_f": (None, 15.93),
+    "rounded_up": (None, 15.89),
+}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -25,12 +24,6 @@ from scripts.bench.paper.layers import Case, Row
 from scripts.bench.paper.machine import Machine, Rates, measure_rates
 from scripts.bench.paper.tables import Shown, notes, terminal
 from scripts.command import argument_parser, positive, some_of
-
-
-def folder_of(gpu: str) -> str:
-    """The folder of a GPU's results: "h100" of "NVIDIA H100 80GB HBM3, driver ..."."""
-    found = re.search(r"\b[A-Z]+\d+", gpu.upper().replace("NVIDIA", ""))
-    return found[0].lower() if found else "other"
 
 
 def row_of(case: Case, record: Row, peers: tuple[str, ...]) -> Row | None:

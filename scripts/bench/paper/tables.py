@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table
 from scripts.bench.paper import moeblaze_tables as moeblaze
 from scripts.bench.paper import sonicmoe_tables as sonicmoe
+from scripts.bench.paper import steps_tables as steps
 from scripts.bench.paper.cells import Rows, by_program
 
 PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers")
@@ -25,6 +26,7 @@ class Shown(NamedTuple):
     note: str = ""
     rows: Callable[[Rows], Rows] = list
     picture: str = ""  # in docs/
+    folder: str = "../h100/paper"  # of the results that a page shows: those of the papers' own GPU
 
 
 SHOWN = {
@@ -62,6 +64,26 @@ SHOWN = {
         "SonicMoE, Figures 3 and 7, the experts alone",
         sonicmoe.rounding_columns,
         picture="paper_rounding.png",
+    ),
+    "waterfall": Shown(
+        "waterfall",
+        "What each step saves",
+        steps.waterfall_columns,
+        "Sums of kernel durations.",
+        steps.steps_of,
+        "waterfall.png",
+        "paper",
+    ),
+    "policies": Shown(
+        "policies",
+        "Save policies over T and n",
+        steps.policies_columns,
+        "The experts alone, forward + backward.",
+        picture="policies.png",
+        folder="paper",
+    ),
+    "activations": Shown(
+        "activations", "Activations", steps.activations_columns, rows=steps.activations_of, folder="paper"
     ),
     "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
 }
@@ -105,6 +127,6 @@ def terminal(shown: Shown, record: Record) -> RichTable:
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    f"paper_{name}": (f"../h100/paper/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
+    f"paper_{name}": (f"{shown.folder}/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
 }
-"""Of docs/papers.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
+"""Of docs/papers.md and docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
