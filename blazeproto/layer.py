@@ -8,7 +8,6 @@
 import inspect
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ class MoEStats(NamedTuple):
 
     load: Tensor  # (E,) int32: pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
-    overflow: Tensor | None = None  # (1,) int32: pairs left out by a capacity; None without one
+    overflow: Tensor | None = None  # (1,) int32: pairs left out by a capacity, on all ranks; None without one
 
     @property
     def aux_loss(self) -> Tensor | float:
@@ -177,30 +176,24 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
-        run = self._experts if self.dispatcher is None else partial(dispatched_mlp, self.dispatcher)
-        out = run(
-            tokens,
-            self.up_proj_weight,
-            self.down_proj,
-            routing.scores,
-            routing.experts,
-            num_experts=self.num_experts,
-            up_bias=getattr(self, f"{self.up_name}_bias"),
-            down_bias=self.down_proj_bias,
-            options=self.options,
-            pair_tokens=routing.pair_tokens,
-            token_offsets=routing.token_offsets,
-        )
+        biases = {"up_bias": getattr(self, f"{self.up_name}_bias"), "down_bias": self.down_proj_bias}
+        lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
+        of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
+        tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
+        overflow = None
+        if self.dispatcher is not None:
+            out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
+        else:
+            out = self._experts(*tensors, **of_call)
+            if self.options.row_capacity is not None:
+                pairs = routing.load.sum(dim=0, keepdim=True, dtype=torch.int32)
+                overflow = (pairs - self.options.row_capacity).clamp_min_(0)
         if self.shared_expert is not None:
             backend = "torch" if self.options.backend == "torch" else "auto"
             if mask is not None:
                 tokens = tokens.where(mask.reshape(-1, 1), 0)
             shared = self.shared_expert(tokens, backend, self.options.save)
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
-        overflow = None
-        if self.options.row_capacity is not None:
-            pairs = routing.load.sum(dim=0, keepdim=True, dtype=torch.int32)
-            overflow = (pairs - self.options.row_capacity).clamp_min_(0)
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
 
@@ -235,6 +228,12 @@ class MoE(nn.Module, Shown):
         for tokens, top_k in self._dispatch_shapes(num_tokens):
             dispatch.prepare_dispatch(tokens, top_k, self.num_experts, row_capacity=self.row_capacity, device=index)
 
+    def max_pairs(self, num_tokens: int) -> int:
+        """The most pairs that the router makes of ``num_tokens`` tokens: T K, or the bound of a choice that varies."""
+        choice = self._varying_choice()
+        most: int = num_tokens * self.top_k
+        return most if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k)
+
     def _varying_choice(self) -> Any:
         """The router's choice if the number of experts per token varies with it, in the present mode; else None."""
         choice: Any = getattr(self.router, "choice", None)
@@ -245,7 +244,7 @@ class MoE(nn.Module, Shown):
         """(tokens, experts per token) of every dispatch in a forward pass; pairs with one expert each where they vary."""
         choice = self._varying_choice()
         if choice is not None:
-            return {(choice.max_pairs(num_tokens, self.num_experts, self.top_k), 1)}
+            return {(self.max_pairs(num_tokens), 1)}
         chunk = self._chunk_tokens(num_tokens, torch.bfloat16.itemsize)
         lengths = {num_tokens} if chunk == WHOLE else {chunk, num_tokens % chunk or chunk}
         if self.row_capacity is not None:  # which is of the whole batch, in chunks too
@@ -280,7 +279,7 @@ class MoE(nn.Module, Shown):
             itemsize=itemsize,
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
-            varying_pairs=None if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k),
+            varying_pairs=None if choice is None else self.max_pairs(num_tokens),
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

@@ -55,6 +55,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
+from blazeproto.distributed import check_overflow
 from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser, positive
 from scripts.lm import run_folder, sharding
@@ -265,6 +266,8 @@ class Trainer:
             loads = loads + out.loads
         self.sharding.reduce()
         self.sharding.clip(self.config.clip)
+        if self.config.row_capacity:
+            check_overflow(self.model)  # OverflowError on all ranks, before any steps
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loads = self.ranks.sum(loads)
@@ -517,7 +520,7 @@ def main(arguments: list[str] | None = None) -> int:
         if trainer is not None and trainer.step > 0:
             raise  # no option's fault: the traceback is wanted
         code, line = 2, str(error)
-    except FloatingPointError as error:
+    except (FloatingPointError, OverflowError) as error:
         code, line = 1, str(error)
     except OSError as error:
         code, line = 1, str(error) + go_on(trainer, args)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.low_rank import LowRows
+from blazeproto.autograd.peers import AddUp
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.runtime import optional
@@ -80,8 +81,10 @@ class Backend(Protocol):
         low: LowRows | None = None,
         *,
         overwrite_act: bool,
+        add_up: AddUp | None = None,
     ) -> None:
-        """-> out (T, d), in place. low: rows (R, r) and factor (E, d, r), for Y. overwrite_act: ``act`` may be written over."""
+        """-> out (T, d), in place. low: rows (R, r) and factor (E, d, r), for Y. overwrite_act: ``act`` may be written over.
+        add_up: what sums a token's rows, where its experts are on several ranks."""
 
     def down_backward_act(
         self,
@@ -111,9 +114,10 @@ class Backend(Protocol):
         dx: Tensor | None = None,
         *,
         combine: str = "gather",
+        add_up: AddUp | None = None,
     ) -> Tensor:
         """-> dX (T, d), new or in the place given. low: rows (R, r) and factor (E, r, d), for a row's dX before its token's
-        sum."""
+        sum.  add_up: as for `down_forward`."""
 
     def weight_gradient(
         self,

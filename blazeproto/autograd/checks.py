@@ -113,9 +113,11 @@ def check_choice(
     *,
     num_experts: int,
     options: Options,
+    num_tokens: int | None = None,
 ) -> None:
-    """The same for the experts of each token, and the options that not every choice takes."""
-    num_tokens, device = x.shape[0], x.device
+    """The same for the experts of each token, and the options that not every choice takes. num_tokens: those that may have
+    arrived, where they are not x's."""
+    num_tokens, device = x.shape[0] if num_tokens is None else num_tokens, x.device
     _check_tensor("scores", scores, FLOAT_DTYPES, device)
     if (pair_tokens is None) != (token_offsets is None):
         raise ValueError("pair_tokens: expected together with token_offsets, got one without the other")

@@ -2,6 +2,10 @@
 
     x, S, ids ──dispatch──> rows that arrived, their S and local ids ──moe_mlp──> a partial sum a row ──combine──> out
 
+A dispatcher may leave rows and sums to the experts' operators (`blazeproto.autograd.peers`), and bring ids and scores alone:
+
+    x, S, ids ──dispatch──> x, and the S and local ids that arrived ──operators, with an exchange──> out
+
 Each rank computes its own experts by `moe_mlp`, on rows that came from all ranks: a row is a token there, whose other experts are
 not here. So `moe_mlp` is also what a program calls that moves rows itself, with an id outside [0, E) or a varying number of
 experts per row for what is not here; `grouped_experts` is that for rows sorted by expert.
@@ -13,9 +17,11 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.checks import check_choice, check_experts
+from blazeproto.autograd.low_rank import LowRank, tensors_of
 from blazeproto.autograd.mlp import moe_mlp
 from blazeproto.autograd.operators import as_experts_see
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.peers import PeersNamed
 from blazeproto.autograd.private import refuse_transforms
 
 
@@ -28,6 +34,9 @@ class Arrived(NamedTuple):
     pair_tokens: Tensor | None  # (Q,) int32: the row of each pair; None with K pairs a row
     token_offsets: Tensor | None  # (R + 1,) int32: where each row's pairs begin
     route: Any  # the dispatcher's own: what `combine` needs to know of the way back
+    peers: PeersNamed | None = (
+        None  # of an exchange in the operators: x, and what `combine` gets, are of this rank's tokens
+    )
 
 
 class Dispatcher(Protocol):
@@ -58,6 +67,9 @@ class Dispatcher(Protocol):
     def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
         """Partial sums come back: partial (R, d), one of x's dtype for each row of ``arrived``, → (T, d), their sums by token."""
 
+    def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
+        """(1,) int32: the pairs of all ranks that a ``row_capacity`` on each leaves out. Asked where `check` lets one pass."""
+
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def dispatched_mlp(
@@ -74,16 +86,23 @@ def dispatched_mlp(
     options: Options,
     pair_tokens: Tensor | None,
     token_offsets: Tensor | None,
-) -> Tensor:
+    up_factors: LowRank | None = None,
+    down_factors: LowRank | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """`moe_mlp` with ``num_experts`` experts of all ranks, of which the weights have this rank's: DTensors, or plain local ones.
+
+    up_factors, down_factors: of this rank's experts, plain tensors.
+
+    Returns out (T, d), and the pairs that a ``row_capacity`` left out on all ranks, (1,) int32; None without one.
 
     Raises what `moe_mlp` raises, and what ``dispatcher.check`` does, before a token leaves.
     """
     dispatcher.check(options)
     up_proj, down_proj, up_bias, down_bias = map(_local, (up_proj, down_proj, up_bias, down_bias))
-    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores))
-    own: dict[str, Any] = {"num_experts": len(down_proj), "options": options}
-    check_experts(x, (up_proj,), down_proj, up_bias, down_bias, None, None, **own)
+    factors = tensors_of(up_factors, down_factors)
+    refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores, *factors))
+    weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
+    check_experts(x, (up_proj,), *weights, num_experts=len(down_proj), options=options)
     choice = (topk_experts, None, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     x, scores = as_experts_see(x, scores)
@@ -94,13 +113,18 @@ def dispatched_mlp(
         down_proj,
         arrived.scores,
         arrived.topk_experts,
+        num_experts=len(down_proj),
         up_bias=up_bias,
         down_bias=down_bias,
+        up_factors=up_factors,
+        down_factors=down_factors,
         pair_tokens=arrived.pair_tokens,
         token_offsets=arrived.token_offsets,
-        **own,
+        peers=arrived.peers,
+        options=options,
     )
-    return dispatcher.combine(partial, arrived)
+    overflow = None if options.row_capacity is None else dispatcher.overflow(arrived, options.row_capacity)
+    return dispatcher.combine(partial, arrived), overflow
 
 
 def refuse_ranks(dispatcher: Dispatcher | None, what: str) -> None:

@@ -82,6 +82,7 @@ class Hopper:
         low: None = None,
         *,
         overwrite_act: bool,
+        add_up: None = None,
     ) -> None:
         d_expert = down_proj.values.shape[2]
         gradient_bytes = 4 * down_proj.values.nbytes
@@ -129,6 +130,7 @@ class Hopper:
         dx: Tensor | None = None,
         *,
         combine: str = "gather",
+        add_up: None = None,
     ) -> Tensor:
         width = up_proj.values.shape[2]
         dx = torch.empty_like(x) if dx is None else dx
@@ -244,6 +246,7 @@ class Plain:
         low: None = None,
         *,
         overwrite_act: bool,
+        add_up: None = None,
     ) -> None:
         a = _from_record(act, down_proj.dtype)
         torch_backend.down_forward(a, down_proj, None, scores, rows, out, combine, overwrite_act=False)
@@ -280,6 +283,7 @@ class Plain:
         dx: Tensor | None = None,
         *,
         combine: str = "gather",
+        add_up: None = None,
     ) -> Tensor:
         return torch_backend.up_backward_act(_from_record(dh, up_proj.dtype), x, up_proj, rows, None, dx)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from blazeproto.activations import activation_named
 from blazeproto.autograd.low_rank import LowRows
 from blazeproto.autograd.operators import cast
+from blazeproto.autograd.peers import AddUp
 from blazeproto.dispatch.build import MAX_PAIRS, build_dispatch_unchecked
 from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
 from blazeproto.gemm import down_backward as down_act
@@ -95,6 +96,7 @@ def down_forward(
     low: LowRows | None = None,
     *,
     overwrite_act: bool,
+    add_up: AddUp | None = None,
 ) -> None:
     d_model, d_expert = down_proj.shape[1:]
     act, (down_proj, transposed), scores = ready(act), _as_it_lies(down_proj), ready(scores)
@@ -110,7 +112,7 @@ def down_forward(
     for columns in column_slices(rows.num_rows, d_model, 2 * down_proj.nbytes):  # as if gated
         y = act if over_act else act.new_empty(rows.num_rows, len(columns))
         linear.launch(act, down_proj, rows, transposed=transposed, bias=bias, columns=columns, low=added, out=y)
-        launch_combine(y, rows, scores=scores, columns=columns, out=out)
+        (add_up or launch_combine)(y, rows, scores=scores, columns=columns, out=out)
         del y  # before the next one is allocated
 
 
@@ -164,6 +166,7 @@ def up_backward_act(
     dx: Tensor | None = None,
     *,
     combine: str = "gather",
+    add_up: AddUp | None = None,
 ) -> Tensor:
     dh, (lying, transposed) = ready(dh), _as_it_lies(up_proj)
     dx = torch.empty_like(x) if dx is None else dx
@@ -175,7 +178,7 @@ def up_backward_act(
     for columns in column_slices(rows.num_rows, x.shape[1], up_proj.nbytes):
         dx_rows = x.new_empty(rows.num_rows, len(columns))
         linear.launch(dh, lying, rows, transposed=not transposed, columns=columns, low=added, out=dx_rows)
-        launch_combine(dx_rows, rows, columns=columns, out=dx)
+        (add_up or launch_combine)(dx_rows, rows, columns=columns, out=dx)
         del dx_rows  # before the next one, or the weight gradient, is allocated
     return dx
 

@@ -39,6 +39,7 @@ from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
+from blazeproto.autograd.peers import PeersNamed
 from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.runtime.checks import integer
@@ -60,6 +61,7 @@ def moe_mlp(
     dispatch: Dispatch | None = None,
     pair_tokens: Tensor | None = None,
     token_offsets: Tensor | None = None,
+    peers: PeersNamed | None = None,
     options: Options | None = None,
     **keywords: Any,
 ) -> Tensor:
@@ -90,6 +92,8 @@ def moe_mlp(
         pair_tokens, token_offsets: (P,) and (T+1,) int32, for a varying number of experts per token: pair p is of
             token pair_tokens[p], and the pairs of token t are [token_offsets[t], token_offsets[t+1]). Their values are trusted,
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
+        peers: what a dispatcher says whose exchange moves rows inside the operators (`Arrived.peers`): x is then of this rank's
+            tokens, and scores and choice are of the pairs that arrived.
         options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 
@@ -109,7 +113,8 @@ def moe_mlp(
     refuse_transforms("moe_mlp", (x, gate_up_proj, down_proj, up_bias, down_bias, scores, *factors))
     check_experts(x, (gate_up_proj,), *weights, num_experts=num_experts, options=options)
     choice = (topk_experts, dispatch, pair_tokens, token_offsets)
-    check_choice(x, scores, *choice, num_experts=num_experts, options=options)
+    places = None if peers is None else peers.places
+    check_choice(x, scores, *choice, num_experts=num_experts, options=options, num_tokens=places)
     device_type, wide = x.device.type, x.dtype == torch.float64
     if not wide:  # which autocast leaves alone everywhere
         x = cast(x, autocast_dtype(device_type) or x.dtype)
@@ -132,7 +137,8 @@ def moe_mlp(
             index = tuple(t.contiguous() for t in list(dispatch.arrays.values())[:3])
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
-        tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, encoded(options, parameters))
+        ranks, exchange = (None, "") if peers is None else peers
+        tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, ranks, exchange, encoded(options, parameters))
         return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 

@@ -21,6 +21,7 @@ from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
+from blazeproto.autograd.peers import Peers, peers_of
 from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
 from blazeproto.autograd.records import new_rows, new_weights
 
@@ -73,18 +74,21 @@ WEIGHTS = Made._fields[3:-1]
 """Whose gradients are sums over tokens."""
 INDEX = (
     "Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
-    "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, str options"
+    "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, Tensor? token_ranks, str exchange, str options"
 )
-"""How the operators' arguments end: a `Dispatch`, or one a chunk (offsets (chunks, E+1)), and the options."""
+"""How the operators' arguments end: a `Dispatch`, or one a chunk (offsets (chunks, E+1)), what `peers_of` takes, and the
+options."""
 OF_DOWN = "Tensor down_proj, Tensor? down_bias, Tensor? down_a, Tensor? down_b, Tensor scores"
 
 
-def _read(t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]) -> tuple[Backend, Options, list[Chunk]]:
+def _read(
+    t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]
+) -> tuple[Backend, Options, list[Chunk], Peers | None]:
     """What the end of an operator's arguments says. t: of the batch's tokens (T, d).  sizes: (E, d, n)."""
-    *index, encoded = tail
-    options = Options.decode(encoded)
+    *index, token_ranks, exchange, encoded = tail
+    options, peers = Options.decode(encoded), peers_of(exchange, token_ranks)
     backend = backend_on(options.backend, t.device, t.dtype, *sizes, precision=options.precision)
-    return backend, options, list(chunks_of(t.shape[0], sizes[0], *index))
+    return backend, options, list(chunks_of(peers.places if peers else t.shape[0], sizes[0], *index)), peers
 
 
 # ---- dispatch ----------------------------------------------------------------------------------------------------
@@ -168,30 +172,30 @@ def _experts_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, top_k, pair_tokens, token_offsets, chunk_tokens, encoded = inputs
-    ctx.rest = (top_k, chunk_tokens, encoded)
+    *tensors, top_k, pair_tokens, token_offsets, chunk_tokens, token_ranks, exchange, encoded = inputs
+    ctx.rest = (top_k, chunk_tokens, exchange, encoded)
     # For what is not saved the dispatcher has tensors of shape (0,).
     saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
-    ctx.save_for_backward(*tensors, pair_tokens, token_offsets, *saved)
+    ctx.save_for_backward(*tensors, pair_tokens, token_offsets, token_ranks, *saved)
 
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
-        return (None,) * 19
-    tensors, (top_k, chunk_tokens, encoded) = ctx.saved_tensors, ctx.rest
+        return (None,) * 21
+    tensors, (top_k, chunk_tokens, exchange, encoded) = ctx.saved_tensors, ctx.rest
     direct = not torch.is_grad_enabled() and unobserved((d_out, *tensors))  # enabled: create_graph=True
     # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
     overwrite_h = direct and getattr(ctx, "alone", False) and not graph_is_kept()
     run = partial(backward.kernel, overwrite_h=overwrite_h) if direct else backward.gradients
-    p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[16:])
-    tail = (*tensors[11:14], top_k, *tensors[14:16], chunk_tokens, encoded)
+    p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[17:])
+    tail = (*tensors[11:14], top_k, *tensors[14:16], chunk_tokens, tensors[16], exchange, encoded)
     del tensors
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
     *needs, needs_rest = ctx.needs_input_grad[:11]
     if chunk_tokens != WHOLE:
-        return *run((False, False, *needs), d_out, None, *p, *saved, *tail)[2:], *[None] * 9
+        return *run((False, False, *needs), d_out, None, *p, *saved, *tail)[2:], *[None] * 11
 
     needs_of_up, again = (needs[0], needs[1] or needs_rest, *needs[2:5]), saved.h is None
     up_proj = joined(p.up_proj, up_rest) if again else None
@@ -212,7 +216,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
         d_up, d_rest = (
             half if need else None for half, need in zip(d_up.chunk(2, 1), (needs[1], needs_rest), strict=True)
         )
-    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 8
+    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 10
 
 
 @define(
@@ -229,13 +233,13 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     up_rest: (E, n, d) up rows, where up_proj has the gate rows alone; None where it has both.
     """
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
-    backend, options, chunks = _read(p.x, p.down_proj.shape, tail)
+    backend, options, chunks, peers = _read(p.x, p.down_proj.shape, tail)
     saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
     up: Any = None
     down: Any = None
     out: Any = None
     for tokens, row_slice, chunk_dispatch in chunks:
-        rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
+        rows, x = backend.rows_of(chunk_dispatch), peers.send(p.x) if peers else take(p.x, tokens)
         h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
         if up is None:
             up = backend.forward_weight(cast(joined(p.up_proj, up_rest), dtype), rows, saved.up_t)
@@ -253,7 +257,8 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
             low = (act_a, cast(p.down_b, dtype))
         out = torch.empty_like(p.x) if out is None else out
         scores, place, over = take(p.scores, tokens), take(out, tokens), not options.saves_act
-        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, overwrite_act=over)
+        how: Any = {"overwrite_act": over, "add_up": peers and peers.add_up}
+        backend.down_forward(act, down, p.down_bias, scores, rows, place, options.combine, low, **how)
         act = act_a = low = None  # before the next chunk's are allocated
     return out, *saved
 
@@ -307,12 +312,13 @@ def backward(
     """
     need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:16]), arguments[16:]
     of_tokens = p.x if d_out is None else d_out
-    backend, options, chunks = _read(of_tokens, p.down_proj.shape, tail)
+    backend, options, chunks, peers = _read(of_tokens, p.down_proj.shape, tail)
     dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
     up: Any = None
     up_back: Any = None
     down: Any = None
     made: dict[str, Any] = dict.fromkeys(Made._fields)
+    arrived: Any = peers.send if peers else lambda t: t  # of all ranks' tokens what this rank's rows gather
     if chunks[0].tokens is not None:
         wide = torch.promote_types(dtype, torch.float32)
         made |= {name: torch.empty_like(getattr(p, name)) for name in ("x", "scores") if getattr(need, name)}
@@ -332,9 +338,9 @@ def backward(
         d_chunk: Any = None
         a_scaled: Any = None
         if d_out is not None:
-            d_chunk, scores = d_out if tokens is None else d_out[tokens], take(p.scores, tokens)
-            d_chunk = d_chunk.contiguous()  # out.sum() delivers one of stride 0
+            scores = take(p.scores, tokens)
             if again:
+                x = arrived(x)
                 if p.up_a is not None:
                     xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False)
                     low = (xa, cast(p.up_b, dtype))
@@ -343,6 +349,7 @@ def backward(
                 if need.down_b:
                     act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False)
                 act = act if backend.READS_ACT else None
+            d_chunk = arrived(take(d_out, tokens).contiguous())  # out.sum() delivers one of stride 0
             if any(wanted := (need.dh or needs_of_up, need.scores, need.down_proj or need.down_a)):
                 if p.down_b is not None:
                     of_rows = backend.low_rank_rows(d_chunk, cast(p.down_b, dtype), rows, gather=True, transposed=True)
@@ -369,10 +376,11 @@ def backward(
                 of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
-                dx = backend.up_backward_act(
-                    dh, x, up_back, rows, low, take(made["x"], tokens), combine=options.combine
-                )
+                how: Any = {"combine": options.combine, "add_up": peers and peers.add_up}
+                dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), **how)
                 made["x"] = dx if tokens is None else made["x"]
+            if need.up_proj or need.up_a:
+                x = arrived(x)
             gradient("up_proj", x, dh, gather=True, transposed=True)
             if need.up_bias:
                 made["up_bias"] = backend.expert_row_sum(dh, len(p.down_proj), rows, None, made["up_bias"])

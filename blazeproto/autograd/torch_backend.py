@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.low_rank import LowRows
+from blazeproto.autograd.peers import AddUp
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm import down_backward, linear, reduce, up, weight
@@ -82,10 +83,11 @@ def down_forward(
     low: LowRows | None = None,
     *,
     overwrite_act: bool,
+    add_up: AddUp | None = None,
 ) -> None:
     """All kinds of combine are one here, and ``act`` is not written over."""
     y = outputs(linear.GROUPED_MM, rows, act.dtype, a=act, weights=down_proj, bias=bias, low=low)
-    out.copy_(outputs(COMBINE, rows, act.dtype, y=y, scores=scores))
+    _add_up(y, rows, out, add_up, scores)
 
 
 def down_backward_act(
@@ -123,10 +125,11 @@ def up_backward_act(
     dx: Tensor | None = None,
     *,
     combine: str = "gather",
+    add_up: AddUp | None = None,
 ) -> Tensor:
     """All kinds of combine are one here."""
     dx_rows = outputs(linear.GROUPED_MM, rows, dh.dtype, a=dh, weights=up_proj, low=low, transposed=True)
-    return _place(outputs(COMBINE, rows, dh.dtype, y=dx_rows), dx)
+    return _add_up(dx_rows, rows, torch.empty_like(x) if dx is None else dx, add_up)
 
 
 def weight_gradient(
@@ -154,6 +157,13 @@ def expert_row_sum(
 ) -> Tensor:
     made = reduce.sum_formula(Torch(rows), values, gather=scores is not None, scores=scores)
     return made if accumulator is None else accumulator.add_(made)
+
+
+def _add_up(y: Tensor, rows: Dispatch, out: Tensor, add_up: AddUp | None, scores: Tensor | None = None) -> Tensor:
+    if add_up is None:
+        return out.copy_(outputs(COMBINE, rows, y.dtype, y=y, scores=scores))
+    add_up(y, rows, scores=scores, out=out)
+    return out
 
 
 def _place(made: Tensor, place: Tensor | None) -> Tensor:

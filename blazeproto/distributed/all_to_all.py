@@ -105,6 +105,10 @@ class AllToAll:
         made: Tensor = _Moved.apply(partial, arrived.route.add_up, arrived.route.send)  # type: ignore[no-untyped-call]
         return made
 
+    def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
+        """Never: `check` refuses a ``row_capacity``."""
+        raise NotImplementedError
+
     def _exchange(self, t: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """The first sent[0] rows of t go to rank 0, the next sent[1] to rank 1, ...; what received[...] count comes, by rank."""
         made = t.new_empty(sum(received), *t.shape[1:])

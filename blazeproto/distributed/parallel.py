@@ -75,7 +75,7 @@ def mesh_of(mesh_or_group: object, device_type: str) -> DeviceMesh:
     """A mesh whose last dimension is ``ep``. device_type: the layer's; one on "meta" goes to whatever device the mesh is of."""
     if isinstance(mesh_or_group, dist.ProcessGroup):
         if device_type == "meta":
-            device_type = "cuda" if dist.get_backend(mesh_or_group) == "nccl" else "cpu"
+            device_type = "cuda" if "nccl" in dist.get_backend_config(mesh_or_group) else "cpu"
         return DeviceMesh.from_group(mesh_or_group, device_type)
     mesh = mesh_or_group
     if not isinstance(mesh, DeviceMesh):

@@ -316,7 +316,7 @@ def experts_forward(
         if low_rank is not None:
             raise ValueError(f"low_rank: expected None, since {type(experts).__name__} has {dispatcher}")
         given |= {"options": Options(activation=activation), "pair_tokens": None, "token_offsets": None}
-        out = dispatched_mlp(dispatcher, *tensors, **given)
+        out, _ = dispatched_mlp(dispatcher, *tensors, **given)
     return out.to(hidden_states.dtype)
 
 

@@ -18,12 +18,24 @@ _HOME_OF = {
     "fragment": "layouts",
     "machine_code": "sass",
     "run": "programs",
+    "run_together": "programs",
     "step": "programs",
     "swizzle": "layouts",
     "tensor_map": "programs",
 }
 _ROOMS = ("accuracy", "oracle", "same_bits", "views", "workbench")
-__all__ = ["BlockWorkbench", "Workbench", "explain", "fragment", "machine_code", "run", "step", "swizzle", "tensor_map"]
+__all__ = [
+    "BlockWorkbench",
+    "Workbench",
+    "explain",
+    "fragment",
+    "machine_code",
+    "run",
+    "run_together",
+    "step",
+    "swizzle",
+    "tensor_map",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,6 +29,7 @@ from blazeproto.lab.machine.run import Report
 from blazeproto.lab.machine.run import run as run_program
 from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.together import run_together as run_of_all
 from blazeproto.runtime import checks
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -106,10 +107,39 @@ def run(
     for CUDA C++ on macOS, which has no NVRTC. PtxError for what the machine does not know, MachineError for what a kernel may not
     do, as an access out of bounds, Deadlock where no warp can go on; their ``report`` has the races found before.
     """
-    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
-    if most is not None:
-        options["most"] = checks.integer("most", most, least=1)
-    return run_program(*arguments_of_run, **options)
+    machine, how = _machine(seed, most)
+    arguments_of_run, options = _launch(machine, kernel, grid, block, arguments, shared, cluster, entry)
+    return run_program(*arguments_of_run, **options, **how)
+
+
+def run_together(
+    streams: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    resident: int | None = None,
+    seed: int = 0,
+    most: int | None = None,
+) -> Report:
+    """Runs launches of several GPUs at once, which reach each other's memory; each GPU's one after the other, as on a stream.
+
+    streams: for each GPU its launches, in order, each a dict of `run`'s ``kernel``, ``grid``, ``block``, ``arguments``, and if
+    need be ``shared``, ``cluster``, ``entry``. An array that several launches are given is one array, which all GPUs reach.
+    resident: clusters of a launch that run at once; others begin as these end, in order of their index. Default: all.
+    seed, most: as in `run`.
+
+    Each GPU sees the others' plain stores late, unless they are released at system scope; two GPUs' accesses that nothing orders
+    are a race (docs/machine.md). The report is one of all launches.
+
+    TypeError or ValueError naming the argument, before anything runs; beside what `run` raises, Deadlock where all that go on
+    read the same words again and again.
+    """
+    machine, how = _machine(seed, most)
+    if resident is not None:
+        how["resident"] = checks.integer("resident", resident, least=1)
+    if not isinstance(streams, list | tuple) or not all(isinstance(stream, list | tuple) for stream in streams):
+        raise TypeError("streams: expected a list of each GPU's list of launches")
+    whole = {"shared": 0, "cluster": 1, "entry": None}
+    made = [[_launch(machine, **{**whole, **launch}) for launch in stream] for stream in streams]
+    return run_of_all(made, **how)
 
 
 def step(
@@ -129,22 +159,32 @@ def step(
 
     TypeError or ValueError, CompileError, RuntimeError, PtxError as `run` raises them.
     """
-    arguments_of_run, options = _launch(kernel, grid, block, arguments, shared, cluster, seed, entry)
-    return Stepper(*arguments_of_run, **options)
+    machine, how = _machine(seed)
+    arguments_of_run, options = _launch(machine, kernel, grid, block, arguments, shared, cluster, entry)
+    return Stepper(*arguments_of_run, **options, **how)
+
+
+def _machine(seed: int, most: int | None = None) -> tuple[Machine, dict[str, Any]]:
+    """A new one, and how it runs launches."""
+    machine = Machine(seed=checks.integer("seed", seed))
+    how: dict[str, Any] = {"memory": machine.memory, "seed": seed}
+    if most is not None:
+        how["most"] = checks.integer("most", most, least=1)
+    return machine, how
 
 
 def _launch(
+    machine: Machine,
     kernel: Any,
     grid: Any,
     block: Any,
     arguments: Sequence[Any],
     shared: int,
     cluster: int,
-    seed: int,
     entry: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and options of `blazeproto.lab.machine.run.start`."""
-    machine, (program, entry_name) = Machine(seed=checks.integer("seed", seed)), _program(kernel, entry)
+    """Arguments and options of `blazeproto.lab.machine.cta.Launch`, behind its world."""
+    program, entry_name = _program(kernel, entry)
     whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
     if prod(whole_block) > MOST_THREADS:
         raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
@@ -156,7 +196,7 @@ def _launch(
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
     _check_limits(program, program.entry(entry_name), whole_block, shared, cluster)
     parameters, maps = _laid_out(machine, program, entry_name, arguments)
-    options = {"memory": machine.memory, "shared_bytes": shared, "cluster": cluster, "maps": maps, "seed": seed}
+    options = {"shared_bytes": shared, "cluster": cluster, "maps": maps}
     return (program, entry_name, whole_grid, whole_block, parameters), options
 
 
@@ -240,10 +280,10 @@ def _laid_out(
     for number, (value, parameter) in enumerate(zip(arguments, taken.parameters, strict=True)):
         name = f"argument {number} ({parameter.size} bytes, .{parameter.kind})"
         struct, made, whole = isinstance(value, tuple), bytearray(), 1
-        for member in value if struct else (value,):
+        for place, member in enumerate(value if struct else (value,)):
             if isinstance(array := member.array if isinstance(member, ArrayMap) else member, np.ndarray) and array.ndim:
                 _check_array(name, array, contiguous=array is member)
-                machine.address(array, f"argument {number}")
+                machine.address(array, f"argument {number}" + f", member {place}" * struct)
                 if array is value and parameter.kind == "f64":
                     raise TypeError(f"{name}: expected a number, got an array, which is an address")
             one, alignment = _bytes(machine, name, member, None if struct else parameter)

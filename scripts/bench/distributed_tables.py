@@ -1,10 +1,10 @@
-"""Tables and the picture of training on several GPUs, made from results/h200/distributed.json."""
+"""Tables and the picture of training on several GPUs, made from results/h100/distributed.json."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from scripts.bench.markdown import Record, figure, origin, table, words
+from scripts.bench.markdown import Record, figure, origin, plain_shape, table, words
 
 STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b", "o--"), "ep+fsdp": ("#edae49", "s--")}
 
@@ -35,7 +35,39 @@ def rank_losses_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
 
 
-TABLES = {"weak_scaling": ("distributed", weak_scaling_table), "rank_losses": ("distributed", rank_losses_table)}
+DISPATCHERS = {
+    "symmetric": "`Symmetric`",
+    "capacity": "`Symmetric`, 1.25 times the mean rows",
+    "all_to_all": "`AllToAll`",
+}
+
+
+def expert_parallel_table(record: Record) -> str:
+    """Layers with their experts over GPUs, and the exchange alone, by dispatcher."""
+    rows = [row | {"cfg": row["shape"], "alone_MiB": None} | row for row in record.get("ep", [])]
+    alone = {plain_shape(row): row["alone_MiB"] for row in rows if row["alone_MiB"]}
+    for row in rows:
+        row["of_one"] = row["peak_MiB"] / alone[plain_shape(row)] if plain_shape(row) in alone else None
+    columns = [
+        ("T of a rank, d, n, E, K", plain_shape),
+        ("GPUs", figure("gpus", digits=0)),
+        ("dispatcher", lambda row: DISPATCHERS[row["dispatcher"]]),
+        ("forward, TFLOP/s a GPU", figure("fwd_tflops", digits=0)),
+        ("backward", figure("bwd_tflops", digits=0)),
+        ("out, GB/s", figure("dispatch_gbps", digits=0)),
+        ("back", figure("combine_gbps", digits=0)),
+        ("peak MiB", figure("peak_MiB", digits=0)),
+        ("peak over one GPU's", figure("of_one")),
+    ]
+    return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
+
+
+FILE = "../h100/distributed"
+TABLES = {
+    "weak_scaling": (FILE, weak_scaling_table),
+    "rank_losses": (FILE, rank_losses_table),
+    "expert_parallel": (FILE, expert_parallel_table),
+}
 
 
 def plot_efficiency(axis: Any, rows: list[Record]) -> None:

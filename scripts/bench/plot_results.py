@@ -19,6 +19,7 @@ from PIL import Image
 
 from scripts.bench.common import REPOSITORY, RESULTS
 from scripts.bench.cost_tables import name_of_table, plot_predicted
+from scripts.bench.distributed_tables import FILE as DISTRIBUTED
 from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
@@ -353,7 +354,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("dispatch", plot_dispatch, "dispatch.png"),
     ("module", PREDICTED_LAYERS, "predicted_layers.png"),
     ("products", PREDICTED_PRODUCTS, "predicted_products.png"),
-    ("distributed", plot_weak_scaling, "weak_scaling.png"),
+    (DISTRIBUTED, plot_weak_scaling, "weak_scaling.png"),
     ("../h100/paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
     ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),

@@ -168,6 +168,14 @@ class Config(GPTConfig):
         "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards",
         "[1, inf)",
     )
+    dispatcher: str = setting(
+        "auto",
+        "how tokens reach the experts of ep: symmetric (NVLink, bf16), all_to_all, or auto: the first where it fits",
+        names=["auto", "symmetric", "all_to_all"],
+    )
+    row_capacity: float = setting(
+        0.0, "rows that a rank's experts compute, over the mean; more ends the run; 0: room for all", "[0, inf)"
+    )
     aux_over: str = setting(
         "rank", "whose loads are in the load-balancing loss: a rank's, or all", names=["rank", "global"]
     )
@@ -188,6 +196,11 @@ class Config(GPTConfig):
             tiles = "batch" if self.attention_tiles == 1 else "batch / attention_tiles"
             raise ValueError(
                 f"accumulate: expected a divisor of {tiles}={self.batch // self.attention_tiles}, got {self.accumulate}"
+            )
+        if self.row_capacity and ("ep" not in self.parallel.split("+") or self.dispatcher == "all_to_all"):
+            expected = "0 unless tokens travel by --dispatcher symmetric"
+            raise ValueError(
+                f"row_capacity: expected {expected}, got {self.row_capacity} with parallel={self.parallel!r}"
             )
         if "ep" in self.parallel.split("+") and self.formulation != "moe":
             raise ValueError(

@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from blazeproto.distributed import clip_grad_norm_, expert_parallel
+from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
+from blazeproto.gemm.tiles import CHUNK
 from blazeproto.router import Routing, fallback
 from blazeproto.router.router import Router
 from scripts.lm.model import GPT
@@ -76,11 +77,17 @@ class Sharding:
         world = init_device_mesh(kind, (size,))
         grouped = mode in ("hsdp", "ep+fsdp")
         mesh = init_device_mesh(kind, (size // inner, inner), mesh_dim_names=("outer", "inner")) if grouped else world
+        dispatcher: AllToAll | Symmetric | None = None  # of all blocks
         for block in model.blocks:
             if config.aux_over == "global" and getattr(block.moe.router, "aux_loss", None):
                 block.moe.router.register_forward_hook(self.balance_over_ranks)
             if mode in EXPERT_PARALLEL:
-                expert_parallel(block.moe, mesh["inner"] if grouped else world)
+                over_experts = mesh["inner"] if grouped else world
+                dispatcher = dispatcher or dispatcher_of(model, config, over_experts.get_group(), ranks)
+                expert_parallel(block.moe, over_experts, dispatcher=dispatcher)
+                if config.row_capacity:
+                    tokens = config.batch // config.accumulate // size * config.context
+                    block.moe.row_capacity = math.ceil(config.row_capacity * tokens * config.top_k)
         if mode == "ep":
             self.experts = [p for p in model.parameters() if isinstance(p, DTensor)]
             return
@@ -135,6 +142,17 @@ class Sharding:
             return
         sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(self.model.parameters(), most)
+
+
+def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
+    """How tokens reach the experts of all blocks, by ``--dispatcher``."""
+    fits = ranks.device.type == "cuda" and config.bf16 and config.d_model % CHUNK == 0
+    if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
+        return AllToAll(group, config.num_experts)
+    tokens = -(-config.batch // ranks.size) * config.context  # of a validation; a training step has no more
+    pairs = model.blocks[0].moe.max_pairs(tokens)
+    sizes = {"d_model": config.d_model, "max_tokens": tokens, "max_pairs": pairs}
+    return Symmetric(group, config.num_experts, **sizes, device=ranks.device)
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from blazeproto import MoE, moe_mlp
-from blazeproto.distributed import AllToAll, clip_grad_norm_, expert_parallel
+from blazeproto.autograd import LowRank, Options
+from blazeproto.autograd.dispatcher import dispatched_mlp
+from blazeproto.distributed import AllToAll, Symmetric, check_overflow, clip_grad_norm_, expert_parallel
 from blazeproto.router.router import Routing
 
 D, N, E = 16, 8, 8
@@ -97,20 +99,29 @@ def assert_near(name: str, got: Any, expected: Any, least: float = 1e-12) -> Non
     assert error <= least * max(1.0, float(expected.abs().max()) if got.numel() else 0.0), f"{name}: {error}"
 
 
+def symmetric(where: Any, **options: Any) -> Symmetric:
+    """The dispatcher's twin on a CPU, for a group or the last dimension of a mesh."""
+    group = where if isinstance(where, dist.ProcessGroup) else where.get_group(where.ndim - 1)
+    return Symmetric(group, E, **{"d_model": D, "max_tokens": 32, "max_pairs": 256, **options})
+
+
 def compare(rank: int, make: Callable[[], MoE], where: Any, ids: list[Tensor] | None = None, given: Any = None) -> None:
     """Against one rank: out, x's gradient, loads, and the gradients of all parameters, summed over ranks."""
     alone, own = make(), {}
     for each in range(RANKS):
         results = step(alone, each, ids and ids[each], **({} if given is None else given(each)))
         own = results if each == rank else own
-    layer = expert_parallel(make(), where)
-    got = step(layer, rank, ids and ids[rank], **({} if given is None else given(rank)))
-    for name, value in got.items():
-        assert_near(name, value, own[name])
-    for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
-        assert (parameter.grad is None) == (right.grad is None), name
-        if right.grad is not None:
-            assert_near(name, whole(parameter.grad), right.grad)
+    for dispatcher in (None, symmetric(where)):
+        layer = make()
+        layer.combine = layer.combine if dispatcher is None else "gather"
+        layer = expert_parallel(layer, where, dispatcher=dispatcher)
+        got = step(layer, rank, ids and ids[rank], **({} if given is None else given(rank)))
+        for name, value in got.items():
+            assert_near(name, value, own[name])
+        for (name, parameter), right in zip(layer.named_parameters(), alone.parameters(), strict=True):
+            assert (parameter.grad is None) == (right.grad is None), name
+            if right.grad is not None:
+                assert_near(name, whole(parameter.grad), right.grad)
 
 
 def choices_that_are_given(rank: int, folder: Path) -> None:
@@ -322,6 +333,68 @@ def refusals(rank: int, folder: Path) -> None:
         expert_parallel(layer, mesh)
 
 
+def factors(rank: int, folder: Path) -> None:
+    """Low-rank factors of a rank's experts, by both dispatchers, as one rank computes them."""
+    generator = torch.Generator().manual_seed(11)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    up, down = drawn(E, 2 * N, D), drawn(E, D, N)
+    pairs = [(drawn(E, 3, D), drawn(E, 2 * N, 3)), (drawn(E, 5, N), drawn(E, D, 5))]
+    here = slice(rank * E // RANKS, (rank + 1) * E // RANKS)
+
+    def run(dispatcher: Any, each: int) -> tuple[Tensor, list[Tensor]]:
+        x, d_out = batch(each)
+        ids = ids_of("zipf", len(x), 4, each)
+        scores = torch.rand(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(each))
+        part = slice(None) if dispatcher is None else here
+        leaves = [t[part].clone().requires_grad_() for pair in pairs for t in pair] + [x.requires_grad_()]
+        low = {"up_factors": LowRank(*leaves[:2]), "down_factors": LowRank(*leaves[2:4])}
+        if dispatcher is None:
+            out = moe_mlp(x, up, down, scores, ids, num_experts=E, **low)
+        else:
+            given: Any = dict.fromkeys(("up_bias", "down_bias", "pair_tokens", "token_offsets"))
+            given |= {"num_experts": E, "options": Options()}
+            out, _ = dispatched_mlp(dispatcher, x, up[part], down[part], scores, ids, **given, **low)
+        return out.detach(), list(torch.autograd.grad(out, leaves, d_out))
+
+    alone = [run(None, each) for each in range(RANKS)]
+    for dispatcher in (AllToAll(dist.group.WORLD, E), symmetric(dist.group.WORLD)):
+        out, gradients = run(dispatcher, rank)
+        assert_near("out", out, alone[rank][0])
+        assert_near("x", gradients[-1], alone[rank][1][-1])
+        for index, got in enumerate(gradients[:-1]):
+            assert_near(f"factor {index}", got, sum(each[1][index] for each in alone)[here])
+
+
+def overflow_of_one_rank(rank: int, folder: Path) -> None:
+    """Only rank 1's rows are too few: all ranks know how many pairs are left out, and all raise or none."""
+    tokens, capacity = sum(TOKENS), 40
+    ids = torch.tensor([2, 3]).expand(TOKENS[rank], 2)  # rank 1's two experts
+
+    def make() -> MoE:
+        return build(router=Given(2, torch.float64), top_k=2, row_capacity=capacity)
+
+    for kind in ("drop", "raise"):
+        layer = expert_parallel(make(), dist.group.WORLD, dispatcher=symmetric(dist.group.WORLD, overflow=kind))
+        layer.router.ids = ids
+        x, d_out = batch(rank)
+        out, stats = layer(x.requires_grad_())
+        out.backward(d_out)
+        assert stats.overflow.tolist() == [2 * tokens - capacity] and x.grad.isfinite().all()
+        if kind == "raise":
+            with pytest.raises(
+                OverflowError, match=f"row_capacity: expected a row for every pair, got {2 * tokens - 40} pairs"
+            ):
+                check_overflow(layer)
+        else:
+            assert check_overflow(layer) == 2 * tokens - capacity
+        layer.router.ids = ids_of("uniform", TOKENS[rank], 2, rank)  # 102 pairs on four ranks
+        layer(x)
+        assert check_overflow(layer) == 0
+
+
 CASES = (
     choices_that_are_given,
     routers,
@@ -331,6 +404,8 @@ CASES = (
     bf16,
     bits_of_a_token,
     a_row_goes_once_to_a_rank,
+    factors,
+    overflow_of_one_rank,
     refusals,
 )
 

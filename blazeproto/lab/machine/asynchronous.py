@@ -41,15 +41,15 @@ class Transaction:
         self.warp, self.step, self.parts, self.next, self.generic = warp, step, parts, 0, generic
         self.queue, self.missing = queue or self, missing
         self.key, self.orders = keys[0], [warp.cta.races.issue(warp, key, generic) for key in keys]
-        warp.cta.launch.pending.append(self)
+        warp.cta.launch.world.pending.append(self)
 
     def perform(self) -> None:
-        launch = self.warp.cta.launch
+        world = self.warp.cta.launch.world
         self.parts[self.next]()
         self.next += 1
-        launch.changes += 1
+        world.changes += 1
         if self.next == len(self.parts):
-            launch.pending.remove(self)
+            world.pending.remove(self)
 
     def __str__(self) -> str:
         return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
@@ -214,7 +214,7 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
         races.release_transaction(made, one)
         one.arrive(0, box.bytes)
 
-    under_way = [one.key for one in warp.cta.launch.pending]  # loads of one barrier end in any order
+    under_way = [one.key for one in warp.cta.launch.world.pending]  # loads of one barrier end in any order
     key = next(key for key in ((barriers[0].address, n) for n in count()) if key not in under_way)
     writes = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
     made = Transaction(warp, step, [read, *writes], (key,))
@@ -237,6 +237,7 @@ def _issue_store(warp: Warp, step: Compiled, box: Any, moved: Any) -> None:
         races.write(block, offsets, size, made, step, made.orders[1])
         block.bytes[index] = kept[0]
         block.wrote(index)
+        warp.cta.launch.world.stored(warp, step, block, offsets, size, made.orders[1])
 
     made = Transaction(warp, step, [read, write], ((warp, "bulk reads"), (warp, "bulk writes")))
     warp.cta.groups[warp, "bulk"][-1].append(made)

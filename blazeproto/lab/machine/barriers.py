@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blazeproto.lab.machine.memory import Semantics
 from blazeproto.lab.machine.operands import BOOL, UINT32, address, fetch, known, result
 from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
 from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp, plain
@@ -146,7 +147,7 @@ def _by_lanes(act: Callable[[Warp, Compiled, int, int], None], instruction: Stat
         lanes = warp.active(running)
         for place, count in zip(at(warp, lanes).tolist(), number(warp, lanes).tolist(), strict=True):
             act(warp, step, place, count)
-        warp.cta.launch.changes += 1
+        warp.cta.launch.world.changes += 1
 
     return run
 
@@ -225,7 +226,7 @@ def bar(instruction: Statement, step: Compiled) -> Run:
         if vote:
             named.votes += vote(warp)[lanes].tolist()
         cta.races.release(warp, named)
-        cta.launch.changes += 1
+        cta.launch.world.changes += 1
         if named.arrived > full:
             raise step.error(warp, f"barrier {place}: {named.arrived} threads have arrived, {expected} were expected")
 
@@ -255,7 +256,7 @@ def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> No
     """§9.7.13.4 barrier.cluster.arrive"""
     warp.arrivals += 1
     warp.cta.races.release(warp, warp.cta.cluster.phases[warp.arrivals])
-    warp.cta.launch.changes += 1
+    warp.cta.launch.world.changes += 1
 
 
 def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait | None:
@@ -282,8 +283,14 @@ def proxy_fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
     warp.cta.races.fence(warp)
 
 
+def fence(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.13.3 membar and fence of the generic proxy."""
+    semantics = Semantics.of(instruction.words)
+    return lambda warp, running: warp.cta.launch.world.fence(warp, semantics)
+
+
 def nothing(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
-    """§9.7.13.3 membar and fence of the generic proxy, §9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol."""
+    """§9.7.17.5 setmaxnreg, §9.7.17.3 nanosleep, griddepcontrol."""
 
 
 def trap(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
@@ -305,5 +312,7 @@ TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
     "barrier.cluster.wait": plain(cluster_wait),
     "fence.proxy": plain(proxy_fence),
     "trap": plain(trap),
-    **dict.fromkeys(("fence", "membar", "setmaxnreg", "nanosleep", "griddepcontrol"), plain(nothing)),
+    "fence": fence,
+    "membar": fence,
+    **dict.fromkeys(("setmaxnreg", "nanosleep", "griddepcontrol"), plain(nothing)),
 }

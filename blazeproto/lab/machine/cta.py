@@ -8,69 +8,84 @@ import numpy as np
 
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.barriers import Mbarrier, Named
-from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, Memory, shared_block
+from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, shared_block
 from blazeproto.lab.machine.ptx import Entry, Program
-from blazeproto.lab.machine.races import Races, Unwatched
+from blazeproto.lab.machine.step import compile_entry
 from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import LANES, Warp
 from blazeproto.lab.machine.wgmma import Warpgroup
+from blazeproto.lab.machine.world import World
 
 
 class Launch:
-    """A kernel with its grid and arguments, while it runs.
+    """A kernel with its grid and arguments.
 
-    maps: tensor maps by their addresses.  changes: counts what others can see.  pending: transactions under way.
+    parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
+    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
+    variables: the program's global variables that lie in these arrays; the others begin as the program says.
+    gpu: its number.  name: what messages begin with where there are several.  known: what races.py knows to have ended before.
     """
 
     def __init__(
         self,
+        world: World,
         program: Program,
-        entry: Entry,
+        entry: str | None,
         grid: tuple[int, ...],
         block: tuple[int, ...],
-        shared_bytes: int,
-        memory: Memory,
         parameters: bytes,
-        maps: Mapping[int, TensorMap],
-        variables: Mapping[str, np.ndarray],
-        races: Races | Unwatched,
+        *,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        maps: Mapping[int, TensorMap] | None = None,
+        variables: Mapping[str, np.ndarray] | None = None,
+        gpu: int = 0,
+        name: str = "",
     ) -> None:
-        self.program, self.entry, self.grid, self.block = program, entry, grid, block
-        self.shared_bytes, self.memory, self.races, self.changes = shared_bytes, memory, races, 0
-        self.pending: list[Any] = []
-        base = memory.add(np.frombuffer(bytearray(parameters), np.uint8), "the parameters", read_only=True)
-        self.maps = {base + offset: tensor_map for offset, tensor_map in maps.items()}
-        self.symbols = {parameter.name: base + parameter.offset for parameter in entry.parameters}
+        of = self.entry = program.entry(entry)
+        if len(parameters) < of.parameter_bytes:
+            raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
+        self.world, self.program, self.shared_bytes, self.gpu, self.name = world, program, shared_bytes, gpu, name
+        self.grid, self.block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
+        self.steps, self.cluster, self.count = compile_entry(of), cluster, int(np.prod(self.grid))
+        self.known: Any = None
+        if self.count % cluster:
+            raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {self.count}")
+        base = world.memory.add(np.frombuffer(bytearray(parameters), np.uint8), "the parameters", read_only=True)
+        self.maps = {base + offset: tensor_map for offset, tensor_map in (maps or {}).items()}
+        self.symbols = {parameter.name: base + parameter.offset for parameter in of.parameters}
         for variable in program.variables:
             if variable.space != "shared":
-                data = variables.get(variable.name, np.frombuffer(bytearray(variable.data), np.uint8))
-                self.symbols[variable.name] = memory.add(data, variable.name, read_only=variable.space == "const")
+                data = (variables or {}).get(variable.name, np.frombuffer(bytearray(variable.data), np.uint8))
+                read_only = variable.space == "const"
+                self.symbols[variable.name] = world.memory.add(data, variable.name, read_only=read_only)
 
 
 class Cluster:
     """CTAs that run at the same time, and reach each other's shared memory."""
 
-    def __init__(self, launch: Launch, first: int, size: int) -> None:
+    def __init__(self, launch: Launch, first: int) -> None:
+        self.launch = launch
         self.mbarriers: dict[int, Mbarrier] = {}  # by address
         self.phases: dict[int, Named] = defaultdict(lambda: Named(0))  # of its barrier
-        self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(size)]
+        self.ctas: list[Cta] = [Cta(launch, self, first + rank, rank) for rank in range(launch.cluster)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
-        launch.races.begin(self.warps)
+        launch.world.races.begin(self.warps, launch.known)
 
 
 class Cta:
     """One CTA: shared memory, named barriers, warps. ended: how many of these are at their end."""
 
     def __init__(self, launch: Launch, cluster: Cluster, index: int, rank: int) -> None:
-        self.launch, self.cluster, self.index, self.rank, self.name = launch, cluster, index, rank, f"CTA {index}"
-        self.ended = 0
+        self.launch, self.cluster, self.index, self.rank = launch, cluster, index, rank
+        self.name, self.ended = f"{launch.name}CTA {index}", 0
         self.place = np.unravel_index(index, launch.grid[::-1])[::-1]
         self.threads = int(np.prod(launch.block))
         symbols, size = placed(launch.program, launch.entry, launch.shared_bytes, rank)
         self.symbols = launch.symbols | symbols
         self.shared = shared_block(rank, size)
         self.named, self.at_barrier = dict[int, Named](), dict[int, Named]()  # by number; by warp, of those that wait
-        self.races: Any = launch.races
+        self.races: Any = launch.world.races
         self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
             lambda: [[]]
         )  # by warp and kind, the last one open
@@ -86,7 +101,7 @@ class Cta:
     def block(self, address: int, size: int) -> Block | None:
         """Whose bytes these are: of global memory, or of the shared memory of a CTA in the cluster."""
         if address >> 40:
-            return self.launch.memory.block(address, size)
+            return self.launch.world.block(address, size, self.launch.gpu)
         rank = address >> WINDOW
         if not 0 <= rank < len(self.cluster.ctas) or self.gone(address):
             return None
@@ -95,7 +110,7 @@ class Cta:
 
     def describe(self, address: int) -> str:
         if address >> 40:
-            return self.launch.memory.describe(address)
+            return self.launch.world.memory.describe(address)
         offset = (address & IN_WINDOW) - SHARED_BASE
         ended = ", which has ended" if self.gone(address) else ""
         return f"byte {offset} of the shared memory of rank {address >> WINDOW}{ended} ({self.shared.size} bytes)"

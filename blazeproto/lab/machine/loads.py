@@ -12,10 +12,10 @@ import numpy as np
 from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.arithmetic import Operation
 from blazeproto.lab.machine.floats import flushed
-from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
+from blazeproto.lab.machine.memory import IN_WINDOW, SYSTEM, WINDOW, Block, Semantics, bytes_at
 from blazeproto.lab.machine.operands import BOOL, UINT16, UINT32, Known, address, fetch, known, lane_wise, registers_of
 from blazeproto.lab.machine.ptx import BITS, WORDS, Nothing, Operand, PtxError, Register, Statement, Vector
-from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Wait, Warp
 
 GLOBAL, SHARED = ("global", "param", "const"), ("shared", "shared::cta", "shared::cluster")
 
@@ -64,19 +64,28 @@ def _shape(instruction: Statement, operand: Operand) -> tuple[str, str, int, tup
 
 
 def ld(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.9.8 ld. A narrower signed number is extended by its sign."""
+    """§9.7.9.8 ld. A narrower signed number is extended by its sign. Who reads the same of a strong one again may be waiting."""
+    semantics = step.semantics = Semantics.of(instruction.words)
     space, kind, width, parts = _shape(instruction, instruction.operands[0])
     registers = [(part.place, WORDS[part.bits]) for part in parts]
     at, word = address(step, instruction.operands[1]), WORDS[8 * width]
     number = np.dtype(f"i{width}") if kind[0] == "s" else word
 
-    def run(warp: Warp, running: np.ndarray | None) -> None:
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         lanes = warp.active(running)
-        values, missing = _loaded(warp, step, at(warp, lanes), lanes, len(registers), width, space)
+        addresses = at(warp, lanes)
+        values, missing = _loaded(warp, step, addresses, lanes, len(registers), width, space)
         for (register, into), value, lost in zip(registers, values, missing, strict=True):
             warp.write(register, value.view(number).astype(into), running, lost)
+        return asked(warp, addresses, values[0, lanes]) if semantics.scope else None
 
     return run
+
+
+def asked(warp: Warp, addresses: np.ndarray, values: np.ndarray) -> Wait:
+    """What a loop waits for that reads these words, of so many lanes, again and again."""
+    what = f"{warp.cta.describe(int(addresses[0]))}, which is {values[0]}"
+    return Wait(lambda: True, what, True, (addresses.tobytes(), values.tobytes()))
 
 
 def _loaded(
@@ -89,11 +98,13 @@ def _loaded(
         if block.written is not None:
             missing[:, of] = ~block.written[bytes_at(offsets, count * width)].reshape(-1, count, width).all(axis=2).T
         warp.cta.races.read(block, offsets, count * width, warp, step)
+        warp.cta.launch.world.loaded(warp, step.semantics, block, offsets)
     return values, missing
 
 
 def st(instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.11 st. What nobody wrote may be stored to shared memory, where it stays that; to global memory it is an error."""
+    step.semantics = Semantics.of(instruction.words)
     space, _, width, parts = _shape(instruction, instruction.operands[1])
     at, fetches = address(step, instruction.operands[0]), [fetch(part, WORDS[8 * width]) for part in parts]
     of_parts = [registers_of(part) for part in parts]
@@ -125,16 +136,16 @@ def _store(
         block.words[width][offsets // width + np.arange(count)[:, None]] = values[:, of]
         for i, lost in nobodys:
             block.wrote(bytes_at(offsets[lost] + i * width, width), False)
-    warp.cta.launch.changes += 1
+        warp.cta.launch.world.stored(warp, step, block, offsets, count * width)
 
 
 def write_by_threads(
-    warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, by: Any = None, atomic: bool = False
+    warp: Warp, step: Compiled, block: Block, offsets: np.ndarray, size: int, by: Any = None
 ) -> np.ndarray:
     """What comes before the bytes change, which are returned. by: a transaction, where it is not the warp."""
     index = bytes_at(offsets, size)
-    warp.cta.races.write(block, offsets, size, by or warp, step, atomic=atomic)
-    if atomic and block.written is not None and not block.written[index].all():
+    warp.cta.races.write(block, offsets, size, by or warp, step)
+    if step.semantics.atomic and block.written is not None and not block.written[index].all():
         raise step.error(warp, f"an atomic on bytes of {block.name} that nobody wrote")
     block.shows_late(index)
     block.wrote(index)
@@ -162,6 +173,7 @@ def _add_flushed(old: Any, new: Any, _: Any) -> Any:
 def atom(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.5 atom and §9.7.13.7 red, lane after lane; a vector's elements are atomic each."""
     words, returns = instruction.words, instruction.words[0] == "atom"
+    semantics = step.semantics = Semantics.of(words)
     how = next(word for word in words[1:] if word in COMBINE)
     target, place, *given = instruction.operands if returns else (Nothing(), *instruction.operands)
     space, kind, width, first = _shape(instruction, given[0])
@@ -170,13 +182,17 @@ def atom(instruction: Statement, step: Compiled) -> Run:
     elements = [[known(step, part, dtype) for part in _shape(instruction, operand)[-1]] for operand in given]
     count = len(first)
 
-    def run(warp: Warp, running: np.ndarray | None) -> None:
-        lanes = warp.active(running)
+    def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
+        lanes, world = warp.active(running), warp.cta.launch.world
+        addresses, changes = at(warp, lanes), world.changes
         values = np.zeros((len(given), count, LANES), dtype)
         values[:, :, lanes] = [[get(warp, lanes) for get in parts] for parts in elements]
         old = np.zeros(LANES, dtype)
-        for block, offsets, of in located(warp, step, at(warp, lanes), lanes, count * width, space, store=True):
-            write_by_threads(warp, step, block, offsets, count * width, atomic=True)
+        for block, offsets, of in located(warp, step, addresses, lanes, count * width, space, store=True):
+            write_by_threads(warp, step, block, offsets, count * width)
+            if semantics.scope == SYSTEM and block.home is not block:
+                world.newest(block, offsets, count * width)
+            world.loaded(warp, semantics, block, offsets)
             memory, combine = block.words[width].view(dtype), COMBINE[how]
             if words[-1] == "f32" and block.stale is None:  # §9.7.13.5: in global memory subnormals are zeros
                 combine = _add_flushed
@@ -184,9 +200,10 @@ def atom(instruction: Statement, step: Compiled) -> Run:
                 old[lane] = memory[begin]
                 for i in range(count):  # sums of integers wrap
                     memory[begin + i] = combine(memory[begin + i], values[0, i, lane], values[-1, i, lane])
+            world.stored(warp, step, block, offsets, count * width)
         if isinstance(target, Register):
             warp.write(target.place, old.view(WORDS[target.bits]), running)
-        warp.cta.launch.changes += 1
+        return asked(warp, addresses, old[lanes]) if world.changes == changes else None
 
     return run
 

@@ -1,6 +1,6 @@
 """A target of the package's launches: inside ``launches_on(Machine())`` they run on NumPy arrays, from their PTX."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,10 @@ from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.run import Report
 from blazeproto.lab.machine.stepper import Stepper
 from blazeproto.lab.machine.tensor_map import TensorMap
+from blazeproto.lab.machine.together import run_together
 from blazeproto.runtime.target import launches_on
+
+Held = tuple[tuple[Any, ...], dict[str, Any]]  # a launch: arguments and options of `cta.Launch`, behind its world
 
 
 class Machine:
@@ -34,7 +37,7 @@ class Machine:
         self.memory, self.reports = Memory(), list[Report]()
         self.arrays: dict[int, tuple[np.ndarray, int]] = {}  # by where the host has them
         self.programs: dict[str, Program] = {}
-        self.held: list[Stepper] | None = None  # where `step` waits for a launch
+        self.held: list[Held] | None = None  # launches, where they wait
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array that nobody has written: kernels that read it are told so."""
@@ -94,28 +97,27 @@ class Machine:
             for offset, (box, address) in boxes.items()
         }
         name = entry if entry in program.entries else None
-        if self.held:
-            raise ValueError(f"call: expected one launch, got a second, of {name}")
-        stepper = Stepper(
-            program,
-            name,
-            grid,
-            (block,),
-            parameters,
-            memory=self.memory,
-            shared_bytes=shared_bytes,
-            cluster=cluster,
-            maps=maps,
-            seed=self.seed,
-            races=self.races,
-            variables=self.variables,
-            progress=self.progress,
-        )
+        options = {"shared_bytes": shared_bytes, "cluster": cluster, "maps": maps, "variables": self.variables}
+        launch = (program, name, grid, (block,), parameters), options
         if self.held is None:
+            stepper = self._stepper(launch)
             self.reports.append(stepper.report)
             stepper.finish()
         else:
-            self.held.append(stepper)
+            self.held.append(launch)
+
+    def _stepper(self, launch: "Held") -> Stepper:
+        how = {"memory": self.memory, "seed": self.seed, "races": self.races, "progress": self.progress}
+        return Stepper(*launch[0], **launch[1], **how)
+
+    def _hold(self, call: Callable[[], Any]) -> tuple[list["Held"], Any]:
+        """The launches that ``call`` makes, none of which has begun, and its result."""
+        self.held = held = list[Held]()
+        try:
+            with launches_on(self):
+                return held, call()
+        finally:
+            self.held = None
 
     def step(self, call: Callable[[], Any]) -> Stepper:
         """The launch that ``call`` makes, such as ``lambda: gemm.up_forward(x, up_proj, dispatch)``, not begun yet.
@@ -123,16 +125,27 @@ class Machine:
         ``result`` of what this returns is the call's, whose arrays fill as the launch goes on. ValueError where the call makes
         none or more than one.
         """
-        self.held = held = list[Stepper]()
-        try:
-            with launches_on(self):
-                result = call()
-        finally:
-            self.held = None
-        if not held:
-            raise ValueError("call: expected one launch, got none")
-        held[0].result = result
-        return held[0]
+        held, result = self._hold(call)
+        if len(held) != 1:
+            got = f"a second, of {held[1][0][1]}" if held else "none"
+            raise ValueError(f"call: expected one launch, got {got}")
+        stepper = self._stepper(held[0])
+        stepper.result = result
+        return stepper
+
+    def together(
+        self, calls: Sequence[Callable[[], Any]], resident: float = float("inf"), most: float = float("inf")
+    ) -> Report:
+        """Runs the launches of several GPUs at once: those that each call makes are one GPU's, in order. One report of all.
+
+        Calls return before anything has run. Each GPU reaches all arrays; what it sees of the others' stores, `world.py` says.
+        ``multiprocessors`` are one GPU's, and races are watched.  resident, most: as in `run_together`.
+        Raises what `launch` raises.
+        """
+        streams = [self._hold(call)[0] for call in calls]
+        report = run_together(streams, self.memory, self.seed, resident, most)
+        self.reports.append(report)
+        return report
 
 
 def _place(array: np.ndarray) -> int:

@@ -6,7 +6,7 @@ A parameter block is a global array that nobody may write.
 """
 
 from bisect import bisect_right
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,33 @@ WINDOW = 24  # bits of a CTA's shared addresses,
 IN_WINDOW = (1 << WINDOW) - 1  # of which these say where in its shared memory
 
 
+SCOPES = {"cta": 1, "cluster": 2, "gl": 3, "gpu": 3, "sys": 4}  # each within the next; gl: of membar
+GPU, SYSTEM = SCOPES["gpu"], SCOPES["sys"]
+
+
+class Semantics(NamedTuple):
+    """How an instruction accesses memory (PTX ISA §8.3 to §8.5).
+
+    scope: of `SCOPES`, 0 where it is weak.  nc: nobody writes what it reads while the launch runs.
+    """
+
+    scope: int = 0
+    acquire: bool = False
+    release: bool = False
+    atomic: bool = False
+    nc: bool = False
+
+    @classmethod
+    def of(cls, words: tuple[str, ...]) -> "Semantics":
+        """volatile is relaxed of system scope (§8.4); fences and membar do both, where they don't say which."""
+        known, atomic = ("weak", "volatile", "relaxed", "acquire", "release", "acq_rel"), words[0] in ("atom", "red")
+        usual = {"ld": "weak", "st": "weak", "fence": "acq_rel", "membar": "acq_rel"}.get(words[0], "relaxed")
+        how = next((word for word in words if word in known), usual)
+        scope = next((SCOPES[word] for word in words if word in SCOPES), SYSTEM if how == "volatile" else GPU)
+        acquire, release = (how in (one, "acq_rel") for one in ("acquire", "release"))
+        return cls(0 if how == "weak" else scope, acquire, release, atomic, "nc" in words)
+
+
 class Refusal(ValueError):
     """What an instruction may not do, raised where it is not known which one: the step that runs it says that."""
 
@@ -25,6 +52,7 @@ class Block:
     """Bytes at an address.
 
     bytes: (size,) uint8.  written: (size,) bool, or None where all is.  words: its views by the width of an element.
+    home: whose copy this is, as one GPU sees it, or itself.  numbers: (size,), of copies: which store each byte is of.
     """
 
     def __init__(
@@ -34,9 +62,16 @@ class Block:
         self.end = address + data.nbytes
         self.bytes = data.reshape(-1).view(np.uint8) if data.size else np.empty(0, np.uint8)
         self.written: Any = None if written else np.zeros(self.size, np.bool_)
+        self.home, self.numbers = self, np.empty(0, np.int64)
         self.stale: Any = None  # of shared memory, bools: where the async proxy does not see what was written ...
         self.before: Any = None  # ... and what it sees there
         self.words = {width: self.bytes[: self.size // width * width].view(f"u{width}") for width in (1, 2, 4, 8)}
+
+    def copy(self) -> "Block":
+        """As one of several GPUs sees it, and may come to see it later than others."""
+        made = Block(self.name, self.address, self.bytes.copy())
+        made.written, made.home, made.numbers = self.written, self, np.zeros(self.size, np.int64)
+        return made
 
     def known(self, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Pieces of so many bytes, (pieces, size) uint8, and which of these somebody wrote, bool or True for all."""

@@ -40,7 +40,11 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {  # and the others
     "smid": lambda warp: warp.cta.index % 4,
     "cluster_ctarank": lambda warp: warp.cta.rank,
     "cluster_nctarank": lambda warp: len(warp.cta.cluster.ctas),
+    "lanemask_eq": lambda warp: 1 << LANE,
     "lanemask_lt": lambda warp: (1 << LANE) - 1,
+    "lanemask_le": lambda warp: (2 << LANE) - 1,
+    "lanemask_gt": lambda warp: -(2 << LANE),
+    "lanemask_ge": lambda warp: -(1 << LANE),
     "dynamic_smem_size": lambda warp: warp.cta.launch.shared_bytes,
 }
 SPECIAL |= {

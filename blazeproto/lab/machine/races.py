@@ -7,8 +7,10 @@ actor are known to have ended; barriers, waits and arrivals hand clocks on (Fast
 The async proxy sees what threads did only behind a fence. So a warp has two clocks: of what it knows, and of what the async
 proxy may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads acted.
 
-CTAs run one cluster after another, and nothing orders them: what an earlier cluster did is known to nobody. Atomics are ordered
-with each other alone. Lanes of a warp count as ordered. Scope is not judged.
+Of a launch alone CTAs run one cluster after another, and nothing orders them: what an earlier cluster did is known to nobody.
+Atomics are ordered with each other alone. Of launches that run at once (world.py) acquire and release order threads of all CTAs
+and GPUs, strong accesses do not race where their scopes reach from one to the other (PTX ISA §8.6, "Morally strong operations"),
+and a launch knows what the one before it on its GPU did. Lanes of a warp count as ordered.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.lab.machine.memory import Block
+from blazeproto.lab.machine.memory import SYSTEM, Block
 
 if TYPE_CHECKING:
     from blazeproto.lab.machine.asynchronous import Transaction
@@ -47,13 +49,13 @@ UNIT = 16  # bytes that a shadow begins with: the widest that one lane accesses
 
 
 class Shadow:
-    """For every ``unit`` bytes the last write's actor, epoch and instruction, whether it was an atomic, and the reads since, in
+    """For every ``unit`` bytes the last write's actor, epoch, instruction and scope, 0 where it was weak, and the reads since, in
     as many rows as there are actors that read the same. Nobody accesses a part of a unit: it becomes smaller first."""
 
     def __init__(self, size: int) -> None:
         self.unit, count = UNIT, -(-size // UNIT)
-        self.last = np.zeros((4, count), np.int32)  # actors, epochs, sites, atomics
-        self.reads: list[np.ndarray] = []  # (3, count) each: actors, epochs, sites
+        self.last = np.zeros((4, count), np.int32)  # actors, epochs, sites, scopes
+        self.reads: list[np.ndarray] = []  # the same of each
 
     def places(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """The units of pieces of so many bytes."""
@@ -75,46 +77,67 @@ class Order(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who reads or writes, what is known to have ended, and which of what threads did the async proxy sees: None for a thread."""
+    """Who reads or writes, what is known to have ended, and which of what threads did the async proxy sees: None for a thread.
+
+    scope: 0 where it is weak.
+    """
 
     actor: int
     epoch: int
     site: int
     known: np.ndarray
     seen: np.ndarray | None
+    scope: int
 
 
 class Races:
-    """What was found in a launch, by the pair of source lines, and the clocks of the cluster that runs."""
+    """What was found, by the pair of source lines, and the clocks of the cluster that runs, or ``together`` of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
+        self.together = together
         self.found: dict[Any, Race] = {}
         self.earlier = 0  # epochs up to this one are of other clusters
-        self.epochs: dict[int, int] = {}  # by actor
         self.sites: dict[tuple[Compiled, str, str], int] = {}  # instruction, CTA and warp, in their order
         self.shadows: dict[Block, Shadow] = {}
         self.unwritten: dict[Block, list[Any]] = {}  # reads of global memory that this launch has not written yet
-        self.size = 0  # of clocks
+        self._forget(64)
 
-    def begin(self, warps: list[Warp]) -> None:
-        """Another cluster runs from now on, of these warps."""
-        self.earlier = max(self.epochs.values(), default=0)
-        self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
-        self.actors: dict[Any, int] = {"nobody": 0}
-        self.size = max(self.size, 64 + 8 * len(warps))
-        self.epochs = defaultdict(lambda: self.earlier)
-        self.generic = np.zeros(self.size, np.bool_)  # actors that are threads, or act as threads do
-        self.clocks: dict[Warp, Clocks] = {warp: np.zeros((2, self.size), np.int32) for warp in warps}
+    def begin(self, warps: list[Warp], known: Clocks | None = None) -> None:
+        """Another cluster runs from now on, of these warps. known: what its launch knows from the start."""
+        if not self.together:
+            self.earlier = max(self.epochs.values(), default=0)
+            self.shadows = {block: shadow for block, shadow in self.shadows.items() if block.address >> 40}
+            self._forget(max(self.size, 64 + 8 * len(warps)))
         for warp in warps:
             warp.actor = self._actor(warp, generic=True)
+            cta = warp.cta
+            self.homes[:, warp.actor] = cta.launch.gpu, warps[0].actor, cta.warps[0].actor
+            self.clocks[warp] = self.joined(known, np.zeros((2, self.size), np.int32))
             self._tick(warp)
+
+    def end(self, warps: list[Warp]) -> Clocks:
+        """A launch of these warps has ended. What the next one of its GPU knows: what they do, and all that its GPU has done."""
+        known = np.maximum.reduce([self._fit(self.clocks.pop(warp)) for warp in warps])
+        for actor, epoch in self.epochs.items():
+            if self.homes[0, actor] == warps[0].cta.launch.gpu:
+                known[:, actor] = epoch
+        return known
+
+    def _forget(self, size: int) -> None:
+        """All actors. size: of clocks."""
+        self.actors: dict[Any, int] = {"nobody": 0}
+        self.size = size
+        self.epochs: dict[int, int] = defaultdict(lambda: self.earlier)  # by actor
+        self.generic = np.zeros(size, np.bool_)  # actors that are threads, or act as threads do
+        self.homes = np.zeros((3, size), np.int32)  # their GPUs, clusters and CTAs, these by their first warps
+        self.clocks: dict[Warp, Clocks] = {}
 
     def _actor(self, key: Any, generic: bool) -> int:
         if key not in self.actors:
             self.actors[key] = len(self.actors)
             if len(self.actors) > self.size:
                 self.size *= 2
-                self.generic = self._fit(self.generic)
+                self.generic, self.homes = self._fit(self.generic), self._fit(self.homes)
                 self.clocks = {warp: self._fit(clocks) for warp, clocks in self.clocks.items()}
             self.generic[self.actors[key]] = generic
         return self.actors[key]
@@ -132,19 +155,39 @@ class Races:
         more = self.size - clocks.shape[-1]
         return np.pad(clocks, [(0, 0)] * (clocks.ndim - 1) + [(0, more)]) if more else clocks
 
-    def _joined(self, clocks: Clocks | None, mine: Clocks) -> Clocks:
+    def joined(self, clocks: Clocks | None, mine: Clocks) -> Clocks:
         return self._fit(mine).copy() if clocks is None else np.maximum(self._fit(clocks), self._fit(mine))
 
     # --- What orders ---------------------------------------------------------------------------------------------------------
 
     def release(self, warp: Warp, to: Any) -> None:
         """To a barrier: it knows what the warp knows."""
-        to.clocks = self._joined(to.clocks, self.clocks[warp])
+        to.clocks = self.joined(to.clocks, self.snapshot(warp))
+
+    def snapshot(self, warp: Warp) -> Clocks:
+        """What the warp knows so far."""
+        known = self.clocks[warp].copy()
         self._tick(warp)
+        return known
+
+    def now(self, warp: Warp) -> tuple[int, int]:
+        """The actor that a warp is, and its epoch."""
+        return warp.actor, self.epochs[warp.actor]
+
+    def knows(self, warp: Warp, actor: int, epoch: int) -> bool:
+        return bool(epoch <= self._fit(self.clocks[warp])[0, actor])
+
+    def apart(self, first: Warp, second: Warp) -> int:
+        """The scope that two warps have in common, of `memory.SCOPES`."""
+        return int(self._apart(first.actor, second.actor))
+
+    def _apart(self, actors: Any, actor: int) -> np.ndarray:
+        gpu, cluster, cta = (home[actors] == home[actor] for home in self.homes)
+        return np.select([cta, cluster, gpu], [1, 2, 3], 4)
 
     def acquire(self, warp: Warp, clocks: Clocks | None) -> None:
         """A warp has waited for those whose clocks these are."""
-        self.clocks[warp] = self._joined(clocks, self.clocks[warp])
+        self.clocks[warp] = self.joined(clocks, self.clocks[warp])
 
     def fence(self, warp: Warp) -> None:
         """The async proxy sees what the warp knows."""
@@ -155,12 +198,13 @@ class Races:
     def issue(self, warp: Warp, key: Any, generic: bool = False) -> Order:
         """A transaction, an epoch of its own of the actor that its key names; who waits for it learns of that."""
         actor = self._actor(key, generic)
+        self.homes[:, actor] = self.homes[:, warp.actor]
         return Order(actor, self._next(actor), self.clocks[warp].copy())
 
     def join(self, transaction: Transaction, warp: Warp) -> None:
         """Another warp issues it too."""
         order = transaction.orders[0]
-        transaction.orders[0] = order._replace(clocks=self._joined(order.clocks, self.clocks[warp]))
+        transaction.orders[0] = order._replace(clocks=self.joined(order.clocks, self.clocks[warp]))
 
     def finish(self, warp: Warp, order: Order) -> None:
         """The warp has waited for a transaction."""
@@ -170,7 +214,7 @@ class Races:
     def release_transaction(self, transaction: Transaction, barrier: Mbarrier) -> None:
         """It completes a barrier's bytes or arrives there."""
         actor, epoch, clocks = transaction.orders[0]
-        barrier.clocks = self._joined(barrier.clocks, clocks)
+        barrier.clocks = self.joined(barrier.clocks, clocks)
         barrier.clocks[0, actor] = max(barrier.clocks[0, actor], epoch)
 
     def initialise(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
@@ -188,6 +232,7 @@ class Races:
         """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction."""
         if block.read_only or not len(offsets):
             return
+        block, nc = block.home, self.together and step.semantics.nc
         shadow, who = self.shadows.get(block), self._who(by, step, None)
         if shadow is None:
             if block.address >> 40:
@@ -195,7 +240,7 @@ class Races:
                 return
             shadow = self.shadows[block] = Shadow(block.size)
         index = shadow.places(offsets, size)
-        self._judge(block, shadow, shadow.last, index, who, "a write, then a read")
+        self._judge(block, shadow, shadow.last, index, who, f"a write, then a {'non-coherent ' * nc}read")
         self._remember(shadow, index, who)
 
     def write(
@@ -206,30 +251,34 @@ class Races:
         by: Any,
         step: Compiled,
         order: Order | None = None,
-        atomic: bool = False,
     ) -> None:
         """As `read`.  order: of the part of a transaction that writes, where it is not its own."""
         if not len(offsets):
             return
+        block = block.home
         shadow, who = self.shadows.get(block), self._who(by, step, order)
         if shadow is None:
             shadow = self.shadows[block] = Shadow(block.size)
             for read, of_size, reader in self.unwritten.pop(block, ()):
                 self._remember(shadow, shadow.places(read, of_size), reader)
         index = shadow.places(offsets, size)
-        judged = index[shadow.last[3, index] == 0] if atomic else index
-        self._judge(block, shadow, shadow.last, judged, who, "a write, then a write")
+        self._judge(block, shadow, shadow.last, index, who, "a write, then a write")
         for row in shadow.reads:
             self._judge(block, shadow, row, index, who, "a read, then a write")
             row[1, index] = 0
-        shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [atomic]])
+        shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [who.scope]])
 
     def _who(self, by: Any, step: Compiled, order: Order | None) -> Access:
+        semantics = step.semantics
         if by in self.clocks:
-            return Access(by.actor, self.epochs[by.actor], self._site(by, step), self.clocks[by][0], None)
+            scope = semantics.scope if self.together else SYSTEM * semantics.atomic
+            known = self.clocks[by]
+            if self.together and semantics.nc:  # §9.7.9.9: nobody writes it while the launch runs
+                known = self.joined(by.cta.launch.known, np.zeros((2, self.size), np.int32))
+            return Access(*self.now(by), self._site(by, step), known[0], None, scope)
         order = order or by.orders[0]
         known, seen = self._fit(order.clocks)
-        return Access(order.actor, order.epoch, self._site(by.warp, step), known, None if by.generic else seen)
+        return Access(order.actor, order.epoch, self._site(by.warp, step), known, None if by.generic else seen, 0)
 
     def _judge(self, block: Block, shadow: Shadow, row: np.ndarray, index: np.ndarray, by: Access, kind: str) -> None:
         """Reports where an actor does not know that these accesses have ended."""
@@ -240,6 +289,8 @@ class Races:
         clash &= who != by.actor
         if self.earlier:
             clash |= (when <= self.earlier) & (when > 0)
+        if by.scope and clash.any():
+            clash &= np.minimum(row[3, index], by.scope) < self._apart(who, by.actor)
         if clash.any():
             place = int(index[clash][0])
             self._report(f"byte {place * shadow.unit} of {block.name}", int(row[2, place]), by.site, kind)
@@ -249,14 +300,14 @@ class Races:
         known = self._fit(by.known)
         for number in count():
             if number == len(shadow.reads):
-                shadow.reads.append(np.zeros((3, shadow.last.shape[1]), np.int32))
+                shadow.reads.append(np.zeros((4, shadow.last.shape[1]), np.int32))
             row = shadow.reads[number]
             who, when = row[0, index], row[1, index]
             free = (when <= known[who]) | (who == by.actor)
             if self.earlier:
                 of_earlier = (when > 0) & (when <= self.earlier)
                 free = free | of_earlier if number else free & ~of_earlier
-            row[:, index[free]] = np.array([[by.actor], [by.epoch], [by.site]])
+            row[:, index[free]] = np.array([[by.actor], [by.epoch], [by.site], [by.scope]])
             index = index[~free]
             if not len(index):
                 return
@@ -277,8 +328,9 @@ class Unwatched:
 
     found: Mapping[Any, Race] = {}
 
-    def note(self, *_: Any, **__: Any) -> None:
+    def note(self, *_: Any, **__: Any) -> Any:
         """What anybody does."""
 
-    begin = release = acquire = fence = issue = join = finish = note
+    begin = release = acquire = fence = issue = join = finish = joined = note
+    snapshot = now = knows = apart = note
     release_transaction = initialise = use = read = write = note

@@ -7,7 +7,7 @@ chance, or some are put off for long. The same seed gives the same run.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,9 @@ import numpy as np
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.cta import Cluster, Launch
 from blazeproto.lab.machine.memory import Memory
-from blazeproto.lab.machine.ptx import Program
 from blazeproto.lab.machine.races import Race, Races, Unwatched
-from blazeproto.lab.machine.step import compile_entry
-from blazeproto.lab.machine.tensor_map import TensorMap
 from blazeproto.lab.machine.warp import Compiled, MachineError, Wait, Warp
+from blazeproto.lab.machine.world import World
 
 SWITCH = (0.02, 0.2, 0.6)  # how readily another warp goes first, one of these
 HAPPEN = (0.0, 0.05, 0.3, 1.0)  # how soon what is under way happens: 0, when nobody can go on without it
@@ -33,7 +31,8 @@ PRIORITIES: tuple[Callable[[Any], Any], ...] = (
     lambda one: one.key,
     lambda one: one,
 )
-NEVER: tuple[int, dict[int, tuple[Compiled, Wait]], bool] = (-1, {}, False)  # has a warp asked in vain
+NEVER: tuple[int, dict[Any, tuple[Compiled, Wait, int]], bool] = (-1, {}, False)  # has a warp asked in vain
+PATIENCE = 30  # times that a warp reads a word again before it counts as one that waits for it
 
 
 class Deadlock(MachineError):
@@ -55,56 +54,29 @@ class Report:
 
 
 def start(
-    program: Program,
-    entry: str | None,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    parameters: bytes,
-    *,
+    *arguments: Any,
     memory: Memory,
-    shared_bytes: int = 0,
-    cluster: int = 1,
-    maps: Mapping[int, TensorMap] | None = None,
     seed: int = 0,
     races: bool = True,
-    variables: Mapping[str, np.ndarray] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> tuple[Report, "Iterator[Schedule]"]:
     """A launch that has not begun: its report, which fills, and the schedule of each cluster in turn.
 
-    parameters: the bytes of all, as the entry takes them.  maps: tensor maps, by their offsets in these.
-    shared_bytes: dynamic shared memory of a CTA.  cluster: CTAs of a cluster.
-    variables: the program's global variables that lie in these arrays; the others begin as the program says.
+    arguments, options: of `blazeproto.lab.machine.cta.Launch`, behind its world.
     progress: called with clusters done and in all.
     """
-    of = program.entry(entry)
-    if len(parameters) < of.parameter_bytes:
-        raise ValueError(f"parameters: expected {of.parameter_bytes} bytes for {of.name}, got {len(parameters)}")
-    whole_grid, whole_block = (tuple([*size, 1, 1][:3]) for size in (grid, block))
-    launch = Launch(
-        program,
-        of,
-        whole_grid,
-        whole_block,
-        shared_bytes,
-        memory,
-        parameters,
-        maps or {},
-        variables or {},
-        Races() if races else Unwatched(),
-    )
-    steps, report, draw = compile_entry(of), Report(of.name, seed), random.Random(seed)
-    count = int(np.prod(whole_grid))
-    if count % cluster:
-        raise ValueError(f"grid: expected whole clusters of {cluster} CTAs, got {count}")
+    world = World(memory, Races() if races else Unwatched())
+    launch = Launch(world, *arguments, **options)
+    report, draw = Report(launch.entry.name, seed), random.Random(seed)
 
     def schedules() -> "Iterator[Schedule]":
-        for first in range(0, count, cluster):
-            schedule = Schedule(launch, Cluster(launch, first, cluster), steps, draw, report)
+        for first in range(0, launch.count, launch.cluster):
+            schedule = Schedule(world, [Cluster(launch, first)], draw, report)
             yield schedule
             schedule.tell()
             if progress:
-                progress(first // cluster + 1, count // cluster)
+                progress(first // launch.cluster + 1, launch.count // launch.cluster)
 
     return report, schedules()
 
@@ -118,49 +90,48 @@ def run(*arguments: Any, most: float = float("inf"), **options: Any) -> Report:
     """
     report, schedules = start(*arguments, **options)
     for schedule in schedules:
-        schedule.until = most + 1 - report.steps
-        while schedule.advance():
-            if schedule.count >= schedule.until:
-                schedule.tell()
-                error = MachineError(schedule.who_is_where(f"more than {most} instructions"))
-                error.report = report
-                raise error
+        schedule.finish(most)
     return report
 
 
 class Schedule:
-    """The warps of a cluster, and who goes on. until: the count of instructions at which a turn ends."""
+    """The warps of clusters that run at once, and who goes on. until: the count of instructions at which a turn ends."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        cluster: Cluster,
-        steps: list[Compiled],
-        draw: random.Random,
-        report: Report,
-    ) -> None:
-        self.launch, self.cluster, self.steps, self.draw, self.report = launch, cluster, steps, draw, report
+    def __init__(self, world: World, clusters: list[Cluster], draw: random.Random, report: Report) -> None:
+        self.world, self.clusters, self.draw, self.report = world, clusters, draw, report
         self.switch, self.happen = draw.choice(SWITCH), draw.choice(HAPPEN)
         self.fair, self.kind = draw.choice(FAIR), draw.choice(PRIORITIES)
         self.priorities: dict[Any, float] = defaultdict(draw.random)
-        # Who asked in vain: the launch's changes then, what, and whether it was the same again although nothing had changed.
-        self.spun: dict[Warp, tuple[int, dict[int, tuple[Compiled, Wait]], bool]] = {}
+        # Who asked in vain: the world's changes then, what and how often, and whether it was the same again although nothing
+        # had changed.
+        self.spun: dict[Warp, tuple[int, dict[Any, tuple[Compiled, Wait, int]], bool]] = {}
         self.count, self.until = 0, float("inf")
-        self.warps = [warp for warp in cluster.warps if warp.alive.any()]
+        self.warps = [warp for cluster in clusters for warp in cluster.warps if warp.alive.any()]
         self.turn: Warp | None = None  # whose turn was cut off
+
+    def finish(self, most: float) -> None:
+        """To the end. MachineError where the report then has more than ``most`` instructions."""
+        self.until = most + 1 - self.report.steps
+        while self.advance():
+            if self.count >= self.until:
+                self.tell()
+                error = MachineError(self.who_is_where(f"more than {most} instructions"))
+                error.report = self.report
+                raise error
 
     def advance(self, chosen: Warp | None = None) -> bool:
         """One warp's turn, or one thing that was under way; False where all is done, or where the ``chosen`` warp can't go on."""
-        self.warps = [warp for warp in self.warps if not warp.done]
-        able = [warp for warp in self.warps if chosen in (None, warp) and self.able(warp)]
         try:
             with np.errstate(all="ignore"):
+                self.warps = [warp for warp in self.warps if not warp.done]
+                self._begin()
+                able = [warp for warp in self.warps if chosen in (None, warp) and self.able(warp)]
                 if not self.warps:
                     self._ended()
                 if able:
                     self._go(self.turn if self.turn in able else self._next(able))
-                elif chosen or not self._let_happen():
-                    if not chosen and (self.warps or self.launch.pending):
+                elif chosen or not (self._let_happen() or self._ask_again()):
+                    if not chosen and (self.warps or self.world.pending):
                         raise Deadlock(self.who_is_where("nobody can go on"))
                     return False
         except MachineError as error:
@@ -169,9 +140,22 @@ class Schedule:
             raise
         return True
 
-    def _ended(self) -> None:
-        """Threads are at their end: what they have issued may still write to global memory, and no more than that."""
-        for one in self.launch.pending:
+    def _begin(self) -> None:
+        """Where it is time for more clusters."""
+
+    def _ask_again(self) -> bool:
+        """Who reads the same word again need not be waiting for it: whether there is one that has not done so for long."""
+        for warp, (since, asked, again) in self.spun.items():
+            if again and not warp.done and max(times for *_, times in asked.values()) < PATIENCE:
+                self.spun[warp] = since, asked, False
+                return True
+        return False
+
+    def _ended(self, launch: Launch | None = None) -> None:
+        """Threads, of a launch, are at their end: what they have issued may still write to global memory, and no more."""
+        for one in self.world.pending:
+            if launch not in (None, one.warp.cta.launch):
+                continue
             if len(one.orders) > 1 and one.next == 0:  # a TMA store, whose reads and writes are waited for apart
                 raise one.step.error(one.warp, "its CTA ended before TMA had read the shared memory")
 
@@ -187,7 +171,7 @@ class Schedule:
     def tell(self) -> None:
         """The report, of what the cluster did."""
         self.report.steps += self.count
-        self.report.races = list(self.launch.races.found.values())
+        self.report.races = list(self.world.races.found.values())
 
     def able(self, warp: Warp) -> bool:
         if warp.wait is not None:
@@ -195,12 +179,12 @@ class Schedule:
                 return False
             warp.wait = None
         since, _, again = self.spun.get(warp, NEVER)
-        return not again or since != self.launch.changes
+        return not again or since != self.world.changes
 
     def _go(self, warp: Warp) -> None:
         """Until the schedule has another go on, or this one waits."""
-        steps, random_number, switch, happen = self.steps, self.draw.random, self.switch, self.happen
-        pending, self.turn = self.launch.pending, None
+        steps, random_number, switch, happen = warp.cta.launch.steps, self.draw.random, self.switch, self.happen
+        pending, self.turn = self.world.pending, None
         while not warp.done and self.count < self.until:
             step = steps[warp.pc]
             self.last = warp, step  # what ran last
@@ -212,10 +196,10 @@ class Schedule:
                     warp.wait = wait
                     return
                 since, asked, _ = self.spun.get(warp, NEVER)
-                before = asked if since == self.launch.changes else {}
-                again = id(step) in before
-                self.spun[warp] = self.launch.changes, before | {id(step): (step, wait)}, again
-                if again:
+                before, key = asked if since == self.world.changes else {}, (step, wait.question)
+                times = before[key][2] + 1 if key in before else 0
+                self.spun[warp] = self.world.changes, before | {key: (step, wait, times)}, times > 0
+                if times:
                     return
             if step.visible:
                 if pending and happen and random_number() < happen:
@@ -227,7 +211,7 @@ class Schedule:
     def _let_happen(self) -> bool:
         """One of the transactions that can: whether there was one."""
         heads: dict[Any, Transaction] = {}
-        for one in self.launch.pending:
+        for one in self.world.pending:
             heads.setdefault(one.queue, one)
         ready = [one for one in heads.values() if not one.missing]
         if not ready:
@@ -241,14 +225,15 @@ class Schedule:
         """In the order of warps, those together that wait for the same at the same line."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for warp in self.warps:
-            asked = [f"{step.instruction.line}: {wait.what}" for step, wait in self.spun.get(warp, NEVER)[1].values()]
-            line = self.steps[warp.pc].instruction.line
+            spun = self.spun.get(warp, NEVER)[1].values()
+            asked = [f"{step.instruction.line}: {wait.what}" for step, wait, times in spun if times]
+            line = warp.cta.launch.steps[warp.pc].instruction.line
             again = f"asking again at {'; at '.join(asked)}" if asked else f"at {line}"
             why = f"at {line}: {warp.wait.what}" if warp.wait else again
             reasons.setdefault((warp.cta.name, why), []).append(str(warp.number))
-        lines = [f"{self.launch.entry.name}: {what}"]
+        lines = [f"{self.report.entry}: {what}"]
         for (cta, why), numbers in reasons.items():
             lines.append(f"  {cta}, warp{'s' * (len(numbers) > 1)} {', '.join(numbers)} {why}")
-        ended = [f"{warp.cta.name}, {warp.name}" for warp in self.cluster.warps if warp.done]
+        ended = [f"{warp.cta.name}, {warp.name}" for one in self.clusters for warp in one.warps if warp.done]
         lines += [f"  at their end: {'; '.join(ended)}"] if ended else []
-        return "\n".join([*lines, *(f"  under way: {one}" for one in self.launch.pending)])
+        return "\n".join([*lines, *(f"  under way: {one}" for one in self.world.pending)])

@@ -90,13 +90,14 @@ class Stepper:
     # --- Looking -----------------------------------------------------------------------------------------------------------
 
     def _warp(self, number: int, cta: int) -> Warp:
-        ctas = self._schedule.cluster.ctas
+        ctas = self._schedule.clusters[0].ctas
         warps = ctas[_index("cta", cta, len(ctas), ", of the cluster that runs")].warps
         return warps[_index("warp", number, len(warps))]
 
     def next(self, warp: int = 0, cta: int = 0) -> Statement:
         """The instruction that a warp has before it. ValueError for a warp that there is not."""
-        return self._schedule.steps[self._warp(warp, cta).pc].instruction
+        of = self._warp(warp, cta)
+        return of.cta.launch.steps[of.pc].instruction
 
     def registers(self, warp: int = 0, lane: int = 0, cta: int = 0) -> "LaneRegisters":
         """Those of one lane, as they are now. ValueError for a warp or a lane that there is not."""
@@ -107,7 +108,7 @@ class Stepper:
     def barriers(self, cta: int = 0) -> dict[int, Mbarrier]:
         """A CTA's mbarriers, by their place in its shared memory. ValueError for a CTA that there is not."""
         rank = self._warp(0, cta).cta.rank
-        known = self._schedule.cluster.mbarriers
+        known = self._schedule.clusters[0].mbarriers
         return {(at & IN_WINDOW) - SHARED_BASE: known[at] for at in sorted(known) if at >> WINDOW == rank}
 
     def shared(self, begin: int, size: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -126,8 +127,8 @@ class Stepper:
 
         Those that are under way count where the schedule has let them happen. ValueError for a warpgroup that there is not.
         """
-        names = self._schedule.launch.entry.names
-        sums = self._warp(WARPS * warpgroup, cta).cta.warpgroups[warpgroup].sums
+        first = self._warp(WARPS * warpgroup, cta)
+        names, sums = first.cta.launch.entry.names, first.cta.warpgroups[warpgroup].sums
         return {names[registers[0]]: values.copy() for registers, values in sums.items()}
 
     def matrix(self, registers: list[str], warpgroup: int = 0, cta: int = 0) -> np.ndarray:
@@ -135,7 +136,8 @@ class Stepper:
 
         KeyError for a name that there is not, ValueError for a warpgroup that there is not.
         """
-        names, first = self._schedule.launch.entry.names, self._warp(WARPS * warpgroup, cta)
+        first = self._warp(WARPS * warpgroup, cta)
+        names = first.cta.launch.entry.names
         of = first.cta.warps[first.number : first.number + WARPS]
         places = [dict(zip(names, range(len(names)), strict=True))[name] for name in registers]
         return matrices.fragment_to_matrix(
@@ -146,13 +148,13 @@ class Stepper:
         schedule, state = self._schedule, "at its end" if self.done else "running"
         steps = self.report.steps + (0 if self.done else schedule.count)
         lines = [f"{self.report.entry}, seed {self.report.seed}: {state}, {steps} instructions"]
-        for warp in schedule.cluster.warps:
-            instruction = schedule.steps[warp.pc].instruction
+        for warp in schedule.clusters[0].warps:
+            instruction = warp.cta.launch.steps[warp.pc].instruction
             lanes = f"{int(warp.mask().sum())} of {LANES} lanes: " if warp.others else ""
             does = f"waits ({warp.wait.what})" if warp.wait and not schedule.able(warp) else "goes on"
             said = "is done" if warp.done else f"{does} at {instruction.line}: {lanes}{instruction.text}"
             lines.append(f"  {warp.cta.name}, {warp.name:8} {said}"[:150])
-        lines += [f"  under way: {one}" for one in schedule.launch.pending]
+        lines += [f"  under way: {one}" for one in schedule.world.pending]
         return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.lab.machine.memory import Refusal
+from blazeproto.lab.machine.memory import Refusal, Semantics
 from blazeproto.lab.machine.ptx import WORDS, Statement
 
 LANES = 32
@@ -32,11 +32,15 @@ class MachineError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """Why a warp does not go on. what: its text, at any time, says for what it waits."""
+    """Why a warp does not go on. what: its text, at any time, says for what it waits.
+
+    spinning: it does go on, but may ask the same again, which has the same ``question``.
+    """
 
     over: Callable[[], bool]
     what: object
-    spinning: bool = False  # it does go on, but asks the same again
+    spinning: bool = False
+    question: object = None
 
 
 OTHER_LANES = Wait(lambda: True, "other lanes of its warp")
@@ -63,6 +67,7 @@ class Warp:
         self.kinds: dict[int, object] = {}  # at a barrier of this kind, by their pc
         self.wait: Wait | None = None
         self.actor: Any = None  # races.py
+        self.released, self.observed = dict[int, Any](), dict[int, Any]()  # world.py: clocks by scope
 
     def mask(self, running: np.ndarray | None = None) -> np.ndarray:
         """The lanes that run: those that an instruction was given, or else all that are here."""
@@ -165,6 +170,7 @@ class Compiled:
     def __init__(self, instruction: Statement, target: int | None = None, visible: bool = False) -> None:
         self.instruction, self.guard, self.target, self.visible = instruction, instruction.guard, target, visible
         self.run: Run | None = None
+        self.semantics = Semantics()
 
     def __call__(self, warp: Warp) -> Wait | None:
         running = warp.lanes

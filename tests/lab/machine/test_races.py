@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from blazeproto.lab.machine import Deadlock, MachineError, Memory, Program, Report, TensorMap, run
+from blazeproto.lab.machine import Deadlock, MachineError, Memory, Program, Report, TensorMap, run, run_together
 
 SEEDS, RACING_SEEDS = 6, 10
 # %r0 thread, %r1 warp, %r2 data, %r3 an mbarrier, %r5 rank in the cluster, %d0 and %d1 in and out, %d2 and %d3 their maps,
@@ -299,24 +299,28 @@ def source(case: Case, ordered: bool) -> str:
     return f"{START}{text}\nret;\n}}\n"
 
 
-def run_case(case: Case, ordered: bool, seed: int) -> Report:
+def run_case(case: Case, ordered: bool, seed: int, together: bool = False) -> Report:
     memory, arrays = Memory(), [np.zeros(1024, np.uint8) for _ in range(2)]
     addresses = [memory.add(array, name) for array, name in zip(arrays, ("in", "out"), strict=True)]
     maps = {64 + 128 * i: TensorMap(addresses[i], (64, 8), (128,), (64, 1), 2) for i in range(2)}
     parameters = np.array(addresses, np.uint64).tobytes().ljust(320, b"\0")
     one_by_one = case.name == "one CTA beside another"
     grid, threads = (1 + one_by_one if case.cluster == 1 else 2,), 32 if case.cluster == 2 else 128
-    program = Program.read(source(case, ordered))
-    return run(program, None, grid, (threads,), parameters, memory=memory, cluster=case.cluster, maps=maps, seed=seed)
+    launch, options = (Program.read(source(case, ordered)), None, grid, (threads,), parameters), {"maps": maps}
+    if together:
+        return run_together([[(launch, options | {"cluster": case.cluster})]], memory, seed)
+    return run(*launch, **options, memory=memory, cluster=case.cluster, seed=seed)
 
 
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_orders_two_accesses_and_that_they_race_without_it(case: Case) -> None:
+def test_what_orders_two_accesses_and_that_they_race_without_it(case: Case, together: bool) -> None:
+    """In a launch alone, and in one that others may run beside."""
     for seed in range(SEEDS):
-        assert not run_case(case, True, seed).races, f"seed {seed}"
+        assert not run_case(case, True, seed, together).races, f"seed {seed}"
     for seed in range(RACING_SEEDS):
         try:
-            races = run_case(case, False, seed).races
+            races = run_case(case, False, seed, together).races
         except MachineError as error:  # beside it, where this run's order shows
             races = error.report.races
         assert all(race.first.startswith("made.ptx:") and race.second.startswith("made.ptx:") for race in races)

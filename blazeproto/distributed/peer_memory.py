@@ -1,0 +1,172 @@
+"""The exchange between GPUs that see each other's memory (cuda/exchange.cu, cuda/add_up.cu): where what lies, and the launches.
+
+Each rank has one piece of memory that all ranks store to, laid out alike on all:
+
+    flags | flags of parts | ids | scores | pair_tokens, token_offsets | gradients of scores | rows | partial sums
+            (P, parts)       (P, pairs of a rank)                        (pairs of a rank)     (P, T, d)  (P - 1, T, d)
+
+P ranks; T tokens of a rank at the most. Rows and partial sums are the most of it: 2 (2 P - 1) T d bytes. All layers of a model
+share it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.tiles import BF16, CHUNK
+from blazeproto.runtime import driver
+
+SOURCES = "../../distributed/cuda"  # seen from gemm/cuda, whose headers these kernels include
+MAX_RANKS = 32  # meeting.cuh
+THREADS = 256
+BLOCKS = 4  # of a grid, a multiprocessor; as many as have registers at once
+GROUP = 4  # pairs of a token whose rows are in flight together in add_up
+PART = 4  # tokens between two flags of add_up
+SENDERS = 2  # one block in so many of add_up sends partial sums
+SECTION = 256  # bytes that a section of the memory begins at a multiple of
+FLAGS = 2 * MAX_RANKS * 4
+PROGRESS_BYTES = 16  # meeting.cuh: Progress
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """Where each section begins in a rank's memory, in bytes, and how long it all is.
+
+    ranks: P.  max_tokens, max_pairs: of a rank.  d_model: d, a multiple of 8.
+    """
+
+    ranks: int
+    max_tokens: int
+    max_pairs: int
+    d_model: int
+    sections: dict[str, tuple[int, int]] = field(init=False)  # by name: begin, bytes
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, pairs, row = self.ranks * self.max_tokens, 4 * self.ranks * self.max_pairs, BF16.bytes * self.d_model
+        sizes = {
+            "flags": FLAGS,
+            "part_flags": 4 * self.ranks * -(-self.max_tokens // PART),
+            "experts": pairs,
+            "scores": pairs,
+            "pair_tokens": pairs,
+            "token_offsets": 4 * (tokens + 1),
+            "values": 4 * self.max_pairs,
+            "rows": tokens * row,
+            "sums": (self.ranks - 1) * self.max_tokens * row,
+        }
+        *begins, size = accumulate((-(-size // SECTION) * SECTION for size in sizes.values()), initial=0)
+        object.__setattr__(self, "sections", dict(zip(sizes, zip(begins, sizes.values(), strict=True), strict=True)))
+        object.__setattr__(self, "size", size)
+
+    def at(self, name: str) -> int:
+        return self.sections[name][0]
+
+
+def kernel(entry: str, sources: str = SOURCES) -> Kernel:
+    """ "share", "send" or "send_back" of exchange.cu. sources: the folder of the .cu, seen from gemm's."""
+    return _kernel(f"{sources}/exchange.cu", entry, ())
+
+
+def add_up_kernel(columns: int, top_k: int, has_scores: bool, sources: str = SOURCES) -> Kernel:
+    """add_up.cu for so many columns, a multiple of 8, and top_k pairs a token (0 if they vary)."""
+    lanes = min((256, 128, 64, 32), key=lambda lanes: -(-columns // CHUNK // lanes) * lanes)  # the most of the best
+    group = min(top_k or GROUP, GROUP)
+    sizes = {
+        "LANES": lanes,
+        "VARYING": int(not top_k),
+        "GROUP": group,
+        "HAS_SCORES": int(has_scores),
+        "PART": PART,
+        "SENDERS": SENDERS,
+        "BLOCKS_PER_SM": BLOCKS,
+    }
+    return _kernel(f"{sources}/add_up.cu", "add_up", tuple(sizes.items()))
+
+
+@cache
+def _kernel(file: str, entry: str, defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(file, entry, {"THREADS": THREADS, **dict(defines)})
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """A rank's end of the exchange, by addresses.
+
+    layout: of all ranks' memory.  rank: this one.  bases: address of int64 (P,), on the device: where each rank's memory begins.
+    progress: address of `PROGRESS_BYTES` zeros that outlive all launches.  device: a CUDA ordinal, or a target's.
+    blocks: of a grid; the same on all ranks.  patience: seconds that a kernel waits for another rank before it ends the program.
+    """
+
+    layout: MemoryLayout
+    rank: int
+    bases: int
+    progress: int
+    device: int
+    blocks: int
+    patience: float
+
+    @property
+    def meeting(self) -> tuple[int, ...]:
+        """As meeting.cuh has it."""
+        return self.bases, self.progress, self.layout.ranks, self.rank, int(1e9 * self.patience)
+
+    def launch(self, made: Kernel, stream: int, words: Sequence[int]) -> None:
+        driver.launch(made.handle(self.device), (self.blocks, 1), THREADS, 0, stream, (*self.meeting, *words))
+
+    def share(
+        self,
+        experts: int,
+        scores: int,
+        pair_tokens: int,
+        token_offsets: int,
+        token_ranks: int,
+        *,
+        num_tokens: int,
+        num_pairs: int,
+        top_k: int,
+        experts_here: int,
+        stream: int,
+    ) -> None:
+        """Ids and scores to all ranks, and the ranks that each token goes to. Where top_k is 0, the lists of tokens too."""
+        arrays = (experts, scores, pair_tokens, token_offsets, token_ranks)
+        sizes = (num_tokens, num_pairs, self.layout.max_tokens, self.pairs_of_rank(top_k), top_k, experts_here)
+        places = map(self.layout.at, ("experts", "scores", "pair_tokens", "token_offsets"))
+        self.launch(kernel("share"), stream, (*arrays, *sizes, *places))
+
+    def send(self, rows: int, token_ranks: int, *, num_tokens: int, stream: int) -> None:
+        """Rows of d to the ranks of ``token_ranks``."""
+        sizes = (num_tokens, self.layout.max_tokens, BF16.bytes * self.layout.d_model)
+        self.launch(kernel("send"), stream, (rows, token_ranks, *sizes, self.layout.at("rows")))
+
+    def send_back(self, values: int, here: int, *, top_k: int, stream: int) -> None:
+        """One number of each pair that arrived and has its expert here."""
+        self.launch(kernel("send_back"), stream, (values, here, self.pairs_of_rank(top_k), self.layout.at("values")))
+
+    def add_up(
+        self,
+        y: int,
+        scores: int,
+        token_index_map: int,
+        token_offsets: int,
+        token_ranks: int,
+        out: int,
+        *,
+        num_tokens: int,
+        top_k: int,
+        columns: range,
+        dropping: bool,
+        stream: int,
+    ) -> None:
+        """Partial sums to the tokens' ranks, and their sums to columns of out, (num_tokens, d). scores 0: none."""
+        first, width = BF16.bytes * columns.start, self.layout.d_model
+        arrays = (y, scores, token_index_map, token_offsets, token_ranks, out + first)
+        sizes = (num_tokens, self.layout.max_tokens, top_k, len(columns), width, int(dropping))
+        places = (self.layout.at("sums") + first, self.layout.at("part_flags"))
+        self.launch(add_up_kernel(len(columns), top_k, bool(scores)), stream, (*arrays, *sizes, *places))
+
+    def pairs_of_rank(self, top_k: int) -> int:
+        """From one rank's pairs to the next one's."""
+        return self.layout.max_tokens * top_k or self.layout.max_pairs

@@ -1,0 +1,213 @@
+"""``Symmetric``: tokens to the ranks of their experts and back by stores to the other GPUs' memory, without a wait of the host.
+
+    share      ids and scores go to all ranks                     in `dispatch`
+    send       a token's row goes once to each rank that has an expert of it; inside the experts' operators, for x and dO
+    add_up     one partial sum a (token, rank) comes back, and a token's are added in order of ranks: O, and dX
+    send_back  the gradients of scores                            in backward
+
+Every rank has room for all tokens of all ranks, so nothing has to be counted beforehand, and a CUDA graph captures it. Rows lie
+there until the next exchange, of this layer or another: what backward needs of them is sent again, and nothing of
+them is saved.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.dispatcher import Arrived
+from blazeproto.autograd.options import Options
+from blazeproto.autograd.peers import EXCHANGES, PeersNamed
+from blazeproto.distributed.exchanges import GatheredExchange, PeerExchange, SharedChoice
+from blazeproto.distributed.peer_memory import MAX_RANKS, MemoryLayout
+from blazeproto.gemm.tiles import CHUNK
+from blazeproto.runtime import checks
+
+_NUMBERS = count()
+
+
+class Symmetric:
+    """The dispatcher over NVLink: DESIGN of DeepSeek-V3 §3.2 (a row once a rank, one partial sum back), torch's symmetric memory.
+
+    All ranks make it, with the same arguments; one serves all layers of a model that have as many experts. On a CPU, and with
+    ``device="cpu"``, its twin through torch.distributed takes its place, for tests.
+
+    Args:
+        group: a process group, of whose P ranks, at most 32, each holds E / P experts, in order.
+        num_experts: E.
+        d_model: d, a multiple of 8.
+        max_tokens: the most tokens of a rank in one call, on any rank. Those of one call may differ between ranks.
+        max_pairs: the most pairs of a rank in one call: max_tokens K, or for a number of experts that varies its bound.
+        overflow: what `check_overflow` does where a layer's ``row_capacity`` has left out pairs: "raise" or "drop".
+        timeout: seconds that a kernel waits for another rank before it ends the program.
+        device: of the layers; default: the current GPU with NCCL, else the CPU.
+
+    On a GPU it computes in bf16 on the Hopper backend. A rank's memory for the exchange: 2 (2 P - 1) max_tokens d bytes, and
+    12 P + 4 a pair. The options ``workspace_bytes``, ``combine="fused"`` and ``"fused_both"`` are refused. With a
+    ``row_capacity`` a rank computes so many rows, of all that arrive there; default: room for all of them.
+
+    Raises TypeError or ValueError for an argument that does not fit; it is named, with what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        d_model: int,
+        max_tokens: int,
+        max_pairs: int,
+        overflow: str = "raise",
+        timeout: float = 60.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a ProcessGroup that this rank is in, got {type(group).__name__}")
+        self.group, self.ranks = group, group.size()
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"group: expected at most {MAX_RANKS} ranks, got {self.ranks}")
+        self.num_experts = checks.integer("num_experts", num_experts, least=1)
+        if num_experts % self.ranks:
+            raise ValueError(f"num_experts: expected a multiple of the group's {self.ranks} ranks, got {num_experts}")
+        if checks.integer("d_model", d_model, least=1) % CHUNK:
+            raise ValueError(f"d_model: expected a multiple of {CHUNK}, got {d_model}")
+        checks.integer("max_tokens", max_tokens, least=1)
+        checks.integer("max_pairs", max_pairs, least=1)
+        checks.number("timeout", timeout, least=0)
+        if overflow not in ("raise", "drop"):
+            raise ValueError(f"overflow: expected 'raise' or 'drop', got {overflow!r}")
+        self.overflow_is, self.layout = overflow, MemoryLayout(self.ranks, max_tokens, max_pairs, d_model)
+        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+        self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
+        self._exchange: PeerExchange | GatheredExchange
+        if self.device.type == "cuda":
+            self.device = torch.device(
+                "cuda", torch.cuda.current_device() if self.device.index is None else self.device.index
+            )
+            self._exchange = PeerExchange(group, self.layout, self.device, timeout)
+        else:
+            self._exchange = GatheredExchange(group, self.layout)
+        self._overflow = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.name = f"symmetric{next(_NUMBERS)}"
+        EXCHANGES[self.name] = self._exchange
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        sizes = f"d_model={layout.d_model}, max_tokens={layout.max_tokens}, max_pairs={layout.max_pairs}"
+        return f"{type(self).__name__}(ranks={self.ranks}, num_experts={self.num_experts}, {sizes})"
+
+    def check(self, options: Options) -> None:
+        """Raises ValueError for ``options`` that have no meaning here."""
+        if options.workspace_bytes is not None:
+            raise ValueError(
+                f"workspace_bytes: expected None with {type(self).__name__}, got {options.workspace_bytes}"
+            )
+        if options.combine != "gather":
+            raise ValueError(f"combine: expected 'gather' with {type(self).__name__}, got {options.combine!r}")
+        if options.precision != "bf16":
+            raise ValueError(f"precision: expected 'bf16' with {type(self).__name__}, got {options.precision!r}")
+        if self.device.type == "cuda" and options.backend == "torch":
+            raise ValueError(f"backend: expected 'auto' or 'hopper' with {type(self).__name__}, got 'torch'")
+
+    def dispatch(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        topk_experts: Tensor,
+        pair_tokens: Tensor | None,
+        token_offsets: Tensor | None,
+    ) -> Arrived:
+        """x (T, d), scores (T, K) or (P,) float, topk_experts the same, integer → an `Arrived` with x, and all ranks' pairs.
+
+        ValueError for more tokens or pairs than there is room for, another width, device or dtype: on this rank alone, before
+        anything is sent.
+        """
+        self._check_tokens(x, topk_experts)
+        lists = (pair_tokens, token_offsets, len(x), self.num_experts // self.ranks)
+        moved, choice = _Shared.apply(scores, self._exchange, topk_experts, lists)  # type: ignore[no-untyped-call]
+        peers = PeersNamed(choice.token_ranks, self.name)
+        return Arrived(x, moved, choice.experts, choice.pair_tokens, choice.token_offsets, choice, peers)
+
+    def combine(self, partial: Tensor, arrived: Arrived) -> Tensor:
+        """As it is: the experts' operators have added up."""
+        return partial
+
+    def overflow(self, arrived: Arrived, row_capacity: int) -> Tensor:
+        """(1,) int32: the pairs of all ranks that a ``row_capacity`` on each leaves out in the call of ``arrived``."""
+        here = self.num_experts // self.ranks
+        ids = arrived.topk_experts.flatten() + self.group.rank() * here
+        ranks = torch.where((ids >= 0) & (ids < self.num_experts), ids // here, self.ranks)
+        pairs = torch.zeros(self.ranks + 1, dtype=torch.int32, device=ids.device)
+        pairs.index_add_(0, ranks, torch.ones_like(ranks))
+        made = (pairs[:-1] - row_capacity).clamp_min(0).sum(0, keepdim=True, dtype=torch.int32)
+        self._overflow += made
+        return made
+
+    def take_overflow(self) -> int:
+        """The pairs left out on all ranks since it was last asked; waits for the device."""
+        found = int(self._overflow)
+        self._overflow.zero_()
+        return found
+
+    def _check_tokens(self, x: Tensor, experts: Tensor) -> None:
+        layout = self.layout
+        if x.shape[1] != layout.d_model:
+            raise ValueError(
+                f"x: expected shape (T, {layout.d_model}), as the dispatcher's d_model, got {tuple(x.shape)}"
+            )
+        if len(x) > layout.max_tokens:
+            raise ValueError(f"x: expected at most max_tokens={layout.max_tokens} tokens, got {len(x)}")
+        most = min(layout.max_pairs, layout.max_tokens * experts.shape[1]) if experts.dim() == 2 else layout.max_pairs
+        if experts.numel() > most or (experts.dim() == 2 and layout.max_tokens * experts.shape[1] > layout.max_pairs):
+            got = tuple(experts.shape)
+            raise ValueError(
+                f"topk_experts: expected K with max_tokens K at most max_pairs={layout.max_pairs}, got {got}"
+            )
+        if x.device != self.device:
+            raise ValueError(f"x: expected on {self.device} as the dispatcher is, got {x.device}")
+        if self.device.type == "cuda" and (
+            lacks := missing_for_hopper(x.device, x.dtype, self.num_experts, layout.d_model)
+        ):
+            raise ValueError(f"x: expected what runs on the Hopper backend, which needs {lacks}")
+
+
+class _Shared(torch.autograd.Function):
+    """Scores to the ranks of their experts, with ids and lists, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, exchange: Any, experts: Tensor, lists: Any) -> tuple[Tensor, SharedChoice]:
+        pair_tokens, token_offsets, num_tokens, experts_here = lists
+        found: SharedChoice = exchange.share(experts, scores, pair_tokens, token_offsets, num_tokens, experts_here)
+        kept: Any = [t if t is None else t.clone() for t in found[1:4]]  # which a next exchange would write over
+        ctx.save_for_backward((found.experts >= 0) & (found.experts < experts_here))
+        ctx.exchange, ctx.shape = exchange, scores.shape
+        return kept[0], found._replace(scores=kept[0], pair_tokens=kept[1], token_offsets=kept[2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        (here,) = ctx.saved_tensors
+        made = ctx.exchange.send_back(gradient.contiguous(), here)
+        return made[: ctx.shape.numel()].view(ctx.shape).clone(), None, None, None
+
+
+def check_overflow(module: nn.Module) -> int:
+    """The pairs that row capacities have left out on all ranks, in all layers of ``module``, since it was last asked.
+
+    To be called before an optimizer's step. The count is the same on all ranks, so that all raise or none; it waits for the
+    device.
+
+    Raises OverflowError where a dispatcher with overflow="raise" has left out any: then no rank's optimizer has stepped.
+    """
+    found = {id(d): d for each in module.modules() if isinstance(d := getattr(each, "dispatcher", None), Symmetric)}
+    counts = {dispatcher: dispatcher.take_overflow() for dispatcher in found.values()}
+    for dispatcher, pairs in counts.items():
+        if pairs and dispatcher.overflow_is == "raise":
+            expected = "row_capacity: expected a row for every pair"
+            raise OverflowError(f"{expected}, got {pairs} pairs without one on the ranks of {dispatcher}")
+    return sum(counts.values())

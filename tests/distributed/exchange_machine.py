@@ -1,0 +1,194 @@
+"""An exchange of several ranks on the PTX machine, one GPU each, and what it should bring, in NumPy.
+
+Each rank's launches: share, send twice, add_up twice, send_back; behind them a kernel reads what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blazeproto.distributed.exchanges import NOWHERE
+from blazeproto.distributed.peer_memory import PROGRESS_BYTES, MemoryLayout, PeerMemory
+from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.machine import Machine, Report
+from blazeproto.runtime import driver
+from blazeproto.runtime.target import device_of
+
+D, K, HERE, BLOCKS = 16, 2, 3, 2  # columns, experts a token, experts of a rank, blocks of a grid
+COPY = Kernel(str(Path(__file__).with_name("copy.cu")), "copy")
+SECTIONS = {
+    "experts": np.int32,
+    "scores": np.float32,
+    "pair_tokens": np.int32,
+    "token_offsets": np.int32,
+    "values": np.float32,
+}
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+class Exchange:
+    """One of so many ``tokens`` on each rank, whose numbers are small, so that sums are exact in any order.
+
+    varying: whether a token's experts vary in number.  capacities: rows that each rank has, of the pairs that arrive there; the
+    pairs beyond have none.  patience: seconds, of which each is 10**9 of the machine's instructions.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        seed: int,
+        varying: bool = False,
+        capacities: Sequence[int] | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        draw, self.tokens, self.ranks, self.varying = np.random.default_rng(seed), tokens, len(tokens), varying
+        most = max(tokens) + 1
+        self.layout = layout = MemoryLayout(self.ranks, most, most * K, D)
+        self.pairs_of_rank, self.top_k, experts = most * K, 0 if varying else K, HERE * self.ranks
+        self.machine = Machine(multiprocessors=1, seed=seed)
+        self.memory = [np.zeros(layout.size, np.uint8) for _ in tokens]
+        for rank in range(self.ranks):
+            self.section(rank, "token_offsets", np.int32)[-1] = self.ranks * layout.max_pairs
+        self.counts = [draw.integers(0, K + 1, n) if varying else np.full(n, K) for n in tokens]
+        ids = [[draw.permutation(experts)[:n] for n in counts] for counts in self.counts]
+        self.ids = [np.concatenate([np.zeros(0, np.int32), *rows]).astype(np.int32) for rows in ids]
+        for of_rank in self.ids:
+            of_rank[draw.random(len(of_rank)) < 0.1] = -1  # no expert
+        self.scores = [draw.choice(np.float32([0.5, 1, 2]), len(of_rank)) for of_rank in self.ids]
+        self.x = [[draw.integers(0, 2**16, (n, D), np.uint16) for n in tokens] for _ in range(2)]
+        self.y, self.index_map, self.values, self.here = ([None] * self.ranks for _ in range(4))  # type: Any
+        for rank in range(self.ranks):
+            arrived = self.arrived_ids(rank)
+            self.here[rank] = (arrived >= 0) & (arrived < HERE)
+            rows = np.cumsum(self.here[rank]) - 1
+            kept = self.here[rank] & (rows < (capacities[rank] if capacities else len(arrived)))
+            self.index_map[rank] = np.where(kept, rows, -1).astype(np.int32)
+            self.y[rank] = draw.integers(-8, 9, (2, len(arrived), D)).astype(np.float32)
+            self.values[rank] = draw.random(len(arrived), np.float32)
+        self.dropping, self.patience = capacities is not None, patience
+        self.bases = np.array([self.machine.address(one, f"rank {r}'s memory") for r, one in enumerate(self.memory)])
+        self.token_ranks, self.out = (
+            [np.zeros(n, np.int32) for n in tokens],
+            [np.zeros((2, n, D), np.uint16) for n in tokens],
+        )
+        self.seen: list[dict[str, np.ndarray]] = [{} for _ in tokens]
+
+    def section(self, rank: int, name: str, dtype: Any) -> np.ndarray:
+        begin, size = self.layout.sections[name]
+        return self.memory[rank][begin : begin + size].view(dtype)
+
+    # --- What should come --------------------------------------------------------------------------------------------------
+
+    def arrived_ids(self, rank: int) -> np.ndarray:
+        made = np.full((self.ranks, self.pairs_of_rank), NOWHERE, np.int32)
+        for other, ids in enumerate(self.ids):
+            made[other, : len(ids)] = np.where(ids >= 0, ids - rank * HERE, NOWHERE)
+        return made.reshape(-1)
+
+    def pairs(self, rank: int) -> list[list[int]]:
+        """Numbers of the pairs of each of a rank's tokens."""
+        ends = np.cumsum(self.counts[rank])
+        return [list(range(end - count, end)) for end, count in zip(ends, self.counts[rank], strict=True)]
+
+    def goes(self, rank: int, token: int) -> set[int]:
+        return {int(self.ids[rank][pair]) // HERE for pair in self.pairs(rank)[token] if self.ids[rank][pair] >= 0}
+
+    def failures(self) -> list[str]:
+        """Names of what did not come as it should, by rank."""
+        wrong = []
+        for rank in range(self.ranks):
+            for name, right in self.right(rank).items():
+                got = self.out[rank] if name == "out" else self.seen[rank][name][: right.size].reshape(right.shape)
+                if not np.array_equal(got, right):
+                    wrong.append(f"{name} of rank {rank}")
+        return wrong
+
+    def right(self, rank: int) -> dict[str, np.ndarray]:
+        """What should come to a rank, by name."""
+        most, right = self.layout.max_tokens, {"experts": self.arrived_ids(rank)}
+        scores = np.zeros((self.ranks, self.pairs_of_rank), np.float32)
+        for other in range(self.ranks):
+            scores[other, : len(self.ids[other])] = self.scores[other]
+        right["scores"] = scores.reshape(-1)
+        if self.varying:
+            begins = [
+                np.append(np.cumsum(counts) - counts, [counts.sum()] * (most - len(counts))) for counts in self.counts
+            ]
+            offsets = np.array([other * self.pairs_of_rank + begins[other] for other in range(self.ranks)])
+            right["token_offsets"] = np.append(offsets, self.ranks * self.layout.max_pairs)
+        rows = np.zeros((2, self.ranks, most, D), np.uint16)
+        for other in range(self.ranks):
+            for token in range(self.tokens[other]):
+                if rank in self.goes(other, token):
+                    rows[:, other, token] = [x[other][token] for x in self.x]
+        right |= {"rows 0": rows[0], "rows 1": rows[1]}
+        out, values = np.zeros((2, self.tokens[rank], D), np.float32), np.zeros(self.layout.max_pairs, np.float32)
+        for token, pairs in enumerate(self.pairs(rank)):
+            for pair in pairs:
+                place, owner = rank * self.pairs_of_rank + pair, int(self.ids[rank][pair]) // HERE
+                if self.ids[rank][pair] >= 0:
+                    values[pair] = self.values[owner][place]
+                    row = self.index_map[owner][place]
+                    out[:, token] += self.scores[rank][pair] * self.y[owner][:, row] if row >= 0 else 0
+        return right | {"out": bf16(out), "values": values}
+
+    # --- Launches ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Raises what `Machine.together` does."""
+        return self.machine.together([partial(self.launch, rank) for rank in range(self.ranks)], most=10**6)
+
+    def _read(self, rank: int, section: str, name: str, dtype: Any) -> None:
+        """The kernel behind an exchange."""
+        begin, size = self.layout.sections[section]
+        kept = self.machine.zeros((-(-size // 16) * 16 // np.dtype(dtype).itemsize,), dtype)
+        self.seen[rank][name], address = kept, self.machine.address
+        words = (address(self.memory[rank]) + begin, address(kept), kept.nbytes // 16)
+        driver.launch(COPY.handle(device_of(self.machine)), (1, 1), 64, 0, 0, words)
+
+    def launch(self, rank: int) -> None:
+        """A rank's launches."""
+        address, tokens, layout = self.machine.address, self.tokens[rank], self.layout
+        progress = address(np.zeros(PROGRESS_BYTES, np.uint8), f"rank {rank}'s progress")
+        places = address(self.bases, "bases"), progress, device_of(self.machine), BLOCKS, self.patience
+        end = PeerMemory(layout, rank, *places)
+        counts, begin = self.counts[rank], layout.sections["token_offsets"][0]
+        offsets = np.append(0, np.cumsum(counts)).astype(np.int32)
+        of_pairs = np.repeat(np.arange(tokens, dtype=np.int32), counts)
+        ids, scores, ranks = (address(array[rank]) for array in (self.ids, self.scores, self.token_ranks))
+        lists = (address(of_pairs), address(offsets)) if self.varying else (0, 0)
+        sizes = {"num_tokens": tokens, "num_pairs": len(self.ids[rank]), "top_k": self.top_k, "experts_here": HERE}
+        end.share(ids, scores, *lists, ranks, **sizes, stream=0)
+        for name in ("experts", "scores", "token_offsets"):
+            self._read(rank, name, name, SECTIONS[name])
+        for turn in range(2):
+            end.send(address(self.x[turn][rank]), ranks, num_tokens=tokens, stream=0)
+            self._read(rank, "rows", f"rows {turn}", np.uint16)
+        there = np.ascontiguousarray(self._arrived_scores())
+        for turn in range(2):
+            end.add_up(
+                *map(address, (bf16(self.y[rank][turn]), there, self.index_map[rank])),
+                address(self.memory[rank]) + begin if self.varying else 0,
+                *map(address, (self.token_ranks[rank], self.out[rank][turn])),
+                num_tokens=tokens,
+                top_k=self.top_k,
+                columns=range(D),
+                dropping=self.dropping,
+                stream=0,
+            )
+        end.send_back(*map(address, (self.values[rank], self.here[rank])), top_k=self.top_k, stream=0)
+        self._read(rank, "values", "values", np.float32)
+
+    def _arrived_scores(self) -> np.ndarray:
+        made = np.zeros((self.ranks, self.pairs_of_rank), np.float32)
+        for other, scores in enumerate(self.scores):
+            made[other, : len(scores)] = scores
+        return made

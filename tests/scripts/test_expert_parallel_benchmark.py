@@ -1,0 +1,25 @@
+"""`scripts.bench.expert_parallel` in its short form, one CPU rank: rows of all dispatchers, in the place of earlier ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from scripts.bench import expert_parallel
+from scripts.bench.distributed_tables import expert_parallel_table
+
+
+def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
+    out = tmp_path / "distributed.json"
+    out.write_text(
+        json.dumps({"losses": [{"mode": "ep"}], "ep": [{"shape": {}, "gpus": 2, "dispatcher": "symmetric"}]})
+    )
+    for _ in range(2):
+        expert_parallel.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(out)])
+        record = json.loads(out.read_text())
+        made = [(row["gpus"], row["dispatcher"]) for row in record["ep"]]
+        assert made == [(2, "symmetric"), *((1, name) for name in expert_parallel.DISPATCHERS)]
+    assert record["losses"] == [{"mode": "ep"}]
+    row = record["ep"][1]
+    assert row["shape"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
+    assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in expert_parallel_table({"ep": record["ep"][1:]})
