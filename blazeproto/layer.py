@@ -223,6 +223,7 @@ class MoE(nn.Module, Shown):
                 fused=self.combine != "gather",
                 fused_backward=self.combine == "fused_both",
                 f32_weight_grads=f32_weight_grads,
+                precision=self.options.precision,
                 device=index,
             )
         for tokens, top_k in self._dispatch_shapes(num_tokens):
@@ -280,6 +281,7 @@ class MoE(nn.Module, Shown):
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
+            precision=self.options.precision,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
@@ -301,6 +303,7 @@ class MoE(nn.Module, Shown):
         """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
+        found += "" if self.precision == "bf16" else f", precision={self.precision}"
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "

@@ -98,9 +98,10 @@ def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, o
         (not all(t.is_contiguous() for t in (*up, down_proj)), "contiguous weights", "transposed ones"),
         (options.combine != "gather", "combine='gather'", options.combine),
         (options.save == "paper", "another save policy than 'paper'", options.save),
+        (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),
     ):
         if wrong:
-            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got}")
+            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got!r}")
 
 
 def check_choice(

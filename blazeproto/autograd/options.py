@@ -80,7 +80,7 @@ class Options:
             """what the products' operands are: "bf16", by which x's own dtype is meant, "fp8" (e4m3 with scales;
         `blazeproto.autograd.fp8_backend`), or "fp8_rows", with weight gradients in bf16. The last two take a gated activation
         whose halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and
-        neither biases nor factors nor save="paper".""",
+        neither biases nor factors nor save="paper" nor workspace_bytes. docs/fp8.md has the recipe.""",
         ),
     )
     combine: str = field(

@@ -237,6 +237,13 @@ def launch_weight(
     driver.launch(*plan.fill(maps, (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0, *scales)), at.stream)
 
 
+def kernels(activation: str = "swiglu") -> list[Kernel]:
+    """All that a layer launches."""
+    variant = Variant(activation=activation)
+    of_weights = (weight_kernel(None, Variant(f32=f32)) for f32 in (False, True))
+    return [up_kernel(None, variant), linear_kernel(), down_backward_kernel(None, variant), *of_weights]
+
+
 def _scales(a: Quantized, b: Quantized, *others: Quantized | None, first: int = 0) -> tuple[int, ...]:
     """Addresses, as the struct ends. first: of b's."""
     return (

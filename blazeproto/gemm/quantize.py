@@ -128,6 +128,12 @@ def kernel(entry: str, sources: Path | None = None) -> Kernel:
     return Kernel("quantize.cu", entry, {"BLOCK": BLOCK}, sources=sources)
 
 
+def kernels() -> list[Kernel]:
+    """All of them."""
+    names = ("quantize_rows", "quantize_weights", "dequantize_rows", "block_offsets", "transpose_rows")
+    return list(map(kernel, names))
+
+
 def _launch(entry: str, at: Addresses, grid: tuple[int, int], threads: int, *words: int) -> None:
     made = kernel(entry, build_of("quantize").sources)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
