@@ -211,15 +211,14 @@ class MoE(nn.Module, Shown):
             return
         from blazeproto import dispatch, gemm
 
-        index = device_index(device)
-        biases, f32 = self.down_proj_bias is not None, self.down_proj.dtype == torch.float32
+        index, f32 = device_index(device), self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
                 *(self.d_model, self.d_expert, self.num_experts),
                 None if self._varying_choice() is not None else self.top_k,
                 activation=self.activation,
-                up_bias=biases,
-                down_bias=biases,
+                up_bias=self.down_proj_bias is not None,
+                down_bias=self.down_proj_bias is not None,
                 fused=self.combine != "gather",
                 fused_backward=self.combine == "fused_both",
                 f32_weight_grads=f32_weight_grads,

@@ -147,11 +147,10 @@ def test_biases_and_transposed_weights_are_refused(make_case):
     case = make_case(*SIZES, bias=True)
     with pytest.raises(ValueError, match="precision: expected neither biases nor factors with 'fp8_rows', got 'some'"):
         case.forward(precision="fp8_rows")
+    lying, choice = case.gate_up_proj.mT.contiguous().mT, (case.scores, case.topk_experts)
     with pytest.raises(ValueError, match="precision: expected contiguous weights with 'fp8', got 'transposed ones'"):
-        lying = case.gate_up_proj.mT.contiguous().mT
-        choice = (case.scores, case.topk_experts)
         moe_mlp(case.x, lying, case.down_proj, *choice, num_experts=5, precision="fp8")
-    with pytest.raises(ValueError, match="precision: expected one of .*'fp8'.*got 'fp16'"):
+    with pytest.raises(ValueError, match=r"precision: expected one of .*'fp8'.*got 'fp16'"):
         case.forward(precision="fp16")
 
 

@@ -240,7 +240,7 @@ def test_the_down_projections_backward_is_right_in_place_of_h() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("f32", [False, True])
 def test_weight_gradients_are_right(f32: bool) -> None:
-    """Of an expert without rows too, in two slices of columns; fp32 ones are added to what is there."""
+    """With an expert that has no rows, in two slices of columns; fp32 ones are added to what is there."""
     layer = Layer(300, 272, 128, 2, 1)
     layer.E, layer.ends = 3, np.append(layer.ends, layer.rows).astype(np.int32)
     layer.dispatch = replace(layer.dispatch, expert_token_offsets=layer.ends, num_experts=3)
