@@ -211,18 +211,18 @@ class MoE(nn.Module, Shown):
             return
         from blazeproto import dispatch, gemm
 
-        index = device_index(device)
-        biases, f32 = self.down_proj_bias is not None, self.down_proj.dtype == torch.float32
+        index, f32 = device_index(device), self.down_proj.dtype == torch.float32
         for f32_weight_grads in {f32, f32 or self.workspace_bytes is not None}:  # chunks are summed in fp32
             gemm.prepare(
                 *(self.d_model, self.d_expert, self.num_experts),
                 None if self._varying_choice() is not None else self.top_k,
                 activation=self.activation,
-                up_bias=biases,
-                down_bias=biases,
+                up_bias=self.down_proj_bias is not None,
+                down_bias=self.down_proj_bias is not None,
                 fused=self.combine != "gather",
                 fused_backward=self.combine == "fused_both",
                 f32_weight_grads=f32_weight_grads,
+                precision=self.options.precision,
                 device=index,
             )
         for tokens, top_k in self._dispatch_shapes(num_tokens):
@@ -280,6 +280,7 @@ class MoE(nn.Module, Shown):
             num_chunks=num_chunks(num_tokens, self._chunk_tokens(num_tokens, itemsize)),
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
+            precision=self.options.precision,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
@@ -301,6 +302,7 @@ class MoE(nn.Module, Shown):
         """Sizes and options, and what ``backend="auto"`` is here, for the module's repr."""
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
+        found += "" if self.precision == "bf16" else f", precision={self.precision}"
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "

@@ -42,6 +42,13 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
+    def forward_weight(self, weight: Tensor, rows: Any, place: Tensor | None) -> Any:
+        """A weight in x's dtype as the products of forward take it.  place: a record that gets its transpose, where the backend
+        quantizes."""
+
+    def backward_weight(self, weight: Tensor, rows: Any, place: Tensor | None) -> Any:
+        """The same for those of backward: of what forward left in its place, or made again where that is None."""
+
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
     ) -> Tensor:
@@ -138,12 +145,17 @@ class Backend(Protocol):
 
 
 @lru_cache(maxsize=1024)
-def backend_on(name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int) -> Backend:
+def backend_on(
+    name: str, device: torch.device, dtype: torch.dtype, num_experts: int, *widths: int, precision: str = "bf16"
+) -> Backend:
     """The backend for tensors of this device and dtype, E experts, d and n. ValueError: "hopper" was asked for and cannot
     run; it says what is missing."""
     missing = "" if name == "torch" else missing_for_hopper(device, dtype, num_experts, *widths)
     if missing and name == "hopper":
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
+    if precision != "bf16":
+        fp8 = importlib.import_module("blazeproto.autograd.fp8_backend")
+        return cast(Backend, (fp8.Hopper if missing is None else fp8.Plain)(precision == "fp8"))
     return _backend(hopper=missing is None)
 
 

@@ -11,6 +11,7 @@ from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 from blazeproto.dispatch.structures import Dispatch
+from blazeproto.gemm.quantize import BLOCK
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -67,6 +68,8 @@ def check_experts(
     _check_factors("down_factors", down_factors, x, up[0].dtype, tuple(down_proj.shape))
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
+    if options.precision != "bf16":
+        _check_fp8(up, (down_proj, up_bias, down_bias, up_factors, down_factors), d_expert, options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
         raise ValueError(
@@ -74,6 +77,31 @@ def check_experts(
         )
     if backend == "hopper" and not torch.compiler.is_compiling():  # traced, the operators raise the same
         backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
+
+
+def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, options: Options) -> None:
+    """What precision="fp8" takes."""
+    down_proj, *absent = others
+    activation = activation_named(options.activation)
+    for wrong, expected, got in (
+        (
+            down_proj.shape[1] % 16 or d_expert % BLOCK,
+            f"multiples of 16 and {BLOCK} as d and n",
+            tuple(down_proj.shape),
+        ),
+        (
+            not activation.gated or activation.alternating,
+            "a gated activation whose halves lie apart",
+            options.activation,
+        ),
+        (any(part is not None for part in absent), "neither biases nor factors", "some"),
+        (not all(t.is_contiguous() for t in (*up, down_proj)), "contiguous weights", "transposed ones"),
+        (options.combine != "gather", "combine='gather'", options.combine),
+        (options.save == "paper", "another save policy than 'paper'", options.save),
+        (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),
+    ):
+        if wrong:
+            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got!r}")
 
 
 def check_choice(

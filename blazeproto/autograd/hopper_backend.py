@@ -183,6 +183,14 @@ def up_backward_act(
     return dx
 
 
+def forward_weight(weight: Tensor, rows: Any, place: Tensor | None) -> Tensor:
+    """As it is."""
+    return weight
+
+
+backward_weight = forward_weight
+
+
 def low_rank_rows(
     a: Tensor, factor: Tensor, rows: Addresses, *, gather: bool, transposed: bool, out: Tensor | None = None
 ) -> Tensor:

@@ -23,6 +23,7 @@ from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
 from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
+from blazeproto.autograd.records import new_rows, new_weights
 
 
 class Parameters(NamedTuple):
@@ -47,6 +48,8 @@ class Saved(NamedTuple):
     act: Any  # (R, n)
     xa: Any  # (R, r): X A_up^T of a row's token
     act_a: Any  # (R, r): act A_down^T
+    up_t: Any  # with fp8 alone: a record of W_up^T
+    down_t: Any  # likewise, of W_down^T
 
 
 class Made(NamedTuple):
@@ -84,7 +87,7 @@ def _read(
     """What the end of an operator's arguments says. t: of the batch's tokens (T, d).  sizes: (E, d, n)."""
     *index, token_ranks, exchange, encoded = tail
     options, peers = Options.decode(encoded), peers_of(exchange, token_ranks)
-    backend = backend_on(options.backend, t.device, t.dtype, *sizes)
+    backend = backend_on(options.backend, t.device, t.dtype, *sizes, precision=options.precision)
     return backend, options, list(chunks_of(peers.places if peers else t.shape[0], sizes[0], *index)), peers
 
 
@@ -147,10 +150,15 @@ def _up_width(p: Parameters, options: Options) -> int:
 def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     """Uninitialised."""
     if not options.saves_h:
-        return Saved(None, None, None, None)
+        return Saved(*[None] * 6)
+    if options.precision != "bf16":
+        (experts, d_model, d_expert), width = p.down_proj.shape, _up_width(p, options)
+        weights = (new_weights(p.x, experts, d_model, width), new_weights(p.x, experts, d_expert, d_model))
+        return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
-    return Saved(h, act, *(None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a)))
+    xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
+    return Saved(h, act, xa, act_a, None, None)
 
 
 def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
@@ -195,12 +203,14 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
     of_down = (any(needs_of_up), again and needs[4], *[False] * 5, *needs[DOWN])
     dh, xa, *made_of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
-    xa = xa if again else saved.xa
+    xa, up_t = xa if again else saved.xa, saved.up_t
     del saved  # H, before the up projection's backward allocates
     of_up: Sequence[Tensor | None] = (None,) * 5
     if any(needs_of_up):
         p = p._replace(up_proj=up_proj if again else joined(p.up_proj, up_rest))
-        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, *tail)[2:7]
+        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, up_t, None, *tail)[
+            2:7
+        ]
     dx, d_up, *of_factors = of_up
     d_rest = None
     if up_rest is not None and d_up is not None:
@@ -212,7 +222,8 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
 
 @define(
     "moe_experts(Tensor x, Tensor up_proj, Tensor? up_bias, Tensor? up_a, Tensor? up_b, "
-    f"{OF_DOWN}, Tensor? up_rest, {INDEX}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a)",
+    f"{OF_DOWN}, Tensor? up_rest, {INDEX}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a, "
+    "Tensor up_t, Tensor down_t)",
     _experts_fake,
     setup=_setup,
     backward=_backward,
@@ -225,16 +236,23 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
     backend, options, chunks, peers = _read(p.x, p.down_proj.shape, tail)
     saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
-    up, down, out = cast(joined(p.up_proj, up_rest), dtype), cast(p.down_proj, dtype), None
+    up: Any = None
+    down: Any = None
+    out: Any = None
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), peers.send(p.x) if peers else take(p.x, tokens)
-        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
+        if up is None:
+            up = backend.forward_weight(cast(joined(p.up_proj, up_rest), dtype), rows, saved.up_t)
         low: Any = None
         if p.up_a is not None:
             xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
             low = (xa, cast(p.up_b, dtype))
         h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low, h, act)
         h = xa = low = None  # before Y is allocated
+        up = None if len(chunks) == 1 else up  # likewise, a quantized one
+        if down is None:
+            down = backend.forward_weight(cast(p.down_proj, dtype), rows, saved.down_t)
         if p.down_a is not None:
             act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
             low = (act_a, cast(p.down_b, dtype))
@@ -269,18 +287,20 @@ def _gradient(
 
 
 def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any) -> Gradients:
-    need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[14:]
+    need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[16:]
     rows, options = tail[0].shape[0], Options.decode(tail[-1])
-    made_dh = (
-        p.scores.new_empty(rows, _up_width(p, options), dtype=d_out.dtype) if need.dh and d_out is not None else None
-    )
+    made_dh = None
+    if need.dh and d_out is not None:
+        width = _up_width(p, options)
+        made_dh = new_rows(d_out, rows, width) if options.precision != "bf16" else d_out.new_empty(rows, width)
     made_xa = p.x.new_empty(rows, p.up_a.shape[1]) if need.xa else None
     return [made_dh, made_xa, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
 
 
 @define(
     "moe_backward(bool[] needs, Tensor? d_out, Tensor? dh, Tensor? x, Tensor? up_proj, Tensor? up_bias, Tensor? up_a, "
-    f"Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, {INDEX}) -> Tensor[]",
+    f"Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, Tensor? up_t, Tensor? down_t, "
+    f"{INDEX}) -> Tensor[]",
     _backward_fake,
 )
 def backward(
@@ -291,12 +311,13 @@ def backward(
 
     x and the parameters of the up projection are there where h is not, and where a gradient of theirs is needed.
     """
-    need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:14]), arguments[14:]
+    need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:16]), arguments[16:]
     of_tokens = p.x if d_out is None else d_out
     backend, options, chunks, peers = _read(of_tokens, p.down_proj.shape, tail)
     dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
-    up: Any = cast(p.up_proj, dtype) if again or need.x else None
-    down: Any = None if d_out is None else cast(p.down_proj, dtype)
+    up: Any = None
+    up_back: Any = None
+    down: Any = None
     made: dict[str, Any] = dict.fromkeys(Made._fields)
     arrived: Any = peers.send if peers else lambda t: t  # of all ranks' tokens what this rank's rows gather
     if chunks[0].tokens is not None:
@@ -305,7 +326,13 @@ def backward(
         made |= {name: torch.zeros_like(getattr(p, name), dtype=wide) for name in WEIGHTS if getattr(need, name)}
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
-        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
+        if up is None and again:
+            up = backend.forward_weight(cast(p.up_proj, dtype), rows, None)
+        if up_back is None and need.x:
+            up_back = backend.backward_weight(cast(p.up_proj, dtype), rows, saved.up_t)
+        if down is None and d_out is not None:
+            down = backend.backward_weight(cast(p.down_proj, dtype), rows, saved.down_t)
         gradient = partial(_gradient, backend, rows, need, p, made)
         low: Any = None
         of_rows: Any = None
@@ -351,7 +378,7 @@ def backward(
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
                 how: Any = {"combine": options.combine, "add_up": peers and peers.add_up}
-                dx = backend.up_backward_act(dh, x, up, rows, low, take(made["x"], tokens), **how)
+                dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), **how)
                 made["x"] = dx if tokens is None else made["x"]
             if need.up_proj or need.up_a:
                 x = arrived(x)

@@ -104,6 +104,16 @@ class Options:
             in_operators=False,
         ),
     )
+    precision: str = field(
+        default="bf16",
+        metadata=_about(
+            partial(_one_of, ("bf16", "fp8", "fp8_rows")),
+            """what the products' operands are: "bf16", by which x's own dtype is meant, "fp8" (e4m3 with scales;
+        `blazeproto.autograd.fp8_backend`), or "fp8_rows", with weight gradients in bf16. The last two take a gated activation
+        whose halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and
+        neither biases nor factors nor save="paper" nor workspace_bytes. docs/fp8.md has the recipe.""",
+        ),
+    )
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS:

@@ -115,6 +115,8 @@ class Symmetric:
             )
         if options.combine != "gather":
             raise ValueError(f"combine: expected 'gather' with {type(self).__name__}, got {options.combine!r}")
+        if options.precision != "bf16":
+            raise ValueError(f"precision: expected 'bf16' with {type(self).__name__}, got {options.precision!r}")
         if self.device.type == "cuda" and options.backend == "torch":
             raise ValueError(f"backend: expected 'auto' or 'hopper' with {type(self).__name__}, got 'torch'")
 

@@ -125,6 +125,7 @@ class Plan:
         device: int,
     ) -> None:
         assert len(boxes) == len(params.maps) and len(numbers) == len(params.numbers)
+        assert params.size <= arguments.BYTES
         self.boxes = {MAP_BYTES * index: box for index, box in enumerate(boxes) if box is not None}  # by offset
         self.words, self.words_offset = Struct(f"{len(params.words)}Q"), params.words_offset
         self.template = bytearray(

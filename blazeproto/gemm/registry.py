@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from blazeproto.activations import activation_named
-from blazeproto.gemm import logits
+from blazeproto.gemm import fp8, logits, quantize
 from blazeproto.gemm.combine import COMBINE
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.down_backward import DOWN_BACKWARD_ACT
@@ -84,7 +84,7 @@ def candidates(name: str) -> list[TileConfig]:
 def all_kernels() -> list[Kernel]:
     """Every kernel that the layers of tests and benchmarks reach, and every candidate of the tuner, once; not yet compiled."""
     of_products = (kernel for entry in (PRODUCTS | BLOCK_PRODUCTS).values() for kernel in entry.kernels())
-    return list(dict.fromkeys((*of_products, *logits.kernels())))
+    return list(dict.fromkeys((*of_products, *logits.kernels(), *quantize.kernels(), *fp8.kernels())))
 
 
 def prepare(
@@ -100,6 +100,7 @@ def prepare(
     fused_backward: bool = False,
     f32_weight_grads: bool = False,
     transposed: bool = False,
+    precision: str = "bf16",
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
@@ -113,6 +114,7 @@ def prepare(
     `down_forward` and `combine`.  fused_backward: whether `up_backward_act_fused` runs instead of `up_backward_act` and
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
+    precision: other than "bf16": the kernels of fp8 too (`blazeproto.gemm.fp8`).
     device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
@@ -133,6 +135,8 @@ def prepare(
     up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
+    if precision != "bf16":
+        wanted |= dict.fromkeys((*quantize.kernels(), *fp8.kernels(activation)))
     made = compile_many(wanted, jobs)
     device = _hopper_device() if device is None else device
     if device is not None:

@@ -29,6 +29,10 @@ ROWS_PARAMS = Params(
     ),
     numbers=("rows", "experts", "reduction", "columns", "bias_stride", "rank"),
 )
+FP8_ROWS_PARAMS = ROWS_PARAMS._replace(
+    words=(*ROWS_PARAMS.words, "a_scales", "b_scales", "h_scales", "out0_scales", "out1_scales")
+)
+"""Of kernels with FP8."""
 
 
 def rows_plan(
@@ -45,10 +49,12 @@ def rows_plan(
     out0: Box | None = None,
     out1: Box | None = None,
     biased: bool = True,
+    params: Params = ROWS_PARAMS,
+    paired: bool = False,
 ) -> Plan:
     """where: (rows, experts, device), as `Addresses` has it.  shape: of the weights, (E, m, reduction), or with ``mn_major``
     (E, reduction, m).  columns: of the output, for each of its ``halves``, 2 where gate and up lie apart.
-    biased: whether a kernel of this kind may add a bias (E, m)."""
+    biased: whether a kernel of this kind may add a bias (E, m).  paired: whether it has PAIRED_ROWS (cuda/fp8.cuh)."""
     num_rows, num_experts, device = where
     width, reduction = shape[:0:-1] if mn_major else shape[1:]
     rank, element = variant.rank, variant.inputs
@@ -59,7 +65,9 @@ def rows_plan(
     blocks_at_most = num_rows // BM + min(num_experts, num_rows)
     maps = (
         None if variant.gather else dense_box((reduction, num_rows), (BK, BM), element),
-        _weight_box(shape, columns, tile_columns, mn_major, halves, element, config.cluster),
+        _paired_box(shape, tile_columns, halves)
+        if paired
+        else _weight_box(shape, columns, tile_columns, mn_major, halves, element, config.cluster),
         h,
         out0,
         out1,
@@ -68,7 +76,7 @@ def rows_plan(
     )
     numbers = (num_rows, num_experts, reduction, columns, width if biased else 0, rank)
     grid = persistent_grid(device, config.cluster, blocks_at_most * -(-columns // tile_columns))
-    return Plan(kernel, ROWS_PARAMS, maps, numbers, grid=grid, device=device)
+    return Plan(kernel, params, maps, numbers, grid=grid, device=device)
 
 
 def _weight_box(
@@ -92,6 +100,14 @@ def _weight_box(
     if halves == 1:
         return Box((columns, outer, experts), (matrix, expert), (SLAB, BK, 1), element)
     return Box((columns, outer, halves, experts), (matrix, half, expert), (SLAB, BK, 1, 1), element)
+
+
+def _paired_box(shape: tuple[int, int, int], tile_columns: int, halves: int) -> Box:
+    """Weights (E, m, k), k counting pairs of fp8: of each 16 rows the even ones, then the odd ones; of each half its own."""
+    experts, rows, k = shape
+    columns, row = rows // halves, BF16.bytes * k
+    strides = (2 * row, row, 16 * row, columns * row)
+    return Box((k, 8, 2, columns // 16, experts * halves), strides, (BK, 8, 2, tile_columns // 16, halves))
 
 
 def h_box(columns: int, halves: int, num_rows: int, box: tuple[int, int, int], element: Element) -> Box:

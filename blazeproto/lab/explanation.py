@@ -125,6 +125,8 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     refuse_ranks(layer.dispatcher, "explain")
+    if layer.options.precision != "bf16":
+        raise ValueError(f"layer: expected precision='bf16', whose steps these are, got {layer.options.precision!r}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.shape[-1] != layer.d_model:

@@ -20,7 +20,7 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 class ArgumentBuffer(threading.local):
     """A thread's buffer for a kernel's arguments, which the driver has read when a launch returns."""
 
-    BYTES = 1024
+    BYTES = 4096  # as many as a kernel may take
 
     def __init__(self) -> None:
         memory = (ctypes.c_char * (self.BYTES + 64))()

@@ -71,7 +71,7 @@ def twins(monkeypatch):
     monkeypatch.setattr(weight, "workspace_elements", lambda product, where, shape: 24)
     monkeypatch.setattr(Dispatch, "where", (0, 0, 0), raising=False)
     monkeypatch.setattr(hopper_backend, "rows_of", lambda rows: rows)
-    monkeypatch.setattr(node, "backend_on", lambda *_: hopper_backend)
+    monkeypatch.setattr(node, "backend_on", lambda *_, **__: hopper_backend)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -48,12 +48,12 @@ def detached(tensors):
 
 
 def kept(made, save, factors):
-    h, act, *reduced = made
-    nothing = (None, None, None, None)
+    h, act, *reduced, _, _ = made
+    nothing = (None,) * 6
     return (
         nothing
         if save == "recompute"
-        else (h, act if save == "paper" else None, *(reduced if factors else nothing[2:]))
+        else (h, act if save == "paper" else None, *(reduced if factors else nothing[:2]), None, None)
     )
 
 
@@ -78,7 +78,7 @@ def test_opcheck_whole_batch(make_case, save, varying, factors):
     xa = torch.randn(tail[0].shape[0], 8, dtype=case.x.dtype) if factors else None
     for of_up in ([True, True, True, there, there], [False, True, False, there, False]):
         needs = [False, False, *of_up, *no]
-        arguments = (needs, None, dh, *parameters, None, None, xa, None, *tail)
+        arguments = (needs, None, dh, *parameters, None, None, xa, None, None, None, *tail)
         torch.library.opcheck(ops.moe_backward.default, arguments)
 
 

@@ -64,7 +64,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(weight, "num_sms", lambda device: 132)
     monkeypatch.setattr(weight, "WORKSPACE_PART", 1e6)  # so that these few rows may be cut, and partials be summed
-    monkeypatch.setattr(node, "backend_on", lambda *_: hopper_backend)
+    monkeypatch.setattr(node, "backend_on", lambda *_, **__: hopper_backend)
     monkeypatch.setattr(node, "dispatch_backend", lambda *_: torch_backend)
     monkeypatch.setattr(hopper_backend, "current_stream", lambda array: 0)
     return made

@@ -273,7 +273,13 @@ def refusals(rank: int, ranks: int) -> None:
     layer = layer_of(sizes, small)
     with pytest.raises(ValueError, match="x: expected at most max_tokens=640 tokens, got 641"):
         run(layer, batch(rank, sizes, ranks, tokens=641))
-    for options in (Options(combine="fused"), Options(workspace_bytes=1 << 20), Options(backend="torch")):
+    refused: list[dict[str, Any]] = [
+        {"combine": "fused"},
+        {"workspace_bytes": 1 << 20},
+        {"backend": "torch"},
+        {"precision": "fp8"},
+    ]
+    for options in (Options(**given) for given in refused):
         with pytest.raises(ValueError, match="with Symmetric"):
             small.check(options)
 

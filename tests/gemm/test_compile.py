@@ -18,12 +18,12 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.gemm import nvrtc, tiles
+from blazeproto.gemm import fp8, nvrtc, tiles
 from blazeproto.gemm.combine import slice_widths
 from blazeproto.gemm.compile import CompileError, Kernel, compile_in_subprocess, compile_many
 from blazeproto.gemm.launch import MAP_BYTES, Params
 from blazeproto.gemm.product import PACKAGE, TRANSPOSED, Sizes, Variant, variants
-from blazeproto.gemm.rows import ROWS_PARAMS
+from blazeproto.gemm.rows import FP8_ROWS_PARAMS, ROWS_PARAMS
 from blazeproto.gemm.tiles import (
     CHOSEN,
     FORCED,
@@ -334,10 +334,20 @@ def layout_check(params: Params) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(("params", "product"), [(ROWS_PARAMS, "up_forward"), (WEIGHT_PARAMS, "up_backward_weight")])
-def test_structs_lie_in_memory_as_launches_pack_them(params, product, tmp_path) -> None:
+STRUCTS = {
+    "rows": (ROWS_PARAMS, gemm.kernel_for("up_forward")),
+    "weights": (WEIGHT_PARAMS, gemm.kernel_for("up_backward_weight")),
+    "rows of fp8": (FP8_ROWS_PARAMS, fp8.linear_kernel()),
+    "weights of fp8": (fp8.WEIGHT_PARAMS, fp8.weight_kernel()),
+}
+
+
+@pytest.mark.parametrize("which", STRUCTS)
+def test_structs_lie_in_memory_as_launches_pack_them(which, tmp_path) -> None:
     """A kernel made of the description, compiled with a product's macros; and one of a wrong description, which must not."""
-    path, like, check = tmp_path / "layout.cu", gemm.kernel_for(product), layout_check(params)
+    params, like = STRUCTS[which]
+    path, check = tmp_path / "layout.cu", layout_check(params)
+    assert params.size <= driver.ArgumentBuffer.BYTES
     path.write_text(check)
     compile_in_subprocess(Kernel(str(path), "layout", like.defines))
     path.write_text(check.replace(f"!= {params.words_offset})", f"!= {params.words_offset + 8})"))

@@ -48,6 +48,16 @@ struct LinearEpilogue : PlainEpilogue<Scheduler> {
         }
     }
 
+#if FP8
+    DEVICE BlockScales block_scales(const RowTile& tile) const {
+        const int block = tile.column / BLOCK;
+        BlockScales scales(tile.expert, (p.reduction + BK - 1) / BK, (p.bias_stride + BLOCK - 1) / BLOCK, block,
+                           min(block + 1, (p.columns - 1) / BLOCK));
+        scales.set_rows(tile.row + strip_row(0), tile.row_end - 1);
+        return scales;
+    }
+#endif
+
     DEVICE bool ready(int) const { return pipeline.empty(); }
 
     template <int INDEX>

@@ -49,8 +49,14 @@ struct RowsParams {
     const float* scores;   // (pairs,)
     float* reduction_out;  // per-row partial sums, or an fp32 output
     uint32_t* tickets;     // a zero that this launch counts its tiles with, and leaves zero
+#if FP8
+    const float* a_scales;              // of tokens (tokens,), or BLOCK_SCALES (reduction blocks, rows)
+    const float* b_scales;              // (experts, column blocks, reduction blocks)
+    const float* h_scales;              // (column blocks of H, rows)
+    float *out0_scales, *out1_scales;   // (column blocks, rows), of outputs that are quantized
+#endif
     int rows, experts, reduction, columns;
-    int bias_stride;  // elements from one expert's bias to the next's
+    int bias_stride;  // columns of the weights: elements from one expert's bias to the next's
     int rank;         // LOW_RANK: elements of the reduction that follow the others
 };
 

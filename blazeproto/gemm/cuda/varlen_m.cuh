@@ -25,6 +25,9 @@ static_assert(CLUSTER == 1, "measured slower with weights shared by two CTAs: an
 // map's box is a whole block; MN-major it is a panel.
 template <int COLUMNS>
 DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTile& tile, int k) {
+#if PAIRED_ROWS
+    tma_load_5d(ring.b(), &weights, ring.full_barrier(), k, 0, 0, tile.column / GROUP, tile.expert * (BN / COLUMNS));
+#else
     if constexpr (B_MN) {
 #pragma unroll
         for (int panel = 0; panel < BN / PANEL; ++panel) {
@@ -36,6 +39,7 @@ DEVICE void load_weights(const TensorMap& weights, const Ring& ring, const RowTi
     } else {
         tma_load_4d(ring.b(), &weights, ring.full_barrier(), k, tile.column, 0, tile.expert);
     }
+#endif
 }
 #endif
 

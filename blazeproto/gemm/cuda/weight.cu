@@ -158,77 +158,7 @@ struct WeightProducer {
     }
 };
 
-// ---- epilogue --------------------------------------------------------------------------------------------------------
-struct WeightEpilogue : PlainEpilogue<WeightScheduler> {
-    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
-    static constexpr int PARTS = OUT_F32 ? 0 : BN / SLAB;
-    static_assert(PARTS < 2 || PARTS % 2 == 0, "slabs alternate, or there is one");
-    const WeightParams& p;
-    uint32_t out[BN / 4];
-    WeightTile tile;
-
-    DEVICE explicit WeightEpilogue(const WeightParams& params) : p(params) {}
-
-    DEVICE void hold(const float (&acc)[BN / 2], const WeightTile& of, const Ring&) {
-        tile = of;
-        if constexpr (OUT_F32) {
-            MARK(BEGIN, STORE);
-            store_f32(acc);
-            MARK(END, STORE);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < BN / 4; ++i) out[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
-    }
-
-    template <int INDEX>
-    DEVICE void part() {
-        const int i = tile.i, j = tile.j + INDEX * SLAB;
-        if (i >= p.gathered_width || j >= p.ordered_width) return skip_slab();
-        if constexpr (PARTS == 1) skip_slab();  // the slabs don't alternate: the last tile's has been read
-        const uint32_t slab = slab_of_part(INDEX);
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const uint32_t* quad = out + INDEX * PAIRS_IN_SLAB + quarter * 4;
-            if (TRANSPOSED) stmatrix_x4_trans(slab_address_transposed(slab, quarter), quad);
-            else stmatrix_x4(slab_address(slab, quarter), quad);
-        }
-        MARK(BEGIN, STORE);
-        store_slab([&] { tma_store_3d(&p.out, slab, TRANSPOSED ? i : j, TRANSPOSED ? j : i, tile.expert); });
-        MARK(END, STORE);
-    }
-
-    // weight_sum.cu reads it in the same order.
-    DEVICE static void store_partial(const float (&acc)[BN / 2], float4* partial) {
-        const int consumer = int(thread_index()) - WARPGROUP;
-#pragma unroll
-        for (int x = 0; x < BN / 2; x += 4)
-            partial[x / 4 * CONSUMERS * WARPGROUP + consumer] = make_float4(acc[x], acc[x + 1], acc[x + 2], acc[x + 3]);
-    }
-
-    // One thread adds to an element, and launches run one after the other, so additions come in a fixed order. They are
-    // reductions in memory, which no thread waits for; a load and a store would wait for memory once for each element.
-    DEVICE void store_f32(const float (&acc)[BN / 2]) const {
-        float* expert = p.out_f32 + int64_t(tile.expert) * p.gathered_width * p.ordered_width;
-#pragma unroll
-        for (int x = 0; x < BN / 2; x += 2) {  // a row, two neighbouring columns
-            const int i = tile.i + strip_row(x / 2 % 2), j = tile.j + x / 4 * 8 + threadIdx.x % 4 * 2;
-            if (i >= p.gathered_width || j >= p.ordered_width) continue;
-            float* first = expert + (TRANSPOSED ? i + int64_t(j) * p.gathered_width : int64_t(i) * p.ordered_width + j);
-            if (p.accumulate && TRANSPOSED) {
-                reduce_add_f32(first, acc[x]);
-                reduce_add_f32(first + p.gathered_width, acc[x + 1]);
-            } else if (p.accumulate) {
-                reduce_add_f32x2(first, acc[x], acc[x + 1]);
-            } else if (TRANSPOSED) {
-                first[0] = acc[x];
-                first[p.gathered_width] = acc[x + 1];
-            } else {
-                *reinterpret_cast<float2*>(first) = make_float2(acc[x], acc[x + 1]);
-            }
-        }
-    }
-};
+#include "weight_epilogue.cuh"
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PTXAS_THREADS, 1)
     weight_gradient(const __grid_constant__ WeightParams p) {

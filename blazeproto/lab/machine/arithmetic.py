@@ -146,6 +146,8 @@ _HALVES: dict[tuple[str, str], tuple[tuple[np.dtype, ...], np.dtype, Callable[..
     ("f16x2", "f32"): ((F32, F32), U32, floats.f16_pair),
     ("bf16", "f32"): ((F32,), U16, floats.to_bf16),
     ("f32", "bf16"): ((U16,), F32, floats.from_bf16),
+    ("e4m3x2", "f32"): ((F32, F32), U16, floats.e4m3_pair),
+    ("f16x2", "e4m3x2"): ((U16,), U32, floats.from_e4m3_pair),
 }
 
 
@@ -154,6 +156,9 @@ def _conversion(words: tuple[str, ...]) -> Operation:
     _, *modifiers, to, of = words
     mode = next((word for word in modifiers if word in MODES or word in _WHOLE), "")
     sat, ftz = "sat" in modifiers, "ftz" in modifiers
+    if to == "e4m3x2" and modifiers != ["rn", "satfinite"]:
+        raise KeyError(words)
+    modifiers = [word for word in modifiers if word != "satfinite" or to != "e4m3x2"]
     if set(modifiers) - {mode, "sat", "ftz"}:
         raise KeyError(words)
     if (halves := _HALVES.get((to, of))) and (mode in ("rn", "rz") or of == "bf16"):
@@ -227,10 +232,17 @@ _CONVERSIONS = {  # whether the source is a float, whether the result is
 }
 
 
+def _larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """max.u16x2"""
+    return np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
+
+
 @cache
 def operation(words: tuple[str, ...]) -> Operation | None:
     """What an opcode, split at its points, computes in each lane; None where it is none of these families."""
     try:
+        if words == ("max", "u16x2"):  # 9.7.1.13
+            return Operation((U32, U32), U32, _larger_halves)
         if words[0] in ("setp", "cvt"):
             return _comparison(words) if words[0] == "setp" else _conversion(words)
         family = FAMILIES.get(".".join(words[:-1]))

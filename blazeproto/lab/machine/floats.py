@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from blazeproto.runtime.rounding import E4M3, e4m3_bits
+
 Function = Callable[..., np.ndarray]
 F16, F32, F64 = map(np.dtype, ("f2", "f4", "f8"))
 MODES = ("rn", "rz", "rm", "rp")  # to nearest even, to zero, down, up
@@ -149,6 +151,20 @@ def bf16_pair(upper: np.ndarray, lower: np.ndarray, mode: str) -> np.ndarray:
 def f16_pair(upper: np.ndarray, lower: np.ndarray, mode: str) -> np.ndarray:
     """Two float32 to a uint32."""
     halves = [with_f16_nan(rounded(half.astype(F64), F16, mode)).view(np.uint16) for half in (upper, lower)]
+    return halves[0].astype(np.uint32) << SIXTEEN | halves[1]
+
+
+# --- fp8: e4m3 ------------------------------------------------------------------------------------------------------------
+
+
+def e4m3_pair(upper: np.ndarray, lower: np.ndarray, _: str) -> np.ndarray:
+    """Two float32 to a uint16, .satfinite."""
+    return e4m3_bits(upper).astype(np.uint16) << np.uint16(8) | e4m3_bits(lower)
+
+
+def from_e4m3_pair(pair: np.ndarray, _: str) -> np.ndarray:
+    """A uint16 to two float16 in a uint32, exact."""
+    halves = [with_f16_nan(E4M3[byte].astype(F16)).view(np.uint16) for byte in (pair >> 8, pair & 0xFF)]
     return halves[0].astype(np.uint32) << SIXTEEN | halves[1]
 
 

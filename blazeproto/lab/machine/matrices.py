@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from blazeproto.lab.machine.memory import Refusal
+from blazeproto.runtime.rounding import E4M3
 
 SWIZZLES = (0, 128, 64, 32)  # bytes, by the descriptor's two highest bits
 FIELDS = 0xC000_3FFF_3FFF_3FFF  # the descriptor's bits but for the base offset (49 to 51) and what is unused
 PERIOD = 1024  # bytes after which every swizzle repeats
 NAN = np.uint32(0x7FFF_FFFF).view(np.float32)  # the only one that the tensor core gives
+E4M3_FRACTION = 13  # bits of a sum of fp8 products behind its largest addend's first
 ERROR = 12 * 2.0**-24  # of the GPU's sum and ours together, as `truncation_bound` counts
 
 
@@ -136,6 +138,18 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
     result = product.astype(np.float32)
     np.copyto(result, NAN, where=np.isnan(result))
     return result
+
+
+@np.errstate(all="ignore")
+def multiply_e4m3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """A B^T + C, fp32 (64, N), of wgmma.mma_async.m64nNk32.f32.e4m3.e4m3.  a: (64, 32), b: (N, 32), e4m3's bits as uint8.
+
+    As a Hopper GPU does: the 32 products and c are cut off below 2^-13 of the largest exponent among them, and added exactly.
+    """
+    addends = np.concatenate((E4M3[a][:, None] * E4M3[b][None], c[..., None]), axis=2).astype(np.float64)
+    unit = np.exp2(np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 1.0 - E4M3_FRACTION)
+    result = (np.trunc(addends / unit) * unit).sum(axis=2).astype(np.float32)
+    return np.where(np.isnan(result), NAN, result)
 
 
 def truncation_bound(magnitudes: np.ndarray, instructions: int = 1) -> np.ndarray:

@@ -24,7 +24,7 @@ from blazeproto.lab.machine.warp import LANE, LANES, NONE, Compiled, Run, Warp
 
 Fetch = Callable[[Warp], np.ndarray]
 Known = Callable[[Warp, np.ndarray], np.ndarray]  # of lanes, by their numbers
-INT32, INT64, UINT16, UINT32, UINT64, BOOL = map(np.dtype, ("i4", "i8", "u2", "u4", "u8", "?"))
+INT32, INT64, UINT8, UINT16, UINT32, UINT64, BOOL = map(np.dtype, ("i4", "i8", "u1", "u2", "u4", "u8", "?"))
 AXES: dict[str, Callable[[Warp], Any]] = {  # PTX ISA §10, "Special registers": those with .x, .y, .z,
     "tid": lambda warp: warp.cta.threads_of(warp.number),
     "ntid": lambda warp: warp.cta.launch.block,
@@ -144,3 +144,24 @@ def lane_wise(instruction: Statement, known: Operation | None) -> Run:
         warp.write(register, value, running, missing)
 
     return run
+
+
+def vector_move(instruction: Statement) -> Run:
+    """§9.7.9.4 mov: a vector's registers, the first one lowest, into one of as many bits, or out of it."""
+    to, of = instruction.operands
+    vector, word = (of, to) if isinstance(of, Vector) else (to, of)
+    assert isinstance(vector, Vector) and isinstance(word, Register)
+    width = word.bits // len(vector.parts)
+    whole, piece, places = WORDS[word.bits], WORDS[width], range(0, word.bits, width)
+    pieces, read, get = [fetch(part, piece) for part in vector.parts], registers_of(of), fetch(word, whole)
+
+    def pack(warp: Warp, running: np.ndarray | None) -> None:
+        value = sum(one(warp).astype(whole) << whole.type(place) for one, place in zip(pieces, places, strict=True))
+        warp.write(word.place, np.asarray(value), running, warp.unwritten_among(read))
+
+    def unpack(warp: Warp, running: np.ndarray | None) -> None:
+        missing, value = warp.unwritten_among(read), get(warp)
+        for register, place in zip(registers_of(to), places, strict=True):
+            warp.write(register, (value >> whole.type(place)).astype(piece), running, missing)
+
+    return pack if vector is of else unpack

@@ -10,8 +10,8 @@ from functools import cache
 from blazeproto.lab.machine import asynchronous, barriers, lanes, loads, wgmma
 from blazeproto.lab.machine.arithmetic import operation
 from blazeproto.lab.machine.opcodes import OPCODES
-from blazeproto.lab.machine.operands import lane_wise
-from blazeproto.lab.machine.ptx import Entry, Line, PtxError, Statement
+from blazeproto.lab.machine.operands import lane_wise, vector_move
+from blazeproto.lab.machine.ptx import Entry, Line, PtxError, Statement, Vector
 from blazeproto.lab.machine.warp import Compiled, Run
 
 FAMILIES: dict[str, Callable[[Statement, Compiled], Run]] = {
@@ -44,6 +44,9 @@ def _compile(instruction: Statement) -> Compiled:
         return Compiled(instruction, targets[0] if targets else None)
     make = _family(words)
     step = Compiled(instruction, visible=make is not None)
+    if words[0] == "mov" and any(isinstance(one, Vector) for one in instruction.operands):
+        step.run = vector_move(instruction)
+        return step
     step.run = make(instruction, step) if make else lane_wise(instruction, operation(words))
     return step
 

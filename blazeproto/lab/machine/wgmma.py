@@ -13,12 +13,12 @@ import numpy as np
 from blazeproto.lab.machine import matrices
 from blazeproto.lab.machine.asynchronous import Transaction
 from blazeproto.lab.machine.memory import SHARED_BASE, bytes_at
-from blazeproto.lab.machine.operands import BOOL, UINT64, known, registers_of
+from blazeproto.lab.machine.operands import BOOL, UINT8, UINT16, UINT64, known, registers_of
 from blazeproto.lab.machine.ptx import PtxError, Statement, Vector
 from blazeproto.lab.machine.warp import ALL, LANE, LANES, Compiled, Run, Wait, Warp, plain
 
 WARPS = 4
-DEPTH = 16  # K of one wgmma
+BYTES = 32  # of a row of an operand, which is K of one wgmma
 
 
 class Multiplication(Transaction):
@@ -95,27 +95,33 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
 
 
 def _multiply(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.15.5.2 wgmma.mma_async of bf16, both operands in shared memory"""
+    """§9.7.15.5.2 wgmma.mma_async of bf16 or e4m3, which lies K-major, both operands in shared memory"""
     d, a, b, scale_d, *immediates = instruction.operands
+    word, multiplied = (
+        (UINT8, matrices.multiply_e4m3) if instruction.words[-1] == "e4m3" else (UINT16, matrices.multiply)
+    )
+    depth = BYTES // word.itemsize
     scale_a, scale_b, *transposed = (one.value for one in immediates)  # type: ignore[union-attr]
     if (scale_a, scale_b) != (1, 1):
         raise PtxError("expected no negated operand")
-    registers, n = registers_of(d), int(instruction.words[4].removeprefix("m64n").removesuffix(f"k{DEPTH}"))
-    if n % 8 or not 8 <= n <= 256 or len(registers) != n // 2 or not isinstance(d, Vector) or len(transposed) != 2:
-        raise PtxError("expected n a multiple of 8 up to 256, n / 2 accumulators, and four constants")
+    registers, n = registers_of(d), int(instruction.words[4].removeprefix("m64n").removesuffix(f"k{depth}"))
+    sized = len(registers) == n // 2 and len(transposed) == (2 if depth == 16 else 0)
+    if n % 8 or not 8 <= n <= 256 or not isinstance(d, Vector) or not sized:
+        raise PtxError("expected n a multiple of 8 up to 256, n / 2 accumulators, and four constants, or two for e4m3")
+    transposed = transposed or [0, 0]
     uniform = [known(step, a, UINT64), known(step, b, UINT64), known(step, scale_d, BOOL)]
 
     def operand(
         warp: Warp, described: matrices.Descriptor, rows: int, transposed: int, product: Multiplication
     ) -> np.ndarray:
         shared = warp.cta.shared  # a descriptor's address is that inside its CTA
-        places = matrices.operand_addresses(described, rows, DEPTH, bool(transposed)) - SHARED_BASE
-        if places.min() < 0 or places.max() + 2 > shared.size:
+        places = matrices.operand_addresses(described, rows, depth, bool(transposed), word.itemsize) - SHARED_BASE
+        if places.min() < 0 or places.max() + word.itemsize > shared.size:
             raise step.error(warp, f"a matrix at {described.address:#x} beyond shared memory of {shared.size} bytes")
-        chunks = places[::8] if transposed else places[:, ::8]  # of 16 bytes, in every layout
+        chunks = places[::8] if transposed else places[:, :: depth // 2]  # of 16 bytes, in every layout
         warp.cta.races.read(shared, chunks.reshape(-1), 16, product, step)
         # Rows that nobody wrote are multiplied too: true kernels do, and store nothing of them.
-        return shared.seen_by_async(bytes_at(places.reshape(-1), 2)).view(np.uint16).reshape(rows, DEPTH)
+        return shared.seen_by_async(bytes_at(places.reshape(-1), word.itemsize)).view(word).reshape(rows, depth)
 
     def happen(warp: Warp, given: list[matrices.Descriptor], product: Multiplication) -> None:
         group, _ = _of(warp)
@@ -123,7 +129,7 @@ def _multiply(instruction: Statement, step: Compiled) -> Run:
         going_on = any(one is None for one in first)
         sums = group.sums[registers] if going_on else matrices.fragment_to_matrix(np.array(first))
         left, right = (operand(warp, *one, product) for one in zip(given, (64, n), transposed, strict=True))
-        group.sums[registers] = matrices.multiply(left, right, sums)
+        group.sums[registers] = multiplied(left, right, sums)
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         step.refuse(warp, ~warp.mask(running), "expected all 32 lanes")

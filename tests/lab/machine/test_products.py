@@ -14,7 +14,18 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
 
-from blazeproto.gemm import PRODUCTS, TILES, Kernel, Sizes, TileConfig, all_kernels, kernel_for, up_forward
+from blazeproto.gemm import (
+    PRODUCTS,
+    TILES,
+    Kernel,
+    Sizes,
+    TileConfig,
+    all_kernels,
+    fp8,
+    kernel_for,
+    quantize,
+    up_forward,
+)
 from blazeproto.gemm.tiles import CHOSEN
 from blazeproto.lab import on_machine, oracle
 from blazeproto.lab.accuracy import Pool
@@ -152,7 +163,9 @@ def test_a_tile_takes_less_than_a_second() -> None:
 
 # --- All of them -----------------------------------------------------------------------------------------------------------
 
-ALL = all_kernels()
+ALL = [
+    kernel for kernel in all_kernels() if kernel not in (*quantize.kernels(), *fp8.kernels())
+]  # of these: test_fp8.py
 
 
 @pytest.mark.full

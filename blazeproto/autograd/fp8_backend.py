@@ -1,0 +1,309 @@
+"""The backends with fp8 (e4m3) operands, ``precision="fp8"`` and ``"fp8_rows"`` (`Options.precision`).
+
+Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine, the sums of weight
+gradients. H, act, dH and A' are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by
+itself, where they are used; weights once a forward, in both orders, 128 x 128 together.
+
+    x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, W_up^T_q, W_down^T_q, S, indices
+    dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
+    dO_q, A'_q turned ─> dW_down              dH_q, x_q turned ─> dW_up          "fp8_rows": all of these in bf16
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blazeproto.autograd import hopper_backend, torch_backend
+from blazeproto.autograd.hopper_backend import ready
+from blazeproto.autograd.operators import cast
+from blazeproto.autograd.records import E4M3, new_rows, new_weights, rows_in, weights_in, width_of
+from blazeproto.dispatch.structures import Addresses, Dispatch
+from blazeproto.gemm import down_backward, fp8, quantize
+from blazeproto.gemm.combine import column_slices, in_slices
+from blazeproto.gemm.combine import launch as launch_combine
+from blazeproto.gemm.quantize import Quantized
+
+
+class Hopper:
+    """By the kernels of `blazeproto.gemm.fp8`."""
+
+    READS_ACT = False
+    build_dispatch = staticmethod(hopper_backend.build_dispatch)
+    rows_of = staticmethod(hopper_backend.rows_of)
+
+    def __init__(self, weights_in_fp8: bool) -> None:
+        """weights_in_fp8: whether weight gradients are products of fp8; else rows are brought back to bf16 for them."""
+        self.weights_in_fp8 = weights_in_fp8
+
+    def forward_weight(self, weight: Tensor, rows: Addresses, place: Tensor | None) -> Quantized:
+        """Quantized, for a product of forward; its transpose in ``place``, a record."""
+        experts, m, k = weight.shape
+        made = weights_in(new_weights(weight, experts, m, k), m, k)
+        quantize.launch_weights(ready(weight), rows, made, None if place is None else weights_in(place, k, m))
+        return made
+
+    def backward_weight(self, weight: Tensor, rows: Addresses, place: Tensor | None) -> Quantized:
+        """The transpose, quantized: that of forward in ``place``, or made now."""
+        experts, m, k = weight.shape
+        if place is None:
+            place = new_weights(weight, experts, k, m)
+            self.forward_weight(weight, rows, place)
+        return weights_in(place, k, m)
+
+    def up_forward(
+        self,
+        x: Tensor,
+        up_proj: Quantized,
+        bias: None,
+        rows: Addresses,
+        activation: str,
+        low: None = None,
+        h: Tensor | None = None,
+        act: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        width = up_proj.values.shape[1]
+        h = new_rows(x, rows.num_rows, width) if h is None else h
+        act = new_rows(x, rows.num_rows, width // 2)
+        of_h, of_act = rows_in(h, width), rows_in(act, width // 2)
+        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, h=of_h, act=of_act)
+        return h, act
+
+    def down_forward(
+        self,
+        act: Tensor,
+        down_proj: Quantized,
+        bias: None,
+        scores: Tensor,
+        rows: Addresses,
+        out: Tensor,
+        combine: str,
+        low: None = None,
+        *,
+        overwrite_act: bool,
+        add_up: None = None,
+    ) -> None:
+        d_expert = down_proj.values.shape[2]
+        gradient_bytes = 4 * down_proj.values.nbytes
+        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, gradient_bytes, out, ready(scores))
+
+    def down_backward_act(
+        self,
+        needs: Sequence[bool],
+        d_out: Tensor,
+        h: Tensor,
+        act: None,
+        scores: Tensor,
+        down_proj: Quantized,
+        bias: None,
+        rows: Addresses,
+        activation: str,
+        low: None = None,
+        *,
+        overwrite_h: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores, d_expert, num_rows = ready(scores), down_proj.values.shape[1], rows.num_rows
+        dh = h if overwrite_h else torch.empty_like(h)
+        a_scaled, d_scores = new_rows(h, num_rows, d_expert), torch.empty_like(scores)
+        fp8.launch_down_backward(
+            self._tokens(d_out, rows),
+            down_proj,
+            rows_in(h, 2 * d_expert),
+            scores,
+            rows,
+            activation=activation,
+            dh=rows_in(dh, 2 * d_expert),
+            a_scaled=rows_in(a_scaled, d_expert),
+            d_scores=d_scores,
+            workspace=scores.new_empty(down_backward.score_partials(d_expert, fp8.TILES), num_rows),
+        )
+        return dh, d_scores, a_scaled
+
+    def up_backward_act(
+        self,
+        dh: Tensor,
+        x: Tensor,
+        up_proj: Quantized,
+        rows: Addresses,
+        low: None = None,
+        dx: Tensor | None = None,
+        *,
+        combine: str = "gather",
+        add_up: None = None,
+    ) -> Tensor:
+        width = up_proj.values.shape[2]
+        dx = torch.empty_like(x) if dx is None else dx
+        self._rows_and_sums(rows_in(dh, width), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
+        return dx
+
+    def weight_gradient(
+        self,
+        left: Tensor,
+        ordered: Tensor,
+        like: Tensor,
+        rows: Addresses,
+        accumulator: Tensor | None = None,
+        *,
+        gather: bool,
+        transposed: bool,
+        factor: bool = False,
+    ) -> Tensor:
+        """Some of a token's columns at a time, so that their transpose takes no more than the ordered rows'."""
+        width, d_model = width_of(ordered), left.shape[1]
+        if not self.weights_in_fp8:
+            wide = left.new_empty(rows.num_rows, width)
+            quantize.launch_dequantize(rows_in(ordered, width), rows, range(width), wide)
+            how: dict[str, Any] = {"gather": gather, "transposed": transposed, "factor": factor}
+            return hopper_backend.weight_gradient(left, wide, like, rows, accumulator, **how)
+        f32, accumulate = like.dtype == torch.float32 or accumulator is not None, accumulator is not None
+        dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype) if accumulator is None else accumulator
+        before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
+        quantize.launch_block_offsets(rows, before)
+        turned = self._turned(rows_in(ordered, width), range(width), rows, before, gather=False)
+        tokens = self._tokens(left, rows)
+        for columns in in_slices(d_model, 1 if f32 else max(1, d_model // width)):
+            part = self._turned(tokens, columns, rows, before, gather=True)
+            operands, first = (
+                ((turned, part), (0, columns.start)) if transposed else ((part, turned), (columns.start, 0))
+            )
+            fp8.launch_weight(*operands, rows, before, dw=dw, first=first, f32=f32, accumulate=accumulate)
+            del part, operands  # before the next one is allocated
+        return dw if accumulate else cast(dw, like.dtype)
+
+    def _turned(self, of: Quantized, columns: range, rows: Addresses, before: Tensor, *, gather: bool) -> Quantized:
+        made, width = quantize.most_blocks(rows.num_rows, rows.num_experts), len(columns)
+        values = of.values.new_empty(width, made * quantize.BLOCK)
+        out = Quantized(values, of.scales.new_empty(quantize.blocks(width), made))
+        quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
+        return out
+
+    def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
+        x = ready(x)
+        made = Quantized(torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32))
+        quantize.launch_rows(x, rows, made)
+        return made
+
+    def _rows_and_sums(
+        self, a: Quantized, weights: Quantized, rows: Addresses, gradient_bytes: int, out: Tensor, scores: Tensor | None
+    ) -> None:
+        """The sums over a token's rows of a W^T, some columns at a time, as `hopper_backend` has them."""
+        for columns in column_slices(rows.num_rows, out.shape[1], gradient_bytes):
+            made = out.new_empty(rows.num_rows, len(columns))
+            fp8.launch_linear(a, weights, rows, columns=columns, out=made)
+            launch_combine(made, rows, scores=scores, columns=columns, out=out)
+            del made  # before the next one is allocated
+
+
+class Plain:
+    """By plain torch operations: what the kernels compute, of numbers in x's dtype that are e4m3 times their scales."""
+
+    READS_ACT = False
+    build_dispatch = staticmethod(torch_backend.build_dispatch)
+    rows_of = staticmethod(torch_backend.rows_of)
+
+    def __init__(self, weights_in_fp8: bool) -> None:
+        self.weights_in_fp8 = weights_in_fp8
+
+    def forward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
+        _, m, k = weight.shape
+        made = quantize.of_weights(torch, weight)
+        if place is not None:
+            to = weights_in(place, k, m)
+            to.values.copy_(made.values.mT), to.scales.copy_(made.scales.mT)
+        return quantize.weights_of(torch, made).to(weight.dtype)
+
+    def backward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
+        """As it lies: transposing changes no number."""
+        if place is None:
+            return self.forward_weight(weight, rows, None)
+        _, m, k = weight.shape
+        return quantize.weights_of(torch, weights_in(place, k, m)).to(weight.dtype).mT
+
+    def up_forward(
+        self,
+        x: Tensor,
+        up_proj: Tensor,
+        bias: None,
+        rows: Dispatch,
+        activation: str,
+        low: None = None,
+        h: Tensor | None = None,
+        act: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        made = torch_backend.up_forward(_tokens(x), up_proj, None, rows, activation)
+        return _to_record(made[0], h), _to_record(made[1])
+
+    def down_forward(
+        self,
+        act: Tensor,
+        down_proj: Tensor,
+        bias: None,
+        scores: Tensor,
+        rows: Dispatch,
+        out: Tensor,
+        combine: str,
+        low: None = None,
+        *,
+        overwrite_act: bool,
+        add_up: None = None,
+    ) -> None:
+        a = _from_record(act, down_proj.dtype)
+        torch_backend.down_forward(a, down_proj, None, scores, rows, out, combine, overwrite_act=False)
+
+    def down_backward_act(
+        self,
+        needs: Sequence[bool],
+        d_out: Tensor,
+        h: Tensor,
+        act: None,
+        scores: Tensor,
+        down_proj: Tensor,
+        bias: None,
+        rows: Dispatch,
+        activation: str,
+        low: None = None,
+        *,
+        overwrite_h: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        d_out, h = _tokens(d_out), _from_record(h, d_out.dtype)
+        made = torch_backend.down_backward_act(
+            needs, d_out, h, None, scores, down_proj, None, rows, activation, overwrite_h=False
+        )
+        dh, d_scores, a_scaled = made
+        return None if dh is None else _to_record(dh), d_scores, None if a_scaled is None else _to_record(a_scaled)
+
+    def up_backward_act(
+        self,
+        dh: Tensor,
+        x: Tensor,
+        up_proj: Tensor,
+        rows: Dispatch,
+        low: None = None,
+        dx: Tensor | None = None,
+        *,
+        combine: str = "gather",
+        add_up: None = None,
+    ) -> Tensor:
+        return torch_backend.up_backward_act(_from_record(dh, up_proj.dtype), x, up_proj, rows, None, dx)
+
+    def weight_gradient(
+        self, left: Tensor, ordered: Tensor, like: Tensor, rows: Dispatch, accumulator: Tensor | None = None, **how: Any
+    ) -> Tensor:
+        left = _tokens(left) if self.weights_in_fp8 else left
+        return torch_backend.weight_gradient(left, _from_record(ordered, left.dtype), like, rows, accumulator, **how)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return quantize.tokens_of(torch, quantize.of_tokens(torch, x)).to(x.dtype)
+
+
+def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:
+    record = new_rows(rows, *rows.shape) if place is None else place
+    made, to = quantize.of_rows(torch, rows), rows_in(record, rows.shape[1])
+    to.values.copy_(made.values), to.scales.copy_(made.scales)
+    return record
+
+
+def _from_record(record: Tensor, dtype: torch.dtype) -> Tensor:
+    return quantize.rows_of(torch, rows_in(record, width_of(record))).to(dtype)

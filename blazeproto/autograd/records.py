@@ -1,0 +1,56 @@
+"""fp8 tensors and their scales as one tensor of bytes, a record, so that operators pass and save one where they have one in bf16.
+
+    rows       (R, width + width / 32)                values (R, width), then scales (width / 128, R) fp32
+    weights    (E, m k + 4 (m / 128) (k / 128))       values (E, m, k), then scales (E, m / 128, k / 128) fp32
+
+A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
+
+E4M3 = torch.float8_e4m3fn
+
+
+def row_bytes(width: int) -> int:
+    """Bytes that a row takes in a record."""
+    return width + 4 * width // BLOCK
+
+
+def weight_bytes(m: int, k: int) -> int:
+    """Bytes that an expert's weight (m, k) takes in a record."""
+    return m * k + 4 * blocks(m) * blocks(k)
+
+
+def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Uninitialised."""
+    return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
+
+
+def new_weights(like: Tensor, experts: int, m: int, k: int) -> Tensor:
+    """Uninitialised. like: of the device."""
+    return like.new_empty(experts, weight_bytes(m, k), dtype=torch.uint8)
+
+
+def rows_in(record: Tensor, width: int) -> Quantized:
+    """Views of values and scales. width: of a row, a multiple of 128."""
+    return _views(record, (len(record), width), (width // BLOCK, len(record)))
+
+
+def width_of(record: Tensor) -> int:
+    """How wide the rows in it are."""
+    return record.shape[1] * BLOCK // (BLOCK + 4)
+
+
+def weights_in(record: Tensor, m: int, k: int) -> Quantized:
+    """Views of values and scales."""
+    return _views(record, (len(record), m, k), (len(record), blocks(m), blocks(k)))
+
+
+def _views(record: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
+    flat, end = record.view(-1), prod(values)
+    return Quantized(flat[:end].view(E4M3).view(values), flat[end:].view(torch.float32).view(scales))

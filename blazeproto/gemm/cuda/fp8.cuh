@@ -1,0 +1,147 @@
+// fp8 operands (e4m3), of kernels compiled with FP8: their products, summed in fp32, and what an epilogue quantizes.
+//
+// Only wgmma and epilogues know of bytes. All that moves operands moves them in pairs, as if each pair were one bf16: a stage's row
+// of 128 bytes has 128 elements of the reduction, and widths and coordinates are half of what they are in elements.
+//
+// A tensor core keeps some 14 bits of a sum. So a consumer adds up each 128 elements of the reduction by themselves, in half of its
+// columns at a time, and adds what comes out to sums in fp32; that leaves the tensor cores to the other consumer.
+//
+//   consumer 0   | wgmma, columns 0-127 | add | wgmma, 128-255 | add | wgmma of the next stage ...
+//   consumer 1            | wgmma, columns 0-127 | add | wgmma, 128-255 | add | ...
+//
+// Scales are powers of two. Weights have one for each block of 128 x 128, tokens one each, which the epilogue applies. Rows that an
+// epilogue has quantized have one for each 128 elements: those of blocks are applied where sums are added.
+//
+// -D: BLOCK_SCALES  1 where rows have a scale for each BLOCK elements of the reduction
+//     PAIRED_ROWS   1 where the epilogue quantizes. It wants four neighbouring columns in a thread; accumulators are two of each
+//                   eight. So TMA loads each 16 rows of the weights as the even ones, then the odd ones:
+//
+//                   accumulators 4j + 2h + i, j even   columns 16 (j / 2) + 4 (l % 4) + 2 i
+//                                             j odd    columns 16 (j / 2) + 4 (l % 4) + 2 i + 1
+#pragma once
+#include "mainloop.cuh"
+
+constexpr int BLOCK = SWIZZLE_ROW;  // elements of a quantized row that share a scale, and of a stage
+constexpr int SLICE = BN / 2;       // columns that are multiplied at a time, whose weights share a scale in a stage
+constexpr int GROUP = 16;           // PAIRED_ROWS: neighbouring columns that four lanes have
+static_assert(SLICE == 128, "m64n128k32");
+
+#define ACC8(i, how) \
+    how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
+#define ACC64(how) \
+    ACC8(0, how), ACC8(8, how), ACC8(16, how), ACC8(24, how), ACC8(32, how), ACC8(40, how), ACC8(48, how), ACC8(56, how)
+#define WGMMA_E4M3(how, accumulate)                                                              \
+    asm volatile(                                                                                \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                            \
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "                                 \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "       \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "       \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "      \
+        "%64, %65, p, 1, 1;\n}\n"                                                                \
+        : ACC64(how)                                                                             \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+// D (64 x 128) += A (64 x 32) * B (32 x 128), both K-major. accumulate: 0 starts from zero.
+DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int accumulate) { WGMMA_E4M3("+f", accumulate); }
+
+// The same from zero, into registers that held nothing before. As an input of the first wgmma they would be taken outside of the
+// mainloop too.
+DEVICE void wgmma_e4m3_first(float (&d)[64], uint64_t a, uint64_t b) { WGMMA_E4M3("=f", 0); }
+
+#undef WGMMA_E4M3
+#undef ACC64
+#undef ACC8
+
+// Where the scales lie of this thread's two rows and of its two slices' weights, for one block of the reduction after the other.
+// Offsets, since 32 bits are enough for them, and registers are short.
+struct BlockScales {
+    uint32_t weights, second;    // of the first slice, in b_scales; from there to the second slice's
+    uint32_t rows, second_row = 0;  // BLOCK_SCALES: likewise of rows, in a_scales
+
+    // Of a tile whose slices' columns are in these of an expert's column blocks.
+    DEVICE BlockScales(int expert, int steps, int blocks, int first_block, int second_block)
+        : weights((expert * blocks + first_block) * steps), second((second_block - first_block) * steps) {}
+
+    // Rows past the last one get its scale.
+    DEVICE void set_rows(int row, int last) {
+        rows = min(row, last);
+        second_row = min(row + 8, last) - rows;
+    }
+
+    template <class Params>
+    DEVICE void load(const Params& p, float (&of_slice)[2], float (&of_row)[2]) {
+        of_slice[0] = load_f32(p.b_scales + weights);
+        of_slice[1] = load_f32(p.b_scales + (weights + second));
+        ++weights;
+        if (!BLOCK_SCALES) return;
+        of_row[0] = load_f32(p.a_scales + rows);
+        of_row[1] = load_f32(p.a_scales + (rows + second_row));
+        rows += p.rows;
+    }
+};
+
+#if TURNS
+constexpr int TURN_BARRIER = PRODUCER_BARRIER + 1;
+
+DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+#endif
+
+// sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages.
+template <class Params>
+DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, BlockScales scales, const Params& p) {
+    constexpr uint32_t K_STEP = 32 / 16, SLICE_STEP = SLICE * SWIZZLE_ROW / 16;
+    MARK(BEGIN, MMA);
+    float of_slice[2], of_row[2], next_of_slice[2], next_of_row[2];
+    scales.load(p, next_of_slice, next_of_row);
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sum[i] = 0.0f;
+#pragma unroll 1
+    for (int left = steps; left > 0; --left) {
+        ring.wait_until_full();
+        if (GATHER) fence_proxy_async();  // as in mainloop.cuh
+#pragma unroll
+        for (int i = 0; i < 2; ++i) of_slice[i] = next_of_slice[i], of_row[i] = next_of_row[i];
+        if (left > 1) scales.load(p, next_of_slice, next_of_row);
+        const uint32_t a = descriptor_low(ring.a() + strip * STRIP * SWIZZLE_ROW, PANEL_BYTES);
+        const uint32_t b = descriptor_low(ring.b(), PANEL_BYTES);
+        float acc[SLICE / 2];  // the second slice's once the first one's are added
+#pragma unroll
+        for (int slice = 0; slice < 2; ++slice) {
+#if TURNS
+            if (strip == 1 && slice == 0 && ring.passed == 0) named_barrier_arrive(TURN_BARRIER, CONSUMERS * WARPGROUP);
+            named_barrier_sync(TURN_BARRIER + strip, CONSUMERS * WARPGROUP);
+#endif
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < SWIZZLE_ROW / 32; ++k) {
+                const uint64_t at_a = matrix_descriptor(a + k * K_STEP), at_b = matrix_descriptor(b + slice * SLICE_STEP + k * K_STEP);
+                if (slice + k == 0) wgmma_e4m3_first(acc, at_a, at_b);
+                else wgmma_e4m3(acc, at_a, at_b, k > 0);
+            }
+            wgmma_commit_group();
+#if TURNS
+            named_barrier_arrive(TURN_BARRIER + 1 - strip, CONSUMERS * WARPGROUP);
+#endif
+            wgmma_wait_group<0>();
+            pin_registers(acc);
+            if (slice == 1) ring.release();
+#pragma unroll
+            for (int i = 0; i < SLICE / 2; ++i) {
+                const float scale = BLOCK_SCALES ? of_slice[slice] * of_row[i / 2 % 2] : of_slice[slice];
+                float& to = sum[slice * SLICE / 2 + i];
+                to = fmaf(acc[i], scale, to);
+            }
+        }
+        ring.advance();
+    }
+    MARK(END, MMA);
+}
+
+DEVICE void tma_load_5d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+        "[%2];" ::"r"(dst),
+        "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}

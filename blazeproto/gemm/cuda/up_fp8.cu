@@ -1,0 +1,106 @@
+// Up projection, forward, in fp8: up.cu's, of quantized tokens and weights, which quantizes what it makes.
+//
+//   H[r]   = S_x[token(r)] S_W[e] (x_q[token(r)] . W_q[e]^T)      x_q (T, d) gathered, W_q (E, 2n, d); H rounded to bf16
+//   act[r] = f(gate) * g(up)                                      rounded to bf16
+//   H_q, act_q and their scales: a row's 128 columns share one    H_q (R, 2n), act_q (R, n); (2n / 128, R), (n / 128, R)
+//
+//   x_q rows  --gather-->  A (BM x 128)  \
+//                                          wgmma, sums -> gate, up (64 x 128 a consumer) -> two slabs --TMA--> H_q
+//   W_q       --TMA----->  B (BN x 128)  /                              \--> act -> one of them again --TMA--> act_q
+//
+// A tile is 128 hidden units: B stacks their gate rows over their up rows, so a thread has gate and up of a unit. A consumer makes
+// act while its H leaves; meanwhile the other consumer multiplies.
+//
+// Floor: max(4 n d R / 1480 TFLOP/s, (d T + 2 n d E + 3 n R) bytes / 4.24 TB/s).
+#include "activation.cuh"
+#include "block_scales.cuh"
+#include "varlen_m.cuh"
+
+static_assert(GATED && PAIRED_ROWS && BN == 2 * BLOCK, "gate and up of 128 hidden units, each with a scale for a row");
+
+using Scheduler = TileScheduler<BLOCK>;
+
+struct UpEpilogue : PlainEpilogue<Scheduler> {
+    static constexpr int SMEM_BYTES = SLAB_PAIR_BYTES;
+    static constexpr int PARTS = 0;
+    const RowsParams& p;
+    float token_scale[2];  // of this thread's rows
+
+    DEVICE explicit UpEpilogue(const RowsParams& params) : p(params) {}
+
+    DEVICE void look_ahead(const RowTile& tile) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = tile.row + strip_row(h);
+            token_scale[h] = 0.0f;
+            if (row < tile.row_end) token_scale[h] = load_f32(p.a_scales + p.pairs.token(load_s32(p.pairs.pair_indices + row)));
+        }
+    }
+
+    DEVICE BlockScales block_scales(const RowTile& tile) const {
+        const int blocks = p.columns / BLOCK, gate = tile.column / BLOCK;
+        return {tile.expert, (p.reduction + BK - 1) / BK, 2 * blocks, gate, blocks + gate};
+    }
+
+    DEVICE void hold(const float (&acc)[BN / 2], const RowTile& tile, const Ring&) {
+        uint32_t gate[BLOCK_PAIRS], up[BLOCK_PAIRS];  // block_scales.cuh: packed
+        scaled(acc, gate);
+        scaled(acc + BN / 4, up);
+
+        const uint32_t at = slab_address(slabs_of(consumer_index()), 0);
+        float* h_scales = p.out0_scales + int64_t(tile.column / BLOCK) * p.rows;
+        skip_slab();  // the act of the tile before has been read
+        quantize_block(gate, at, h_scales, tile);
+        quantize_block(up, at + SLAB_BYTES, h_scales + int64_t(p.columns / BLOCK) * p.rows, tile);
+        publish(tile, p.out0_rows, p.columns, 2, [&](uint32_t slab, int half) {
+            tma_store_3d(&p.out0, slab, tile.column / 2, tile.row, half);
+        });
+
+#pragma unroll
+        for (int i = 0; i < BLOCK_PAIRS; ++i) {
+            const float low = act_of(bf16_low(gate[i]), bf16_low(up[i])), high = act_of(bf16_high(gate[i]), bf16_high(up[i]));
+            gate[i] = pack_bf16(low, high);
+        }
+        skip_slab();  // H has been read
+        quantize_block(gate, at, p.out1_scales + int64_t(tile.column / BLOCK) * p.rows, tile);
+        publish(tile, p.out1_rows, p.columns / 2, 1, [&](uint32_t slab, int) { tma_store_2d(&p.out1, slab, tile.column / 2, tile.row); });
+    }
+
+   private:
+    // A block of the sums, scaled and packed.
+    DEVICE void scaled(const float* acc, uint32_t* packed) const {
+#pragma unroll
+        for (int group = 0; group < BLOCK / GROUP; ++group)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float4 of = of_group(acc + group * 8, h);
+                packed[group * 4 + 2 * h] = pack_bf16(token_scale[h] * of.x, token_scale[h] * of.y);
+                packed[group * 4 + 2 * h + 1] = pack_bf16(token_scale[h] * of.z, token_scale[h] * of.w);
+            }
+    }
+
+    DEVICE static float act_of(float gate, float up) { return nonlinearity(gate).value * linear_half(up).value; }
+
+    // Stores `count` slabs, of a strip whose rows are all the expert's own by TMA. width: of a row of `out`, in pairs of bytes.
+    template <class Store>
+    DEVICE void publish(const RowTile& tile, bf16* out, int width, int count, Store store) const {
+        const uint32_t slabs = slabs_of(consumer_index());
+        fence_proxy_async();
+        warpgroup_sync();
+        if (tile.row + STRIP <= tile.row_end) {
+            if (warpgroup_thread() == 0) {
+                for (int i = 0; i < count; ++i) store(slabs + i * SLAB_BYTES, i);
+                bulk_commit_group();
+            }
+            return;
+        }
+        for (int i = 0; i < count; ++i)
+            store_slab_predicated(slabs + i * SLAB_BYTES, out + int64_t(tile.row) * width + (i * p.columns + tile.column) / 2, width,
+                                  tile.row_end - tile.row, SLAB);
+    }
+};
+
+extern "C" __global__ void IN_PAIRS(__cluster_dims__(CLUSTER, 1, 1)) __launch_bounds__(PTXAS_THREADS, 1)
+    up_forward_fp8(const __grid_constant__ RowsParams p) {
+    run<Scheduler, RowProducer, UpEpilogue>(p);
+}

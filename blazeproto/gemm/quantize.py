@@ -1,0 +1,195 @@
+"""To fp8 (e4m3) and back (cuda/quantize.cu): values that share a scale, a power of two, are divided by it and rounded.
+
+What shares a scale: a token; 128 columns of a row; 128 x 128 elements of a weight. Its scale is the least power of two, at least
+2^-126, that leaves no magnitude above 448, e4m3's largest. Where one is Inf or NaN the scale is NaN, and so
+is all that shares it. Rounding is to nearest, ties to even; below 2^-6 of a scale e4m3 has steps of 2^-9. So a quantized weight's
+transpose is the transpose, quantized.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blazeproto.dispatch.structures import Addresses
+from blazeproto.gemm.compile import Kernel
+from blazeproto.gemm.product import build_of
+from blazeproto.runtime import driver
+from blazeproto.runtime.rounding import E4M3, e4m3_bits
+
+BLOCK = 128
+LARGEST = 448.0
+PER_CHUNK, THREADS = 16, 128  # e4m3 that a thread moves at once; of a block that quantizes rows
+
+
+class Quantized(NamedTuple):
+    """values: e4m3.  scales: fp32."""
+
+    values: Any
+    scales: Any
+
+
+def blocks(width: int) -> int:
+    """How many of BLOCK elements there are, the last of which may be short."""
+    return -(-width // BLOCK)
+
+
+# --- What the kernels compute, of NumPy arrays or torch tensors (m: numpy or torch) ---------------------------------------------
+
+
+def scale_of(m: Any, largest: Any) -> Any:
+    """The scale of values whose largest magnitude this is, fp32 of any shape."""
+    bits = largest.view(m.int32)
+    exponent = (((bits + 0x1FFFFF) >> 23) - 8).clip(1)  # 448 = 1.75 * 2^8
+    return m.where(bits >= 0x7F800000, m.full_like(largest, float("nan")), (exponent << 23).view(m.float32))
+
+
+def _e4m3(m: Any, values: Any) -> Any:
+    """NumPy, which has no such type, gets bits, uint8."""
+    return e4m3_bits(values) if m is np else values.to(m.float8_e4m3fn)
+
+
+def _fp32(m: Any, values: Any) -> Any:
+    return E4M3[values] if m is np else values.to(m.float32)
+
+
+def _float32(m: Any, values: Any) -> Any:
+    return values.astype(m.float32) if m is np else values.to(m.float32)
+
+
+def _padded(m: Any, values: Any, *dims: int) -> Any:
+    """Zeros behind these dimensions, to whole blocks."""
+    for dim in dims:
+        shape = list(values.shape)
+        shape[dim] = -shape[dim] % BLOCK
+        if shape[dim]:
+            values = m.concatenate(
+                (values, m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)), dim
+            )
+    return values
+
+
+def of_tokens(m: Any, x: Any) -> Quantized:
+    """x (T, width) -> values (T, width), scales (T,)."""
+    x = _float32(m, x)
+    scales = scale_of(m, m.amax(abs(x), 1)) if x.shape[0] else x[:, 0]
+    return Quantized(_e4m3(m, x / scales[:, None]), scales)
+
+
+def tokens_of(m: Any, x: Quantized) -> Any:
+    """(T, width) fp32."""
+    return _fp32(m, x.values) * x.scales[:, None]
+
+
+def of_rows(m: Any, rows: Any) -> Quantized:
+    """rows (R, width), of whole blocks -> values (R, width), scales (width / 128, R)."""
+    by_block = _float32(m, rows).reshape(rows.shape[0], -1, BLOCK)
+    scales = scale_of(m, m.amax(abs(by_block), 2))
+    return Quantized(_e4m3(m, (by_block / scales[..., None]).reshape(rows.shape)), scales.T)
+
+
+def rows_of(m: Any, rows: Quantized) -> Any:
+    """(R, width) fp32."""
+    values = _fp32(m, rows.values)
+    return (values.reshape(values.shape[0], -1, BLOCK) * rows.scales.T[..., None]).reshape(values.shape)
+
+
+def of_weights(m: Any, weights: Any) -> Quantized:
+    """weights (E, m, k) -> values (E, m, k), scales (E, m / 128, k / 128)."""
+    by_block = _by_block(_padded(m, _float32(m, weights), 1, 2))
+    scales = scale_of(m, m.amax(abs(by_block), (2, 4)))
+    made = _from_blocks(by_block / scales[:, :, None, :, None], weights.shape)
+    return Quantized(_e4m3(m, made), scales)
+
+
+def weights_of(m: Any, weights: Quantized) -> Any:
+    """(E, m, k) fp32."""
+    by_block = _by_block(_padded(m, _fp32(m, weights.values), 1, 2))
+    return _from_blocks(by_block * weights.scales[:, :, None, :, None], weights.values.shape)
+
+
+def _by_block(weights: Any) -> Any:
+    experts, m, k = weights.shape
+    return weights.reshape(experts, m // BLOCK, BLOCK, k // BLOCK, BLOCK)
+
+
+def _from_blocks(by_block: Any, shape: Any) -> Any:
+    experts, rows, _, columns, _ = by_block.shape
+    return by_block.reshape(experts, rows * BLOCK, columns * BLOCK)[:, : shape[1], : shape[2]]
+
+
+# --- Launches ------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def kernel(entry: str, sources: Path | None = None) -> Kernel:
+    """entry: a function of quantize.cu."""
+    return Kernel("quantize.cu", entry, {"BLOCK": BLOCK}, sources=sources)
+
+
+def kernels() -> list[Kernel]:
+    """All of them."""
+    names = ("quantize_rows", "quantize_weights", "dequantize_rows", "block_offsets", "transpose_rows")
+    return list(map(kernel, names))
+
+
+def _launch(entry: str, at: Addresses, grid: tuple[int, int], threads: int, *words: int) -> None:
+    made = kernel(entry, build_of("quantize").sources)
+    driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
+
+
+def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
+    """x (T, width) bf16 -> values (T, width), scales (T,). Width: a multiple of 16."""
+    count, width = x.shape
+    if count:
+        _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
+
+
+def launch_weights(weights: Any, at: Addresses, out: Quantized, transposed: Quantized | None) -> None:
+    """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); and of the transpose, where it is wanted, with m
+    and k exchanged. m, k: multiples of 16."""
+    experts, m, k = weights.shape
+    to = (0, 0) if transposed is None else _at(transposed)
+    grid = experts * blocks(m), blocks(k)
+    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *_at(out), *to, m, k)
+
+
+def launch_dequantize(rows: Quantized, at: Addresses, columns: range, out: Any) -> None:
+    """rows (R, width), scales (width / 128, R) -> out (R, len(columns)) bf16. columns: whole blocks."""
+    count, width = rows.values.shape
+    if count and columns:
+        values = rows.values.data_ptr() + columns.start
+        scales = rows.scales.data_ptr() + 4 * columns.start // BLOCK * count
+        grid = -(-count * len(columns) // (THREADS * PER_CHUNK)), 1
+        _launch("dequantize_rows", at, grid, THREADS, values, scales, out.data_ptr(), count, width, len(columns))
+
+
+def most_blocks(num_rows: int, experts: int) -> int:
+    """How many blocks of 128 rows experts may have together, the last one of each being short."""
+    return num_rows // BLOCK + min(num_rows, experts)
+
+
+def launch_block_offsets(at: Addresses, out: Any) -> None:
+    """-> out (E + 1,) int32: how many blocks of 128 rows come before each expert's, and in all."""
+    _launch("block_offsets", at, (1, 1), 32, at.expert_token_offsets, out.data_ptr(), at.num_experts)
+
+
+def launch_transpose(
+    rows: Quantized, at: Addresses, blocks_before: Any, columns: range, out: Quantized, *, gather: bool
+) -> None:
+    """rows (R, width), scales (width / 128, R), or with ``gather`` tokens (T, width), scales (T,) -> some columns' transpose
+    (len(columns), 128 B), scales (len(columns) / 128, B), B being `most_blocks`. An expert's rows are filled up to whole blocks
+    of 128 with zeros; 128 x 128 share a scale, the largest of their rows'. blocks_before: of `launch_block_offsets`."""
+    width, count, made = rows.values.shape[1], blocks(len(columns)), most_blocks(at.num_rows, at.num_experts)
+    pairs_at, tokens_at, division = at.pair_to_token
+    if made and count:
+        values, scales = rows.values.data_ptr() + columns.start, rows.scales.data_ptr()
+        scales += 0 if gather else 4 * columns.start // BLOCK * at.num_rows
+        lists = (pairs_at if gather else 0, tokens_at, division, at.expert_token_offsets, blocks_before.data_ptr())
+        numbers = (at.num_experts, at.num_rows, width, len(columns), made)
+        _launch("transpose_rows", at, (made, count), 2 * THREADS, values, scales, *lists, *_at(out), *numbers)
+
+
+def _at(of: Quantized) -> tuple[int, int]:
+    return of.values.data_ptr(), of.scales.data_ptr()

@@ -1,0 +1,283 @@
+"""The kernels of fp8 on the machine, whose tensor cores keep 14 bits of a sum of e4m3 products. Quantizing gives the twins' bits;
+products are beside float64 of the same quantized operands, within what sums of 128 products may be off.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+
+from blazeproto import gemm
+from blazeproto.activations import activate, activate_backward
+from blazeproto.dispatch import reference
+from blazeproto.dispatch.structures import Addresses, Dispatch, addresses
+from blazeproto.gemm import down_backward, fp8, product, quantize
+from blazeproto.gemm.product import Build
+from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
+from blazeproto.lab.machine import Machine
+from blazeproto.runtime.arrays import view
+from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits, to_bfloat16
+from blazeproto.runtime.target import device_of, launches_on
+
+SOURCES = Path(gemm.__file__).parent / "cuda"
+LOST = 33 * 2.0**-13  # of what a sum of 128 has, by one of its four wgmma: 33 addends, each cut off below 2^-13
+SWIGLU = {"activation": "swiglu"}
+
+
+def on(value: Any) -> Any:
+    """As launches take it."""
+    return Quantized(*map(view, value)) if isinstance(value, Quantized) else view(value)
+
+
+class Layer:
+    """Random quantized operands, and a machine that has no race."""
+
+    def __init__(self, T: int, d: int, n: int, E: int, K: int, *, seed: int = 0, plain: bool = False) -> None:
+        """plain: scales of 1, positive values."""
+        self.rng, self.plain = np.random.default_rng(seed), plain
+        self.machine, self.T, self.d, self.n, self.E, self.rows = Machine(seed=seed), T, d, n, E, T * K
+        ids = np.stack([self.rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
+        self.dispatch = reference.build_dispatch(ids, E)
+        self.ends, self.pair = self.dispatch.expert_token_offsets, self.dispatch.expert_pair_indices
+        self.token, self.scores = self.pair // K, self.rng.random(T * K, dtype=np.float32)
+
+    def at(self) -> Addresses:
+        parts = {f.name: getattr(self.dispatch, f.name) for f in fields(Dispatch)}
+        arrays = {name: view(np.ascontiguousarray(a)) for name, a in parts.items() if isinstance(a, np.ndarray)}
+        return addresses(Dispatch(**parts | arrays), device_of(self.machine), 0)
+
+    def e4m3(self, *shape: int, scales: tuple[int, ...]) -> Quantized:
+        values = self.rng.integers(0x28, 0x48, shape).astype(np.uint8)  # 0.25 to 3.75
+        if self.plain:
+            return Quantized(values, np.ones(scales, np.float32))
+        values |= self.rng.integers(0, 2, shape).astype(np.uint8) << 7
+        return Quantized(values, np.exp2(self.rng.integers(-3, 4, scales)).astype(np.float32))
+
+    def tokens(self, width: int) -> Quantized:
+        return self.e4m3(self.T, width, scales=(self.T,))
+
+    def of_rows(self, width: int) -> Quantized:
+        return self.e4m3(self.rows, width, scales=(blocks(width), self.rows))
+
+    def weights(self, m: int, k: int) -> Quantized:
+        return self.e4m3(self.E, m, k, scales=(self.E, blocks(m), blocks(k)))
+
+    def room(self, width: int) -> Quantized:
+        """For rows, of what nobody has written."""
+        return Quantized(
+            np.full((self.rows, width), 0x7F, np.uint8), np.full((blocks(width), self.rows), np.nan, np.float32)
+        )
+
+    def run(self, launch: Any, *arguments: Any, **keywords: Any) -> None:
+        """With the addresses of the dispatch where an argument is None."""
+        with launches_on(self.machine):
+            at = self.at()
+            given = [at if a is None else on(a) if isinstance(a, Quantized | np.ndarray) else a for a in arguments]
+            launch(*given, **{k: on(v) if isinstance(v, Quantized | np.ndarray) else v for k, v in keywords.items()})
+        assert not any(report.races for report in self.machine.reports)
+
+    def product(self, rows: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """rows (R, k) times their experts' weights (E, m, k) in float64, and what the tensor cores' sums of 128 may be off."""
+        of = np.repeat(np.arange(self.E), np.diff(self.ends))
+        rows, weights = rows.astype(np.float64), weights.astype(np.float64)
+        exact = np.stack([rows[r] @ weights[of[r]].T for r in range(self.rows)])
+        most = np.stack([np.abs(rows[r]) @ np.abs(weights[of[r]]).T for r in range(self.rows)])
+        return exact, 4 * LOST * most
+
+
+def near(got: np.ndarray, exact: np.ndarray, most: np.ndarray, step: float = 2.0**-8) -> bool:
+    """step: what is lost by rounding, relative."""
+    return bool((np.abs(got - exact) <= most + step * np.abs(exact)).all())
+
+
+# --- Quantizing -------------------------------------------------------------------------------------------------------------
+
+
+def hostile(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """bf16's bits: rows of many magnitudes, of zeros, subnormals, the largest number, an Inf, a NaN."""
+    made = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 20, (*shape[:-1], 1)))
+    bits = bfloat16_bits(made.astype(np.float32))
+    flat = bits.reshape(-1, shape[-1])
+    flat[0], flat[1] = 0, rng.integers(0, 0x80, shape[-1])
+    flat[2, ::3], flat[3, 5], flat[4, 9] = 0x7F7F, 0xFF80, 0x7FC0
+    return bits
+
+
+def same(made: Quantized, twin: Quantized) -> None:
+    np.testing.assert_array_equal(made.values & 0x7F, twin.values & 0x7F)
+    number = (twin.values & 0x7F) != 0x7F  # a NaN's sign is anything
+    np.testing.assert_array_equal(made.values[number], twin.values[number])
+    np.testing.assert_array_equal(made.scales, twin.scales)
+
+
+def test_quantizing_gives_the_twins_bits() -> None:
+    layer = Layer(40, 144, 128, 3, 2)
+    x = hostile(layer.rng, 40, 144)
+    made = Quantized(np.empty((40, 144), np.uint8), np.empty(40, np.float32))
+    layer.run(quantize.launch_rows, x, None, made)
+    same(made, quantize.of_tokens(np, from_bfloat16_bits(x)))
+    weights = hostile(layer.rng, 2, 272, 144)
+    made = Quantized(np.empty((2, 272, 144), np.uint8), np.empty((2, 3, 2), np.float32))
+    turned = Quantized(np.empty((2, 144, 272), np.uint8), np.empty((2, 2, 3), np.float32))
+    layer.run(quantize.launch_weights, weights, None, made, turned)
+    twin = quantize.of_weights(np, from_bfloat16_bits(weights))
+    same(made, twin)
+    same(turned, Quantized(twin.values.swapaxes(1, 2), twin.scales.swapaxes(1, 2)))
+
+
+def test_rows_come_back() -> None:
+    layer = Layer(40, 144, 256, 3, 2)
+    rows, wide = layer.of_rows(256), np.empty((80, 128), np.uint16)
+    layer.run(quantize.launch_dequantize, rows, None, range(128, 256), wide)
+    np.testing.assert_array_equal(from_bfloat16_bits(wide), quantize.rows_of(np, rows)[:, 128:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gather", [False, True])
+def test_turned_rows_are_the_rows(gather: bool) -> None:
+    """But for what is below the steps of a scale that 128 rows share."""
+    layer = Layer(150, 144, 256, 3, 2)
+    rows, width = (layer.tokens(144), 144) if gather else (layer.of_rows(256), 256)
+    room = quantize.most_blocks(layer.rows, layer.E)
+    before = np.empty(layer.E + 1, np.int32)
+    layer.run(quantize.launch_block_offsets, None, before)
+    made = np.full((width, room * BLOCK), 0x7F, np.uint8)
+    turned = Quantized(made, np.full((blocks(width), room), np.nan, np.float32))
+    layer.run(quantize.launch_transpose, rows, None, before, range(width), turned, gather=gather)
+    wide = quantize.tokens_of(np, rows)[layer.token] if gather else quantize.rows_of(np, rows)
+    used = before[-1] * BLOCK
+    scales = np.repeat(np.repeat(turned.scales, BLOCK, 0)[:width], BLOCK, 1)[:, :used]
+    back = quantize.E4M3[turned.values[:, :used]] * scales
+    expected = np.zeros((width, used), np.float32)
+    for expert, (begin, end) in enumerate(zip(layer.ends[:-1], layer.ends[1:], strict=True)):
+        expected[:, before[expert] * BLOCK :][:, : end - begin] = wide[begin:end].T
+    assert (np.abs(back - expected) <= scales * 2.0**-10).all() and np.array_equal(back == 0, expected == 0)
+
+
+# --- Products --------------------------------------------------------------------------------------------------------------
+
+
+def y_of(layer: Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The down projection: what the kernel makes, float64, and the bound."""
+    act, down, y = (
+        layer.of_rows(layer.n),
+        layer.weights(layer.d, layer.n),
+        np.full((layer.rows, layer.d), 0x7FC1, np.uint16),
+    )
+    layer.run(fp8.launch_linear, act, down, None, columns=range(layer.d), out=y)
+    exact, most = layer.product(quantize.rows_of(np, act), quantize.weights_of(np, down))
+    return from_bfloat16_bits(y), exact, most
+
+
+def test_the_down_projection_is_right() -> None:
+    assert near(*y_of(Layer(40, 144, 256, 2, 1)))
+
+
+NEVER = (
+    (
+        "if (slice + k == 0) wgmma_e4m3_first(acc, at_a, at_b);\n                else wgmma_e4m3(acc, at_a, at_b, k > 0);",
+        "wgmma_e4m3(reinterpret_cast<float(&)[SLICE / 2]>(sum[slice * SLICE / 2]), at_a, at_b, 1);",
+    ),
+    ("pin_registers(acc);", "pin_registers(sum);"),
+    ("to = fmaf(acc[i], scale, to);", "to *= scale;"),
+)
+"""Sums that stay in the tensor core; right of scales of 1, but for their bits."""
+
+
+@pytest.mark.parametrize("promoted", [pytest.param(True, marks=pytest.mark.full), False])
+def test_sums_that_stay_in_the_tensor_core_are_seen(promoted: bool, tmp_path: Path) -> None:
+    layer, sources = Layer(16, 128, 2048, 1, 1, plain=True), tmp_path / "cuda"
+    shutil.copytree(SOURCES, sources)
+    text = (sources / "fp8.cuh").read_text()
+    for old, new in () if promoted else NEVER:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (sources / "fp8.cuh").write_text(text)
+    with product.alone({"linear_fp8": Build(sources=sources)}):
+        assert near(*y_of(layer)) == promoted
+
+
+@pytest.mark.full
+def test_the_up_projection_is_right_and_quantizes() -> None:
+    layer = Layer(90, 272, 128, 3, 2)
+    x, up, h, act = layer.tokens(272), layer.weights(256, 272), layer.room(256), layer.room(128)
+    layer.run(fp8.launch_up, x, up, None, h=h, act=act, **SWIGLU)
+    exact, most = layer.product(quantize.tokens_of(np, x)[layer.token], quantize.weights_of(np, up))
+    assert near(quantize.rows_of(np, h), exact, most + 2.0**-9 * scales_of(h), 2.0**-4 + 2.0**-8)
+    made = activate(to_bfloat16(exact), "swiglu")
+    assert np.linalg.norm(quantize.rows_of(np, act) - made) < 2.0**-4 * np.linalg.norm(made)
+    largest = np.abs(quantize.rows_of(np, h) / scales_of(h)).reshape(layer.rows, -1, BLOCK).max(2)
+    assert (largest > 200).all() and (largest <= 448).all()
+
+
+def scales_of(rows: Quantized) -> np.ndarray:
+    return np.repeat(rows.scales.T, BLOCK, 1)
+
+
+@pytest.mark.full
+def test_the_down_projections_backward_is_right_in_place_of_h() -> None:
+    layer = Layer(90, 144, 384, 3, 2)  # two tiles of columns, the second one half a tile
+    d_out, down, h, a_scaled = layer.tokens(144), layer.weights(384, 144), layer.of_rows(768), layer.room(384)
+    before, d_scores = quantize.rows_of(np, h).astype(np.float64), np.full(layer.rows, np.nan, np.float32)
+    sums = np.empty((down_backward.score_partials(384, fp8.TILES), layer.rows), np.float32)
+    made = {"dh": h, "a_scaled": a_scaled, "d_scores": d_scores, "workspace": sums}
+    layer.run(fp8.launch_down_backward, d_out, down, h, layer.scores, None, **made, **SWIGLU)
+    d_act, _ = layer.product(quantize.tokens_of(np, d_out)[layer.token], quantize.weights_of(np, down))
+    act, scores = activate(before, "swiglu"), layer.scores[layer.pair][:, None]
+    for got, exact in ((h, activate_backward(before, scores * d_act, "swiglu")), (a_scaled, scores * act)):
+        assert near(quantize.rows_of(np, got), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
+    most = np.abs(d_act * act).sum(1) * 4 * LOST
+    assert (np.abs(d_scores[layer.pair] - (d_act * act).sum(1)) <= most).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("f32", [False, True])
+def test_weight_gradients_are_right(f32: bool) -> None:
+    """With an expert that has no rows, in two slices of columns; fp32 ones are added to what is there."""
+    layer = Layer(300, 272, 128, 2, 1)
+    layer.E, layer.ends = 3, np.append(layer.ends, layer.rows).astype(np.int32)
+    layer.dispatch = replace(layer.dispatch, expert_token_offsets=layer.ends, num_experts=3)
+    rows, tokens = layer.of_rows(256), layer.tokens(272)
+    room, before = quantize.most_blocks(layer.rows, 3), np.empty(4, np.int32)
+    layer.run(quantize.launch_block_offsets, None, before)
+
+    def turned(of: Quantized, columns: range, gather: bool) -> Quantized:
+        width = len(columns)
+        made = Quantized(
+            np.full((width, room * BLOCK), 0x7F, np.uint8), np.full((blocks(width), room), np.nan, np.float32)
+        )
+        layer.run(quantize.launch_transpose, of, None, before, columns, made, gather=gather)
+        return made
+
+    left = turned(rows, range(256), False)
+    dw = np.ones((3, 256, 272), np.float32) if f32 else np.full((3, 256, 272), 0x7FC1, np.uint16)
+    for columns in (range(272),) if f32 else (range(128), range(128, 272)):
+        first = (0, columns.start)
+        right = turned(tokens, columns, True)
+        layer.run(fp8.launch_weight, left, right, None, before, dw=dw, first=first, f32=f32, accumulate=f32)
+    wide, x = quantize.rows_of(np, rows).astype(np.float64), quantize.tokens_of(np, tokens)[layer.token]
+    for expert, (begin, end) in enumerate(zip(layer.ends[:-1], layer.ends[1:], strict=True)):
+        a, b = wide[begin:end].T, x[begin:end].astype(np.float64)
+        got = dw[expert] - 1 if f32 else from_bfloat16_bits(dw[expert])
+        lost = 2.0**-9 * (np.abs(a) @ np.abs(b))  # what scales of 128 rows cost
+        assert near(got, a @ b, 4 * LOST * (np.abs(a) @ np.abs(b)) + lost + f32 * 1e-4)
+
+
+@pytest.mark.full
+def test_every_schedule_gives_the_same_bits() -> None:
+    made = []
+    for seed in range(4):
+        layer = Layer(90, 272, 128, 3, 2)
+        layer.machine = Machine(seed=seed)
+        h, act = layer.room(256), layer.room(128)
+        layer.run(fp8.launch_up, layer.tokens(272), layer.weights(256, 272), None, h=h, act=act, **SWIGLU)
+        made.append([*h, *act])
+    for other in made[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(made[0], other, strict=True))
