@@ -1,7 +1,8 @@
-"""Tables and the picture of training on several GPUs, made from results/h100/distributed.json."""
+"""Tables and the picture of training on several GPUs, made from results/GPU/distributed.json."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from scripts.bench.markdown import Record, figure, origin, plain_shape, table, words
@@ -44,12 +45,15 @@ DISPATCHERS = {
 
 def expert_parallel_table(record: Record) -> str:
     """Layers with their experts over GPUs, and the exchange alone, by dispatcher."""
-    rows = [row | {"cfg": row["shape"], "alone_MiB": None} | row for row in record.get("ep", [])]
-    alone = {plain_shape(row): row["alone_MiB"] for row in rows if row["alone_MiB"]}
-    for row in rows:
-        row["of_one"] = row["peak_MiB"] / alone[plain_shape(row)] if plain_shape(row) in alone else None
+
+    def shape(row: Record) -> str:
+        """Not as ``cfg``, of which tiles would follow: a rank's rows are not those of a layer of these sizes."""
+        return plain_shape({"cfg": row["shape"]})
+
+    alone = {shape(row): row["alone_MiB"] for row in record.get("ep", []) if row.get("alone_MiB")}
+    rows = [row | {"of_one": row["peak_MiB"] / alone.get(shape(row), math.nan)} for row in record.get("ep", [])]
     columns = [
-        ("T of a rank, d, n, E, K", plain_shape),
+        ("T of a rank, d, n, E, K", shape),
         ("GPUs", figure("gpus", digits=0)),
         ("dispatcher", lambda row: DISPATCHERS[row["dispatcher"]]),
         ("forward, TFLOP/s a GPU", figure("fwd_tflops", digits=0)),
@@ -62,7 +66,7 @@ def expert_parallel_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
 
 
-FILE = "../h100/distributed"
+FILE = "distributed"
 TABLES = {
     "weak_scaling": (FILE, weak_scaling_table),
     "rank_losses": (FILE, rank_losses_table),

@@ -46,8 +46,10 @@ def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
 
 
 def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int]) -> bool:
-    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none."""
-    if "BN" not in description.get("defines", ()) or not set("TdnEK") <= cfg.keys():
+    """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none, and of
+    fp8, whose tiles no size chooses."""
+    defines = description.get("defines", {})
+    if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
         return False
     sizes = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}, halves=cfg.get("halves", 2))
     entry = description["entry"]

@@ -57,10 +57,7 @@ def test_rows_stay_and_what_is_lacking_is_added(
     assert "skipped for time:\n  losses ep\n" in capsys.readouterr().out
 
     marked = "\n\n".join(f"<!-- results:{name} --><!-- /results:{name} -->" for name in ("weak_scaling", "rank_losses"))
-    for folder in ("h100", "h200"):  # where it is made, and where `fill` looks from
-        (tmp_path / folder).mkdir()
-    (tmp_path / "h100" / "distributed.json").write_text(out.read_text())
-    filled = fill(marked, tmp_path / "h200")
+    filled = fill(marked, tmp_path)
     assert "| fsdp | 2 |" in filled and "| 0.950 |" in filled and "| ep | 1 | 3 | 0.0" in filled
     plot_results.plot_weak_scaling(resumed, tmp_path / "picture.png")
     assert plot_results.caption_in(tmp_path / "picture.png") == plot_results.caption(resumed)

@@ -1,0 +1,66 @@
+"""Tables of fp8 beside bf16, made from results/GPU/fp8.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scripts.bench.common import geometric_mean
+from scripts.bench.markdown import NOT_MEASURED, Column, Record, figure, number, origin, plain_shape, table
+
+
+def over(numerator: str, denominator: str) -> Callable[[Record], str]:
+    return lambda row: number(row[numerator] / row[denominator])
+
+
+def layers_table(record: Record) -> str:
+    """One layer's experts: times, what is saved, peaks."""
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        ("fwd + bwd ms: bf16", figure("bf16_fwdbwd_ms")),
+        ("fp8", figure("fp8_fwdbwd_ms")),
+        ("fp8, dW in bf16", figure("fp8_rows_fwdbwd_ms")),
+        ("bf16 / fp8", over("bf16_fwdbwd_ms", "fp8_fwdbwd_ms")),
+        ("fwd ms: bf16", figure("bf16_fwd_ms")),
+        ("fp8, weights quantized before", figure("fp8_fwd_ms")),
+        ("with them", figure("fp8_fwd_with_weights_ms")),
+        ("saved MiB: bf16", figure("bf16_saved_MiB", digits=0)),
+        ("fp8", figure("fp8_saved_MiB", digits=0)),
+        ("and weights' copies", figure("fp8_weights_MiB", digits=0)),
+        ("peak MiB: bf16", figure("bf16_peak_MiB", digits=0)),
+        ("fp8", figure("fp8_peak_MiB", digits=0)),
+    ]
+    return f"{table(record['rows'], columns)}\n\n{origin(record['rows'], 'torch')}"
+
+
+def products_table(record: Record) -> str:
+    """TFLOP/s of each product in bf16 and in fp8, without quantizing."""
+    names = ("up", "down", "dH", "dX", "dW_down", "dW_up")
+    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
+    for name in names:
+        columns.append((f"{name}: bf16", figure("tflops", f"{name} bf16", digits=0)))
+        columns.append(("fp8", figure("tflops", f"{name} fp8", digits=0)))
+    return f"{table(record['products'], columns)}\n\n{origin(record['products'], 'torch')}"
+
+
+def claim(record: Record) -> str:
+    """How much faster a layer's experts are, and at what peak."""
+    rows = record["rows"]
+    if not rows:
+        return NOT_MEASURED
+    pairs = (
+        ("bf16_fwdbwd_ms", "fp8_fwdbwd_ms"),
+        ("bf16_fwd_ms", "fp8_fwd_ms"),
+        ("fp8_saved_MiB", "bf16_saved_MiB"),
+        ("fp8_peak_MiB", "bf16_peak_MiB"),
+    )
+    ratios = [[row[above] / row[below] for row in rows] for above, below in pairs]
+    spans = [f"{number(geometric_mean(each))} ({number(min(each))} to {number(max(each))})" for each in ratios]
+    return (
+        f"on {len(rows)} layers, in the geometric mean, forward and backward {spans[0]} times as fast as in bf16, forward with "
+        f"weights quantized before {spans[1]} times, at {spans[2]} of what bf16 saves for backward (weights' copies aside) and "
+        f"{spans[3]} of its peak"
+    )
+
+
+TABLES = {"fp8_layers": ("fp8", layers_table), "fp8_products": ("fp8", products_table)}
+SENTENCES = {"fp8_claim": ("fp8", claim)}
