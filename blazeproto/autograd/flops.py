@@ -33,7 +33,8 @@ def experts(*arguments: Any, **out: Any) -> int:
 @register_flop_formula(node.backward.overload.overloadpacket)
 def backward(needs: Sequence[bool], d_out: Shape | None, dh: Shape | None, *arguments: Any, **out: Any) -> int:
     """dA' for dH and dS, dX, and the gradients of weights and factors; H, if it was not saved."""
-    need, p, h, num_rows = node.Made(*needs), node.Parameters(*arguments[:10]), arguments[10], arguments[14][0]
+    need, p, h = node.Made(*needs), node.Parameters(*arguments[:10]), arguments[10]
+    num_rows = arguments[10 + len(node.Saved._fields)][0]
     needs_of_up, total = any(need[2:7]), 0
     if d_out is not None:
         if h is None:

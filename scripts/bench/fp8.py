@@ -15,7 +15,6 @@ weights' quantizing, which is timed by itself and subtracted. Peaks: over what w
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,18 @@ from blazeproto.gemm import Sizes, down_backward, fp8, product, quantize
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
-from scripts.bench.common import MIB, RESULTS, begun, bench_parser, cfg_of, in_turn, stamped, write_json
+from scripts.bench.common import (
+    MIB,
+    RESULTS,
+    begun,
+    bench_parser,
+    cfg_of,
+    folder_of,
+    gpu_name,
+    in_turn,
+    stamped,
+    write_json,
+)
 from scripts.bench.timing import captured, peak_bytes, saved_bytes
 from scripts.command import need_hopper, some_of
 
@@ -383,7 +393,11 @@ def difference(a: Tensor, b: Tensor) -> float:
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def main(options: argparse.Namespace) -> None:
+def main(words: list[str] | None = None) -> None:
+    parser = bench_parser("fp8", __doc__, configs=SHAPES, time_budget=True)
+    parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--smoke", action="store_true", help="the layer alone, tiny, on a CPU")
+    options = parser.parse_args(words)
     if options.smoke:
         print(layer(Sizes(200, 144, 128, 5, 2), 1, device="cpu"))
         return
@@ -404,11 +418,8 @@ def main(options: argparse.Namespace) -> None:
         row = stamped(measure, *arguments)
         record[where].append(row)
         print(f"{time.monotonic() - begin:.0f} s", where, {k: v for k, v in row.items() if k != "of"}, flush=True)
-        write_json(options.out or RESULTS / "fp8.json", record)
+        write_json(options.out or RESULTS.parent / folder_of(gpu_name()) / "fp8.json", record)
 
 
 if __name__ == "__main__":
-    parser = bench_parser("fp8", __doc__, configs=SHAPES, time_budget=True)
-    parser.add_argument("--parts", type=some_of(PARTS), default=list(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--smoke", action="store_true", help="the layer alone, tiny, on a CPU")
-    main(parser.parse_args())
+    main()

@@ -238,7 +238,7 @@ def main() -> None:
     print(where["gpu"], "|", ", ".join(where["versions"]), "|", where["sources_sha256"][:12], flush=True)
     results = RESULTS.parent / folder_of(where["gpu"])
     results.mkdir(parents=True, exist_ok=True)
-    log = (options.out or results) / "check.log"
+    log = (options.out or results) / f"check-{names[0]}.log"  # another run, on another GPU, has its own
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     made: dict[str, dict[str, Any]] = {}
