@@ -395,11 +395,12 @@ def factors(rank: int, folder: Path) -> None:
 
 def overflow_of_one_rank(rank: int, folder: Path) -> None:
     """Only rank 1's rows are too few: all ranks know how many pairs are left out, and all raise or none."""
-    tokens, capacity = sum(TOKENS), 40
-    ids = torch.tensor([2, 3]).expand(TOKENS[rank], 2)  # rank 1's two experts
+    capacity, here = 40, E // RANKS
+    ids = torch.arange(here, 2 * here).expand(TOKENS[rank], here)  # rank 1's experts
+    left_out = sum(TOKENS) * here - capacity
 
     def make() -> MoE:
-        return build(router=Given(2, torch.float64), top_k=2, row_capacity=capacity)
+        return build(router=Given(here, torch.float64), top_k=here, row_capacity=capacity)
 
     for kind in ("drop", "raise"):
         layer = expert_parallel(make(), dist.group.WORLD, dispatcher=symmetric(dist.group.WORLD, overflow=kind))
@@ -407,15 +408,15 @@ def overflow_of_one_rank(rank: int, folder: Path) -> None:
         x, d_out = batch(rank)
         out, stats = layer(x.requires_grad_())
         out.backward(d_out)
-        assert stats.overflow.tolist() == [2 * tokens - capacity] and x.grad.isfinite().all()
+        assert stats.overflow.tolist() == [left_out] and x.grad.isfinite().all()
         if kind == "raise":
             with pytest.raises(
-                OverflowError, match=f"row_capacity: expected a row for every pair, got {2 * tokens - 40} pairs"
+                OverflowError, match=f"row_capacity: expected a row for every pair, got {left_out} pairs"
             ):
                 check_overflow(layer)
         else:
-            assert check_overflow(layer) == 2 * tokens - capacity
-        layer.router.ids = ids_of("uniform", TOKENS[rank], 2, rank)  # 102 pairs on four ranks
+            assert check_overflow(layer) == left_out
+        layer.router.ids = ids_of("uniform", TOKENS[rank], here, rank)  # 102 pairs on four ranks
         layer(x)
         assert check_overflow(layer) == 0
 
