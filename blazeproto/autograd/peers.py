@@ -18,7 +18,7 @@ AddUp = Callable[..., None]
 
 
 class Exchange(Protocol):
-    """All ranks call the same functions in the same order. A tensor that ``send`` returns holds until the next call."""
+    """All ranks call the same functions in the same order. What ``send`` returns holds until the next ``send``."""
 
     places: int
     """Tokens that may arrive, of all ranks."""

@@ -6,8 +6,7 @@
     send_back  the gradients of scores                            in backward
 
 Every rank has room for all tokens of all ranks, so nothing has to be counted beforehand, and a CUDA graph captures it. Rows lie
-there until the next exchange, of this layer or another: what backward needs of them is sent again, and nothing of
-them is saved.
+there until the next call of `send`, for this layer or another: what backward needs of them is sent again, and none is saved.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NUMBERS = count()
 
 
 class Symmetric:
-    """The dispatcher over NVLink: DESIGN of DeepSeek-V3 §3.2 (a row once a rank, one partial sum back), torch's symmetric memory.
+    """The dispatcher over NVLink, by torch's symmetric memory. DeepSeek-V3 §3.2 (a row once a rank, one partial sum back).
 
     All ranks make it, with the same arguments; one serves all layers of a model that have as many experts. On a CPU, and with
     ``device="cpu"``, its twin through torch.distributed takes its place, for tests.
