@@ -72,6 +72,7 @@ RESUMED_WITH = {
     "attention_tiles",
     "accumulate",
     "group_size",
+    "reshard",
 }  # settings that may be others when a run goes on
 
 # ---- optimizer ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ import pytest
 import torch
 from torch._C._dynamo import eval_frame
 
+# Several of xdist's processes share the GPUs, whose memory is not enough for all on one.
+if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
 
 def _why_no_hopper() -> str | None:
     if not torch.cuda.is_available():

@@ -7,7 +7,8 @@
 
 Any number of GPUs: rows of other numbers, and what else is in the file, stay. The file is written after every row.
 
-weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16. tokens_per_s_per_gpu is
+weak_scaling: an 8-layer GPT (d = 1536, n = 512, E = 64, K = 4), 16 x 1024 tokens a GPU, AdamW, bf16; FSDP2 keeps gathered
+weights until backward (train_lm --no-reshard), 2.3 GiB in bf16. tokens_per_s_per_gpu is
 that of the mode on all GPUs, efficiency its ratio to one GPU's under autocast, which every rank measures for itself: steps of
 both in turn (A B A B), the host waiting for the GPU before and after some steps, medians of rounds, the slowest rank's. losses:
 the Hopper preset without dropout at learning rate 3e-4, every step's loss of the mode and of one GPU with the same global
@@ -53,7 +54,17 @@ Row = dict[str, Any]
 Asked = tuple[str, str]  # a list of the results file, and a mode
 
 SCALING = Config(
-    layers=8, d_model=1536, heads=12, context=1024, d_expert=512, num_experts=64, top_k=4, bf16=True, batch=16, lr=3e-4
+    layers=8,
+    d_model=1536,
+    heads=12,
+    context=1024,
+    d_expert=512,
+    num_experts=64,
+    top_k=4,
+    bf16=True,
+    batch=16,
+    lr=3e-4,
+    reshard=False,
 )
 LOSSES = replace(PRESETS["hopper"], dropout=0.0, lr=3e-4, steps=200)
 SMALL = Config(layers=2, d_model=32, heads=2, context=32, d_expert=16, num_experts=8, batch=8, steps=10)

@@ -71,7 +71,7 @@ _PYTEST = f"python -m pytest -q --no-header --tb=short --disable-warnings -p no:
 
 STEPS = {
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 7, f"{_PYTEST} -m gpu", 9),
-    "tests_on_two": Step(f"{_PYTEST} -m gpu", 9, gpus=2),
+    "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and ' -n 16'} -m gpu", 9, gpus=2),
     "batch": Step(
         "python -m scripts.checks.batch_invariance --cases 500 --seconds 300 --out results/h200/batch_invariance.json",
         6,

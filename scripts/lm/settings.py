@@ -168,6 +168,9 @@ class Config(GPTConfig):
         "ranks that share the weights (hsdp), or the experts (ep+fsdp); other groups have copies, or shards",
         "[1, inf)",
     )
+    reshard: bool = setting(
+        True, "of fsdp: a block's gathered weights are freed after its forward; else they stay until its backward"
+    )
     dispatcher: str = setting(
         "auto",
         "how tokens reach the experts of ep: symmetric (NVLink, bf16), all_to_all, or auto: the first where it fits",

@@ -7,10 +7,10 @@
     ep+fsdp     E / G experts, and of these         1 / N                                 on all
                 1 / (N / G) on each
 
-fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it;
-gradients are reduced in fp32. Norms and routers are small and decide much: they stay in fp32, whole. ep is
-`blazeproto.distributed.expert_parallel`: tokens travel instead of weights. Every gradient becomes that of the mean of the ranks'
-losses.
+fsdp is FSDP2 block by block: weights are gathered, in bf16 if the run is of bf16, before a block runs, and freed after it, or,
+with reshard=False, after its backward, which then need not gather them again; gradients are reduced in fp32. Norms and routers
+are small and decide much: they stay in fp32, whole. ep is `blazeproto.distributed.expert_parallel`: tokens travel instead of
+weights. Every gradient becomes that of the mean of the ranks' losses.
 
 A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks.
 """
@@ -97,6 +97,7 @@ class Sharding:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         small = {p for name, p in model.named_parameters() if p.dim() < 2 or ".router." in name}
         over: dict[str, Any] = {"mp_policy": policy, "ignored_params": small}
+        over |= {} if config.reshard else {"reshard_after_forward": False}
         for block in model.blocks:
             if mode == "ep+fsdp":
                 fully_shard(block.moe, mesh=mesh["outer"], **over)

@@ -67,6 +67,7 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     peers = [*ep, "--dispatcher", "symmetric"]
     runs = [
         Run(named(plain, out, "fsdp", "--parallel", "fsdp", "--aux-over", "global")),
+        Run(named(plain, out, "kept", "--parallel", "fsdp", "--aux-over", "global", "--no-reshard")),
         Run(named(plain, out, "ep", *ep)),
         Run(named(plain, out, "tiled", *ep, "--attention-tiles", "2")),
         Run(named(plain, out, "drop", *drop)),
@@ -81,6 +82,7 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
     start(2, out, runs, bench=out / "bench.json")
     one = losses(metrics, out / "one")
     assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
+    assert metrics(out / "kept") == metrics(out / "fsdp")
     assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "roomy"), one)[0] < 0.01
     assert not (out / "full" / "metrics.jsonl").exists()  # too few rows: it ended before the first step
