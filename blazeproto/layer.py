@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd import SavePolicy, grouped_experts, moe_mlp, saved_bytes
+from blazeproto.autograd import QuantizedWeights, SavePolicy, grouped_experts, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
@@ -128,6 +128,7 @@ class MoE(nn.Module, Shown):
         self.register_parameter(f"{self.up_name}_bias", up_bias)
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
+        self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
 
         if options.backend == "hopper" and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
@@ -180,6 +181,7 @@ class MoE(nn.Module, Shown):
         lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
         of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
         tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
+        of_call |= {} if self.quantized is None else {"quantized": self.quantized}
         overflow = None
         if self.dispatcher is not None:
             out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
@@ -196,6 +198,17 @@ class MoE(nn.Module, Shown):
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
+
+    def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
+        """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+
+        To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
+        changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
+        RuntimeError for a layer with a dispatcher.
+        """
+        refuse_ranks(self.dispatcher, "quantize_weights")
+        weights = self.up_proj_weight, self.down_proj
+        self.quantized = quantize_weights(*weights, dtype=dtype, backend=self.backend)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
@@ -256,7 +269,8 @@ class MoE(nn.Module, Shown):
         return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity, combine=self.combine)
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own.
+        """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own, and
+        ``quantized`` counts as weights.
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
@@ -303,6 +317,7 @@ class MoE(nn.Module, Shown):
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         found += "" if self.precision == "bf16" else f", precision={self.precision}"
+        found += "" if self.quantized is None else f", quantized={self.quantized.nbytes} bytes of weights"
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
