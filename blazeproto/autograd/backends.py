@@ -42,11 +42,14 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
-    def forward_weight(self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Any:
-        """A weight as the products of forward take it.  dtype: x's.  kept: the weight quantized before (`QuantizedWeights`)."""
+    def forward_weight(
+        self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Any:
+        """A weight as the products of forward take it.  dtype: x's.  kept: the weight quantized before (`QuantizedWeights`).
+        place: a record that gets its transpose, quantized."""
 
     def backward_weight(self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Any:
-        """The same for the products by rows of backward."""
+        """The same for the products by rows of backward.  kept: what forward left in its place, too."""
 
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None

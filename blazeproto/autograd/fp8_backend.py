@@ -37,22 +37,28 @@ class Hopper:
     rows_of = staticmethod(hopper_backend.rows_of)
 
     @staticmethod
-    def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
+    def forward_weight(
+        weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Quantized:
         if kept is None:
-            kept = _in_orders(weight, dtype, rows, "forward")
+            kept = new_weights(weight, 1)
+            _quantize(weight, dtype, rows, kept[0], None if place is None else place[0])
         return weights_in(kept[0], *weight.shape[1:])
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
         if kept is None:
-            kept = _in_orders(weight, dtype, rows, "transposed")
+            kept = new_weights(weight, 1)
+            _quantize(weight, dtype, rows, None, kept[0])
         return weights_in(kept[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        return _in_orders(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), "forward", "transposed")
+        record = new_weights(weight, 2)
+        _quantize(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), *record)
+        return record
 
     def up_forward(
         self,
@@ -87,8 +93,8 @@ class Hopper:
         add_up: None = None,
     ) -> None:
         d_expert = down_proj.values.shape[2]
-        gradient_bytes = 4 * down_proj.values.nbytes
-        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, gradient_bytes, out, ready(scores))
+        # Half of what bf16 has, so that Y leaves room for the weights' copies.
+        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, 2 * down_proj.values.nbytes, out, ready(scores))
 
     def down_backward_act(
         self,
@@ -193,13 +199,14 @@ class Hopper:
             del made  # before the next one is allocated
 
 
-def _in_orders(weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, *orders: str) -> Tensor:
-    """A record (orders, E, bytes) of a quantized weight: in forward's order, transposed, or both, in one pass."""
-    record = new_weights(weight, len(orders))
-    shapes = {"forward": weight.shape[1:], "transposed": weight.shape[:0:-1]}
-    to = {order: weights_in(each, *shapes[order]) for order, each in zip(orders, record, strict=True)}
-    quantize.launch_weights(ready(cast(weight, dtype)), at, to.get("forward"), to.get("transposed"))
-    return record
+def _quantize(
+    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, out: Tensor | None, transposed: Tensor | None
+) -> None:
+    """To records (E, bytes), in one pass."""
+    _, m, k = weight.shape
+    to = None if out is None else weights_in(out, m, k)
+    to_transposed = None if transposed is None else weights_in(transposed, k, m)
+    quantize.launch_weights(ready(cast(weight, dtype)), at, to, to_transposed)
 
 
 class Plain:
@@ -210,7 +217,11 @@ class Plain:
     rows_of = staticmethod(torch_backend.rows_of)
 
     @staticmethod
-    def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
+    def forward_weight(
+        weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Tensor:
+        if place is not None:
+            place.copy_(Plain.keep(weight, dtype)[1:])
         if kept is None:
             return _rounded(cast(weight, dtype), FP8.weights)
         return quantize.weights_of(torch, weights_in(kept[0], *weight.shape[1:])).to(dtype)

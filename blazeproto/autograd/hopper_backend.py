@@ -183,7 +183,7 @@ def up_backward_act(
     return dx
 
 
-def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None) -> Tensor:
+def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
     """As it is."""
     return cast(weight, dtype)
 

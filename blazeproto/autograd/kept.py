@@ -1,7 +1,7 @@
-"""Expert weights that are quantized once for several forwards, as gradient accumulation has them; the caller says when they changed.
+"""Expert weights quantized once for several forwards, as gradient accumulation has them; the caller says when they changed.
 
-    kept = quantize_weights(gate_up_proj, down_proj)      # after every step of the optimizer
-    out = moe_mlp(x, gate_up_proj, down_proj, ..., precision="fp8", quantized=kept)
+kept = quantize_weights(gate_up_proj, down_proj)      # after every step of the optimizer
+out = moe_mlp(x, gate_up_proj, down_proj, ..., precision="fp8", quantized=kept)
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def quantize_weights(
 ) -> QuantizedWeights:
     """Both weights in fp8, in both orders, in one pass: the bits that every forward and backward makes without.
 
-    gate_up_proj (E, 2n, d), down_proj (E, d, n), contiguous: those of `moe_mlp`.
+    gate_up_proj: (E, 2n, d), of any dtype that `moe_mlp` takes, contiguous.  down_proj: (E, d, n), likewise.
     dtype: of x as the experts see it; default: autocast's where it is enabled, else the weights'.  backend: as in `moe_mlp`.
 
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
@@ -68,4 +68,5 @@ def quantize_weights(
     check_experts(x, (gate_up_proj,), *others, num_experts=len(down_proj), options=options)
     made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
     weights = gate_up_proj, down_proj
-    return QuantizedWeights(*(made.keep(weight, dtype) for weight in weights), dtype, tuple(map(_state, weights)))
+    up, down = (made.keep(weight, dtype) for weight in weights)
+    return QuantizedWeights(up, down, dtype, tuple(map(_state, weights)))

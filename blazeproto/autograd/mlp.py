@@ -111,7 +111,8 @@ def moe_mlp(
         RuntimeError: on a double backward.
     """
     options = merged("moe_mlp", options, keywords)
-    options, kept = options if peers is None else replace(options, backend=peers.backend), (None, None)
+    options = options if peers is None else replace(options, backend=peers.backend)
+    kept: tuple[Tensor | None, Tensor | None] = (None, None)
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
@@ -126,6 +127,7 @@ def moe_mlp(
         x = cast(x, autocast_dtype(device_type) or x.dtype)
     if quantized is not None:
         kept = quantized.records(x.dtype, gate_up_proj, down_proj, precision=options.precision)
+        options = replace(options, keep_transposed=False)  # there they are
     with without_autocast(device_type):
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
@@ -146,7 +148,17 @@ def moe_mlp(
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         ranks, exchange = (None, "") if peers is None else peers
-        tail = (*kept, *index, top_k, pair_tokens, token_offsets, chunk_tokens, ranks, exchange, encoded(options, parameters))
+        tail = (
+            *kept,
+            *index,
+            top_k,
+            pair_tokens,
+            token_offsets,
+            chunk_tokens,
+            ranks,
+            exchange,
+            encoded(options, parameters),
+        )
         return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 
@@ -160,7 +172,7 @@ def operator_tensors(
     down_factors: LowRank | None,
     scores: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """`node.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
+    """`arguments.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
     of_up = (dense(up[0]), up_bias, *padded(up_factors))
     of_down = (dense(down_proj), down_bias, *padded(down_factors))
     return x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None

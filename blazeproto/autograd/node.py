@@ -1,9 +1,10 @@
 """The operators of the expert MLP and its one autograd node. ``mlp.py`` draws it.
 
 Forward is one operator and backward is one, over chunks of tokens (`chunks.py`); a whole batch is one chunk. The backward of a
-whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them; in fp8 dW_down has a
-third call of its own, once dH is freed, since its operands are transposed beside it. Several chunks run in
-one call, which sums their weight gradients in float32, in order. What the node saves is the save policy: H, or H and act, or
+whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them. In fp8 dX, dW_up
+and dW_down have a call each, so that W_up^T is freed before the second and dH before the third: their operands are transposed
+beside them. Several chunks run in one call, which sums their weight gradients in float32, in order. What the node saves is the
+save policy: H, or H and act, or
 neither, and then backward makes H again from X.
 
 For a frozen tensor no gradient is made, nor what only that gradient would read, unless a kernel makes it along with something
@@ -12,73 +13,20 @@ else.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
 from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, unobserved
-from blazeproto.autograd.records import new_rows
-
-
-class Parameters(NamedTuple):
-    """The differentiable arguments. None: a bias or a factor that is not there; in a backward also what it does not read."""
-
-    x: Any  # (T, d)
-    up_proj: Any  # (E, G n, d)
-    up_bias: Any  # (E, G n)
-    up_a: Any  # (E, r, d)
-    up_b: Any  # (E, G n, r)
-    down_proj: Any  # (E, d, n)
-    down_bias: Any  # (E, d)
-    down_a: Any  # (E, r, n)
-    down_b: Any  # (E, d, r)
-    scores: Any  # (T, K) or (P,)
-
-
-class Saved(NamedTuple):
-    """What forward leaves for backward, None for what the save policy leaves out. R rows in expert order."""
-
-    h: Any  # (R, G n)
-    act: Any  # (R, n)
-    xa: Any  # (R, r): X A_up^T of a row's token
-    act_a: Any  # (R, r): act A_down^T
-
-
-class Made(NamedTuple):
-    """What backward makes, and as booleans what is needed of it; gradients in the order of `Parameters`."""
-
-    dh: Any  # the end of a whole batch's first call
-    xa: Any  # likewise, where it was not saved
-    a_scaled: Any  # likewise, where a third call makes dW_down
-    x: Any
-    up_proj: Any
-    up_bias: Any
-    up_a: Any
-    up_b: Any
-    down_proj: Any
-    down_bias: Any
-    down_a: Any
-    down_b: Any
-    scores: Any
-
-
-UP, DOWN = slice(0, 5), slice(5, 10)  # of `Parameters`: those of the up and of the down projection
-WEIGHTS = Made._fields[4:-1]
-"""Whose gradients are sums over tokens."""
-TAIL = (
-    "Tensor? up_kept, Tensor? down_kept, Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
-    "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, Tensor? token_ranks, str exchange, str options"
-)
-"""How the operators' arguments end: records of weights that were quantized before (`QuantizedWeights`), a `Dispatch`, or one a chunk
-(offsets (chunks, E+1)), what `peers_of` takes, and the options."""
-OF_DOWN = "Tensor down_proj, Tensor? down_bias, Tensor? down_a, Tensor? down_b, Tensor scores"
+from blazeproto.autograd.records import new_rows, new_weights
 
 
 def _read(
@@ -150,13 +98,14 @@ def _up_width(p: Parameters, options: Options) -> int:
 def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     """Uninitialised."""
     if not options.saves_h:
-        return Saved(*[None] * 4)
+        return Saved(*[None] * 6)
     if options.precision != "bf16":
-        return Saved(new_rows(p.x, num_rows, _up_width(p, options)), None, None, None)
+        weights = (new_weights(w, 1) if options.keep_transposed else None for w in (p.up_proj, p.down_proj))
+        return Saved(new_rows(p.x, num_rows, _up_width(p, options)), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
     xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
-    return Saved(h, act, xa, act_a)
+    return Saved(h, act, xa, act_a, None, None)
 
 
 def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
@@ -174,7 +123,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.rest = (top_k, chunk_tokens, exchange, encoded)
     ctx.exchange = EXCHANGES.get(exchange)  # lives as long as the node
     # For what is not saved the dispatcher has tensors of shape (0,).
-    saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
+    saved = [t if t is not None and t.dim() > 1 else None for t in output[1:]]
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
     ctx.save_for_backward(*tensors, pair_tokens, token_offsets, token_ranks, *saved)
@@ -199,19 +148,27 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     needs_of_up, again = (needs[0], needs[1] or needs_rest, *needs[2:5]), saved.h is None
     up_proj = joined(p.up_proj, up_rest) if again else None
     from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
-    last = needs[5] and Options.decode(encoded).precision != "bf16"  # dW_down
-    of_down = (any(needs_of_up), again and needs[4], last, *[False] * 5, needs[5] and not last, *needs[6:10])
+    apart = Options.decode(encoded).precision != "bf16"
+    last, no_more = apart and needs[5], [False] * 5  # dW_down
+    of_down = (any(needs_of_up), again and needs[4], last, *no_more, needs[5] and not last, *needs[6:10])
     dh, xa, a_scaled, *made_of_down = run(of_down, d_out, None, None, *from_x, *p[DOWN], *saved, *tail)
-    xa = xa if again else saved.xa
+    xa, up_t = xa if again else saved.xa, saved.up_t
     del saved  # H, before the up projection's backward allocates
-    of_up: Sequence[Tensor | None] = (None,) * 5
+    of_up: list[Tensor | None] = [None] * 5
     if any(needs_of_up):
         p = p._replace(up_proj=up_proj if again else joined(p.up_proj, up_rest))
-        of_up = run((*[False] * 3, *needs_of_up, *[False] * 5), None, dh, None, *p, None, None, xa, None, *tail)[3:8]
+    for part in (slice(0, 1), slice(1, 5)) if apart else (slice(0, 5),):
+        if any(needs_of_up[part]):
+            wanted = [*no_more, *no_more]
+            wanted[part] = needs_of_up[part]
+            made = run((*[False] * 3, *wanted), None, dh, None, *p, None, None, xa, None, up_t, None, *tail)
+            of_up[part] = made[3:8][part]
+            del made
+        up_t = None
     del dh, xa
     if last:
         alone = tuple(name == "down_proj" for name in Made._fields)
-        made_of_down[5] = run(alone, d_out, None, a_scaled, *[None] * 5, *p[DOWN], *[None] * 4, *tail)[8]
+        made_of_down[5] = run(alone, d_out, None, a_scaled, *[None] * 5, *p[DOWN], *[None] * 6, *tail)[8]
     dx, d_up, *of_factors = of_up
     d_rest = None
     if up_rest is not None and d_up is not None:
@@ -223,7 +180,8 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
 
 @define(
     "moe_experts(Tensor x, Tensor up_proj, Tensor? up_bias, Tensor? up_a, Tensor? up_b, "
-    f"{OF_DOWN}, Tensor? up_rest, {TAIL}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a)",
+    f"{OF_DOWN}, Tensor? up_rest, {TAIL}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a, "
+    "Tensor up_t, Tensor down_t)",
     _experts_fake,
     setup=_setup,
     backward=_backward,
@@ -241,9 +199,9 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     out: Any = None
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), peers.send(p.x) if peers else take(p.x, tokens)
-        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
         if up is None:
-            up = backend.forward_weight(joined(p.up_proj, up_rest), dtype, rows, up_kept)
+            up = backend.forward_weight(joined(p.up_proj, up_rest), dtype, rows, up_kept, saved.up_t)
         low: Any = None
         if p.up_a is not None:
             xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
@@ -252,7 +210,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
         h = xa = low = None  # before Y is allocated
         up = None if len(chunks) == 1 else up  # likewise, a quantized one
         if down is None:
-            down = backend.forward_weight(p.down_proj, dtype, rows, down_kept)
+            down = backend.forward_weight(p.down_proj, dtype, rows, down_kept, saved.down_t)
         if p.down_a is not None:
             act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
             low = (act_a, cast(p.down_b, dtype))
@@ -289,7 +247,7 @@ def _gradient(
 def _backward_fake(
     needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, a_scaled: Tensor | None, *arguments: Any
 ) -> Gradients:
-    need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[14:]
+    need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[16:]
     rows, options = tail[2].shape[0], Options.decode(tail[-1])
     made_dh = None
     if need.dh and d_out is not None:
@@ -303,7 +261,8 @@ def _backward_fake(
 
 @define(
     "moe_backward(bool[] needs, Tensor? d_out, Tensor? dh, Tensor? a_scaled, Tensor? x, Tensor? up_proj, Tensor? up_bias, "
-    f"Tensor? up_a, Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, {TAIL}) -> Tensor[]",
+    f"Tensor? up_a, Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, Tensor? up_t, "
+    f"Tensor? down_t, {TAIL}) -> Tensor[]",
     _backward_fake,
 )
 def backward(
@@ -314,7 +273,7 @@ def backward(
 
     x and the parameters of the up projection are there where h is not, and where a gradient of theirs is needed.
     """
-    need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:14]), arguments[14:]
+    need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:16]), arguments[16:]
     of_tokens = p.x if d_out is None else d_out
     backend, options, chunks, peers = _read(of_tokens, p.down_proj.shape, tail)
     (up_kept, down_kept), dtype, needs_of_up = tail[:2], of_tokens.dtype, any(need[3:8])
@@ -331,7 +290,7 @@ def backward(
         made |= {name: torch.zeros_like(getattr(p, name), dtype=wide) for name in WEIGHTS if getattr(need, name)}
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
-        h, act, xa, act_a = [take(t, row_slice) for t in saved]
+        h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
         gradient = partial(_gradient, backend, rows, need, p, made)
         low: Any = None
         of_rows: Any = None
@@ -357,7 +316,8 @@ def backward(
                     of_rows = backend.low_rank_rows(d_chunk, cast(p.down_b, dtype), rows, gather=True, transposed=True)
                     low = (of_rows, cast(p.down_a, dtype))
                 if down is None:
-                    down = backend.backward_weight(p.down_proj, dtype, rows, down_kept)
+                    kept = down_kept if saved.down_t is None else saved.down_t
+                    down = backend.backward_weight(p.down_proj, dtype, rows, kept)
                 state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
                 over = overwrite_h or again
                 dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=over)
@@ -383,7 +343,8 @@ def backward(
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
                 if up_back is None:
-                    up_back = backend.backward_weight(p.up_proj, dtype, rows, up_kept)
+                    kept = up_kept if saved.up_t is None else saved.up_t
+                    up_back = backend.backward_weight(p.up_proj, dtype, rows, kept)
                 how: Any = {"combine": options.combine, "add_up": peers and peers.add_up}
                 dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), **how)
                 made["x"], up_back = dx if tokens is None else made["x"], None if one else up_back

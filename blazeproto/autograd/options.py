@@ -21,7 +21,7 @@ import torch
 from blazeproto.activations import activation_named
 from blazeproto.autograd.policy import SavePolicy
 from blazeproto.gemm.recipe import Recipe, name_of
-from blazeproto.runtime.checks import integer, nearest
+from blazeproto.runtime.checks import boolean, integer, nearest
 
 Check = Callable[[str, Any], object]
 Documented = TypeVar("Documented", bound=Callable[..., Any])
@@ -110,9 +110,19 @@ class Options:
         metadata=_about(
             lambda _, value: name_of(value),
             """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or a
-        `Recipe`, whose name it becomes. fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and d_expert
-        one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper" nor workspace_bytes.
+        `Recipe`, whose name it becomes. fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
+        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper" nor
+        workspace_bytes.
         docs/fp8.md has what is quantized how.""",
+        ),
+    )
+    keep_transposed: bool = field(
+        default=False,
+        metadata=_about(
+            boolean,
+            """with precision="fp8", whether forward makes both orders of a weight in one pass and leaves the transpose for
+        backward, where otherwise each order is made before its product. Weights are read once less; until backward there is a
+        byte for each of their elements, of all layers at once. Of save="recompute" nothing is left.""",
         ),
     )
 

@@ -22,6 +22,11 @@ def row_bytes(width: int) -> int:
     return width + 4 * width // BLOCK
 
 
+def weight_bytes(m: int, k: int) -> int:
+    """Bytes that an expert's weight (m, k) takes in a record."""
+    return m * k + 4 * blocks(m) * blocks(k)
+
+
 def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     """Uninitialised."""
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
@@ -30,7 +35,7 @@ def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
 def new_weights(weight: Tensor, orders: int) -> Tensor:
     """Uninitialised, for a weight (E, m, k) in so many orders."""
     experts, m, k = weight.shape
-    return weight.new_empty(orders, experts, m * k + 4 * blocks(m) * blocks(k), dtype=torch.uint8)
+    return weight.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
 
 
 def rows_in(record: Tensor, width: int) -> Quantized:

@@ -43,7 +43,7 @@ def rows_of(dispatch: Dispatch) -> Dispatch:
     return dispatch
 
 
-def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None) -> Tensor:
+def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
     """As it is."""
     return cast(weight, dtype)
 

@@ -156,9 +156,7 @@ def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
         _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
 
 
-def launch_weights(
-    weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None
-) -> None:
+def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None) -> None:
     """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); of the transpose with m and k exchanged. None:
     that order is not wanted. m, k: multiples of 16."""
     experts, m, k = weights.shape

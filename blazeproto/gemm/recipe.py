@@ -47,7 +47,9 @@ def name_of(precision: Any) -> str:
     came."""
     if not isinstance(precision, Recipe):
         if precision not in RECIPES:
-            raise ValueError(f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}")
+            raise ValueError(
+                f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}"
+            )
         return str(precision)
     for name, recipe in RECIPES.items():
         if precision == recipe:

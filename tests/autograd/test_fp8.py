@@ -107,7 +107,9 @@ def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_sav
     options = {"precision": "fp8", "save": save}
     for a, b in zip(case.run(**options, quantized=kept), case.run(**options), strict=True):
         assert torch.equal(a, b)
-    assert kept.nbytes == sum(2 * (w.numel() + 4 * len(w) * -(-w.shape[1] // 128) * -(-w.shape[2] // 128)) for w in weights)
+    assert kept.nbytes == sum(
+        2 * (w.numel() + 4 * len(w) * -(-w.shape[1] // 128) * -(-w.shape[2] // 128)) for w in weights
+    )
     kept_apart = (*weights, kept.up, kept.down)
     saved = [bytes_saved_by(lambda q=q: case.forward(**options, quantized=q), kept_apart) for q in (None, kept)]
     assert saved[0] == saved[1]
@@ -118,8 +120,14 @@ def test_kept_weights_are_those_that_were_kept(make_case):
     kept = quantize_weights(case.gate_up_proj, case.down_proj)
     with pytest.raises(ValueError, match="quantized: expected x in torch.float32, got torch.bfloat16"):
         moe_mlp(
-            case.x.bfloat16(), case.gate_up_proj, case.down_proj, case.scores, case.topk_experts, num_experts=5,
-            precision="fp8", quantized=kept,
+            case.x.bfloat16(),
+            case.gate_up_proj,
+            case.down_proj,
+            case.scores,
+            case.topk_experts,
+            num_experts=5,
+            precision="fp8",
+            quantized=kept,
         )
     with pytest.raises(ValueError, match="quantized: expected precision in fp8, got bf16"):
         case.forward(quantized=kept)
@@ -168,14 +176,24 @@ def test_a_recipe_is_its_name():
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
-def test_saved_bytes(make_case, bytes_saved_by, save):
+@pytest.mark.parametrize("keep", [False, True])
+def test_saved_bytes(make_case, bytes_saved_by, save, keep):
     case = make_case(*SIZES, dtype=torch.bfloat16)
     T, d, n, E, K = SIZES
-    saved = bytes_saved_by(lambda: case.forward(precision="fp8", save=save), (case.gate_up_proj, case.down_proj))
+    options, weights = {"precision": "fp8", "keep_transposed": keep}, (case.gate_up_proj, case.down_proj)
+    saved = bytes_saved_by(lambda: case.forward(save=save, **options), weights)
     sizes = {"num_tokens": T, "d_model": d, "d_expert": n, "num_experts": E, "top_k": K}
-    assert saved == saved_bytes(save, **sizes, precision="fp8")
-    layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, precision="fp8")
+    assert saved == saved_bytes(save, **sizes, **options)
+    layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, **options)
     assert layer.saved_bytes(T) == saved and "precision=fp8" in repr(layer)
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_transposes_that_are_kept_give_the_same_bits(make_case, save):
+    case = make_case(*SIZES, dtype=torch.bfloat16)
+    made = (case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True))
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blazeproto.autograd import SavePolicy, node, torch_backend
+from blazeproto.autograd import SavePolicy, torch_backend
 from tests.autograd.test_lora import WEIGHTS, adapted  # noqa: F401
 
 POLICIES = [policy.value for policy in SavePolicy]
