@@ -51,8 +51,8 @@ UP, DOWN = slice(0, 5), slice(5, 10)  # of `Parameters`: those of the up and of 
 WEIGHTS = Made._fields[4:-1]
 """Whose gradients are sums over tokens."""
 TAIL = (
-    "Tensor? up_kept, Tensor? down_kept, Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
-    "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, Tensor? token_ranks, str exchange, str options"
+    "Tensor? up_kept, Tensor? down_kept, Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, "
+    "int top_k, Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, Tensor? token_ranks, str exchange, str options"
 )
 """How the operators' arguments end: records of weights that were quantized before (`QuantizedWeights`), a `Dispatch`, or one
 for each chunk (offsets (chunks, E+1)), what `peers_of` takes, and the options."""

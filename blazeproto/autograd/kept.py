@@ -26,6 +26,7 @@ class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
     up, down: records (2, E, bytes), uint8, see `blazeproto.autograd.records`.  dtype: of x, to which weights were rounded first.
+    states: where each weight lay, and its version then.
     """
 
     up: Tensor
@@ -38,15 +39,18 @@ class QuantizedWeights:
         """Bytes of memory: about twice the number of the weights' elements."""
         return self.up.nbytes + self.down.nbytes
 
-    def records(self, dtype: torch.dtype, *weights: Tensor, precision: Any) -> tuple[Tensor, Tensor]:
-        """up and down. ValueError: they are not for x of this dtype or for this precision, or the weights are not those they were
-        made of, unchanged."""
-        for name, expected, got in (("precision", "fp8", precision), ("x", self.dtype, dtype)):
-            if expected != got:
-                raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
-        if not torch.compiler.is_compiling() and self.states != tuple(map(_state, weights)):
-            raise ValueError("quantized: expected of these weights, got of others, or of them before they changed")
-        return self.up, self.down
+
+def records_of(
+    quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Tensor, Tensor], precision: Any
+) -> tuple[Tensor, Tensor]:
+    """up and down. ValueError: they are not for x of this dtype or for this precision, or the weights are not those they were
+    made of, unchanged."""
+    for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
+        if expected != got:
+            raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
+    if not torch.compiler.is_compiling() and quantized.states != tuple(map(_state, weights)):
+        raise ValueError("quantized: expected of these weights, got of others, or of them before they changed")
+    return quantized.up, quantized.down
 
 
 @torch.no_grad()
@@ -55,7 +59,7 @@ def quantize_weights(
 ) -> QuantizedWeights:
     """Both weights in fp8, in both orders, in one pass: the bits that every forward and backward makes without.
 
-    gate_up_proj: (E, 2n, d), of any dtype that `moe_mlp` takes, contiguous.  down_proj: (E, d, n), likewise.
+    gate_up_proj: (E, 2n, d), of any dtype that `moe_mlp` takes, contiguous.  down_proj: (E, d, n), of the same dtype.
     dtype: of x as the experts see it; default: autocast's where it is enabled, else the weights'.  backend: as in `moe_mlp`.
 
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a

@@ -37,7 +37,7 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
-from blazeproto.autograd.kept import QuantizedWeights
+from blazeproto.autograd.kept import QuantizedWeights, records_of
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
@@ -126,7 +126,7 @@ def moe_mlp(
     if not wide:  # which autocast leaves alone everywhere
         x = cast(x, autocast_dtype(device_type) or x.dtype)
     if quantized is not None:
-        kept = quantized.records(x.dtype, gate_up_proj, down_proj, precision=options.precision)
+        kept = records_of(quantized, x.dtype, (gate_up_proj, down_proj), options.precision)
         options = replace(options, keep_transposed=False)  # there they are
     with without_autocast(device_type):
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()

@@ -24,6 +24,8 @@ def _operand(scale: str, shape: str, when: str) -> Any:
 class Recipe:
     """The operands of an expert MLP's products. ``precision=`` takes one that is in `RECIPES`, or its name, and refuses others.
 
+    x, d_out: tokens.  weights: both of them.  h, act, dh, a_scaled: rows in expert order (a_scaled: A').
+    of_dw: what dW's products read, transposed.
     products: those whose operands are quantized, `PRODUCTS` or none; of the others they have x's own dtype.
     """
 
