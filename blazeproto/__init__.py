@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blazeproto.autograd import SavePolicy, moe_mlp
     from blazeproto.dispatch import Dispatch, build_dispatch
+    from blazeproto.gemm.recipe import Recipe
     from blazeproto.layer import MoE
     from blazeproto.router import Router
 
 __version__ = "0.2.0"
-__all__ = ["Dispatch", "MoE", "Router", "SavePolicy", "build_dispatch", "moe_mlp"]
+__all__ = ["Dispatch", "MoE", "Recipe", "Router", "SavePolicy", "build_dispatch", "moe_mlp"]
 
 _HOME_OF = {
     "MoE": "layer",
+    "Recipe": "gemm.recipe",
     "Router": "router",
     "SavePolicy": "autograd",
     "moe_mlp": "autograd",

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.activations import activation_named
-from blazeproto.autograd import SavePolicy, grouped_experts, moe_mlp, saved_bytes
+from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
-from blazeproto.autograd.operators import autocast_dtype, cast, gradient_rounded
+from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
 from blazeproto.autograd.private import saved_by_export
+from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
@@ -121,13 +122,14 @@ class MoE(nn.Module, Shown):
         self.router = router
 
         up_width = d_expert * activation_named(options.activation).halves
-        self.up_name = _up_name(options.activation)
+        self.up_name = up_name(options.activation)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(num_experts, up_width, d_model, **where)))
         self.down_proj = nn.Parameter(torch.empty(num_experts, d_model, d_expert, **where))
         up_bias = nn.Parameter(torch.empty(num_experts, up_width, **where)) if bias else None
         self.register_parameter(f"{self.up_name}_bias", up_bias)
         self.down_proj_bias = nn.Parameter(torch.empty(num_experts, d_model, **where)) if bias else None
         self.shared_expert = SharedExpert(d_model, d_shared, options.activation, **where) if d_shared else None
+        self.quantized: QuantizedWeights | None = None  # see `quantize_weights`
 
         if options.backend == "hopper" and self.down_proj.device.type != "meta":
             # A layer made on the host may move to the GPU later: what counts then is whether there is one.
@@ -180,6 +182,7 @@ class MoE(nn.Module, Shown):
         lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
         of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
         tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
+        of_call |= {} if self.quantized is None else {"quantized": self.quantized}
         overflow = None
         if self.dispatcher is not None:
             out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
@@ -196,6 +199,17 @@ class MoE(nn.Module, Shown):
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         aux_losses = refuse_lost_gradients(routing.aux_losses)
         return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
+
+    def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
+        """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.
+
+        To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
+        changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
+        RuntimeError for a layer with a dispatcher.
+        """
+        refuse_ranks(self.dispatcher, "quantize_weights")
+        weights = self.up_proj_weight, self.down_proj
+        self.quantized = quantize_weights(*weights, dtype=dtype, backend=self.backend)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can
@@ -256,7 +270,8 @@ class MoE(nn.Module, Shown):
         return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity, combine=self.combine)
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own.
+        """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own, and
+        ``quantized`` counts as weights.
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
@@ -281,6 +296,7 @@ class MoE(nn.Module, Shown):
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
             precision=self.options.precision,
+            keep_transposed=self.keep_transposed and self.quantized is None,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:
@@ -303,6 +319,7 @@ class MoE(nn.Module, Shown):
         biases = ", bias=True" if self.down_proj_bias is not None else ""
         found = f" ({self.runs_on()})" if self.backend == "auto" else ""
         found += "" if self.precision == "bf16" else f", precision={self.precision}"
+        found += "" if self.quantized is None else f", quantized={self.quantized.nbytes} bytes of weights"
         found += "" if self.dispatcher is None else f", dispatcher={self.dispatcher}"
         return (
             f"d_model={self.d_model}, d_expert={self.d_expert}, num_experts={self.num_experts}, top_k={self.top_k}, "
@@ -326,57 +343,6 @@ for _name in OPTION_NAMES:
     setattr(MoE, _name, _option_of_layer(_name))
 
 
-class SharedExpert(nn.Module):
-    """The MLP that every token goes through, beside its routed experts (DeepSeekMoE §3.2).
-
-    gate_up_proj (2 m, d), or up_proj (m, d) without a gate; down_proj (d, m).
-    """
-
-    down_proj: nn.Parameter
-
-    def __init__(
-        self,
-        d_model: int,
-        d_hidden: int,
-        activation: str = "swiglu",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        integer("d_model", d_model, least=1)
-        integer("d_shared", d_hidden, least=1)
-        self.activation = activation
-        self.up_name = _up_name(activation)
-        up_width = d_hidden * activation_named(activation).halves
-        weights = {self.up_name: (up_width, d_model), "down_proj": (d_model, d_hidden)}
-        for name, shape in weights.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """As nn.Linear starts: uniform within 1 / sqrt(fan in)."""
-        for weight in (getattr(self, self.up_name), self.down_proj):
-            weight.uniform_(-(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-
-    def forward(self, x: Tensor, backend: str = "auto", save: str = "minimal") -> Tensor:
-        """x (T, d) -> (T, d), of x's dtype, of autocast's under it; by the routed experts' products, as one expert of all rows.
-
-        backend: "torch", or "auto", which is right for any width.  save: as in `moe_mlp`.
-        """
-        if x.dtype != torch.float64:  # which autocast leaves alone
-            x = cast(x, autocast_dtype(x.device.type) or x.dtype)
-        up, down = (weight.to(x.dtype)[None] for weight in (getattr(self, self.up_name), self.down_proj))
-        # All rows. No torch.full: inductor fails on the cumsum of one whose value is symbolic (torch 2.11 to 2.13).
-        counts = torch.arange(x.shape[0], x.shape[0] + 1, dtype=torch.int32, device=x.device)
-        return grouped_experts(x, up, down, counts, activation=self.activation, backend=backend, save=save)
-
-    def extra_repr(self) -> str:
-        d_model, d_hidden = self.down_proj.shape
-        return f"d_model={d_model}, d_hidden={d_hidden}, activation={self.activation}"
-
-
 def _check_dtype(dtype: object) -> None:
     if dtype not in (None, *FLOAT_DTYPES):
         raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
@@ -393,8 +359,3 @@ def _check_keywords(options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: unknown keyword of MoE and its router{nearest(name, known)}")
-
-
-def _up_name(activation: str) -> str:
-    """Hugging Face's name of the up projection's weight."""
-    return "gate_up_proj" if activation_named(activation).gated else "up_proj"

@@ -4,20 +4,25 @@ from blazeproto.autograd import flops as _flops  # noqa: F401 - registers formul
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
 from blazeproto.autograd.dispatcher import Arrived, Dispatcher
 from blazeproto.autograd.grouped import grouped_experts
+from blazeproto.autograd.kept import QuantizedWeights, quantize_weights
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.autograd.mlp import moe_mlp
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.policy import SavePolicy, saved_bytes
+from blazeproto.gemm.recipe import Recipe
 
 __all__ = [
     "Arrived",
     "Dispatcher",
     "LowRank",
     "Options",
+    "QuantizedWeights",
+    "Recipe",
     "SavePolicy",
     "checkpoint_contexts",
     "checkpoint_policy",
     "grouped_experts",
     "moe_mlp",
+    "quantize_weights",
     "saved_bytes",
 ]

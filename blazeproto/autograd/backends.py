@@ -42,12 +42,14 @@ class Backend(Protocol):
     def rows_of(self, dispatch: Dispatch) -> Any:
         """The dispatch as the other functions take it; made once for all steps of an operator."""
 
-    def forward_weight(self, weight: Tensor, rows: Any, place: Tensor | None) -> Any:
-        """A weight in x's dtype as the products of forward take it.  place: a record that gets its transpose, where the backend
-        quantizes."""
+    def forward_weight(
+        self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Any:
+        """A weight as the products of forward take it.  dtype: x's.  kept: the weight quantized before (`QuantizedWeights`).
+        place: a record that gets its transpose, quantized."""
 
-    def backward_weight(self, weight: Tensor, rows: Any, place: Tensor | None) -> Any:
-        """The same for those of backward: of what forward left in its place, or made again where that is None."""
+    def backward_weight(self, weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Any:
+        """The same for the products by rows of backward.  kept: what forward left in its place, too."""
 
     def low_rank_rows(
         self, a: Tensor, factor: Tensor, rows: Any, *, gather: bool, transposed: bool, out: Tensor | None = None
@@ -155,7 +157,7 @@ def backend_on(
         raise ValueError(f'backend: expected one that can run here, got "hopper", which needs {missing}')
     if precision != "bf16":
         fp8 = importlib.import_module("blazeproto.autograd.fp8_backend")
-        return cast(Backend, (fp8.Hopper if missing is None else fp8.Plain)(precision == "fp8"))
+        return cast(Backend, (fp8.Hopper if missing is None else fp8.Plain)())
     return _backend(hopper=missing is None)
 
 

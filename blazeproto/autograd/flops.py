@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.flop_counter import register_flop_formula
 
 from blazeproto.autograd import node
+from blazeproto.autograd.arguments import Made, Parameters, Saved
 
 Shape = Sequence[int]
 
@@ -26,17 +27,19 @@ def _of_all_rows(num_rows: int, *weights: Shape | None) -> int:
 @register_flop_formula(node.experts.overload.overloadpacket)
 def experts(*arguments: Any, **out: Any) -> int:
     """Forward: H and Y, each with what two factors add."""
-    p, up_rest, num_rows = node.Parameters(*arguments[:10]), arguments[10], arguments[11][0]
+    p, up_rest, num_rows = Parameters(*arguments[:10]), arguments[10], arguments[13][0]
     return _of_all_rows(num_rows, p.up_proj, up_rest, p.up_a, p.up_b, p.down_proj, p.down_a, p.down_b)
 
 
 @register_flop_formula(node.backward.overload.overloadpacket)
-def backward(needs: Sequence[bool], d_out: Shape | None, dh: Shape | None, *arguments: Any, **out: Any) -> int:
+def backward(
+    needs: Sequence[bool], d_out: Shape | None, dh: Shape | None, a_scaled: Shape | None, *arguments: Any, **out: Any
+) -> int:
     """dA' for dH and dS, dX, and the gradients of weights and factors; H, if it was not saved."""
-    need, p, h = node.Made(*needs), node.Parameters(*arguments[:10]), arguments[10]
-    num_rows = arguments[10 + len(node.Saved._fields)][0]
-    needs_of_up, total = any(need[2:7]), 0
-    if d_out is not None:
+    need, p, h = Made(*needs), Parameters(*arguments[:10]), arguments[10]
+    num_rows = arguments[12 + len(Saved._fields)][0]
+    needs_of_up, total = any(need[3:8]), 0
+    if d_out is not None and a_scaled is None:
         if h is None:
             total += _of_all_rows(num_rows, p.up_proj, p.up_a, p.up_b, p.down_a if need.down_b else None)
         if need.dh or needs_of_up or need.scores:

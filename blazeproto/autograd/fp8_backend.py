@@ -1,12 +1,13 @@
-"""The backends with fp8 (e4m3) operands, ``precision="fp8"`` and ``"fp8_rows"`` (`Options.precision`).
+"""The backends with fp8 (e4m3) operands, ``precision="fp8"`` (`blazeproto.gemm.recipe`).
 
-Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine, the sums of weight
-gradients. H, act, dH and A' are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by
-itself, where they are used; weights once a forward, in both orders, 128 x 128 together.
+Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine. H, act, dH and A'
+are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where they are used; a
+weight, 128 x 128 together, before each product that reads it, in that product's order, unless the caller has kept it
+(`QuantizedWeights`).
 
-    x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, W_up^T_q, W_down^T_q, S, indices
+    x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
-    dO_q, A'_q turned ─> dW_down              dH_q, x_q turned ─> dW_up          "fp8_rows": all of these in bf16
+    dH_q, x_q turned ─> dW_up                 dO_q, A'_q turned ─> dW_down, when dH_q is gone
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.quantize import Quantized
+from blazeproto.gemm.quantize import SCALED, OnStream, Quantized
+from blazeproto.gemm.recipe import FP8, Operand
+from blazeproto.runtime.arrays import current_stream
 
 
 class Hopper:
@@ -33,24 +36,29 @@ class Hopper:
     build_dispatch = staticmethod(hopper_backend.build_dispatch)
     rows_of = staticmethod(hopper_backend.rows_of)
 
-    def __init__(self, weights_in_fp8: bool) -> None:
-        """weights_in_fp8: whether weight gradients are products of fp8; else rows are brought back to bf16 for them."""
-        self.weights_in_fp8 = weights_in_fp8
+    @staticmethod
+    def forward_weight(
+        weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Quantized:
+        if kept is None:
+            kept = new_weights(weight, 1)
+            _quantize(weight, dtype, rows, kept[0], None if place is None else place[0])
+        return weights_in(kept[0], *weight.shape[1:])
 
-    def forward_weight(self, weight: Tensor, rows: Addresses, place: Tensor | None) -> Quantized:
-        """Quantized, for a product of forward; its transpose in ``place``, a record."""
-        experts, m, k = weight.shape
-        made = weights_in(new_weights(weight, experts, m, k), m, k)
-        quantize.launch_weights(ready(weight), rows, made, None if place is None else weights_in(place, k, m))
-        return made
+    @staticmethod
+    def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
+        """The transpose, quantized."""
+        if kept is None:
+            kept = new_weights(weight, 1)
+            _quantize(weight, dtype, rows, None, kept[0])
+        return weights_in(kept[-1], *weight.shape[:0:-1])
 
-    def backward_weight(self, weight: Tensor, rows: Addresses, place: Tensor | None) -> Quantized:
-        """The transpose, quantized: that of forward in ``place``, or made now."""
-        experts, m, k = weight.shape
-        if place is None:
-            place = new_weights(weight, experts, k, m)
-            self.forward_weight(weight, rows, place)
-        return weights_in(place, k, m)
+    @staticmethod
+    def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A record (2, E, bytes): forward's order, and transposed."""
+        record = new_weights(weight, 2)
+        _quantize(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), *record)
+        return record
 
     def up_forward(
         self,
@@ -85,8 +93,8 @@ class Hopper:
         add_up: None = None,
     ) -> None:
         d_expert = down_proj.values.shape[2]
-        gradient_bytes = 4 * down_proj.values.nbytes
-        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, gradient_bytes, out, ready(scores))
+        # Half of what bf16 has, so that Y leaves room for the weights' copies.
+        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, 2 * down_proj.values.nbytes, out, ready(scores))
 
     def down_backward_act(
         self,
@@ -149,20 +157,16 @@ class Hopper:
         transposed: bool,
         factor: bool = False,
     ) -> Tensor:
-        """Some of a token's columns at a time, so that their transpose takes no more than the ordered rows'."""
+        """Some of a token's columns at a time, whose transpose takes at most 3/4 of the ordered rows': so a layer's peak is not
+        above bf16's (docs/fp8.md, Memory)."""
         width, d_model = width_of(ordered), left.shape[1]
-        if not self.weights_in_fp8:
-            wide = left.new_empty(rows.num_rows, width)
-            quantize.launch_dequantize(rows_in(ordered, width), rows, range(width), wide)
-            how: dict[str, Any] = {"gather": gather, "transposed": transposed, "factor": factor}
-            return hopper_backend.weight_gradient(left, wide, like, rows, accumulator, **how)
         f32, accumulate = like.dtype == torch.float32 or accumulator is not None, accumulator is not None
         dw = torch.empty_like(like, dtype=torch.float32 if f32 else left.dtype) if accumulator is None else accumulator
         before = left.new_empty(rows.num_experts + 1, dtype=torch.int32)
         quantize.launch_block_offsets(rows, before)
         turned = self._turned(rows_in(ordered, width), range(width), rows, before, gather=False)
         tokens = self._tokens(left, rows)
-        for columns in in_slices(d_model, 1 if f32 else max(1, d_model // width)):
+        for columns in in_slices(d_model, 1 if f32 else -(-4 * d_model // (3 * width))):
             part = self._turned(tokens, columns, rows, before, gather=True)
             operands, first = (
                 ((turned, part), (0, columns.start)) if transposed else ((part, turned), (columns.start, 0))
@@ -195,6 +199,16 @@ class Hopper:
             del made  # before the next one is allocated
 
 
+def _quantize(
+    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, out: Tensor | None, transposed: Tensor | None
+) -> None:
+    """To records (E, bytes), in one pass."""
+    _, m, k = weight.shape
+    to = None if out is None else weights_in(out, m, k)
+    to_transposed = None if transposed is None else weights_in(transposed, k, m)
+    quantize.launch_weights(ready(cast(weight, dtype)), at, to, to_transposed)
+
+
 class Plain:
     """By plain torch operations: what the kernels compute, of numbers in x's dtype that are e4m3 times their scales."""
 
@@ -202,23 +216,33 @@ class Plain:
     build_dispatch = staticmethod(torch_backend.build_dispatch)
     rows_of = staticmethod(torch_backend.rows_of)
 
-    def __init__(self, weights_in_fp8: bool) -> None:
-        self.weights_in_fp8 = weights_in_fp8
-
-    def forward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
-        _, m, k = weight.shape
-        made = quantize.of_weights(torch, weight)
+    @staticmethod
+    def forward_weight(
+        weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
+    ) -> Tensor:
         if place is not None:
-            to = weights_in(place, k, m)
-            to.values.copy_(made.values.mT), to.scales.copy_(made.scales.mT)
-        return quantize.weights_of(torch, made).to(weight.dtype)
+            place.copy_(Plain.keep(weight, dtype)[1:])
+        if kept is None:
+            return _rounded(cast(weight, dtype), FP8.weights)
+        return quantize.weights_of(torch, weights_in(kept[0], *weight.shape[1:])).to(dtype)
 
-    def backward_weight(self, weight: Tensor, rows: Dispatch, place: Tensor | None) -> Tensor:
+    @staticmethod
+    def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
         """As it lies: transposing changes no number."""
-        if place is None:
-            return self.forward_weight(weight, rows, None)
-        _, m, k = weight.shape
-        return quantize.weights_of(torch, weights_in(place, k, m)).to(weight.dtype).mT
+        if kept is None:
+            return Plain.forward_weight(weight, dtype, rows, None)
+        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT
+
+    @staticmethod
+    def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """As that of `Hopper`."""
+        made, record = quantize.of_weights(torch, cast(weight, dtype)), new_weights(weight, 2)
+        for values, scales, to in (
+            (*made, weights_in(record[0], *weight.shape[1:])),
+            (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),
+        ):
+            to.values.copy_(values), to.scales.copy_(scales)
+        return record
 
     def up_forward(
         self,
@@ -231,7 +255,7 @@ class Plain:
         h: Tensor | None = None,
         act: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        made = torch_backend.up_forward(_tokens(x), up_proj, None, rows, activation)
+        made = torch_backend.up_forward(_rounded(x, FP8.x), up_proj, None, rows, activation)
         return _to_record(made[0], h), _to_record(made[1])
 
     def down_forward(
@@ -266,7 +290,7 @@ class Plain:
         *,
         overwrite_h: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        d_out, h = _tokens(d_out), _from_record(h, d_out.dtype)
+        d_out, h = _rounded(d_out, FP8.d_out), _from_record(h, d_out.dtype)
         made = torch_backend.down_backward_act(
             needs, d_out, h, None, scores, down_proj, None, rows, activation, overwrite_h=False
         )
@@ -290,12 +314,13 @@ class Plain:
     def weight_gradient(
         self, left: Tensor, ordered: Tensor, like: Tensor, rows: Dispatch, accumulator: Tensor | None = None, **how: Any
     ) -> Tensor:
-        left = _tokens(left) if self.weights_in_fp8 else left
+        left = _rounded(left, FP8.x)
         return torch_backend.weight_gradient(left, _from_record(ordered, left.dtype), like, rows, accumulator, **how)
 
 
-def _tokens(x: Tensor) -> Tensor:
-    return quantize.tokens_of(torch, quantize.of_tokens(torch, x)).to(x.dtype)
+def _rounded(values: Tensor, operand: Operand) -> Tensor:
+    quantized, back = SCALED[operand.scale]
+    return back(torch, quantized(torch, values)).to(values.dtype)  # type: ignore[no-any-return]
 
 
 def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:

@@ -83,5 +83,18 @@ def grouped_experts(
         parameters = operator_tensors(x, up, *weights, scores)
         direct = unobserved((*parameters, counts)) and not on_another_gpu(x)
         run = node.experts.entry(parameters, unobserved=direct)
-        tail = (places, F.pad(ends, (1, 0)), places, 1, None, None, WHOLE, None, "", encoded(options, parameters))
+        tail = (
+            None,
+            None,
+            places,
+            F.pad(ends, (1, 0)),
+            places,
+            1,
+            None,
+            None,
+            WHOLE,
+            None,
+            "",
+            encoded(options, parameters),
+        )
         return run(*parameters, *tail)[0]

@@ -183,9 +183,9 @@ def up_backward_act(
     return dx
 
 
-def forward_weight(weight: Tensor, rows: Any, place: Tensor | None) -> Tensor:
+def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
     """As it is."""
-    return weight
+    return cast(weight, dtype)
 
 
 backward_weight = forward_weight

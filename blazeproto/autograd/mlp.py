@@ -37,6 +37,7 @@ from torch import Tensor
 from blazeproto.autograd import node
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for
+from blazeproto.autograd.kept import QuantizedWeights, records_of
 from blazeproto.autograd.low_rank import LowRank, padded, rank_of, tensors_of
 from blazeproto.autograd.operators import autocast_dtype, cast, dense, on_another_gpu, without_autocast
 from blazeproto.autograd.options import Options, merged, takes_options
@@ -63,6 +64,7 @@ def moe_mlp(
     pair_tokens: Tensor | None = None,
     token_offsets: Tensor | None = None,
     peers: PeersNamed | None = None,
+    quantized: QuantizedWeights | None = None,
     options: Options | None = None,
     **keywords: Any,
 ) -> Tensor:
@@ -95,6 +97,8 @@ def moe_mlp(
             for a look at them would wait for the device; `dispatch.build_dispatch_varying(validate=True)` takes that look.
         peers: what a dispatcher says whose exchange moves rows inside the operators (`Arrived.peers`): x is then of this rank's
             tokens, and scores and choice are of the pairs that arrived.
+        quantized: with precision="fp8", what `quantize_weights` made of gate_up_proj and down_proj as they are now; default: a
+            weight is quantized before each product that reads it, and freed after.
         options: an `Options`, in place of the keywords below; a keyword that is given too replaces its field.
         keywords: the fields of `Options`.
 
@@ -108,6 +112,7 @@ def moe_mlp(
     """
     options = merged("moe_mlp", options, keywords)
     options = options if peers is None else replace(options, backend=peers.backend)
+    kept: tuple[Tensor | None, Tensor | None] = (None, None)
     if not torch.compiler.is_compiling():
         integer("num_experts", num_experts, least=1)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
@@ -120,6 +125,9 @@ def moe_mlp(
     device_type, wide = x.device.type, x.dtype == torch.float64
     if not wide:  # which autocast leaves alone everywhere
         x = cast(x, autocast_dtype(device_type) or x.dtype)
+    if quantized is not None:
+        kept = records_of(quantized, x.dtype, (gate_up_proj, down_proj), options.precision)
+        options = replace(options, keep_transposed=False)  # there they are
     with without_autocast(device_type):
         scores = cast(scores, torch.float64 if wide else torch.float32).contiguous()
         parameters = operator_tensors(x, (gate_up_proj,), *weights, scores)
@@ -140,7 +148,17 @@ def moe_mlp(
         if pair_tokens is not None and token_offsets is not None:
             pair_tokens, token_offsets = pair_tokens.contiguous(), token_offsets.contiguous()
         ranks, exchange = (None, "") if peers is None else peers
-        tail = (*index, top_k, pair_tokens, token_offsets, chunk_tokens, ranks, exchange, encoded(options, parameters))
+        tail = (
+            *kept,
+            *index,
+            top_k,
+            pair_tokens,
+            token_offsets,
+            chunk_tokens,
+            ranks,
+            exchange,
+            encoded(options, parameters),
+        )
         return node.experts.entry(parameters, unobserved=direct)(*parameters, *tail)[0]
 
 
@@ -154,7 +172,7 @@ def operator_tensors(
     down_factors: LowRank | None,
     scores: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """`node.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
+    """`arguments.Parameters` and up_rest, as the operators take them. up: gate_up_proj, or gate and up."""
     of_up = (dense(up[0]), up_bias, *padded(up_factors))
     of_down = (dense(down_proj), down_bias, *padded(down_factors))
     return x.contiguous(), *of_up, *of_down, scores, dense(up[1]) if len(up) == 2 else None

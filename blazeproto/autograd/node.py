@@ -1,8 +1,10 @@
 """The operators of the expert MLP and its one autograd node. ``mlp.py`` draws it.
 
 Forward is one operator and backward is one, over chunks of tokens (`chunks.py`); a whole batch is one chunk. The backward of a
-whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them. Several chunks run in
-one call, which sums their weight gradients in float32, in order. What the node saves is the save policy: H, or H and act, or
+whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them. In fp8 dX, dW_up
+and dW_down have a call each, so that W_up^T is freed before the second and dH before the third: their operands are transposed
+beside them. Several chunks run in one call, which sums their weight gradients in float32, in order. What the node saves is the
+save policy: H, or H and act, or
 neither, and then backward makes H again from X.
 
 For a frozen tensor no gradient is made, nor what only that gradient would read, unless a kernel makes it along with something
@@ -11,12 +13,13 @@ else.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
 from blazeproto.autograd.operators import Gradients, cast, define
@@ -26,66 +29,11 @@ from blazeproto.autograd.private import graph_is_kept, release_saved_tensors, un
 from blazeproto.autograd.records import new_rows, new_weights
 
 
-class Parameters(NamedTuple):
-    """The differentiable arguments. None: a bias or a factor that is not there; in a backward also what it does not read."""
-
-    x: Any  # (T, d)
-    up_proj: Any  # (E, G n, d)
-    up_bias: Any  # (E, G n)
-    up_a: Any  # (E, r, d)
-    up_b: Any  # (E, G n, r)
-    down_proj: Any  # (E, d, n)
-    down_bias: Any  # (E, d)
-    down_a: Any  # (E, r, n)
-    down_b: Any  # (E, d, r)
-    scores: Any  # (T, K) or (P,)
-
-
-class Saved(NamedTuple):
-    """What forward leaves for backward, None for what the save policy leaves out. R rows in expert order."""
-
-    h: Any  # (R, G n)
-    act: Any  # (R, n)
-    xa: Any  # (R, r): X A_up^T of a row's token
-    act_a: Any  # (R, r): act A_down^T
-    up_t: Any  # with fp8 alone: a record of W_up^T
-    down_t: Any  # likewise, of W_down^T
-
-
-class Made(NamedTuple):
-    """What backward makes, and as booleans what is needed of it; gradients in the order of `Parameters`."""
-
-    dh: Any  # the end of a whole batch's first call
-    xa: Any  # likewise, where it was not saved
-    x: Any
-    up_proj: Any
-    up_bias: Any
-    up_a: Any
-    up_b: Any
-    down_proj: Any
-    down_bias: Any
-    down_a: Any
-    down_b: Any
-    scores: Any
-
-
-UP, DOWN = slice(0, 5), slice(5, 10)  # of `Parameters`: those of the up and of the down projection
-WEIGHTS = Made._fields[3:-1]
-"""Whose gradients are sums over tokens."""
-INDEX = (
-    "Tensor expert_pair_indices, Tensor expert_token_offsets, Tensor token_index_map, int top_k, "
-    "Tensor? pair_tokens, Tensor? token_offsets, SymInt chunk_tokens, Tensor? token_ranks, str exchange, str options"
-)
-"""How the operators' arguments end: a `Dispatch`, or one a chunk (offsets (chunks, E+1)), what `peers_of` takes, and the
-options."""
-OF_DOWN = "Tensor down_proj, Tensor? down_bias, Tensor? down_a, Tensor? down_b, Tensor scores"
-
-
 def _read(
     t: Tensor, sizes: tuple[int, ...], tail: tuple[Any, ...]
 ) -> tuple[Backend, Options, list[Chunk], Peers | None]:
     """What the end of an operator's arguments says. t: of the batch's tokens (T, d).  sizes: (E, d, n)."""
-    *index, token_ranks, exchange, encoded = tail
+    *index, token_ranks, exchange, encoded = tail[2:]
     options, peers = Options.decode(encoded), peers_of(exchange, token_ranks)
     backend = backend_on(options.backend, t.device, t.dtype, *sizes, precision=options.precision)
     return backend, options, list(chunks_of(peers.places if peers else t.shape[0], sizes[0], *index)), peers
@@ -152,9 +100,8 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     if not options.saves_h:
         return Saved(*[None] * 6)
     if options.precision != "bf16":
-        (experts, d_model, d_expert), width = p.down_proj.shape, _up_width(p, options)
-        weights = (new_weights(p.x, experts, d_model, width), new_weights(p.x, experts, d_expert, d_model))
-        return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
+        weights = (new_weights(w, 1) if options.keep_transposed else None for w in (p.up_proj, p.down_proj))
+        return Saved(new_rows(p.x, num_rows, _up_width(p, options)), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
     xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
@@ -168,7 +115,7 @@ def joined(up_proj: Tensor, rest: Tensor | None) -> Tensor:
 
 def _experts_fake(*arguments: Any) -> tuple[Tensor | None, ...]:
     p, tail = Parameters(*arguments[:10]), arguments[11:]
-    return torch.empty_like(p.x), *_places(p, tail[0].shape[0], Options.decode(tail[-1]))
+    return torch.empty_like(p.x), *_places(p, tail[2].shape[0], Options.decode(tail[-1]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -176,7 +123,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.rest = (top_k, chunk_tokens, exchange, encoded)
     ctx.exchange = EXCHANGES.get(exchange)  # lives as long as the node
     # For what is not saved the dispatcher has tensors of shape (0,).
-    saved = [t if t is not None and t.dim() == 2 else None for t in output[1:]]
+    saved = [t if t is not None and t.dim() > 1 else None for t in output[1:]]
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
     ctx.save_for_backward(*tensors, pair_tokens, token_offsets, token_ranks, *saved)
@@ -184,45 +131,56 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_out is None:
-        return (None,) * 21
+        return (None,) * 23
     tensors, (top_k, chunk_tokens, exchange, encoded) = ctx.saved_tensors, ctx.rest
     direct = not torch.is_grad_enabled() and unobserved((d_out, *tensors))  # enabled: create_graph=True
     # dH may lie over H where only this node can have seen H, and no other backward will ask for it.
     overwrite_h = direct and getattr(ctx, "alone", False) and not graph_is_kept()
     run = partial(backward.kernel, overwrite_h=overwrite_h) if direct else backward.gradients
-    p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[17:])
-    tail = (*tensors[11:14], top_k, *tensors[14:16], chunk_tokens, tensors[16], exchange, encoded)
+    p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[19:])
+    tail = (*tensors[11:16], top_k, *tensors[16:18], chunk_tokens, tensors[18], exchange, encoded)
     del tensors
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
     *needs, needs_rest = ctx.needs_input_grad[:11]
     if chunk_tokens != WHOLE:
-        return *run((False, False, *needs), d_out, None, *p, *saved, *tail)[2:], *[None] * 11
+        return *run((*[False] * 3, *needs), d_out, None, None, *p, *saved, *tail)[3:], *[None] * 13
 
     needs_of_up, again = (needs[0], needs[1] or needs_rest, *needs[2:5]), saved.h is None
     up_proj = joined(p.up_proj, up_rest) if again else None
     from_x = (p.x, up_proj, *p[2:5]) if again else (None,) * 5
-    of_down = (any(needs_of_up), again and needs[4], *[False] * 5, *needs[DOWN])
-    dh, xa, *made_of_down = run(of_down, d_out, None, *from_x, *p[DOWN], *saved, *tail)
+    apart = Options.decode(encoded).precision != "bf16"
+    last, no_more = apart and needs[5], [False] * 5  # dW_down
+    of_down = (any(needs_of_up), again and needs[4], last, *no_more, needs[5] and not last, *needs[6:10])
+    dh, xa, a_scaled, *made_of_down = run(of_down, d_out, None, None, *from_x, *p[DOWN], *saved, *tail)
     xa, up_t = xa if again else saved.xa, saved.up_t
     del saved  # H, before the up projection's backward allocates
-    of_up: Sequence[Tensor | None] = (None,) * 5
+    of_up: list[Tensor | None] = [None] * 5
     if any(needs_of_up):
         p = p._replace(up_proj=up_proj if again else joined(p.up_proj, up_rest))
-        of_up = run((False, False, *needs_of_up, *[False] * 5), None, dh, *p, None, None, xa, None, up_t, None, *tail)[
-            2:7
-        ]
+    for part in (slice(0, 1), slice(1, 5)) if apart else (slice(0, 5),):
+        if any(needs_of_up[part]):
+            wanted = [*no_more, *no_more]
+            wanted[part] = needs_of_up[part]
+            made = run((*[False] * 3, *wanted), None, dh, None, *p, None, None, xa, None, up_t, None, *tail)
+            of_up[part] = made[3:8][part]
+            del made
+        up_t = None
+    del dh, xa
+    if last:
+        alone = tuple(name == "down_proj" for name in Made._fields)
+        made_of_down[5] = run(alone, d_out, None, a_scaled, *[None] * 5, *p[DOWN], *[None] * 6, *tail)[8]
     dx, d_up, *of_factors = of_up
     d_rest = None
     if up_rest is not None and d_up is not None:
         d_up, d_rest = (
             half if need else None for half, need in zip(d_up.chunk(2, 1), (needs[1], needs_rest), strict=True)
         )
-    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 10
+    return dx, d_up, *of_factors, *made_of_down[5:], d_rest, *[None] * 12
 
 
 @define(
     "moe_experts(Tensor x, Tensor up_proj, Tensor? up_bias, Tensor? up_a, Tensor? up_b, "
-    f"{OF_DOWN}, Tensor? up_rest, {INDEX}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a, "
+    f"{OF_DOWN}, Tensor? up_rest, {TAIL}) -> (Tensor out, Tensor h, Tensor act, Tensor xa, Tensor act_a, "
     "Tensor up_t, Tensor down_t)",
     _experts_fake,
     setup=_setup,
@@ -235,7 +193,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     """
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
     backend, options, chunks, peers = _read(p.x, p.down_proj.shape, tail)
-    saved, dtype = _places(p, tail[0].shape[0], options), p.x.dtype
+    (up_kept, down_kept), saved, dtype = tail[:2], _places(p, tail[2].shape[0], options), p.x.dtype
     up: Any = None
     down: Any = None
     out: Any = None
@@ -243,7 +201,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
         rows, x = backend.rows_of(chunk_dispatch), peers.send(p.x) if peers else take(p.x, tokens)
         h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
         if up is None:
-            up = backend.forward_weight(cast(joined(p.up_proj, up_rest), dtype), rows, saved.up_t)
+            up = backend.forward_weight(joined(p.up_proj, up_rest), dtype, rows, up_kept, saved.up_t)
         low: Any = None
         if p.up_a is not None:
             xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False, out=xa)
@@ -252,7 +210,7 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
         h = xa = low = None  # before Y is allocated
         up = None if len(chunks) == 1 else up  # likewise, a quantized one
         if down is None:
-            down = backend.forward_weight(cast(p.down_proj, dtype), rows, saved.down_t)
+            down = backend.forward_weight(p.down_proj, dtype, rows, down_kept, saved.down_t)
         if p.down_a is not None:
             act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False, out=act_a)
             low = (act_a, cast(p.down_b, dtype))
@@ -286,40 +244,46 @@ def _gradient(
         made[name] = backend.weight_gradient(left, ordered, getattr(p, name), rows, made[name], **how)
 
 
-def _backward_fake(needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, *arguments: Any) -> Gradients:
+def _backward_fake(
+    needs: Sequence[bool], d_out: Tensor | None, dh: Tensor | None, a_scaled: Tensor | None, *arguments: Any
+) -> Gradients:
     need, p, tail = Made(*needs), Parameters(*arguments[:10]), arguments[16:]
-    rows, options = tail[0].shape[0], Options.decode(tail[-1])
+    rows, options = tail[2].shape[0], Options.decode(tail[-1])
     made_dh = None
     if need.dh and d_out is not None:
         width = _up_width(p, options)
         made_dh = new_rows(d_out, rows, width) if options.precision != "bf16" else d_out.new_empty(rows, width)
     made_xa = p.x.new_empty(rows, p.up_a.shape[1]) if need.xa else None
-    return [made_dh, made_xa, *(torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[2:], strict=True))]
+    made_a = new_rows(d_out, rows, p.down_proj.shape[2]) if need.a_scaled and d_out is not None else None
+    gradients = [torch.empty_like(t) if wanted else None for t, wanted in zip(p, need[3:], strict=True)]
+    return [made_dh, made_xa, made_a, *gradients]
 
 
 @define(
-    "moe_backward(bool[] needs, Tensor? d_out, Tensor? dh, Tensor? x, Tensor? up_proj, Tensor? up_bias, Tensor? up_a, "
-    f"Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, Tensor? up_t, Tensor? down_t, "
-    f"{INDEX}) -> Tensor[]",
+    "moe_backward(bool[] needs, Tensor? d_out, Tensor? dh, Tensor? a_scaled, Tensor? x, Tensor? up_proj, Tensor? up_bias, "
+    f"Tensor? up_a, Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, Tensor? up_t, "
+    f"Tensor? down_t, {TAIL}) -> Tensor[]",
     _backward_fake,
 )
 def backward(
-    needs: Sequence[bool], d_out: Tensor | None, dh: Any, *arguments: Any, overwrite_h: bool = False
+    needs: Sequence[bool], d_out: Tensor | None, dh: Any, a_scaled: Any, *arguments: Any, overwrite_h: bool = False
 ) -> Gradients:
-    """d_out (T, d), or dh (R, G n) to go on from; `Parameters`, `Saved`, and how operators' arguments end -> what is needed of
-    `Made`.
+    """d_out (T, d), or dh (R, G n) to go on from, or d_out and a_scaled, A' (R, n), for dW_down alone; `Parameters`, `Saved`, and
+    how operators' arguments end -> what is needed of `Made`.
 
     x and the parameters of the up projection are there where h is not, and where a gradient of theirs is needed.
     """
     need, p, saved, tail = Made(*needs), Parameters(*arguments[:10]), Saved(*arguments[10:16]), arguments[16:]
     of_tokens = p.x if d_out is None else d_out
     backend, options, chunks, peers = _read(of_tokens, p.down_proj.shape, tail)
-    dtype, again, needs_of_up = of_tokens.dtype, d_out is not None and saved.h is None, any(need[2:7])
+    (up_kept, down_kept), dtype, needs_of_up = tail[:2], of_tokens.dtype, any(need[3:8])
+    again = d_out is not None and saved.h is None and a_scaled is None
     up: Any = None
     up_back: Any = None
     down: Any = None
     made: dict[str, Any] = dict.fromkeys(Made._fields)
     arrived: Any = peers.send if peers else lambda t: t  # of all ranks' tokens what this rank's rows gather
+    one = len(chunks) == 1  # and then a cast or quantized weight is freed after the product that reads it
     if chunks[0].tokens is not None:
         wide = torch.promote_types(dtype, torch.float32)
         made |= {name: torch.empty_like(getattr(p, name)) for name in ("x", "scores") if getattr(need, name)}
@@ -327,17 +291,10 @@ def backward(
     for tokens, row_slice, chunk_dispatch in chunks:
         rows, x = backend.rows_of(chunk_dispatch), take(p.x, tokens)
         h, act, xa, act_a = [take(t, row_slice) for t in saved[:4]]
-        if up is None and again:
-            up = backend.forward_weight(cast(p.up_proj, dtype), rows, None)
-        if up_back is None and need.x:
-            up_back = backend.backward_weight(cast(p.up_proj, dtype), rows, saved.up_t)
-        if down is None and d_out is not None:
-            down = backend.backward_weight(cast(p.down_proj, dtype), rows, saved.down_t)
         gradient = partial(_gradient, backend, rows, need, p, made)
         low: Any = None
         of_rows: Any = None
         d_chunk: Any = None
-        a_scaled: Any = None
         if d_out is not None:
             scores = take(p.scores, tokens)
             if again:
@@ -345,16 +302,22 @@ def backward(
                 if p.up_a is not None:
                     xa = backend.low_rank_rows(x, cast(p.up_a, dtype), rows, gather=True, transposed=False)
                     low = (xa, cast(p.up_b, dtype))
+                if up is None:
+                    up = backend.forward_weight(p.up_proj, dtype, rows, up_kept)
                 h, act = backend.up_forward(x, up, p.up_bias, rows, options.activation, low)
-                low = None
+                low, up = None, None if one else up
                 if need.down_b:
                     act_a = backend.low_rank_rows(act, cast(p.down_a, dtype), rows, gather=False, transposed=False)
                 act = act if backend.READS_ACT else None
             d_chunk = arrived(take(d_out, tokens).contiguous())  # out.sum() delivers one of stride 0
-            if any(wanted := (need.dh or needs_of_up, need.scores, need.down_proj or need.down_a)):
+            of_a = need.down_proj or need.down_a or need.a_scaled
+            if a_scaled is None and any(wanted := (need.dh or needs_of_up, need.scores, of_a)):
                 if p.down_b is not None:
                     of_rows = backend.low_rank_rows(d_chunk, cast(p.down_b, dtype), rows, gather=True, transposed=True)
                     low = (of_rows, cast(p.down_a, dtype))
+                if down is None:
+                    kept = down_kept if saved.down_t is None else saved.down_t
+                    down = backend.backward_weight(p.down_proj, dtype, rows, kept)
                 state = (h, act, scores, down, p.down_bias if need.scores else None, rows, options.activation, low)
                 over = overwrite_h or again
                 dh, d_scores, a_scaled = backend.down_backward_act(wanted, d_chunk, *state, overwrite_h=over)
@@ -363,6 +326,7 @@ def backward(
                 elif need.scores:
                     made["scores"][tokens].copy_(d_scores)
                 del state, d_scores
+                down = None if one else down
             gradient("down_proj", d_chunk, a_scaled, gather=True, transposed=False)
             if need.down_bias:
                 made["down_bias"] = backend.expert_row_sum(d_chunk, len(p.down_proj), rows, scores, made["down_bias"])
@@ -371,15 +335,19 @@ def backward(
                 pairs = chunk_dispatch.expert_pair_indices.clamp_min(0)  # rows past the last get a score that exists
                 act_a = (act_a * scores.reshape(-1, 1).index_select(0, pairs)).to(dtype)
                 gradient("down_b", d_chunk, act_a, gather=True, transposed=False)
+        made["a_scaled"] = a_scaled if need.a_scaled else None
         h = act = act_a = a_scaled = low = of_rows = None  # before the up projection's backward allocates
         if needs_of_up:
             if p.up_b is not None and (need.x or need.up_a):
                 of_rows = backend.low_rank_rows(dh, cast(p.up_b, dtype), rows, gather=False, transposed=True)
                 low = (of_rows, cast(p.up_a, dtype))
             if need.x:
+                if up_back is None:
+                    kept = up_kept if saved.up_t is None else saved.up_t
+                    up_back = backend.backward_weight(p.up_proj, dtype, rows, kept)
                 how: Any = {"combine": options.combine, "add_up": peers and peers.add_up}
                 dx = backend.up_backward_act(dh, x, up_back, rows, low, take(made["x"], tokens), **how)
-                made["x"] = dx if tokens is None else made["x"]
+                made["x"], up_back = dx if tokens is None else made["x"], None if one else up_back
             if need.up_proj or need.up_a:
                 x = arrived(x)
             gradient("up_proj", x, dh, gather=True, transposed=True)

@@ -20,7 +20,8 @@ import torch
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.policy import SavePolicy
-from blazeproto.runtime.checks import integer, nearest
+from blazeproto.gemm.recipe import Recipe, name_of
+from blazeproto.runtime.checks import boolean, integer, nearest
 
 Check = Callable[[str, Any], object]
 Documented = TypeVar("Documented", bound=Callable[..., Any])
@@ -104,20 +105,31 @@ class Options:
             in_operators=False,
         ),
     )
-    precision: str = field(
+    precision: str | Recipe = field(
         default="bf16",
         metadata=_about(
-            partial(_one_of, ("bf16", "fp8", "fp8_rows")),
-            """what the products' operands are: "bf16", by which x's own dtype is meant, "fp8" (e4m3 with scales;
-        `blazeproto.autograd.fp8_backend`), or "fp8_rows", with weight gradients in bf16. The last two take a gated activation
-        whose halves lie apart, d_model a multiple of 16 and d_expert one of 128, contiguous weights, combine="gather", and
-        neither biases nor factors nor save="paper" nor workspace_bytes. docs/fp8.md has the recipe.""",
+            lambda _, value: name_of(value),
+            """what the products' operands are: "bf16", by which x's own dtype is meant, or "fp8" (e4m3 with scales), or a
+        `Recipe`, whose name it becomes. fp8 takes a gated activation whose halves lie apart, d_model a multiple of 16 and
+        d_expert one of 128, contiguous weights, combine="gather", and neither biases nor factors nor save="paper" nor
+        workspace_bytes.
+        docs/fp8.md has what is quantized how.""",
+        ),
+    )
+    keep_transposed: bool = field(
+        default=False,
+        metadata=_about(
+            boolean,
+            """with precision="fp8", whether forward makes both orders of a weight in one pass and leaves the transpose for
+        backward, where otherwise each order is made before its product. Weights are read once less; until backward there is a
+        byte for each of their elements, of all layers at once. Of save="recompute" nothing is left.""",
         ),
     )
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS:
             check(name, getattr(self, name))
+        object.__setattr__(self, "precision", name_of(self.precision))
 
     def encode(self, save: str) -> str:
         """As operators take it, who know tensors, numbers and strings. save: the policy that this call has."""

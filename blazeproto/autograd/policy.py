@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.records import row_bytes, weight_bytes
+from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK
 
 
@@ -26,8 +27,8 @@ class SavePolicy(StrEnum):
     Low-rank factors of rank r add X A_up^T and act A_down^T, 2rK bytes each, wherever H is saved; "recompute" makes both again
     with H. r counts as the next multiple of 8.
 
-    With ``precision="fp8"`` or ``"fp8_rows"`` H has a byte an element and 4 for each 128 of a row, and the weights' quantized
-    transposes are saved beside it.
+    With ``precision="fp8"`` H has a byte an element and 4 for each 128 of a row; ``keep_transposed`` adds what weights take in
+    fp8, a byte an element and 4 for each 128 x 128.
     """
 
     MINIMAL = "minimal"
@@ -55,10 +56,10 @@ def saved_bytes(
     varying_pairs: int | None = None,
     up_rank: int = 0,
     down_rank: int = 0,
-    precision: str = "bf16",
+    precision: str | Recipe = "bf16",
+    keep_transposed: bool = False,
 ) -> int:
-    """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward, weights and factors excluded, but not the copies
-    of weights that fp8 makes.
+    """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward; weights, factors and `QuantizedWeights` excluded.
 
     save, activation: as in `moe_mlp`.  num_tokens, d_model, d_expert, num_experts, top_k: T, d, n, E, K.
     itemsize: bytes of an element of x as the experts see it, so of 2 under autocast to bf16; scores have 4, or 8 with float64.
@@ -66,9 +67,9 @@ def saved_bytes(
     row_capacity: as in `moe_mlp`; it bounds the rows of a whole batch.
     varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
         ``pair_tokens`` and ``token_offsets`` are kept too.
-    up_rank, down_rank: of low-rank factors; 0 for none.  precision: as in `moe_mlp`; fp8 has no factors.
+    up_rank, down_rank: of low-rank factors; 0 for none.  precision, keep_transposed: as in `moe_mlp`; fp8 has no factors.
 
-    ValueError for an unknown policy or activation.
+    ValueError for an unknown policy, activation or precision.
     """
     policy, halves = SavePolicy(save), activation_named(activation).halves
     of_row = d_expert * halves + padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H
@@ -79,7 +80,7 @@ def saved_bytes(
     if varying_pairs is not None:
         lists += 4 * (pairs + num_tokens + 1)
     of_rows = itemsize * rows * of_row
-    if precision != "bf16" and of_row:
+    if name_of(precision) != "bf16" and of_row:
         copies = weight_bytes(d_model, of_row) + weight_bytes(d_expert, d_model)
-        of_rows = rows * row_bytes(of_row) + num_experts * copies
+        of_rows = rows * row_bytes(of_row) + keep_transposed * num_experts * copies
     return itemsize * num_tokens * d_model + of_rows + max(itemsize, 4) * pairs + lists

@@ -1,7 +1,8 @@
 """fp8 tensors and their scales as one tensor of bytes, a record, so that operators pass and save one where they have one in bf16.
 
     rows       (R, width + width / 32)                values (R, width), then scales (width / 128, R) fp32
-    weights    (E, m k + 4 (m / 128) (k / 128))       values (E, m, k), then scales (E, m / 128, k / 128) fp32
+    weights    (E, m k + 4 (m / 128) (k / 128))       values (E, m, k), then scales (E, m / 128, k / 128) fp32; of one order, and
+                                                      (1 or 2, E, ...) of the orders that are there
 
 A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own.
 """
@@ -31,9 +32,10 @@ def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
 
 
-def new_weights(like: Tensor, experts: int, m: int, k: int) -> Tensor:
-    """Uninitialised. like: of the device."""
-    return like.new_empty(experts, weight_bytes(m, k), dtype=torch.uint8)
+def new_weights(weight: Tensor, orders: int) -> Tensor:
+    """Uninitialised, for a weight (E, m, k) in so many orders."""
+    experts, m, k = weight.shape
+    return weight.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
 
 
 def rows_in(record: Tensor, width: int) -> Quantized:
@@ -47,7 +49,7 @@ def width_of(record: Tensor) -> int:
 
 
 def weights_in(record: Tensor, m: int, k: int) -> Quantized:
-    """Views of values and scales."""
+    """Views of values and scales of one order. m, k: as that has them."""
     return _views(record, (len(record), m, k), (len(record), blocks(m), blocks(k)))
 
 

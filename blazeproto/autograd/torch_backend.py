@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd.low_rank import LowRows
+from blazeproto.autograd.operators import cast
 from blazeproto.autograd.peers import AddUp
 from blazeproto.autograd.torch_formulas import Torch, outputs
 from blazeproto.dispatch.structures import Dispatch
@@ -42,9 +43,9 @@ def rows_of(dispatch: Dispatch) -> Dispatch:
     return dispatch
 
 
-def forward_weight(weight: Tensor, rows: Any, place: Tensor | None) -> Tensor:
+def forward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: None, place: None = None) -> Tensor:
     """As it is."""
-    return weight
+    return cast(weight, dtype)
 
 
 backward_weight = forward_weight

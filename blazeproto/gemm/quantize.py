@@ -20,7 +20,7 @@ from blazeproto.runtime.rounding import E4M3, e4m3_bits
 
 BLOCK = 128
 LARGEST = 448.0
-PER_CHUNK, THREADS = 16, 128  # e4m3 that a thread moves at once; of a block that quantizes rows
+THREADS = 128  # of a block that quantizes rows
 
 
 class Quantized(NamedTuple):
@@ -109,6 +109,10 @@ def weights_of(m: Any, weights: Quantized) -> Any:
     return _from_blocks(by_block * weights.scales[:, :, None, :, None], weights.values.shape)
 
 
+SCALED = {"token": (of_tokens, tokens_of), "1x128": (of_rows, rows_of), "128x128": (of_weights, weights_of)}
+"""What a recipe's operand says shares a scale (`blazeproto.gemm.recipe.Operand`): to fp8, and back."""
+
+
 def _by_block(weights: Any) -> Any:
     experts, m, k = weights.shape
     return weights.reshape(experts, m // BLOCK, BLOCK, k // BLOCK, BLOCK)
@@ -130,11 +134,17 @@ def kernel(entry: str, sources: Path | None = None) -> Kernel:
 
 def kernels() -> list[Kernel]:
     """All of them."""
-    names = ("quantize_rows", "quantize_weights", "dequantize_rows", "block_offsets", "transpose_rows")
-    return list(map(kernel, names))
+    return list(map(kernel, ("quantize_rows", "quantize_weights", "block_offsets", "transpose_rows")))
 
 
-def _launch(entry: str, at: Addresses, grid: tuple[int, int], threads: int, *words: int) -> None:
+class OnStream(NamedTuple):
+    """Where a launch that needs no dispatch goes: a CUDA ordinal, a raw cudaStream_t."""
+
+    device: int
+    stream: int
+
+
+def _launch(entry: str, at: Addresses | OnStream, grid: tuple[int, int], threads: int, *words: int) -> None:
     made = kernel(entry, build_of("quantize").sources)
     driver.launch(made.handle(at.device), grid, threads, 0, at.stream, words)
 
@@ -146,23 +156,13 @@ def launch_rows(x: Any, at: Addresses, out: Quantized) -> None:
         _launch("quantize_rows", at, (count, 1), THREADS, x.data_ptr(), *_at(out), width)
 
 
-def launch_weights(weights: Any, at: Addresses, out: Quantized, transposed: Quantized | None) -> None:
-    """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); and of the transpose, where it is wanted, with m
-    and k exchanged. m, k: multiples of 16."""
+def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None, transposed: Quantized | None) -> None:
+    """weights (E, m, k) bf16 -> values (E, m, k), scales (E, m / 128, k / 128); of the transpose with m and k exchanged. None:
+    that order is not wanted. m, k: multiples of 16."""
     experts, m, k = weights.shape
-    to = (0, 0) if transposed is None else _at(transposed)
+    to = [(0, 0) if order is None else _at(order) for order in (out, transposed)]
     grid = experts * blocks(m), blocks(k)
-    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *_at(out), *to, m, k)
-
-
-def launch_dequantize(rows: Quantized, at: Addresses, columns: range, out: Any) -> None:
-    """rows (R, width), scales (width / 128, R) -> out (R, len(columns)) bf16. columns: whole blocks."""
-    count, width = rows.values.shape
-    if count and columns:
-        values = rows.values.data_ptr() + columns.start
-        scales = rows.scales.data_ptr() + 4 * columns.start // BLOCK * count
-        grid = -(-count * len(columns) // (THREADS * PER_CHUNK)), 1
-        _launch("dequantize_rows", at, grid, THREADS, values, scales, out.data_ptr(), count, width, len(columns))
+    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k)
 
 
 def most_blocks(num_rows: int, experts: int) -> int:

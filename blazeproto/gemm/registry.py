@@ -12,6 +12,7 @@ from blazeproto.gemm.dsd import DDS, DSD
 from blazeproto.gemm.fused import DOWN_FORWARD_FUSED, UP_BACKWARD_ACT_FUSED
 from blazeproto.gemm.linear import DOWN_FORWARD, GROUPED_MM, UP_BACKWARD_ACT, grouped_mm
 from blazeproto.gemm.product import Build, Sizes, Variant
+from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.reduce import BIAS_SCORE_GRAD, EXPERT_ROW_SUM
 from blazeproto.gemm.sdd import SDD
 from blazeproto.gemm.tiles import BF16, CANDIDATES, CHUNK, MAX_EXPERTS, TileConfig
@@ -100,7 +101,7 @@ def prepare(
     fused_backward: bool = False,
     f32_weight_grads: bool = False,
     transposed: bool = False,
-    precision: str = "bf16",
+    precision: str | Recipe = "bf16",
     device: int | None = None,
     jobs: int | None = None,
 ) -> list[Kernel]:
@@ -114,7 +115,7 @@ def prepare(
     `down_forward` and `combine`.  fused_backward: whether `up_backward_act_fused` runs instead of `up_backward_act` and
     `combine`.  f32_weight_grads: whether weight gradients are fp32 (as they are in chunks).
     transposed: whether the weights are (E, d, G n) and (E, n, d), as in gpt-oss.
-    precision: other than "bf16": the kernels of fp8 too (`blazeproto.gemm.fp8`).
+    precision: as in `moe_mlp`; "fp8": its kernels too (`blazeproto.gemm.fp8`).
     device: CUDA ordinal; default: CuPy's current device if that is of compute capability 9.0, else nothing is loaded.
     jobs: compilers that run at a time, in processes of their own; default: one a core.
 
@@ -135,7 +136,7 @@ def prepare(
     up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
     down = up._replace(bias=down_bias, fused=fused)
     wanted = dict.fromkeys(kernel for entry in PRODUCTS.values() for kernel in entry.for_layer(sizes, up, down))
-    if precision != "bf16":
+    if name_of(precision) != "bf16":
         wanted |= dict.fromkeys((*quantize.kernels(), *fp8.kernels(activation)))
     made = compile_many(wanted, jobs)
     device = _hopper_device() if device is None else device

@@ -8,15 +8,17 @@ check: each product's sums against float64 of the same quantized operands. What 
 some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison never. Operands that are
 positive, and of both signs.
 
-One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in turn
-(A B A B); medians. fp8 quantizes x, dO and all weights, in both orders, in every call. fwd: what forward takes without its
-weights' quantizing, which is timed by itself and subtracted. Peaks: over what was allocated before the call.
+One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
+turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: each order of a weight before the product that reads
+it, or with keep_transposed both orders in one pass in forward; or all weights were quantized before (fp8_fwd, fp8_kept_fwdbwd).
+Peaks: over what was allocated before the call. In a row: four experts' layers, each of which takes what the one before it gives.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +26,11 @@ import torch
 from torch import Tensor
 
 from blazeproto import gemm
-from blazeproto.autograd import moe_mlp
-from blazeproto.autograd.fp8_backend import Hopper
+from blazeproto.autograd import moe_mlp, quantize_weights
 from blazeproto.autograd.hopper_backend import rows_of
 from blazeproto.autograd.records import E4M3
 from blazeproto.dispatch import build_dispatch
-from blazeproto.gemm import Sizes, down_backward, fp8, product, quantize
+from blazeproto.gemm import Sizes, down_backward, fp8, quantize
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
@@ -58,8 +59,8 @@ SHAPES = (
 )
 CHECKED = (Sizes(700, 144, 128, 5, 2), Sizes(600, 256, 8192, 2, 1), Sizes(3000, 1040, 2048, 16, 4))
 DEVICE = "cuda"
-PRECISIONS = ("bf16", "fp8", "fp8_rows")
-PARTS = ("check", "products", "layers")
+PARTS = ("check", "products", "layers", "row")
+IN_A_ROW = 4
 SAMPLE = 48  # rows and columns whose sums are computed as a tensor core does
 FRACTION = 13  # bits of a sum behind its largest addend's first
 
@@ -311,20 +312,14 @@ def products(shape: Sizes, rounds: int) -> Row:
         "dW_up": partial(gemm.up_backward_weight, dh, x, o.dispatch, dw=o.d_up, workspace=spare[1]),
     }
 
-    def turns(call: Callable[[], None]) -> None:
-        product.DEBUG = ("TURNS=1",)
-        call()
-        product.DEBUG = ()
-
     timed: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         call()
         if name in ours:
             ours[name]()
-            timed |= {f"{name} bf16": ours[name], f"{name} fp8": call, f"{name} fp8 in turns": partial(turns, call)}
+            timed |= {f"{name} bf16": ours[name], f"{name} fp8": call}
         else:
             timed[name] = call
-    timed["dequantize dH"] = partial(quantize.launch_dequantize, o.dh, o.at, range(2 * shape.n), dh)
     ms = interleaved_ms(timed, rounds, warmups=3, queued=True)
     operations = 2.0 * R * shape.n * shape.d
     once, twice = ("down", "dH", "dW_down"), ("up", "dX", "dW_up")
@@ -340,33 +335,68 @@ def products(shape: Sizes, rounds: int) -> Row:
 def layer(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     """The row of the results."""
     one = peers.make_inputs(shape, device=device)
-
-    def forward(precision: str) -> Tensor:
-        weights = (one.gate_up_proj, one.down_proj)
-        return moe_mlp(one.x, *weights, one.scores, one.experts, num_experts=shape.E, precision=precision)
-
-    programs = {name: peers.layer_program(one, partial(forward, name)) for name in PRECISIONS}
     weights = (one.gate_up_proj, one.down_proj)
+    kept = quantize_weights(*weights)
+    ways: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "fp8": {"precision": "fp8"},
+        "fp8_transposed": {"precision": "fp8", "keep_transposed": True},
+        "fp8_kept": {"precision": "fp8", "quantized": kept},
+    }
+    programs = {name: peers.layer_program(one, partial(experts, one, **way)) for name, way in ways.items()}
     row, names = Row(cfg=cfg_of(shape)), ("out", "x", "up", "down", "scores")
-    made = [some_of_results(program) for program in programs.values()]
-    for precision, results in zip(PRECISIONS[1:], made[1:], strict=True):
-        row[f"{precision}_off_bf16"] = {k: difference(b, a) for k, a, b in zip(names, made[0], results, strict=True)}
-    del made, results
-    kept = {name: saved_bytes(program.forward, weights) for name, program in programs.items()}
-    copies = sum(w.numel() + 4 * w.shape[0] * blocks(w.shape[1]) * blocks(w.shape[2]) for w in weights)
-    row |= {"bf16_saved_MiB": round(kept["bf16"] / MIB, 1), "fp8_saved_MiB": round((kept["fp8"] - copies) / MIB, 1)}
-    row["fp8_weights_MiB"] = round(copies / MIB, 1)
+    made = {name: some_of_results(program) for name, program in programs.items()}
+    off = (difference(b, a) for a, b in zip(made["bf16"], made["fp8"], strict=True))
+    row["fp8_off_bf16"] = dict(zip(names, off, strict=True))
+    row["fp8_alike"] = [all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")]
+    del made
+    for name, program in programs.items():
+        saved = saved_bytes(program.forward, (*weights, kept.up, kept.down))
+        row[f"{name}_saved_MiB"] = round(saved / MIB, 1)
+    row["fp8_weights_MiB"] = round(kept.nbytes / MIB, 1)
     if device == "cpu":
         return row
     for name, program in programs.items():
         row[f"{name}_peak_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
     timed: dict[str, Callable[[], Any]] = {f"{k}_fwdbwd": program.forward_backward for k, program in programs.items()}
-    timed |= {f"{name}_fwd": programs[name].forward for name in ("bf16", "fp8")}
-    timed["quantize"] = partial(quantize_weights, one, rows_of(build_dispatch(one.experts, shape.E)))
-    ms = interleaved_ms(timed, rounds, warmups=3, queued=True)
-    row |= {f"{name}_ms": round(t, 4) for name, t in ms.items()}
-    row["fp8_fwd_with_weights_ms"] = row["fp8_fwd_ms"]
-    row["fp8_fwd_ms"] = round(ms["fp8_fwd"] - ms["quantize"], 4)
+    timed |= {"bf16_fwd": programs["bf16"].forward, "fp8_fwd": programs["fp8_kept"].forward}
+    timed |= {"fp8_fwd_with_weights": programs["fp8"].forward, "quantize": partial(quantize_weights, *weights)}
+    return row | {
+        f"{name}_ms": round(t, 4) for name, t in interleaved_ms(timed, rounds, warmups=3, queued=True).items()
+    }
+
+
+def experts(one: peers.LayerInputs, **options: Any) -> Tensor:
+    """One layer's."""
+    weights = (one.gate_up_proj, one.down_proj)
+    return moe_mlp(one.x, *weights, one.scores, one.experts, num_experts=len(one.down_proj), **options)
+
+
+def in_a_row(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
+    """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
+    layers = [peers.make_inputs(shape, device=device) for _ in range(IN_A_ROW)]
+
+    def forward(**options: Any) -> Tensor:
+        x = layers[0].x
+        for one in layers:
+            x = experts(replace(one, x=x), **options)
+        return x
+
+    leaves = [layers[0].x, *(t for one in layers for t in (one.gate_up_proj, one.down_proj, one.scores))]
+
+    def both(**options: Any) -> Any:
+        return torch.autograd.grad(forward(**options), leaves, layers[0].grad_output)
+
+    fp8 = {"precision": "fp8"}
+    ways: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": fp8, "fp8_transposed": {**fp8, "keep_transposed": True}}
+    row, weights = Row(cfg=cfg_of(shape), layers=IN_A_ROW), [t for t in leaves if t.dim() == 3]
+    for name, way in ways.items():
+        row[f"{name}_saved_MiB"] = round(saved_bytes(partial(forward, **way), weights) / MIB, 1)
+        if device != "cpu":
+            row[f"{name}_peak_MiB"] = round(peak_bytes(partial(both, **way)) / MIB, 1)
+    if device != "cpu":
+        timed = {f"{name}_fwdbwd_ms": partial(both, **way) for name, way in ways.items()}
+        row |= {name: round(t, 4) for name, t in interleaved_ms(timed, rounds, warmups=3, queued=True).items()}
     return row
 
 
@@ -374,15 +404,6 @@ def some_of_results(program: peers.Program) -> list[Tensor]:
     """Output and gradients, of two experts' weights."""
     out, gradients = program.forward_backward()
     return [t.detach()[:2].clone() if t.dim() == 3 else t.detach() for t in (out, *gradients)]
-
-
-def quantize_weights(one: peers.LayerInputs, at: Any) -> None:
-    """As a forward does."""
-    backend = Hopper(weights_in_fp8=True)
-    for weight in (one.gate_up_proj, one.down_proj):
-        experts, m, k = weight.shape
-        place = weight.new_empty(experts, m * k + 4 * blocks(m) * blocks(k), dtype=torch.uint8)
-        backend.forward_weight(weight.detach(), at, place)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -399,11 +420,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="the layer alone, tiny, on a CPU")
     options = parser.parse_args(words)
     if options.smoke:
-        print(layer(Sizes(200, 144, 128, 5, 2), 1, device="cpu"))
+        for measure in (layer, in_a_row):
+            print(measure(Sizes(200, 144, 128, 5, 2), 1, device="cpu"))
         return
     need_hopper()
     record, begin, rounds = begun("fp8", __doc__), time.monotonic(), options.rounds or 7
-    record |= {"checks": [], "products": []}
+    record |= {"checks": [], "products": [], "in_a_row": []}
     shapes = options.configs or SHAPES
     jobs: list[tuple[str, Any, Callable[..., Any], tuple[Any, ...]]] = []
     if "check" in options.parts:
@@ -414,6 +436,8 @@ def main(words: list[str] | None = None) -> None:
             jobs.append(("products", shape, products, (shape, rounds)))
         if "layers" in options.parts:
             jobs.append(("rows", shape, layer, (shape, rounds)))
+    if "row" in options.parts:
+        jobs.append(("in_a_row", shapes[0], in_a_row, (shapes[0], rounds)))
     for where, _, measure, arguments in in_turn(jobs, options.time_budget):
         row = stamped(measure, *arguments)
         record[where].append(row)

@@ -362,6 +362,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("paper/waterfall", partial(plot_drawn, draw=plot_waterfall, size=(14, 8)), "waterfall.png"),
     ("paper/policies", partial(plot_drawn, draw=plot_policies, size=(10, 4.5)), "policies.png"),
     ("training", partial(plot_drawn, draw=plot_runs, size=(12, 5)), "training.png"),
+    ("training", partial(plot_drawn, draw=partial(plot_runs, item="fp8"), size=(12, 5)), "fp8_training.png"),
 )
 
 

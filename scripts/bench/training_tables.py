@@ -148,6 +148,44 @@ def routers_columns(found: dict[str, Group]) -> list[Column]:
     return [*columns, ("printed perplexity: training", printed(0)), ("validation", printed(1))]
 
 
+def seeds_apart(group: Group) -> float | None:
+    """Of two seeds' mean losses of the last steps."""
+    losses = [training_loss(row, SONICMOE_LAST) for row in group.values()]
+    return max(losses) - min(losses) if len(losses) > 1 else None
+
+
+def more_training(row: Record, other: Record) -> float:
+    return training_loss(row, SONICMOE_LAST) - training_loss(other, SONICMOE_LAST)
+
+
+def fp8_columns(found: dict[str, Group]) -> list[Column]:
+    last = f"training loss, last {SONICMOE_LAST} steps"
+    columns: list[Column] = [LABEL, (last, each_seed(partial(training_loss, last=SONICMOE_LAST)))]
+    columns.append(("minus bf16, mean of seeds", against(found.get(OURS, {}), more_training, 4)))
+    columns.append(("two seeds apart", lambda line: number(seeds_apart(line["group"]), 4)))
+    return [*columns, VALIDATION, MS, SAVED]
+
+
+def gradients_table(record: Record) -> str:
+    """Cosines of experts' weight gradients with float64's."""
+    rows = record.get("gradients", [])
+    if not rows:
+        return NOT_MEASURED
+    lines = [
+        {"precision": precision, "weight": weight, "rows": these}
+        for precision, weight in dict.fromkeys((row["precision"], row["weight"]) for row in rows)
+        if (these := [row for row in rows if (row["precision"], row["weight"]) == (precision, weight)])
+    ]
+    columns: list[Column] = [
+        ("precision", lambda line: line["precision"]),
+        ("weight", lambda line: line["weight"]),
+        ("gradients", lambda line: str(sum(row["experts"] for row in line["rows"]))),
+        ("least cosine", lambda line: number(min(row["least"] for row in line["rows"]), 5)),
+        ("mean", lambda line: number(statistics.fmean(row["mean"] for row in line["rows"]), 5)),
+    ]
+    return f"{table(lines, columns)}\n\n{origin(rows, 'torch')}"
+
+
 def printed(index: int) -> Callable[[Record], str]:
     return lambda line: number(PERPLEXITY.get(line["run"], (None, None))[index])
 
@@ -170,6 +208,7 @@ NOTES = {
     "capacity": "Padded to the largest load: Tutel's dynamic capacity factor, the last step's largest load over the mean.",
     "routers": "Printed: SonicMoE's Tables 1a and 6a, of 0.5 B parameters and 40 B tokens; perplexities, ours are nats a byte. "
     "All are validated with top-k.",
+    "fp8": "The same data and first weights by seed.",
     "float64": "Of the training losses of the first steps, over float64's. The first one is of the same weights.",
 }
 
@@ -180,16 +219,17 @@ def runs_table(item: str, record: Record) -> str:
     if not found:
         return NOT_MEASURED
     columns = {"accuracy": accuracy_columns, "capacity": capacity_columns}
-    columns |= {"routers": routers_columns, "float64": float64_columns}
+    columns |= {"routers": routers_columns, "float64": float64_columns, "fp8": fp8_columns}
     lines = [line_of(run, group) for run, group in found.items()]
     rows = [row for group in found.values() for row in group.values()]
-    picture = "![losses over steps and seconds](training.png)\n\n" if item == "accuracy" else ""
+    picture = {"accuracy": "training.png", "fp8": "fp8_training.png"}.get(item)
+    picture = f"![losses over steps and seconds]({picture})\n\n" if picture else ""
     return f"{picture}{table(lines, columns[item](found))}\n\n{NOTES[item]} {origin(rows, 'torch')}"
 
 
 TRAINING: dict[str, tuple[str, Callable[[Record], str]]] = {
     f"training_{item}": ("training", partial(runs_table, item)) for item in ITEMS
-}
+} | {"fp8_gradients": ("training", gradients_table)}
 
 
 # ----------------------------------------------------------------------------------------------------------- sentences
@@ -236,6 +276,17 @@ def float64_claim(record: Record) -> str:
     return f"losses of the first steps differ from float64's by at most {said}" if said else NOT_MEASURED
 
 
+def fp8_training_claim(record: Record) -> str:
+    """How far fp8's losses are from bf16's, part of a sentence."""
+    apart_by = pair(record, "fp8", "fp8", OURS, more_training)
+    bf16 = seeds_apart(groups(record, "fp8").get(OURS, {}))
+    if not apart_by:
+        return NOT_MEASURED
+    said = f"the mean loss of the last {SONICMOE_LAST} steps is {number(statistics.fmean(apart_by), 4)} nats a byte above bf16's"
+    said += "" if bf16 is None else f", whose two seeds are {number(bf16, 4)} apart"
+    return noted(said, rows_for(record, "fp8"))
+
+
 def dense_claim(record: Record) -> str:
     """The part of a dense model's time in which others have its last loss, part of a sentence."""
 
@@ -262,6 +313,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
     "training_claim": ("training", training_claim),
     "float64_claim": ("training", float64_claim),
     "dense_claim": ("training", dense_claim),
+    "fp8_training_claim": ("training", fp8_training_claim),
     "capacity_claim": (
         "training",
         partial(
@@ -281,10 +333,10 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
 """Name of a sentence: its results file, and what makes it of that."""
 
 
-def plot_runs(figure: Any, record: Record) -> None:
+def plot_runs(figure: Any, record: Record, item: str = "accuracy") -> None:
     """Smoothed training losses of the first seed, over steps and over seconds of training."""
     axes = figure.subplots(1, 2, sharey=True)
-    for run, group in groups(record, "accuracy").items():
+    for run, group in groups(record, item).items():
         row = next(iter(group.values()))
         losses = smoothed(row["losses"])
         axes[0].plot(range(1, len(losses) + 1), losses, lw=1, label=RUNS[run].label)

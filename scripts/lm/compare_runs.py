@@ -4,6 +4,7 @@
     python -m scripts.lm.compare_runs float64 capacity routers
     python -m scripts.lm.compare_runs all --seeds 0                 # of every question the first seed alone
     python -m scripts.lm.compare_runs accuracy --runs ours,dense
+    python -m scripts.lm.compare_runs fp8 --gradients               # two precisions, 1000 steps; and one batch's gradients
     python -m scripts.lm.compare_runs all --cpu                     # a short form on a CPU: tables alone, or a file with --out
 
 Every run is one of scripts/train_lm.py, in a folder of its own below --folder. When it has ended its losses go into the file, and
@@ -49,6 +50,7 @@ from scripts.bench.common import (
 )
 from scripts.bench.training_tables import TRAINING
 from scripts.command import argument_parser, need_hopper, some_of
+from scripts.lm.gradients import cosines
 from scripts.lm.run_folder import CHECKPOINT, METRICS, SUMMARY
 from scripts.lm.settings import Config
 from scripts.lm.training_items import ITEMS, RUNS, config_of
@@ -165,7 +167,13 @@ def make(options: argparse.Namespace) -> bool:
     begin = time.monotonic()
     record = begun("compare_runs", __doc__)
     kept = read_json(options.out) if options.out and options.out.exists() else {}
-    record |= {"rows": kept.get("rows", [])}
+    record |= {name: kept.get(name, []) for name in ("rows", "gradients")}
+    if options.gradients:
+        with identity.launched() as launched:
+            found = cosines(config_of("fp8", "ours", 0, short=options.cpu), "cpu" if options.cpu else "cuda")
+        record["gradients"] = [row | {"of": of_kernels(launched)} for row in found]
+        if options.out:
+            write_json(options.out, record)
     left = [each for each in wanted(options) if options.again or not is_there(each, record["rows"])]
     failed: dict[str, str] = {}
     whole = True
@@ -186,7 +194,7 @@ def make(options: argparse.Namespace) -> bool:
         if options.out:
             write_json(options.out, record | ({"failed": failed} if failed else {}))
     for name, (_, make_table) in TRAINING.items():
-        if name.removeprefix("training_") in options.names:
+        if name.removeprefix("training_") in options.names or (name == "fp8_gradients" and options.gradients):
             print(f"\n{make_table(record)}")
     print(f"wrote {options.out}" if options.out and record["rows"] else "wrote nothing")
     return whole
@@ -203,6 +211,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / "runs" / "compared", help="of runs that have not ended"
     )
+    what = "cosines of the experts' weight gradients of one batch with float64's, too"
+    parser.add_argument("--gradients", action="store_true", help=what)
     parser.add_argument("--again", action="store_true", help="make what the file has too")
     what = "stop what still runs then"
     parser.add_argument("--time-budget", type=float, default=math.inf, metavar="SECONDS", help=what)

@@ -19,6 +19,8 @@ import torch
 
 from blazeproto import blocksparse
 from blazeproto.autograd import SavePolicy
+from blazeproto.gemm.quantize import BLOCK
+from blazeproto.gemm.recipe import RECIPES
 from blazeproto.layer import MoE
 from blazeproto.router import ROUTERS
 from blazeproto.runtime import checks
@@ -74,7 +76,7 @@ ROUNDING = [name for name, options in ROUTERS.items() if options.get("choose") =
 
 # The layer of each, and which of the settings that not all of them have it takes. A line here is a formulation of train_lm.
 FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "moe": (MoE, ("backend", "save", "combine")),
+    "moe": (MoE, ("backend", "save", "combine", "precision")),
     "dropping": (blocksparse.DroppingMoE, ("capacity_factor",)),
     "sequential": (blocksparse.SequentialMoE, ()),
     "dmoe": (blocksparse.dMoE, ("backend",)),
@@ -115,6 +117,9 @@ class GPTConfig:
     backend: str = setting("auto", "what computes the experts", names=["auto", "hopper", "torch"])
     save: str = setting("minimal", "what is kept for backward", names=[policy.value for policy in SavePolicy])
     combine: str = setting("gather", "where a token's experts are summed", names=["gather", "fused", "fused_both"])
+    precision: str = setting(
+        "bf16", "what the experts' products multiply: bf16, x's own dtype, or fp8, see docs/fp8.md", names=[*RECIPES]
+    )
     attention_tiles: int = setting(
         1, "parts of the batch that go through attention one after the other, computed again in backward", "[1, inf)"
     )
@@ -134,6 +139,15 @@ class GPTConfig:
             raise ValueError(
                 f"router: expected none with formulation dense, which does not choose, got {self.router!r}"
             )
+        if self.precision == "fp8":
+            for name, fits, expected in (
+                ("d_model", self.d_model % 16 == 0, "a multiple of 16"),
+                ("d_expert", self.d_expert % BLOCK == 0, f"a multiple of {BLOCK}"),
+                ("combine", self.combine == "gather", "gather"),
+                ("save", self.save != SavePolicy.PAPER, "minimal or recompute"),
+            ):
+                if not fits:
+                    raise ValueError(f"{name}: expected {expected} with precision fp8, got {getattr(self, name)}")
         for field in dataclasses.fields(GPTConfig):
             takers = [name for name, (_, settings) in FORMULATIONS.items() if field.name in settings]
             if takers and self.formulation not in takers and getattr(self, field.name) != field.default:
@@ -191,8 +205,8 @@ class Config(GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.float64 and (self.bf16 or self.backend == "hopper"):
-            raise ValueError("float64: expected none with bf16 or backend hopper")
+        if self.float64 and (self.bf16 or self.backend == "hopper" or self.precision == "fp8"):
+            raise ValueError("float64: expected none with bf16, precision fp8 or backend hopper")
         if self.batch % self.attention_tiles:
             raise ValueError(f"attention_tiles: expected a divisor of batch={self.batch}, got {self.attention_tiles}")
         if self.batch // self.attention_tiles % self.accumulate:

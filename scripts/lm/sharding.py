@@ -148,7 +148,9 @@ class Sharding:
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
     sizes = (config.num_experts, config.d_model, config.d_expert)
-    fits = config.bf16 and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None
+    fits = (
+        config.bf16 and config.precision == "bf16" and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None
+    )
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         if config.row_capacity:
             raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")

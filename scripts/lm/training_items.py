@@ -33,6 +33,7 @@ RUNS = {
     "torch_fp32": Run("torch, fp32", {"backend": "torch", "bf16": False}),
     "torch_bf16": Run("torch, bf16", {"backend": "torch"}),
     "ours": Run("ours, bf16", OURS),
+    "fp8": Run("ours, fp8", OURS | {"precision": "fp8"}),
     "fused": Run('ours, `combine="fused"`', OURS | {"combine": "fused"}),
     "block_sparse": Run("block-sparse, bf16", OURS | {"formulation": "dmoe"}),
     "dense": Run("dense, as many active parameters", {"formulation": "dense"}),
@@ -63,10 +64,7 @@ class Item:
     runs: tuple[str, ...]
     seeds: tuple[int, ...] = (0, 1)
     changes: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def length(self) -> str:
-        return "first steps" if self.changes else "whole"
+    length: str = "whole"
 
 
 # One rate of dropout parts runs whose dtypes differ: the masks' random numbers depend on the dtype. So there is none.
@@ -86,6 +84,7 @@ ITEMS = {
         ("float64", "ours", "torch_bf16", "torch_fp32", "fused", "block_sparse"),
         seeds=(0,),
         changes=FIRST,
+        length="first steps",
     ),
     "accuracy": Item(
         "Does it train as well as plain torch, and when has it the loss of a dense model?",
@@ -99,6 +98,12 @@ ITEMS = {
         "Does token rounding train as well as top-k? (SonicMoE, Tables 1 and 6)",
         ("ours", "rounded", "expert_choice", "rounded_down", "rounded_up", "rounded_sr_f", "rounded_nr_s",
          "rounded_balance_f", "rounded_128"),
+    ),
+    "fp8": Item(
+        "Does it train as well in fp8?",
+        ("ours", "fp8"),
+        changes=(("steps", 1000), ("checkpoint_every", 1000)),
+        length="1000 steps",
     ),
 }  # fmt: skip
 
@@ -121,7 +126,7 @@ SHORT = dataclasses.replace(
     data=str(Path(__file__).parent),
 )
 SHORT_VALUES = {"hopper": "torch", COARSE_TILE: 16}  # in the short form, in place of a run's own
-SHORT_CHANGES = (("steps", 4), ("checkpoint_every", 4))
+SHORT_STEPS = {"first steps": 4, "1000 steps": 8}  # by length
 
 
 def config_of(item: str, run: str, seed: int, *, short: bool) -> Config:
@@ -133,5 +138,5 @@ def config_of(item: str, run: str, seed: int, *, short: bool) -> Config:
         name: SHORT_VALUES.get(value, value) if not isinstance(value, bool) else value for name, value in own.items()
     }
     own.pop("attention_tiles", None)
-    changes = SHORT_CHANGES if ITEMS[item].changes else ()
-    return dataclasses.replace(SHORT, seed=seed, **{**dict(changes), **own})
+    steps = SHORT_STEPS.get(ITEMS[item].length, SHORT.steps)
+    return dataclasses.replace(SHORT, seed=seed, **{"steps": steps, "checkpoint_every": steps, **own})

@@ -1,20 +1,21 @@
-"""``precision="fp8"`` and ``"fp8_rows"`` on the torch backend: its formula written down again, what is saved, what is refused."""
+"""``precision="fp8"`` on the torch backend: its formula written down again, what is saved, what is refused."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from blazeproto import MoE, gemm
-from blazeproto.autograd import moe_mlp, saved_bytes
+from blazeproto import MoE, Recipe, gemm
+from blazeproto.autograd import moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.gemm import fp8, quantize, registry
 from blazeproto.lab import explain
 
 SIZES = (37, 144, 256, 5, 3)
-PRECISIONS = ("fp8", "fp8_rows")
 
 
 def rounded(values: Tensor, *grouped: int, group: int = 128) -> Tensor:
@@ -35,14 +36,13 @@ def rounded(values: Tensor, *grouped: int, group: int = 128) -> Tensor:
     return made[tuple(map(slice, shape))]
 
 
-def formula(case, precision: str) -> list[Tensor]:
+def formula(case) -> list[Tensor]:
     """Output and gradients, expert by expert, in float64, of what docs/fp8.md says is quantized."""
     x, up, down, scores, d_out = (
         t.detach() for t in (case.x, case.gate_up_proj, case.down_proj, case.scores, case.d_out)
     )
     of_token = {"group": x.shape[1]}
     xq, gq = rounded(x, 1, **of_token), rounded(d_out, 1, **of_token)
-    x_of_dw, g_of_dw = (xq, gq) if precision == "fp8" else (x, d_out)
     up_q, down_q = rounded(up, 1, 2), rounded(down, 1, 2)
     out, dx, d_up, d_down, d_scores = map(torch.zeros_like, (x, x, up, down, scores))
     for expert in range(len(up)):
@@ -57,16 +57,16 @@ def formula(case, precision: str) -> list[Tensor]:
         d_scores[token, slot] = (d_act * silu(gate) * linear).sum(1)
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         dh = rounded(torch.cat((s * d_act * linear * slope, s * d_act * silu(gate)), 1), 1)
-        d_down[expert] = g_of_dw[token].T @ rounded(s * silu(gate) * linear, 1)
-        d_up[expert] = dh.T @ x_of_dw[token]
+        d_down[expert] = gq[token].T @ rounded(s * silu(gate) * linear, 1)
+        d_up[expert] = dh.T @ xq[token]
         dx.index_add_(0, token, dh @ up_q[expert])
     return [out, dx, d_up, d_down, d_scores]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp8", Recipe()])
 def test_it_is_the_formula(make_case, precision):
     case = make_case(*SIZES, sentinels=True, idle=(2,))
-    for got, expected in zip(case.run(precision=precision), formula(case, precision), strict=True):
+    for got, expected in zip(case.run(precision=precision), formula(case), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -78,25 +78,122 @@ def test_recomputing_gives_the_same(make_case):
 
 def test_what_is_quantized_makes_a_difference(make_case):
     case = make_case(*SIZES)
-    plain, made = case.run(), {name: case.run(precision=name) for name in PRECISIONS}
-    off = {
-        name: [((a - b).norm() / b.norm()).item() for a, b in zip(some, plain, strict=True)]
-        for name, some in made.items()
-    }
-    assert all(0.01 < each < 0.1 for each in (*off["fp8"], *off["fp8_rows"]))
-    same = [torch.equal(a, b) for a, b in zip(made["fp8"], made["fp8_rows"], strict=True)]
-    assert same == [True, True, False, False, True]
+    pairs = zip(case.run(precision="fp8"), case.run(), strict=True)
+    assert all(0.01 < (a - b).norm() / b.norm() < 0.1 for a, b in pairs)
 
 
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
-def test_saved_bytes(make_case, bytes_saved_by, save):
+@pytest.mark.parametrize("trained", ["all", "down", "up", "scores"])
+def test_a_frozen_tensor_changes_no_other_gradient(make_case, save, trained):
+    case = make_case(*SIZES)
+    gradients = dict(zip(("x", "up", "down", "scores"), case.run(precision="fp8")[1:], strict=True))
+    wanted = dict(zip(gradients, case.parameters, strict=True))
+    for name, t in wanted.items():
+        t.requires_grad_(trained in ("all", name))
+    out = case.forward(precision="fp8", save=save)
+    of = [name for name, t in wanted.items() if t.requires_grad]
+    for name, got in zip(of, torch.autograd.grad(out, [wanted[name] for name in of], case.d_out), strict=True):
+        assert torch.equal(got, gradients[name])
+
+
+@pytest.mark.parametrize(("dtype", "of_x"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_saved_by):
+    case = make_case(*SIZES, dtype=dtype)
+    case.x = case.x.detach().to(of_x).requires_grad_()
+    case.d_out = case.d_out.to(of_x)
+    weights = case.gate_up_proj, case.down_proj
+    kept = quantize_weights(*weights, dtype=of_x)
+    options = {"precision": "fp8", "save": save}
+    for a, b in zip(case.run(**options, quantized=kept), case.run(**options), strict=True):
+        assert torch.equal(a, b)
+    assert kept.nbytes == sum(
+        2 * (w.numel() + 4 * len(w) * -(-w.shape[1] // 128) * -(-w.shape[2] // 128)) for w in weights
+    )
+    kept_apart = (*weights, kept.up, kept.down)
+    saved = [bytes_saved_by(lambda q=q: case.forward(**options, quantized=q), kept_apart) for q in (None, kept)]
+    assert saved[0] == saved[1]
+
+
+def test_kept_weights_are_those_that_were_kept(make_case):
+    case, other = (make_case(*SIZES, dtype=torch.float32) for _ in range(2))
+    kept = quantize_weights(case.gate_up_proj, case.down_proj)
+    with pytest.raises(ValueError, match="quantized: expected x in torch.float32, got torch.bfloat16"):
+        moe_mlp(
+            case.x.bfloat16(),
+            case.gate_up_proj,
+            case.down_proj,
+            case.scores,
+            case.topk_experts,
+            num_experts=5,
+            precision="fp8",
+            quantized=kept,
+        )
+    with pytest.raises(ValueError, match="quantized: expected precision in fp8, got bf16"):
+        case.forward(quantized=kept)
+    with pytest.raises(ValueError, match="quantized: expected of these weights, got of others"):
+        other.forward(precision="fp8", quantized=kept)
+    with torch.no_grad():
+        case.down_proj.mul_(2)
+    with pytest.raises(ValueError, match="or of them before they changed"):
+        case.forward(precision="fp8", quantized=kept)
+
+
+def test_a_layer_keeps_weights_until_it_is_told():
+    torch.manual_seed(0)
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    plain = layer(x)[0]
+    layer.quantize_weights()
+    assert torch.equal(layer(x)[0], plain) and f"quantized={layer.quantized.nbytes} bytes of weights" in repr(layer)
+    assert layer.saved_bytes(8) == MoE(64, 128, 4, 2, precision="fp8").saved_bytes(8)
+    layer(x)[0].sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    with pytest.raises(ValueError, match="before they changed"):
+        layer(x)
+    layer.quantize_weights()
+    again, layer.quantized = layer(x)[0], None
+    assert torch.equal(again, layer(x)[0]) and not torch.equal(again, plain)
+
+
+RECIPES = {
+    "precision.x: expected Operand(element='e4m3', scale='token'), got ('e5m2', 'token')": {"x": ("e5m2", "token")},
+    "precision.weights: expected Operand(element='e4m3', scale='128x128'), got ('e4m3', '1x128')": {
+        "weights": ("e4m3", "1x128")
+    },
+    "precision.products: expected ('up', 'down', 'dH', 'dX', 'dW_down', 'dW_up'), got ('up',)": {"products": ("up",)},
+}
+
+
+@pytest.mark.parametrize("message", RECIPES)
+def test_a_recipe_that_cannot_run_is_refused(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MoE(64, 128, 4, 2, precision=Recipe(**RECIPES[message]))
+
+
+def test_a_recipe_is_its_name():
+    assert MoE(64, 128, 4, 2, precision=Recipe()).precision == "fp8"
+    assert MoE(64, 128, 4, 2, precision=Recipe(products=())).precision == "bf16"
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_saved_bytes(make_case, bytes_saved_by, save, keep):
     case = make_case(*SIZES, dtype=torch.bfloat16)
     T, d, n, E, K = SIZES
-    saved = bytes_saved_by(lambda: case.forward(precision="fp8", save=save), (case.gate_up_proj, case.down_proj))
+    options, weights = {"precision": "fp8", "keep_transposed": keep}, (case.gate_up_proj, case.down_proj)
+    saved = bytes_saved_by(lambda: case.forward(save=save, **options), weights)
     sizes = {"num_tokens": T, "d_model": d, "d_expert": n, "num_experts": E, "top_k": K}
-    assert saved == saved_bytes(save, **sizes, precision="fp8")
-    layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, precision="fp8")
+    assert saved == saved_bytes(save, **sizes, **options)
+    layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, **options)
     assert layer.saved_bytes(T) == saved and "precision=fp8" in repr(layer)
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_transposes_that_are_kept_give_the_same_bits(make_case, save):
+    case = make_case(*SIZES, dtype=torch.bfloat16)
+    made = (case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True))
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.full
@@ -145,8 +242,8 @@ def test_refusals(make_case, which):
 
 def test_biases_and_transposed_weights_are_refused(make_case):
     case = make_case(*SIZES, bias=True)
-    with pytest.raises(ValueError, match="precision: expected neither biases nor factors with 'fp8_rows', got 'some'"):
-        case.forward(precision="fp8_rows")
+    with pytest.raises(ValueError, match="precision: expected neither biases nor factors with 'fp8', got 'some'"):
+        case.forward(precision="fp8")
     lying, choice = case.gate_up_proj.mT.contiguous().mT, (case.scores, case.topk_experts)
     with pytest.raises(ValueError, match="precision: expected contiguous weights with 'fp8', got 'transposed ones'"):
         moe_mlp(case.x, lying, case.down_proj, *choice, num_experts=5, precision="fp8")

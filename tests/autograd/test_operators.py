@@ -24,7 +24,7 @@ def tail_of(case, save="minimal", chunk_tokens=0):
     index_arrays = ops.dispatch(case.topk_experts, 5, chunk_tokens, "torch")
     top_k = 0 if case.varying else 3
     varying = (case.varying.get("pair_tokens"), case.varying.get("token_offsets"))
-    return (*index_arrays, top_k, *varying, chunk_tokens, None, "", options(save))
+    return (None, None, *index_arrays, top_k, *varying, chunk_tokens, None, "", options(save))
 
 
 def test_opcheck_dispatch(make_case):
@@ -48,13 +48,10 @@ def detached(tensors):
 
 
 def kept(made, save, factors):
-    h, act, *reduced, _, _ = made
-    nothing = (None,) * 6
-    return (
-        nothing
-        if save == "recompute"
-        else (h, act if save == "paper" else None, *(reduced if factors else nothing[:2]), None, None)
-    )
+    h, act, xa, act_a, _, _ = made
+    if save == "recompute":
+        return (None,) * 6
+    return h, act if save == "paper" else None, *((xa, act_a) if factors else (None, None)), None, None
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -71,14 +68,14 @@ def test_opcheck_whole_batch(make_case, save, varying, factors):
     from_x = parameters[:5] if again else (None,) * 5
     no, there = [False] * 5, factors
     for dh, of_down in ((True, [True, True, there, there, True]), (True, [False, True, there, False, False])):
-        needs = [dh, again and factors, *no, *of_down]
-        arguments = (needs, case.d_out, None, *from_x, *parameters[5:], *saved, *tail)
+        needs = [dh, again and factors, False, *no, *of_down]
+        arguments = (needs, case.d_out, None, None, *from_x, *parameters[5:], *saved, *tail)
         torch.library.opcheck(ops.moe_backward.default, arguments)
-    dh = torch.randn(tail[0].shape[0], case.gate_up_proj.shape[1], dtype=case.x.dtype)
-    xa = torch.randn(tail[0].shape[0], 8, dtype=case.x.dtype) if factors else None
+    dh = torch.randn(tail[2].shape[0], case.gate_up_proj.shape[1], dtype=case.x.dtype)
+    xa = torch.randn(tail[2].shape[0], 8, dtype=case.x.dtype) if factors else None
     for of_up in ([True, True, True, there, there], [False, True, False, there, False]):
-        needs = [False, False, *of_up, *no]
-        arguments = (needs, None, dh, *parameters, None, None, xa, None, None, None, *tail)
+        needs = [False, False, False, *of_up, *no]
+        arguments = (needs, None, dh, None, *parameters, None, None, xa, None, None, None, *tail)
         torch.library.opcheck(ops.moe_backward.default, arguments)
 
 
@@ -92,7 +89,7 @@ def test_opcheck_chunks(make_case, save, factors):
     saved = kept(ops.moe_experts(*parameters, None, *tail)[1:], save, factors)
     some = [True, False, False, False, factors, True, False, factors, False, False]
     for needs in ([t is not None for t in parameters], some):
-        arguments = ([False, False, *needs], case.d_out, None, *parameters, *saved, *tail)
+        arguments = ([False, False, False, *needs], case.d_out, None, None, *parameters, *saved, *tail)
         torch.library.opcheck(ops.moe_backward.default, arguments)
 
 

@@ -23,7 +23,7 @@ from scripts.lm import compare_runs, run_folder, training_items
 from scripts.lm.dense import Dense
 from scripts.lm.model import GPT
 from scripts.lm.settings import PRESETS, Config
-from scripts.lm.training_items import BASE, ITEMS, RUNS, config_of
+from scripts.lm.training_items import BASE, ITEMS, RUNS, SHORT, config_of
 from tests.lm.conftest import keeping_handlers
 
 Stop = Callable[[int, Callable[[], object]], None]
@@ -44,6 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["--cpu", "--out", str(folder / "training.json"), "--folder", str(folder / "runs")]
     assert compare_runs.main(["all", "--seeds", "0", *words]) == 0
     assert compare_runs.main(["accuracy", "--runs", "ours,dense", *words]) == 0
+    assert compare_runs.main(["fp8", "--seeds", "0", "--gradients", *words]) == 0
     assert not [*(folder / "runs").iterdir()], "what has ended goes"
     return folder / "training.json"
 
@@ -95,6 +96,24 @@ def test_the_tables_of_the_page_are_made_of_the_file(made: Path, tmp_path: Path)
     tables.plot_runs(figure, record)
     figure.savefig(tmp_path / "training.png")
     assert len(figure.axes[0].lines) == len(figure.axes[1].lines) == len(ITEMS["accuracy"].runs)
+
+
+def test_gradients_of_every_expert_are_near_float64s(made: Path) -> None:
+    record, found = read_json(made), dict[str, list[float]]()
+    for row in record["gradients"]:
+        found.setdefault(row["precision"], []).append(row["least"])
+        assert row["experts"] == SHORT.num_experts and row["least"] <= row["mean"]
+    assert 0.99 < min(found["fp8"]) < 0.9995 < min(found["bf16"])
+    assert tables.gradients_table({}) == NOT_MEASURED != tables.gradients_table(record)
+
+
+def test_how_far_two_precisions_are_apart() -> None:
+    rows = [
+        {"run": run, "length": "1000 steps", "seed": seed, "losses": [9.0] * 900 + [loss] * 100, "of": {"kernels": []}}
+        for run, seed, loss in (("ours", 0, 2.0), ("ours", 1, 2.5), ("fp8", 0, 2.25), ("fp8", 1, 2.5))
+    ]
+    said = tables.fp8_training_claim({"rows": rows})
+    assert "0.1250 nats a byte above bf16's, whose two seeds are 0.5000 apart" in said
 
 
 def test_a_run_that_is_there_is_not_made_again(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

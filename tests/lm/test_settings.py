@@ -67,8 +67,8 @@ def test_a_setting_of_another_type_is_refused(name: str, value: Any) -> None:
             {"row_capacity": 1.25, "parallel": "ep", "dispatcher": "all_to_all"},
             "row_capacity: expected 0 unless tokens travel by --dispatcher symmetric, got 1.25 with parallel='ep'",
         ),
-        ({"float64": True, "bf16": True}, "float64: expected none with bf16 or backend hopper"),
-        ({"float64": True, "backend": "hopper"}, "float64: expected none with bf16 or backend hopper"),
+        ({"float64": True, "bf16": True}, "float64: expected none with bf16, precision fp8 or backend hopper"),
+        ({"float64": True, "backend": "hopper"}, "float64: expected none with bf16, precision fp8 or backend hopper"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(given: dict[str, Any], message: str) -> None:

@@ -81,12 +81,6 @@ struct BlockScales {
     }
 };
 
-#if TURNS
-constexpr int TURN_BARRIER = PRODUCER_BARRIER + 1;
-
-DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-#endif
-
 // sum (this consumer's strip, STRIP x BN) = A * B over `steps` stages.
 template <class Params>
 DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, BlockScales scales, const Params& p) {
@@ -108,10 +102,6 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
         float acc[SLICE / 2];  // the second slice's once the first one's are added
 #pragma unroll
         for (int slice = 0; slice < 2; ++slice) {
-#if TURNS
-            if (strip == 1 && slice == 0 && ring.passed == 0) named_barrier_arrive(TURN_BARRIER, CONSUMERS * WARPGROUP);
-            named_barrier_sync(TURN_BARRIER + strip, CONSUMERS * WARPGROUP);
-#endif
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < SWIZZLE_ROW / 32; ++k) {
@@ -120,9 +110,6 @@ DEVICE void multiply(float (&sum)[BN / 2], Ring& ring, int strip, int steps, Blo
                 else wgmma_e4m3(acc, at_a, at_b, k > 0);
             }
             wgmma_commit_group();
-#if TURNS
-            named_barrier_arrive(TURN_BARRIER + 1 - strip, CONSUMERS * WARPGROUP);
-#endif
             wgmma_wait_group<0>();
             pin_registers(acc);
             if (slice == 1) ring.release();

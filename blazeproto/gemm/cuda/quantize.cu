@@ -1,16 +1,15 @@
-// To fp8 (e4m3) and back. Values that share a scale, a power of two, are divided by it and rounded (quantized.cuh).
+// To fp8 (e4m3). Values that share a scale, a power of two, are divided by it and rounded (quantized.cuh).
 //
 //   quantize_rows      x (T, width) bf16 -> x_q, and a scale for each row (T,)
 //   quantize_weights   W (E, m, k) bf16 -> W_q (E, m, k) and its transpose (E, k, m), of which blocks of 128 x 128 share a scale:
-//                      (E, m / 128, k / 128), and transposed as well. W is read once. A null
-//                      out_transposed is left out.
-//   dequantize_rows    columns of rows that epilogues have quantized, and their scales (blocks, rows) -> bf16 (R, columns)
+//                      (E, m / 128, k / 128), and transposed as well. W is read once. Of out and
+//                      out_transposed one that is null is left out.
 //
 //   block_offsets      offsets (E + 1,) -> how many blocks of 128 rows come before each expert's
 //   transpose_rows     quantized rows, in expert order or tokens' gathered -> (width, blocks of 128 rows), each expert's filled up with
 //                      zeros, of which blocks of 128 x 128 share a scale: (width / 128, blocks)
 //
-// Floors: 3 T width, 4 E m k and 3 R columns, 2 R width bytes / 4.24 TB/s.
+// Floors: 3 T width; 3 E m k, or 4 E m k for both orders; 2 R width bytes / 4.24 TB/s.
 //
 // -D: BLOCK    elements of a row that share a scale, and of a weight's block on each side
 #include "quantized.cuh"
@@ -105,7 +104,7 @@ quantize_weights(const bf16* weights, uint8_t* out, float* scales, uint8_t* out_
     const int group = threadIdx.x / LANES, chunk = threadIdx.x % LANES * PER_CHUNK;
     const int64_t row = block_m * BLOCK + group * ROWS, column = block_k * BLOCK + chunk;
     const bool present = row < m && column < k;  // m and k are multiples of 16
-    weights += expert * m * k, out += expert * m * k;
+    weights += expert * m * k;
 
     Sixteen values[ROWS];
     uint32_t pair = 0;
@@ -116,37 +115,18 @@ quantize_weights(const bf16* weights, uint8_t* out, float* scales, uint8_t* out_
     }
     const Scale scale = scale_of(largest_of_all<2 * BLOCK>(pair));
     if (threadIdx.x == 0) {
-        scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
+        if (out) scales[(expert * blocks_m + block_m) * blocks_k + block_k] = scale.scale;
         if (out_transposed) scales_transposed[(expert * blocks_k + block_k) * blocks_m + block_m] = scale.scale;
     }
     uint4 quantized_rows[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         quantized_rows[i] = values[i].quantize(scale.inverse);
-        if (present) *reinterpret_cast<uint4*>(out + (row + i) * k + column) = quantized_rows[i];
+        if (out && present) *reinterpret_cast<uint4*>(out + (expert * m + row + i) * k + column) = quantized_rows[i];
     }
     if (!out_transposed) return;
     store_turned(quantized_rows, group, chunk, out_transposed + (expert * k + block_k * BLOCK) * m + block_m * BLOCK, m,
                  k - block_k * BLOCK, m - block_m * BLOCK);
-}
-
-// Threads have 16 columns of a row each. values: of the first column that is wanted; width: of a row of them.
-extern "C" __global__ void __launch_bounds__(128)
-dequantize_rows(const uint8_t* values, const float* scales, bf16* out, int64_t rows, int64_t width, int64_t columns) {
-    const int64_t at = (int64_t(blockIdx.x) * 128 + threadIdx.x) * PER_CHUNK, row = at / columns, column = at % columns;
-    if (row >= rows) return;
-    const uint4 four = load_chunk(values + row * width + column);
-    const float scale = __ldg(scales + column / BLOCK * rows + row);
-    uint4 made[2];
-    uint32_t* words = reinterpret_cast<uint32_t*>(made);
-    const uint32_t from[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float4 v = dequantized(from[i], scale);
-        words[2 * i] = pack_bf16(v.x, v.y), words[2 * i + 1] = pack_bf16(v.z, v.w);
-    }
-    *reinterpret_cast<uint4*>(out + at) = made[0];
-    *reinterpret_cast<uint4*>(out + at + CHUNK) = made[1];
 }
 
 extern "C" __global__ void __launch_bounds__(32) block_offsets(const int* offsets, int* out, int64_t experts) {

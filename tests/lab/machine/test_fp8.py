@@ -130,13 +130,13 @@ def test_quantizing_gives_the_twins_bits() -> None:
     twin = quantize.of_weights(np, from_bfloat16_bits(weights))
     same(made, twin)
     same(turned, Quantized(twin.values.swapaxes(1, 2), twin.scales.swapaxes(1, 2)))
-
-
-def test_rows_come_back() -> None:
-    layer = Layer(40, 144, 256, 3, 2)
-    rows, wide = layer.of_rows(256), np.empty((80, 128), np.uint16)
-    layer.run(quantize.launch_dequantize, rows, None, range(128, 256), wide)
-    np.testing.assert_array_equal(from_bfloat16_bits(wide), quantize.rows_of(np, rows)[:, 128:])
+    for alone, out in ((made, ("out", "transposed")), (turned, ("transposed", "out"))):
+        expected = [part.copy() for part in alone]
+        for part in alone:
+            part.fill(0)
+        layer.run(quantize.launch_weights, weights, None, **{out[0]: alone, out[1]: None})
+        for part, before in zip(alone, expected, strict=True):
+            np.testing.assert_array_equal(part, before)
 
 
 @pytest.mark.full

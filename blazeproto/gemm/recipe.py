@@ -1,0 +1,63 @@
+"""What ``precision=`` names: which products have fp8 operands, of which elements, and what shares a scale.
+
+This is the table: `Options` takes what is in it, the torch backend and the twins quantize by it, docs/fp8.md prints it.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+PRODUCTS = ("up", "down", "dH", "dX", "dW_down", "dW_up")
+
+
+class Operand(NamedTuple):
+    """The element type, "e4m3", and what shares a scale: "token", "1x128" (128 columns of a row) or "128x128"."""
+
+    element: str
+    scale: str
+
+
+def _operand(scale: str, shape: str, when: str) -> Any:
+    return field(default=Operand("e4m3", scale), metadata={"shape": shape, "when": when})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The operands of an expert MLP's products. ``precision=`` takes one that is in `RECIPES`, or its name, and refuses others.
+
+    x, d_out: tokens.  weights: both of them.  h, act, dh, a_scaled: rows in expert order (a_scaled: A').
+    of_dw: what dW's products read, transposed.
+    products: those whose operands are quantized, `PRODUCTS` or none; of the others they have x's own dtype.
+    """
+
+    x: Operand = _operand("token", "(T, d)", "in forward, and again in backward")
+    d_out: Operand = _operand("token", "(T, d)", "in backward, once for dH and once for dW_down")
+    weights: Operand = _operand("128x128", "(E, m, k)", "before each product that reads one, in that product's order")
+    h: Operand = _operand("1x128", "(R, 2n)", "in up's epilogue")
+    act: Operand = _operand("1x128", "(R, n)", "in up's epilogue")
+    dh: Operand = _operand("1x128", "(R, 2n)", "in down backward's epilogue")
+    a_scaled: Operand = _operand("1x128", "(R, n)", "in down backward's epilogue")
+    of_dw: Operand = _operand("128x128", "transposes of dH, A', x, dO", "quantized values, scaled anew before dW")
+    products: tuple[str, ...] = PRODUCTS
+
+
+RECIPES = {"bf16": Recipe(products=()), "fp8": Recipe()}
+FP8 = RECIPES["fp8"]
+
+
+def name_of(precision: Any) -> str:
+    """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
+    came."""
+    if not isinstance(precision, Recipe):
+        if precision not in RECIPES:
+            raise ValueError(
+                f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}"
+            )
+        return str(precision)
+    for name, recipe in RECIPES.items():
+        if precision == recipe:
+            return name
+    for each in fields(Recipe):
+        expected, got = getattr(FP8, each.name), getattr(precision, each.name)
+        if expected != got:
+            raise ValueError(f"precision.{each.name}: expected {expected}, got {got!r}")
+    raise AssertionError

@@ -1,0 +1,78 @@
+"""The gradients of every expert's weights, in bf16 and in fp8, beside float64's: of one batch, at the model's first weights.
+
+A forward and a backward of the model, in bf16, give each layer's tokens, choice, scores and the gradient of its output. Of these
+the layer's weight gradients are computed again in each precision, and in float64 of the same bf16 tokens and the weights as they
+are. The head's weights, which begin at zero and would leave no gradient, are drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from blazeproto.autograd import moe_mlp
+from scripts.lm.model import GPT, Batches, load_data
+from scripts.lm.settings import Config
+
+Row = dict[str, Any]
+PRECISIONS = ("bf16", "fp8")
+
+
+def weight_gradients(call: dict[str, Any], d_out: Tensor, device: str, precision: str | None) -> list[Tensor]:
+    """Of gate_up_proj and down_proj, float64. call: the arguments of `moe_mlp` by name.  precision: None for float64."""
+    dtype, changes = torch.bfloat16, {"precision": precision}
+    leaves = [call[name].detach().clone() for name in ("gate_up_proj", "down_proj")]
+    x, scores = call["x"].detach().bfloat16(), call["scores"].detach()
+    if precision is None:
+        dtype, changes, leaves = torch.float64, {"backend": "torch"}, [t.double() for t in leaves]
+    given = {**call, "x": x.to(dtype), "scores": scores, "options": replace(call["options"], **changes)}
+    given["gate_up_proj"], given["down_proj"] = leaves = [t.requires_grad_() for t in leaves]
+    with torch.autocast(device, torch.bfloat16, enabled=precision is not None):
+        out = moe_mlp(**given)
+    return [gradient.double() for gradient in torch.autograd.grad(out, leaves, d_out.bfloat16().to(dtype))]
+
+
+def cosines(config: Config, device: str) -> list[Row]:
+    """A row for each layer, weight and precision: the least and the mean cosine over experts that have tokens."""
+    torch.manual_seed(config.seed)
+    model = GPT(config).to(device)
+    with torch.no_grad():
+        model.head.weight.normal_(std=config.d_model**-0.5)
+    text, _ = load_data(config.data, config.context)
+    calls: list[dict[str, Any]] = []
+    gradients: dict[int, Tensor] = {}
+
+    def recorded(x: Tensor, up: Tensor, down: Tensor, scores: Tensor, experts: Tensor, **options: Any) -> Tensor:
+        named: dict[str, Any] = {
+            "x": x,
+            "gate_up_proj": up,
+            "down_proj": down,
+            "scores": scores,
+            "topk_experts": experts,
+        }
+        place = len(calls)
+        calls.append(named | options)
+        out = moe_mlp(**named, **options)
+        out.register_hook(lambda gradient: gradients.__setitem__(place, gradient))
+        return out
+
+    for block in model.blocks:
+        block.moe._experts = recorded
+    with torch.autocast(device, torch.bfloat16):
+        loss = model(*Batches(text.to(device), config.context, config.batch, config.seed)[0]).loss
+    loss.backward()
+    rows = []
+    for layer, call in enumerate(calls):
+        exact = weight_gradients(call, gradients[layer], device, None)
+        for precision in PRECISIONS:
+            made = weight_gradients(call, gradients[layer], device, precision)
+            for name, a, b in zip(("gate_up_proj", "down_proj"), made, exact, strict=True):
+                there = b.flatten(1).norm(dim=1) > 0
+                found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
+                rows.append({"layer": layer, "weight": name, "precision": precision, "experts": len(found)})
+                rows[-1] |= {"least": float(found.min()), "mean": float(found.mean())}
+    return rows

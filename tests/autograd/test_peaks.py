@@ -1,0 +1,96 @@
+"""The most memory that a forward and a backward take, in bf16 and in fp8: the Hopper backend's allocations, of meta tensors."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blazeproto.autograd import backends, fp8_backend, hopper_backend, mlp, moe_mlp, node, quantize_weights
+from blazeproto.dispatch import Dispatch
+from blazeproto.dispatch.structures import addresses
+from blazeproto.runtime.target import device_of, launches_on
+from scripts.bench.fp8 import SHAPES
+from tests.runtime.test_target import Recorder
+
+MIB = 2**20
+RESULTS = Path(__file__).parents[2] / "results" / "h100" / "fp8.json"
+SMS = 132
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the storages that are alive and were made inside, and the most that they have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.seen:
+                storage = tensor.untyped_storage()
+                if not any(isinstance(t, torch.Tensor) and t.untyped_storage() is storage for t in args):
+                    self.seen.add(storage)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self.free, storage.nbytes())
+        return made
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """``peak(shape, precision, **options)``: bytes over what a call is given, by the kernels' host code."""
+    monkeypatch.setattr(backends, "missing_for_hopper", lambda *_: None)
+    backends.backend_on.cache_clear()
+    recorder = Recorder(SMS)
+    device = device_of(recorder)
+    monkeypatch.setattr(hopper_backend, "rows_of", lambda dispatch: addresses(dispatch, device, 0))
+    monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: addresses(dispatch, device, 0)))
+    monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
+    monkeypatch.setattr(fp8_backend, "OnStream", lambda *_: fp8_backend.quantize.OnStream(device, 0))
+    for module in (mlp, node):
+        monkeypatch.setattr(module, "unobserved", lambda _: True)
+
+    def measure(shape, precision, kept=False, **options) -> int:
+        T, d, n, E, K = shape[:5]
+        bf16 = {"dtype": torch.bfloat16, "device": "meta"}
+        x, up, down = (torch.empty(s, **bf16, requires_grad=True) for s in ((T, d), (E, 2 * n, d), (E, d, n)))
+        scores, d_out = torch.empty(T, K, device="meta", requires_grad=True), torch.empty(T, d, **bf16)
+        if kept:
+            options["quantized"] = quantize_weights(up, down, backend="hopper")
+        lists = [torch.empty(count, dtype=torch.int32, device="meta") for count in (T * K, E + 1, T * K)]
+        with Allocated() as allocated:
+            out = moe_mlp(
+                *(x, up, down, scores),
+                num_experts=E,
+                backend="hopper",
+                precision=precision,
+                **options,
+                dispatch=Dispatch(*lists, None, E, K, T),
+            )
+            gradients = torch.autograd.grad(out, (x, up, down, scores), d_out)
+        assert allocated.now == sum(t.nbytes for t in (out, *gradients))
+        return allocated.peak + sum(t.nbytes for t in lists)
+
+    with launches_on(recorder):
+        yield measure
+    backends.backend_on.cache_clear()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"d{shape.d}n{shape.n}")
+def test_fp8_takes_no_more_than_bf16(peak, shape):
+    """Whose figure is what was measured."""
+    bf16 = peak(shape, "bf16")
+    measured = {tuple(row["cfg"].values()): row["bf16_peak_MiB"] for row in json.loads(RESULTS.read_text())["rows"]}
+    assert bf16 / MIB == pytest.approx(measured[shape[:5]], abs=0.2)
+    ways = ({}, {"save": "recompute"}, {"keep_transposed": True}, {"kept": True})
+    assert all(peak(shape, "fp8", **way) <= bf16 for way in ways)
