@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from scripts.bench.markdown import Record, figure, origin, plain_shape, table, words
+from scripts.bench.rank_memory import rank_memory_table
 
 STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b", "o--"), "ep+fsdp": ("#edae49", "s--")}
 
@@ -71,6 +72,7 @@ TABLES = {
     "weak_scaling": (FILE, weak_scaling_table),
     "rank_losses": (FILE, rank_losses_table),
     "expert_parallel": (FILE, expert_parallel_table),
+    "rank_memory": (FILE, rank_memory_table),
 }
 
 
