@@ -23,7 +23,7 @@ RANKS = (2, 4, 8)
 
 
 def peak_bytes(sizes: Sizes, ranks: int, row_capacity: int | None = None) -> int:
-    """Of one of so many ``ranks`` with `Symmetric`; of 1 the layer alone, without a dispatcher. sizes: T of a rank."""
+    """Bytes of one of so many ``ranks`` with `Symmetric`; with 1 the layer alone, without a dispatcher. sizes: T of a rank."""
     T, d, n, experts, K = sizes.T, sizes.d, sizes.n, sizes.E // ranks, sizes.K
     pairs = ranks * T * K
     rows = pairs if row_capacity is None else min(row_capacity, pairs)

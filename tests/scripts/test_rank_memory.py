@@ -38,7 +38,7 @@ def test_peaks_over_one_gpus() -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_room_for_all_tokens_grows_with_the_ranks_and_a_capacity_does_not(ranks: int) -> None:
-    """Of every rank that is added, all rows come; with a capacity its tokens and lists alone."""
+    """A rank that is added brings all its rows; with a capacity its tokens and lists alone."""
     sizes = LAYERS["mixtral"]._replace(T=65536)
     more = [
         peak_bytes(sizes, ranks, most) - peak_bytes(sizes, ranks // 2, most)
