@@ -55,7 +55,7 @@ LAYERS = {  # d, n, E, K
 SMALL = Sizes(64, 64, 32, 8, 2)
 DISPATCHERS = ("symmetric", "all_to_all", "capacity", "vdev_2d")
 IN_A_ROW = 8  # exchanges of a graph
-PATIENCE = 120  # seconds for torch's exchange
+PATIENCE = 60  # seconds for torch's exchange
 CAPACITY = 1.25  # rows over the mean, of "capacity": `Symmetric` with a row_capacity
 
 

@@ -32,7 +32,7 @@ from scripts.lm.ranks import Ranks
 
 MOST_GROUPS = 16  # of a rank: warps of the operator's blocks
 ROOM = 1.25  # for rows that arrive, over the mean
-TIMEOUT = 60  # seconds
+TIMEOUT = 40  # seconds that a rank waits for another
 
 
 class Exchange:
