@@ -11,7 +11,9 @@ there until the next call of `send`, for this layer or another: what backward ne
 
 from __future__ import annotations
 
+import platform
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +40,8 @@ class Symmetric:
     ``device="cpu"``, its twin through torch.distributed takes its place, for tests.
 
     Args:
-        group: a process group, of whose P ranks, at most 32, each holds E / P experts, in order.
-        num_experts: E.
+        group: a process group, of whose P ranks, at most 32, each holds E / P experts, in order; with GPUs all on one host.
+        num_experts: E; on a GPU E / P is at most 512, as the products of a rank's experts need.
         d_model: d, a multiple of 8.
         max_tokens: the most tokens of a rank in one call, on any rank. Those of one call may differ between ranks.
         max_pairs: the most pairs of a rank in one call: max_tokens K, or for a number of experts that varies its bound.
@@ -86,6 +88,8 @@ class Symmetric:
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
         self._exchange: PeerExchange | GatheredExchange
         if self.device.type == "cuda":
+            if (hosts := len(hosts_of(group))) > 1:
+                raise ValueError(f"group: expected ranks of one host, got ranks of {hosts} hosts, which AllToAll takes")
             current = torch.device("cuda", torch.cuda.current_device())
             if self.device not in (current, torch.device("cuda")):
                 raise ValueError(f"device: expected the current one, {current}, got {self.device}")
@@ -180,10 +184,18 @@ class Symmetric:
             )
         if x.device != self.device:
             raise ValueError(f"x: expected on {self.device} as the dispatcher is, got {x.device}")
-        if self.device.type == "cuda" and (
-            lacks := missing_for_hopper(x.device, x.dtype, self.num_experts, layout.d_model)
-        ):
-            raise ValueError(f"x: expected what runs on the Hopper backend, which needs {lacks}")
+        here = self.num_experts // self.ranks
+        if self.device.type == "cuda" and (lacks := missing_for_hopper(x.device, x.dtype, here, layout.d_model)):
+            raise ValueError(f"x: expected what runs on the Hopper backend, which on a rank needs {lacks}")
+
+
+def hosts_of(group: dist.ProcessGroup) -> set[str]:
+    """The hosts of a group's ranks, by name and boot; all of them call this, and wait for each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # names repeat
+    own = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+    hosts = [own] * group.size()
+    dist.all_gather_object(hosts, own, group=group)
+    return {*hosts}
 
 
 class _Shared(torch.autograd.Function):

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from scripts.bench.markdown import Record, figure, origin, plain_shape, table, words
+from scripts.bench.rank_memory import rank_memory_table
 
 STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b", "o--"), "ep+fsdp": ("#edae49", "s--")}
 
@@ -40,6 +41,7 @@ DISPATCHERS = {
     "symmetric": "`Symmetric`",
     "capacity": "`Symmetric`, 1.25 times the mean rows",
     "all_to_all": "`AllToAll`",
+    "vdev_2d": "torch's `all_to_all_vdev_2d`, the exchange alone",
 }
 
 
@@ -50,12 +52,18 @@ def expert_parallel_table(record: Record) -> str:
         """Not as ``cfg``, of which tiles would follow: a rank's rows are not those of a layer of these sizes."""
         return plain_shape({"cfg": row["shape"]})
 
+    def dispatcher(row: Record) -> str:
+        return DISPATCHERS[row["dispatcher"]] + (f" (absent: {row['absent']})" if "absent" in row else "")
+
     alone = {shape(row): row["alone_MiB"] for row in record.get("ep", []) if row.get("alone_MiB")}
-    rows = [row | {"of_one": row["peak_MiB"] / alone.get(shape(row), math.nan)} for row in record.get("ep", [])]
+    rows = [
+        row | {"of_one": row.get("peak_MiB", math.nan) / alone.get(shape(row), math.nan)}
+        for row in record.get("ep", [])
+    ]
     columns = [
         ("T of a rank, d, n, E, K", shape),
         ("GPUs", figure("gpus", digits=0)),
-        ("dispatcher", lambda row: DISPATCHERS[row["dispatcher"]]),
+        ("dispatcher", dispatcher),
         ("forward, TFLOP/s a GPU", figure("fwd_tflops", digits=0)),
         ("backward", figure("bwd_tflops", digits=0)),
         ("out, GB/s", figure("dispatch_gbps", digits=0)),
@@ -71,6 +79,7 @@ TABLES = {
     "weak_scaling": (FILE, weak_scaling_table),
     "rank_losses": (FILE, rank_losses_table),
     "expert_parallel": (FILE, expert_parallel_table),
+    "rank_memory": (FILE, rank_memory_table),
 }
 
 

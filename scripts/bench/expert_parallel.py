@@ -13,15 +13,22 @@ read, index lists included; combine_gbps: from Y to O complete. Of both the payl
 other rank). Ids are uniform without replacement, new for every replay. CUDA graphs, of the exchange eight in a row, behind a
 barrier of all ranks, the slowest rank's time, medians; a dispatcher that no graph captures is timed as it runs, by events.
 peak_MiB: forward and backward over what was there before, weights and gradients and the exchange's memory included; alone_MiB:
-one GPU's with all experts.
+one GPU's with all experts. "vdev_2d" is torch's own exchange alone (`scripts.bench.torch_exchange`), or "absent": why not.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +53,9 @@ LAYERS = {  # d, n, E, K
     "mixtral": Sizes(8192, 4096, 14336, 8, 2),
 }
 SMALL = Sizes(64, 64, 32, 8, 2)
-DISPATCHERS = ("symmetric", "all_to_all", "capacity")
+DISPATCHERS = ("symmetric", "all_to_all", "capacity", "vdev_2d")
 IN_A_ROW = 8  # exchanges of a graph
+PATIENCE = 60  # seconds for torch's exchange
 CAPACITY = 1.25  # rows over the mean, of "capacity": `Symmetric` with a row_capacity
 
 
@@ -268,6 +276,57 @@ def measure(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
     return row
 
 
+def measure_torchs(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
+    """torch's exchange in a process for each rank: symmetric memory is of one backend in a process, and what fails there ends
+    there."""
+    row: Row = {"shape": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
+    if ranks.device.type != "cuda":
+        return row | {"absent": f"needs GPUs, got ranks on {ranks.device.type}"}
+    folder = ranks.told(tempfile.mkdtemp() if ranks.first else "")
+    words = [
+        "--shape",
+        ",".join(map(str, cfg_of(shape).values())),
+        "--rounds",
+        timer.rounds,
+        "--store",
+        f"{folder}/store",
+    ]
+    words += ["--rank", ranks.rank, "--ranks", ranks.size, "--gpu", torch.cuda.current_device()]
+    found = [ended("scripts.bench.torch_exchange", *map(str, words))] * ranks.size
+    if ranks.size > 1:
+        dist.all_gather_object(found, found[0])
+    if ranks.first:
+        shutil.rmtree(folder, ignore_errors=True)
+    reasons = sorted((each for each in found if "absent" in each), key=lambda each: each["absent"] == SILENT)
+    return row | (reasons or found)[0]
+
+
+SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, which has a better reason
+
+
+def ended(*words: str) -> Row:
+    """What ``python -m`` and these words print last, as JSON; or under "absent" the last line of its errors."""
+    command, environment = [sys.executable, "-m", *words], os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
+    root = Path(__file__).parents[2]
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=root, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+        if done.returncode:
+            lines = done.stderr.split("\n")
+            return {
+                "absent": next(
+                    (line.strip()[:200] for line in reversed(lines) if line.strip()), f"exit {done.returncode}"
+                )
+            }
+        made: Row = json.loads(next(line for line in reversed(done.stdout.split("\n")) if line.startswith("{")))
+        return made
+    except subprocess.TimeoutExpired:
+        return {"absent": SILENT}
+    except (OSError, ValueError, StopIteration) as error:
+        return {"absent": f"{type(error).__name__}: {error}"}
+
+
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = bench_parser("expert_parallel", __doc__, quick="one small layer, a few rounds")
     parser.add_argument("--layers", type=some_of(LAYERS), default=["qwen3"], help=f"of {', '.join(LAYERS)}")
@@ -301,7 +360,7 @@ def main(words: list[str] | None = None) -> None:
             }
         for shape in shapes:
             for name in options.dispatchers:
-                row = stamped(measure, name, shape, ranks, timer)
+                row = stamped(measure_torchs if name == "vdev_2d" else measure, name, shape, ranks, timer)
                 torch.cuda.empty_cache()
                 if ranks.first:
                     print({field: value for field, value in row.items() if field != "of"}, flush=True)

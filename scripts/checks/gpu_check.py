@@ -108,7 +108,7 @@ STEPS = {
         "python -m torch.distributed.run --nproc-per-node 2 -m scripts.bench.expert_parallel --quick",
         2,
         "python -m torch.distributed.run --nproc-per-node 2 -m scripts.bench.expert_parallel --layers qwen3,mixtral",
-        3,
+        5,
         gpus=2,
     ),
     "lora": Step("python -m scripts.bench.lora --quick", 3, "python -m scripts.bench.lora", 4),

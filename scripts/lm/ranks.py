@@ -98,11 +98,15 @@ class Watch(threading.Thread):
 
 @dataclass
 class Ranks:
-    """The processes of a run, this one being number ``rank`` of ``size``. Without a process group it is alone."""
+    """The processes of a run, this one being number ``rank`` of ``size``. Without a process group it is alone.
+
+    timeout: seconds that a rank waits for another.
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    timeout: float = 300.0
     watch: Watch | None = None
 
     @property
@@ -173,10 +177,10 @@ def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
     """
     chosen = device_named(device)
     if dist.is_initialized():
-        yield Ranks(chosen, dist.get_rank(), dist.get_world_size())
+        yield Ranks(chosen, dist.get_rank(), dist.get_world_size(), timeout)
     elif not dist.is_torchelastic_launched():
         try:
-            yield Ranks(chosen)
+            yield Ranks(chosen, timeout=timeout)
         finally:
             if dist.is_initialized():  # a mode that shards needs a group also on one rank
                 dist.destroy_process_group()
@@ -184,7 +188,7 @@ def joined(device: str | None, timeout: float) -> Iterator[Ranks]:
         watch = None
         chosen = own_device(chosen, device)
         join(chosen, timeout)
-        ranks = Ranks(chosen, dist.get_rank(), dist.get_world_size())
+        ranks = Ranks(chosen, dist.get_rank(), dist.get_world_size(), timeout)
         if ranks.size > 1:
             # A rank that torchrun starts again must not read what the one before said.
             place = f"train_lm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -187,7 +187,7 @@ class Config(GPTConfig):
     )
     dispatcher: str = setting(
         "auto",
-        "how tokens reach the experts of ep: symmetric (NVLink, bf16), all_to_all, or auto: the first where it fits",
+        "how tokens reach the experts of ep: symmetric (NVLink, bf16, one host), all_to_all, or auto: the first where it fits",
         names=["auto", "symmetric", "all_to_all"],
     )
     row_capacity: float = setting(

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.distributed import AllToAll, Symmetric, clip_grad_norm_, expert_parallel
+from blazeproto.distributed.symmetric import hosts_of
 from blazeproto.router import Routing, fallback
 from blazeproto.router.router import Router
 from scripts.lm.model import GPT
@@ -147,10 +148,9 @@ class Sharding:
 
 def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: Ranks) -> AllToAll | Symmetric:
     """How tokens reach the experts of all blocks, by ``--dispatcher``."""
-    sizes = (config.num_experts, config.d_model, config.d_expert)
-    fits = (
-        config.bf16 and config.precision == "bf16" and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None
-    )
+    sizes = (config.num_experts // group.size(), config.d_model, config.d_expert)
+    in_bf16 = config.bf16 and config.precision == "bf16"
+    fits = in_bf16 and missing_for_hopper(ranks.device, torch.bfloat16, *sizes) is None and len(hosts_of(group)) == 1
     if config.dispatcher == "all_to_all" or (config.dispatcher == "auto" and not fits):
         if config.row_capacity:
             raise ValueError(f"row_capacity: expected 0 where tokens travel by AllToAll, got {config.row_capacity}")
@@ -158,7 +158,7 @@ def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: R
     tokens = config.batch // config.accumulate // ranks.size * config.context
     pairs = max(tokens * config.top_k, model.blocks[0].moe.max_pairs(tokens))  # of a validation, of a training step
     most = {"d_model": config.d_model, "max_tokens": tokens, "max_pairs": pairs}
-    return Symmetric(group, config.num_experts, **most, device=ranks.device)
+    return Symmetric(group, config.num_experts, **most, device=ranks.device, timeout=ranks.timeout)
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------

@@ -266,6 +266,13 @@ def varying(rank: int, ranks: int) -> None:
         same_bits(*results)
 
 
+def more_experts_than_one_gpu_takes(rank: int, ranks: int) -> None:
+    """512 on a rank, as `AllToAll` has them, to the bit."""
+    sizes = Sizes(d=64, n=8, E=512 * ranks)
+    dispatchers = (AllToAll(dist.group.WORLD, sizes.E), symmetric(sizes))
+    same_bits(*(run(layer_of(sizes, dispatcher), batch(rank, sizes, ranks)) for dispatcher in dispatchers))
+
+
 def refusals(rank: int, ranks: int) -> None:
     """Before anything is sent."""
     sizes = Sizes(tokens=(640,))
@@ -284,7 +291,7 @@ def refusals(rank: int, ranks: int) -> None:
             small.check(options)
 
 
-CASES = (accuracy, bits_of_a_token, graph, overflow_of_one_rank, varying, refusals)
+CASES = (accuracy, bits_of_a_token, graph, overflow_of_one_rank, varying, more_experts_than_one_gpu_takes, refusals)
 
 
 def run_rank(rank: int, ranks: int, folder: Path) -> None:

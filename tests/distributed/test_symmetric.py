@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from ep_ranks import D, E, Given, build, symmetric
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from blazeproto.autograd import backends
 from blazeproto.distributed import Symmetric, check_overflow, expert_parallel
+from blazeproto.distributed.symmetric import hosts_of
 
 
 @pytest.fixture
@@ -52,6 +56,44 @@ def test_its_ranks(group: dist.ProcessGroup) -> None:
         Symmetric(Ranks(33), 33, **sizes)
     with pytest.raises(ValueError, match="num_experts: expected a multiple of the group's 32 ranks, got 33"):
         Symmetric(Ranks(32), 33, **sizes)
+
+
+def test_ranks_of_several_hosts(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused on a GPU, before its memory is asked for; the twin takes them."""
+    assert len(hosts_of(group)) == 1
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda hosts, own, group: hosts.__setitem__(slice(None), [own, "other"])
+    )
+    symmetric(group)
+    with pytest.raises(ValueError, match="group: expected ranks of one host, got ranks of 2 hosts"):
+        symmetric(group, device="cuda")
+
+
+@pytest.mark.parametrize("experts", [512, 513])
+def test_experts_of_a_rank_are_bounded_and_not_those_of_all(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, experts: int
+) -> None:
+    """As on a GPU: a rank's products take 512. What fits reaches the exchange."""
+
+    class Sent(Exception):
+        pass
+
+    def share(*_: Any) -> None:
+        raise Sent
+
+    monkeypatch.setattr(backends, "_missing_on_device", lambda index: None)
+    dispatcher: Any = Symmetric(group, experts, d_model=D, max_tokens=32, max_pairs=256)
+    dispatcher.ranks, dispatcher.num_experts, dispatcher.device = 4, 4 * experts, torch.device("cuda", 0)
+    dispatcher._exchange = SimpleNamespace(share=share)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(4, D, dtype=torch.bfloat16, device=dispatcher.device)
+        call = (x, torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int32), None, None)
+        with (
+            pytest.raises(Sent)
+            if experts <= 512
+            else pytest.raises(ValueError, match="at most 512 experts; there are 513")
+        ):
+            dispatcher.dispatch(*call)
 
 
 @pytest.mark.parametrize(

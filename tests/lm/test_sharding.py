@@ -6,9 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.lm import sharding
 from scripts.lm.model import GPT
 from scripts.lm.ranks import Ranks
 from scripts.lm.settings import PRESETS
@@ -34,3 +36,19 @@ def test_gradients_of_whole_experts_become_those_of_the_mean_of_the_losses() -> 
             assert (local == expected).all(), name
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_tokens_go_over_nvlink_within_a_host_alone(monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
+    """ "auto" on Hopper GPUs; the kernels wait as long as the other collectives."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(sharding, "missing_for_hopper", lambda device, dtype, experts, *widths: made.update(E=experts))
+    monkeypatch.setattr(sharding, "hosts_of", lambda group: {*range(hosts)})
+    monkeypatch.setattr(sharding, "Symmetric", lambda *given, **options: made.update(options) or "symmetric")
+    monkeypatch.setattr(sharding, "AllToAll", lambda *given: "all_to_all")
+    config = replace(PRESETS["cpu"], layers=1, d_model=16, heads=2, d_expert=8, num_experts=8, parallel="ep", bf16=True)
+    group, ranks = SimpleNamespace(size=lambda: 4), Ranks(torch.device("cpu"), size=4, timeout=7.0)
+    chosen: Any = sharding.dispatcher_of(GPT(config), config, group, ranks)  # type: ignore[arg-type]
+    assert chosen == ("symmetric" if hosts == 1 else "all_to_all") and made["E"] == 2
+    if hosts == 1:
+        assert made["timeout"] == 7.0

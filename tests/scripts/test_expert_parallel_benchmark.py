@@ -23,3 +23,5 @@ def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     row = record["ep"][1]
     assert row["shape"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
     assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in expert_parallel_table({"ep": record["ep"][1:]})
+    why = "`all_to_all_vdev_2d`, the exchange alone (absent: needs GPUs, got ranks on cpu) | – |"
+    assert why in expert_parallel_table({"ep": record["ep"][1:]})

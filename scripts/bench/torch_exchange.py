@@ -1,0 +1,172 @@
+"""torch's own exchange between GPUs, `torch.ops.symm_mem.all_to_all_vdev_2d`, and `all_to_all_vdev_2d_offset` back.
+
+`scripts.bench.expert_parallel` runs it in a process for each rank, which prints one row as JSON:
+
+    python -m scripts.bench.torch_exchange --shape 8192,2048,768,128,8 --rank 0 --ranks 1 --store /tmp/store
+
+A row goes out for each (token, expert), as the operator is meant, in order of experts; scores stay at home and weigh what comes
+back. It takes at most 16 experts of a rank, so beyond that neighbours count as one: then rows arrive in order of those.
+dispatch_ms: from ids at hand to rows in that order, without the index lists of our experts. combine_ms: from Y, here the rows as
+they came, to O. Both as they run, eight in a row, by events. The GB/s are of `expert_parallel`'s payload, a row for each (token,
+other rank), so that they compare; moved_MiB: what leaves the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blazeproto.gemm import Sizes
+from scripts.bench.distributed import Row
+from scripts.bench.expert_parallel import IN_A_ROW, MIB, Timer, draw_ids, inputs_of, payload
+from scripts.command import argument_parser, positive
+from scripts.lm.ranks import Ranks
+
+MOST_GROUPS = 16  # of a rank: warps of the operator's blocks
+ROOM = 1.25  # for rows that arrive, over the mean
+TIMEOUT = 40  # seconds that a rank waits for another
+
+
+class Exchange:
+    """The arrays of an exchange, and its two ways. Other ranks read them until the next exchange has begun: two take turns.
+
+    new: makes symmetric memory, of a shape and a dtype.  send, send_back: the two operators, without their group.
+    """
+
+    def __init__(
+        self,
+        shape: Sizes,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        new: Callable[..., Tensor],
+        send: Callable[..., object],
+        send_back: Callable[..., object],
+    ) -> None:
+        here, self.shape, self.send, self.send_back = shape.E // ranks.size, shape, send, send_back
+        groups = max(count for count in range(1, MOST_GROUPS + 1) if here % count == 0)
+        number, rows = ranks.size * groups, shape.T * shape.K
+        self.first_experts = here // groups * torch.arange(number + 1, dtype=torch.int32, device=ranks.device)
+        self.rows, self.returned = (new((rows, shape.d), dtype) for _ in range(2))
+        self.arrived = new((int(ROOM * rows) + number, shape.d), dtype)
+        self.splits = new((number,), torch.int64)
+        self.places, self.places_back = (new((2, number), torch.int64) for _ in range(2))  # splits, offsets
+        self.order = torch.empty(0)
+
+    def out(self, x: Tensor, ids: Tensor) -> None:
+        """x (T, d) → ``arrived``, by ids (T, K) int32."""
+        experts, self.order = ids.flatten().sort()
+        self.splits.copy_(torch.searchsorted(experts, self.first_experts).diff())
+        torch.index_select(x, 0, self.order // self.shape.K, out=self.rows)
+        self.send(self.rows, self.arrived, self.splits, self.places)
+
+    def back(self, scores: Tensor) -> Tensor:
+        """``arrived`` → (T, d), weighed by scores (T, K)."""
+        self.send_back(self.arrived, self.returned, self.places, self.places_back)
+        pairs = torch.empty_like(self.order)
+        pairs[self.order] = torch.arange(len(pairs), device=pairs.device)
+        weights = scores.to(self.returned.dtype)
+        return torch.nn.functional.embedding_bag(
+            pairs.view(scores.shape), self.returned, mode="sum", per_sample_weights=weights
+        )
+
+
+def missing() -> str:
+    """What the exchange lacks here, or ""."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if not symmetric_memory.is_nvshmem_available():
+        return "torch finds no NVSHMEM"
+    names = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
+    return next((f"torch has no symm_mem.{name}" for name in names if not hasattr(torch.ops.symm_mem, name)), "")
+
+
+@torch.no_grad()
+def measure(shape: Sizes, ranks: Ranks, timer: Timer, exchanges: list[Exchange]) -> Row:
+    """The row, or why there is none."""
+    given = inputs_of(shape, ranks)
+    x, scores = given.x.detach(), given.scores.detach()
+    routings = [torch.empty_like(given.ids) for _ in range(IN_A_ROW)]
+    turns = [exchanges[number % len(exchanges)] for number in range(IN_A_ROW)]
+
+    def draw() -> None:
+        for ids in routings:
+            draw_ids(ids, shape.E)
+
+    def out() -> None:
+        for exchange, ids in zip(turns, routings, strict=True):
+            exchange.out(x, ids)
+
+    def back() -> None:
+        for exchange in turns:
+            exchange.back(scores)
+
+    exchanges[0].out(x, given.ids)
+    wanted = x.float() * scores.sum(1, keepdim=True)
+    wrong = (exchanges[0].back(scores).float() - wanted).norm() / wanted.norm()
+    if ranks.sum((~(wrong < 0.02)).float()) > 0:  # NaN too
+        return {"absent": f"what comes back differs by {float(wrong):.2g} of its norm"}
+    out_ms, back_ms = (ms / IN_A_ROW for ms in timer.ms(out, back, before=draw))
+    leaves, away = payload(given, shape, ranks), given.ids // (shape.E // ranks.size) != ranks.rank
+    return {
+        "dispatch_ms": round(out_ms, 4),
+        "combine_ms": round(back_ms, 4),
+        "payload_MiB": round(leaves / MIB, 2),
+        "moved_MiB": round(int(away.sum()) * shape.d * x.element_size() / MIB, 2),
+        "dispatch_gbps": round(leaves / out_ms / 1e6, 1),
+        "combine_gbps": round(leaves / back_ms / 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argument_parser("scripts.bench.torch_exchange", __doc__)
+    parser.add_argument("--shape", type=lambda text: Sizes(*map(int, text.split(","))), help="T,d,n,E,K of a rank")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=positive, default=1)
+    parser.add_argument("--gpu", type=int, default=0, help="this rank's")
+    parser.add_argument("--store", help="a file that all ranks see, and nobody has used")
+    parser.add_argument("--rounds", type=positive, default=30)
+    options = parser.parse_args()
+    if reason := missing():
+        print(json.dumps({"absent": reason}))
+        return
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    device = torch.device("cuda", options.gpu)
+    torch.cuda.set_device(device)
+    symmetric_memory.set_backend("NVSHMEM")
+    store = dist.FileStore(options.store, options.ranks)
+    where: Any = {"rank": options.rank, "world_size": options.ranks, "timeout": timedelta(seconds=TIMEOUT)}
+    dist.init_process_group("nccl", store=store, device_id=device, **where)
+    assert dist.group.WORLD is not None
+    group, operators = dist.group.WORLD.group_name, torch.ops.symm_mem
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = symmetric_memory.empty(shape, dtype=dtype, device=device)
+        symmetric_memory.rendezvous(made, group)
+        return made
+
+    def send(*arrays: Tensor) -> None:
+        operators.all_to_all_vdev_2d(*arrays, group)
+
+    def send_back(*arrays: Tensor) -> None:
+        operators.all_to_all_vdev_2d_offset(*arrays, group)
+
+    ranks = Ranks(device, options.rank, options.ranks)
+    exchanges = [Exchange(options.shape, ranks, torch.bfloat16, new, send, send_back) for _ in range(2)]
+    print(json.dumps(measure(options.shape, ranks, Timer(ranks, options.rounds), exchanges)))
+    sys.stdout.flush()
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)  # NVSHMEM's own end waits for ranks that have ended
+
+
+if __name__ == "__main__":
+    main()
