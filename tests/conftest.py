@@ -5,6 +5,7 @@ python -m pytest --order 7        # the tests shuffled by this seed
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -55,6 +56,15 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory_back() -> Iterator[None]:
+    """What a large test's tensors took goes back to the GPU, which other processes share."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 # --- As it was found -------------------------------------------------------------------------------------------------------

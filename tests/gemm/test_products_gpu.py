@@ -6,7 +6,6 @@ Outputs are poisoned with NaN before each run, rows of no pair in inputs and out
 from __future__ import annotations
 
 import dataclasses
-import gc
 from functools import partial
 
 import pytest
@@ -61,13 +60,6 @@ def _compiled() -> None:
 def _table_back():
     yield
     force()
-
-
-@pytest.fixture(autouse=True)
-def _memory_back():
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def check_products(

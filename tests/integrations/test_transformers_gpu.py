@@ -7,7 +7,6 @@ bf16.
 from __future__ import annotations
 
 import copy
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,6 @@ FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def registered() -> None:
     transformers.logging.set_verbosity_error()
     ours.register()
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 # --- Experts, and a decoder layer ----------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_backward_runs_the_edited_kernel_too(tmp_path: Path) -> None:
     bench = Workbench("up_backward_weight", **SHAPE)
     folder = bench.edit(tmp_path / "sources")
     old = "for (int i = 0; i < BN / 4; ++i) out[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);"
-    change(folder, "weight.cu", old, "for (int i = 0; i < BN / 4; ++i) out[i] = 0;")
+    change(folder, "weight_epilogue.cuh", old, "for (int i = 0; i < BN / 4; ++i) out[i] = 0;")
     with bench.use():
         _, edited = step(layer, x)
     names = [name for name, p in layer.named_parameters() if p.grad is not None]

@@ -218,7 +218,8 @@ def test_runs_on_a_gpu_name_their_kernels(tmp_path: Path, monkeypatch: pytest.Mo
     """A small model with the kernels, in all programs; the settings are those of the long runs but for their sizes."""
     monkeypatch.setattr(training_items, "BASE", training_items.SHORT)
     words = ["float64", "accuracy", "--seeds", "0", "--out", str(tmp_path / "training.json"), "--folder", str(tmp_path)]
-    assert compare_runs.main(words) == 0
+    with keeping_handlers():
+        assert compare_runs.main(words) == 0
     record = read_json(tmp_path / "training.json")
     assert "failed" not in record
     found = {(row["run"], row["length"]): row for row in record["rows"]}

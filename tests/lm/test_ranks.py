@@ -147,11 +147,12 @@ def test_eight_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -
 
 
 def torchrun(*options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
         [*launcher, "-m", "scripts.train_lm", *options],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -215,6 +216,7 @@ def test_what_is_refused_is_said_once(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(300)  # four starts of torchrun
 @pytest.mark.parametrize("mode", ["fsdp", "ep"])
 def test_gpus(mode: str, plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
     """Over NCCL, on two GPUs where there are two: what one process learns; cut, it goes on to the bit."""
