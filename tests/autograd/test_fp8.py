@@ -118,7 +118,7 @@ def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_sav
 def test_kept_weights_are_those_that_were_kept(make_case):
     case, other = (make_case(*SIZES, dtype=torch.float32) for _ in range(2))
     kept = quantize_weights(case.gate_up_proj, case.down_proj)
-    with pytest.raises(ValueError, match="quantized: expected x in torch.float32, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"quantized: expected x in torch\.float32, got torch\.bfloat16"):
         moe_mlp(
             case.x.bfloat16(),
             case.gate_up_proj,
