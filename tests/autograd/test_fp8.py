@@ -13,7 +13,6 @@ from blazeproto import MoE, Recipe, gemm
 from blazeproto.autograd import moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.gemm import fp8, quantize, registry
-from blazeproto.lab import explain
 
 SIZES = (37, 144, 256, 5, 3)
 
@@ -249,12 +248,6 @@ def test_biases_and_transposed_weights_are_refused(make_case):
         moe_mlp(case.x, lying, case.down_proj, *choice, num_experts=5, precision="fp8")
     with pytest.raises(ValueError, match=r"precision: expected one of .*'fp8'.*got 'fp16'"):
         case.forward(precision="fp16")
-
-
-def test_explain_refuses_it():
-    layer = MoE(16, 128, 4, 2, precision="fp8")
-    with pytest.raises(ValueError, match="layer: expected precision='bf16', whose steps these are, got 'fp8'"):
-        explain(layer, torch.randn(3, 16))
 
 
 def test_prepare_compiles_its_kernels(monkeypatch):
