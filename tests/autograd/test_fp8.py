@@ -69,6 +69,11 @@ def test_it_is_the_formula(make_case, precision):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_no_tokens(make_case):
+    case = make_case(0, *SIZES[1:])
+    assert [tuple(t.shape) for t in case.run(precision="fp8")] == [tuple(t.shape) for t in (case.x, *case.parameters)]
+
+
 def test_recomputing_gives_the_same(make_case):
     case = make_case(*SIZES, dtype=torch.bfloat16, varying=True)
     for a, b in zip(case.run(precision="fp8", save="recompute"), case.run(precision="fp8"), strict=True):
