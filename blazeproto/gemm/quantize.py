@@ -84,7 +84,7 @@ def tokens_of(m: Any, x: Quantized) -> Any:
 
 def of_rows(m: Any, rows: Any) -> Quantized:
     """rows (R, width), of whole blocks -> values (R, width), scales (width / 128, R)."""
-    by_block = _float32(m, rows).reshape(rows.shape[0], -1, BLOCK)
+    by_block = _float32(m, rows).reshape(rows.shape[0], rows.shape[1] // BLOCK, BLOCK)
     scales = scale_of(m, m.amax(abs(by_block), 2))
     return Quantized(_e4m3(m, (by_block / scales[..., None]).reshape(rows.shape)), scales.T)
 
@@ -92,7 +92,9 @@ def of_rows(m: Any, rows: Any) -> Quantized:
 def rows_of(m: Any, rows: Quantized) -> Any:
     """(R, width) fp32."""
     values = _fp32(m, rows.values)
-    return (values.reshape(values.shape[0], -1, BLOCK) * rows.scales.T[..., None]).reshape(values.shape)
+    return (values.reshape(values.shape[0], values.shape[1] // BLOCK, BLOCK) * rows.scales.T[..., None]).reshape(
+        values.shape
+    )
 
 
 def of_weights(m: Any, weights: Any) -> Quantized:

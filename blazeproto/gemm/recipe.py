@@ -16,8 +16,11 @@ class Operand(NamedTuple):
     scale: str
 
 
-def _operand(scale: str, shape: str, when: str) -> Any:
-    return field(default=Operand("e4m3", scale), metadata={"shape": shape, "when": when})
+TOKEN, ROW, BLOCKS = (Operand("e4m3", scale) for scale in ("token", "1x128", "128x128"))
+
+
+def _about(shape: str, when: str) -> dict[str, str]:
+    return {"shape": shape, "when": when}
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,18 @@ class Recipe:
     products: those whose operands are quantized, `PRODUCTS` or none; of the others they have x's own dtype.
     """
 
-    x: Operand = _operand("token", "(T, d)", "in forward, and again in backward")
-    d_out: Operand = _operand("token", "(T, d)", "in backward, once for dH and once for dW_down")
-    weights: Operand = _operand("128x128", "(E, m, k)", "before each product that reads one, in that product's order")
-    h: Operand = _operand("1x128", "(R, 2n)", "in up's epilogue")
-    act: Operand = _operand("1x128", "(R, n)", "in up's epilogue")
-    dh: Operand = _operand("1x128", "(R, 2n)", "in down backward's epilogue")
-    a_scaled: Operand = _operand("1x128", "(R, n)", "in down backward's epilogue")
-    of_dw: Operand = _operand("128x128", "transposes of dH, A', x, dO", "quantized values, scaled anew before dW")
+    x: Operand = field(default=TOKEN, metadata=_about("(T, d)", "in forward, and again in backward"))
+    d_out: Operand = field(default=TOKEN, metadata=_about("(T, d)", "in backward, once for dH and once for dW_down"))
+    weights: Operand = field(
+        default=BLOCKS, metadata=_about("(E, m, k)", "before each product that reads one, in that product's order")
+    )
+    h: Operand = field(default=ROW, metadata=_about("(R, 2n)", "in up's epilogue"))
+    act: Operand = field(default=ROW, metadata=_about("(R, n)", "in up's epilogue"))
+    dh: Operand = field(default=ROW, metadata=_about("(R, 2n)", "in down backward's epilogue"))
+    a_scaled: Operand = field(default=ROW, metadata=_about("(R, n)", "in down backward's epilogue"))
+    of_dw: Operand = field(
+        default=BLOCKS, metadata=_about("transposes of dH, A', x, dO", "quantized values, scaled anew before dW")
+    )
     products: tuple[str, ...] = PRODUCTS
 
 

@@ -19,6 +19,7 @@ What neither can take is refused by name, with the reason, before the module com
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.dispatcher import dispatched_mlp
 from blazeproto.autograd.operators import autocast_dtype
+from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
@@ -273,6 +275,7 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     low_rank: tuple[LowRank | None, LowRank | None] | None = None,
+    precision: str | Recipe = "bf16",
 ) -> Tensor:
     """out_t = sum_k S_tk MLP_e(t,k)(x_t), by the weights of an experts module of transformers. MoEBlaze §2.1.
 
@@ -287,6 +290,7 @@ def experts_forward(
         top_k_weights: (T, K) the router's scores, any floating dtype.
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
             in and out in the module's order, E experts of all ranks. For experts that run in place.
+        precision: as in `moe_mlp`, for experts that run in place.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
@@ -305,15 +309,14 @@ def experts_forward(
     if experts.is_transposed:
         up, down = up.mT, down.mT
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
-    activation = _activation(experts)
-    assert activation is not None
     tensors = (x, up, down, top_k_weights, top_k_index)
     given: dict[str, Any] = {"num_experts": down.shape[0], "up_bias": up_bias, "down_bias": down_bias}
+    given["options"] = Options(activation=str(_activation(experts)), precision=precision)
     up_factors, down_factors = low_rank or (None, None)
     if (dispatcher := _dispatcher(experts)) is None:
-        out = moe_mlp(*tensors, **given, activation=activation, up_factors=up_factors, down_factors=down_factors)
+        out = moe_mlp(*tensors, **given, up_factors=up_factors, down_factors=down_factors)
     else:
-        given |= {"options": Options(activation=activation), "pair_tokens": None, "token_offsets": None}
+        given |= {"pair_tokens": None, "token_offsets": None}
         given |= {"up_factors": _own(up_factors, down), "down_factors": _own(down_factors, down)}
         out, _ = dispatched_mlp(dispatcher, *tensors, **given)
     return out.to(hidden_states.dtype)
@@ -379,21 +382,19 @@ def expert_parallel(
     return model
 
 
-# --- Registering ---------------------------------------------------------------------------------------------------------
-
-
-def register() -> None:
+def register(*, precision: str | Recipe = "bf16") -> None:
     """Give transformers the experts implementation "blazeproto". Once a process, before a model is made; again is harmless.
 
     Then ``from_pretrained(..., experts_implementation="blazeproto")``, or ``model.set_experts_implementation("blazeproto")``.
-    Hugging Face transformers, ``integrations/moe.py``.
+    Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
 
     Raises:
-        ImportError: transformers is missing, or not of a version from 5.17 to 5.23.
+        ImportError: transformers is missing, or not of a version from 5.17 to 5.23.  ValueError: no such precision.
     """
     need("transformers")
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    in_fp8 = partial(experts_forward, precision="fp8")
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward if name_of(precision) == "bf16" else in_fp8)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)

@@ -17,6 +17,7 @@ from blazeproto.autograd.backends import missing_for_hopper
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.dispatcher import refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype
+from blazeproto.autograd.policy import SavePolicy
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
 from blazeproto.lab.steps import LayerCall, Step, steps_of
@@ -117,7 +118,8 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     (`blazeproto.cost`); what it keeps for backward. The steps are those of the Hopper kernels, whatever the backend, and K, where
     it varies, is that of this x's routing: the router runs once, which waits for the device. On a Hopper GPU whose kernels
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
-    inputs, unless ``measure`` is False. That takes memory for all arrays of the layer at once. The layer is left as it was.
+    inputs, unless ``measure`` is False; with precision="fp8" none is. That takes memory for all arrays of the layer at once.
+    The layer is left as it was.
 
     TypeError or ValueError for another layer or x; those of `blazeproto.blocksparse` are other layers. RuntimeError for a layer
     with a dispatcher.
@@ -125,8 +127,6 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     refuse_ranks(layer.dispatcher, "explain")
-    if layer.options.precision != "bf16":
-        raise ValueError(f"layer: expected precision='bf16', whose steps these are, got {layer.options.precision!r}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.shape[-1] != layer.d_model:
@@ -139,7 +139,13 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     call = _call_of(layer, tokens, routing, dtype)
     steps = steps_of(call)
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
-    if measure and layer.backend != "torch" and len(tokens) and missing_for_hopper(x.device, dtype, *sizes) is None:
+    if (
+        measure
+        and not call.in_fp8
+        and layer.backend != "torch"
+        and len(tokens)
+        and missing_for_hopper(x.device, dtype, *sizes) is None
+    ):
         from blazeproto.lab.step_times import measured
 
         found = measured(layer, tokens.to(dtype).contiguous(), routing, call)
@@ -164,6 +170,12 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
     notes += ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
     if dtype != torch.bfloat16:
         notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
+    if call.in_fp8:
+        notes.append(
+            "Products of fp8: at twice the rate of bf16. Short blocks that fill up an expert's rows are not counted."
+        )
+    if layer.quantized is not None:
+        notes.append(f"Weights quantized before take {in_bytes(layer.quantized.nbytes)} beside the weights.")
     if call.num_chunks > 1:
         notes.append(
             f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch."
@@ -175,6 +187,12 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
             f"What {type(layer.router).__name__}, no Router of this package, reads and keeps itself is not counted."
         )
     return " ".join(notes)
+
+
+def _weights_in_fp8(layer: MoE) -> str:
+    if layer.quantized is not None:
+        return "before"
+    return "both" if layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE else "each"
 
 
 def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> LayerCall:
@@ -204,4 +222,5 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> La
         shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
         router="top_k" if by_top_k else "choice" if ours else "other",
         losses=ours and any(coefficients),
+        in_fp8="" if layer.precision == "bf16" else _weights_in_fp8(layer),
     )

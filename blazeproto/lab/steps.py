@@ -19,6 +19,7 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.product import Variant
 from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
+from blazeproto.lab.fp8_steps import in_fp8
 
 
 class Traffic(NamedTuple):
@@ -41,7 +42,7 @@ class Step:
     """One kernel, or a few that belong together. phase: "forward" or "backward".
 
     operations: a multiplication and an addition being two; None where they are not counted.
-    keeps: what stays for backward after this step.  ms: measured alone; None where it wasn't.
+    keeps: what stays for backward after this step.  ms: measured alone; None where it wasn't.  rate: of operations, over bf16's.
     """
 
     phase: str
@@ -51,6 +52,7 @@ class Step:
     operations: float | None = 0.0
     keeps: tuple[Traffic, ...] = ()
     ms: float | None = None
+    rate: float = 1.0
 
     @property
     def bytes_read(self) -> int:
@@ -67,7 +69,7 @@ class Step:
     @property
     def floor_ms(self) -> float:
         """Least milliseconds on an H200, at its measured bandwidth and bf16 rate (`blazeproto.cost`)."""
-        return cost.floor_ms(self.operations or 0.0, self.bytes_read + self.bytes_written)
+        return cost.floor_ms((self.operations or 0.0) / self.rate, self.bytes_read + self.bytes_written)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class LayerCall:
     fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
     router: "top_k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
+    in_fp8: with precision="fp8" when weights are quantized, as `fp8_steps.in_fp8` has it; else "".
     """
 
     sizes: Sizes
@@ -100,6 +103,7 @@ class LayerCall:
     shared: int
     router: str
     losses: bool
+    in_fp8: str = ""
 
     @property
     def by_pair(self) -> tuple[int, ...]:
@@ -115,7 +119,8 @@ class LayerCall:
 
 def steps_of(layer: LayerCall) -> list[Step]:
     """All steps of a forward and a backward in which x, the weights and the router's weight want gradients."""
-    return [*_forward(layer), *_backward(layer)]
+    steps = [*_forward(layer), *_backward(layer)]
+    return [*in_fp8(steps, layer.in_fp8)] if layer.in_fp8 else steps
 
 
 # --- The products ----------------------------------------------------------------------------------------------------------

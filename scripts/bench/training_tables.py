@@ -149,7 +149,7 @@ def routers_columns(found: dict[str, Group]) -> list[Column]:
 
 
 def seeds_apart(group: Group) -> float | None:
-    """Of two seeds' mean losses of the last steps."""
+    """How far two seeds' mean losses of the last steps are apart."""
     losses = [training_loss(row, SONICMOE_LAST) for row in group.values()]
     return max(losses) - min(losses) if len(losses) > 1 else None
 

@@ -51,6 +51,7 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
+from scripts.checks.fuzz_fp8 import check_fp8, draw_fp8, kernels_of_fp8
 from scripts.command import argument_parser, need_hopper, positive
 
 HANG_SECONDS = 60
@@ -351,6 +352,7 @@ PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
+    "fp8": Part(draw_fp8, kernels_of_fp8, check_fp8, ()),
 }
 
 

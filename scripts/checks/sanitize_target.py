@@ -33,6 +33,8 @@ from scripts.command import argument_parser, need_hopper, some_of
 SHAPES = (Shape(37, 72, 40, 5, 3), Shape(300, 136, 264, 4, 2))
 Y_OVER_ACT = Shape(300, 136, 136, 4, 2)
 WIDE = Shape(300, 328, 136, 4, 2)  # of which some columns are made at a time
+FP8 = Shape(300, 144, 256, 4, 2)
+FP8_WAYS: tuple[dict[str, Any], ...] = ({}, {"save": "recompute"}, {"keep_transposed": True})
 SCANNED = Shape(20_000, 8, 8, 130, 8)  # 79 chunks: of so many the table is scanned
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"options": {"save": "paper"}},
@@ -74,6 +76,8 @@ def layers() -> Iterator[tuple[str, Callable[[], None]]]:
     for shape in SHAPES:
         chosen += [Layer(shape, activation, bias) for activation in ACTIVATIONS for bias in (False, True)]
         chosen += [Layer(shape, **{"routing": "sentinels", **variant}) for variant in VARIANTS]
+    for way, f32 in itertools.product(FP8_WAYS, (False, True)):
+        chosen.append(Layer(FP8, routing="sentinels", options={"precision": "fp8", **way}, f32_weights=f32))
     for layer in chosen:
         yield layer.name, partial(finite, partial(run_layer, blazeproto, "cuda", layer))
     for shape, changes in itertools.product(SHAPES, FORCED):

@@ -23,7 +23,7 @@ PRECISIONS = ("bf16", "fp8")
 
 
 def weight_gradients(call: dict[str, Any], d_out: Tensor, device: str, precision: str | None) -> list[Tensor]:
-    """Of gate_up_proj and down_proj, float64. call: the arguments of `moe_mlp` by name.  precision: None for float64."""
+    """Those of gate_up_proj and down_proj, float64. call: the arguments of `moe_mlp` by name.  precision: None for float64."""
     dtype, changes = torch.bfloat16, {"precision": precision}
     leaves = [call[name].detach().clone() for name in ("gate_up_proj", "down_proj")]
     x, scores = call["x"].detach().bfloat16(), call["scores"].detach()

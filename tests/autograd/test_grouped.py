@@ -118,4 +118,4 @@ def test_padding_has_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(node.experts), "entry", entry)
     grouped_experts(torch.randn(6, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4), torch.tensor([2, 1]))
-    assert seen[0][11].tolist() == [0, 1, 2, -1, -1, -1] and seen[0][13].tolist() == [0, 1, 2, -1, -1, -1]
+    assert seen[0][13].tolist() == [0, 1, 2, -1, -1, -1] and seen[0][15].tolist() == [0, 1, 2, -1, -1, -1]

@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def counted(*args: Any, **options: Any) -> Tensor:
-        made.append(options["activation"])
+        made.append(options["options"].activation)
         return moe_mlp(*args, **options)
 
     moe_mlp = ours.moe_mlp
@@ -229,6 +229,23 @@ def test_fp8_experts_are_refused() -> None:
 
     with pytest.raises(ValueError, match="MixtralExperts has quantised experts"):
         ALL_FP8_EXPERTS_FUNCTIONS["blazeproto"](experts_module(), None, None, None)
+
+
+def test_products_in_fp8() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    torch.manual_seed(0)
+    experts, x, scores = experts_module(), torch.randn(9, 32), torch.rand(9, 2)
+    for name, shape in (("gate_up_proj", (4, 256, 32)), ("down_proj", (4, 32, 128))):
+        setattr(experts, name, torch.nn.Parameter(torch.randn(shape)))
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    ours.register(precision="fp8")
+    out = ALL_EXPERTS_FUNCTIONS["blazeproto"](experts, x, ids, scores)
+    weights = (experts.gate_up_proj, experts.down_proj)
+    expected = [ours.moe_mlp(x, *weights, scores, ids, num_experts=4, precision=name) for name in ("bf16", "fp8")]
+    assert torch.equal(out, expected[1]) and not torch.equal(*expected)
+    with pytest.raises(ValueError, match="precision: expected one of"):
+        ours.register(precision="fp16")
 
 
 @pytest.fixture

@@ -53,6 +53,36 @@ def test_steps_are_those_of_cost(save: str) -> None:
         assert step == work._replace(least_bytes=work.least_bytes + more)
 
 
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+@pytest.mark.parametrize("weights", ["each", "both", "before"])
+def test_steps_in_fp8(save: str, weights: str) -> None:
+    torch.manual_seed(0)
+    layer = MoE(64, 128, 8, 2, save=save, precision="fp8", keep_transposed=weights == "both", dtype=torch.bfloat16)
+    if weights == "before":
+        layer.quantize_weights()
+    made = explain(layer, torch.randn(96, 64, dtype=torch.bfloat16))
+    of_router = ("router product", "top-k", "load and losses")
+    assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
+    forward, backward = ([s for s in made.rows if s.phase == phase] for phase in ("forward", "backward"))
+    names = [step.name for step in backward]
+    order = ("down_backward_act", "up_backward_act", "up_backward_weight", "down_backward_weight")
+    assert sorted(names.index(name) for name in order) == [names.index(name) for name in order]
+    read = sum(
+        a.nbytes
+        for step in made.rows
+        for a in step.reads
+        if a.name in ("gate_up_proj", "down_proj") and a.itemsize == 2
+    )
+    kept = weights == "both" and save == "minimal"
+    once = layer.gate_up_proj.nbytes + layer.down_proj.nbytes
+    again = layer.gate_up_proj.nbytes if save == "recompute" else 0
+    assert read == (0 if weights == "before" else once if kept else 2 * once + again)
+    assert ("beside the weights" in repr(made)) == (weights == "before")
+    plain = explain(MoE(64, 128, 8, 2, save=save), torch.randn(96, 64)).totals().operations
+    assert made.totals().operations == plain
+    assert next(s for s in forward if s.name == "down_forward").rate == 2
+
+
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
     """Bytes of all that a forward's graph keeps but for the parameters, each storage once."""
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}

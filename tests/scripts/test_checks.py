@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, product
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from blazeproto.lab.accuracy import Pool
 from blazeproto.lab.oracle import dispatch_fixed, make_case
 from scripts.bench import peers, rounding
 from scripts.bench.peers import ours
-from scripts.checks import fuzz, sanitize_target
+from scripts.checks import fuzz, fuzz_fp8, sanitize_target
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,7 @@ def test_the_fuzzer_compiles_what_its_runs_launch() -> None:
     assert all(isinstance(kernel, Kernel) for kernel in kernels)
     assert {kernel.file for kernel in kernels} >= {kernel.file for kernel in gemm.all_kernels()}
     for part in fuzz.PARTS.values():
-        assert part.pools and part.draw(0) == part.draw(0)
+        assert part.draw(0) == part.draw(0)
 
 
 def test_the_sanitizers_target_has_every_activation() -> None:
@@ -175,3 +176,17 @@ def test_rounding_runs_on_dispatches_made_beforehand(monkeypatch: pytest.MonkeyP
         (out, loss), gradients = rounding.with_router(whole, inputs).forward_backward()
         assert out.isfinite().all() and loss > 0 and len(gradients) == 4
         assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_the_fuzzer_of_fp8_sees_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the torch backend in the kernels' place, once as it is and once with another quantizing."""
+    monkeypatch.setattr(fuzz_fp8, "DEVICE", "cpu")
+    small = [seed for seed in range(200) if 0 < fuzz_fp8.draw_fp8(seed)[0].T < 200][:4]
+    assert all(fuzz_fp8.check_fp8(seed, {}) == [] for seed in small)
+    real = fuzz_fp8.moe_mlp
+
+    def rounded_otherwise(*args: Any, backend: str = "auto", **options: Any) -> Any:
+        return real(*args, **options | ({} if backend == "torch" else {"precision": "bf16", "quantized": None}))
+
+    monkeypatch.setattr(fuzz_fp8, "moe_mlp", rounded_otherwise)
+    assert any("off the torch backend" in line for seed in small for line in fuzz_fp8.check_fp8(seed, {}))
