@@ -5,12 +5,16 @@ python -m pytest --order 7        # the tests shuffled by this seed
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,12 +63,17 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def gpu_memory_back() -> Iterator[None]:
-    """What a large test's tensors took goes back to the GPU, which other processes share."""
-    yield
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
-        gc.collect()
-        torch.cuda.empty_cache()
+def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes share a GPU: a test that takes much of its memory waits for others that do, and what a test took goes back."""
+    with ExitStack() as held:
+        if request.node.get_closest_marker("much_gpu_memory") and torch.cuda.is_available():
+            gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            lock = held.enter_context((Path(tempfile.gettempdir()) / f"blazeproto-memory-of-gpu-{gpu}").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 # --- As it was found -------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def _sanitizer(tool: str, minutes: float = 2.5) -> Step:
 # A kernel that never ends blocks its test inside a CUDA call, where only ending the process helps.
 _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec("pytest_timeout") else ""
 _PARALLEL = (
-    " -n 10 --dist loadgroup" if importlib.util.find_spec("xdist") else ""
+    " -n 10 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 )  # most of a test is compiling and its oracle
 _PYTEST = f"python -m pytest -q --no-header --tb=short --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 

@@ -92,7 +92,8 @@ def check_products(
     assert not report, "\n".join(report)
 
 
-@pytest.mark.xdist_group("much GPU memory")  # up to 60 GB with the float64 oracle's: one at a time
+@pytest.mark.much_gpu_memory
+@pytest.mark.timeout(600)  # with the wait for the others
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "same"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_routings(shape: Sizes, routing: str) -> None:
