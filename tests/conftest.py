@@ -5,22 +5,21 @@ python -m pytest --order 7        # the tests shuffled by this seed
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch._C._dynamo import eval_frame
+
+from tests.locks import alone
 
 # Several of xdist's processes share the GPUs, whose memory is not enough for all on one.
 if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
@@ -65,11 +64,8 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes share a GPU: a test that takes much of its memory waits for others that do, and what a test took goes back."""
-    with ExitStack() as held:
-        if request.node.get_closest_marker("much_gpu_memory") and torch.cuda.is_available():
-            gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            lock = held.enter_context((Path(tempfile.gettempdir()) / f"blazeproto-memory-of-gpu-{gpu}").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    much = request.node.get_closest_marker("much_gpu_memory") and torch.cuda.is_available()
+    with alone("gpu-" + os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1]) if much else nullcontext():
         yield
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
             gc.collect()

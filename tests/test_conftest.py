@@ -1,11 +1,14 @@
-"""A test that leaves changed what others read is found: conftest.py, on tests that do."""
+"""A test that leaves changed what others read is found: conftest.py, on tests that do. And locks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+from tests.locks import alone
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAVES = """
@@ -51,3 +54,18 @@ def test_what_is_left_changed_is_told_and_put_back(tmp_path: Path) -> None:
         "os.environ: {'HOME'",
     ):
         assert line in done.stdout, line
+
+
+def test_of_two_one_is_alone() -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with alone("test"):
+            entered.set()
+
+    other = threading.Thread(target=second)
+    with alone("test"):
+        other.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    other.join()

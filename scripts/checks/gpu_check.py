@@ -4,7 +4,7 @@ time limit.
     python -m scripts.checks.gpu_check --steps tests,layer,products --minutes 9 --out /tmp/out
     python -m scripts.checks.gpu_check --full --steps layer        # the benchmarks' long forms, which write the committed results
 
-By default tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
+By default all kernels, tests, short benchmarks and fuzzing; training, sanitizers and the rest by --steps.
 
 A step that hangs is killed at its limit, and the next one starts. Writes results/GPU/check.json: for each step its command,
 outcome, seconds and last lines, when and on which GPU it ran, versions, and a hash of the package's sources. An outcome is "ok",
@@ -67,9 +67,10 @@ _TIMEOUT = " --timeout=120 --timeout-method=thread" if importlib.util.find_spec(
 _PARALLEL = (
     " -n 10 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 )  # most of a test is compiling and its oracle
-_PYTEST = f"python -m pytest -q --no-header --tb=short --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
+_PYTEST = f"python -m pytest -q --no-header --tb=short --durations=10 --disable-warnings -p no:cacheprovider{_TIMEOUT}{_PARALLEL}"
 
 STEPS = {
+    "kernels": Step("python -m blazeproto kernels", 2, last_lines=3),  # into the cache, before many processes want them
     "tests": Step(f"{_PYTEST} -x -m 'gpu and not full'", 7, f"{_PYTEST} -m gpu", 9),
     "tests_on_two": Step(f"{_PYTEST}{_PARALLEL and ' -n 16'} -m gpu", 9, gpus=2),
     "batch": Step(
@@ -139,7 +140,7 @@ STEPS = {
     "initcheck": _sanitizer("initcheck"),
 }
 GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
-DEFAULT_STEPS = "tests,module,router,layer,products,dispatch,fuzz"
+DEFAULT_STEPS = "kernels,tests,module,router,layer,products,dispatch,fuzz"
 
 
 def sanitizer_path() -> str:

@@ -31,6 +31,7 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
+from tests.locks import alone
 
 pytestmark = pytest.mark.gpu
 
@@ -50,10 +51,12 @@ POOLED_ELEMENTS, MOST_SEEDS = 10_000, 160
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """All kernels at once, in parallel processes, instead of one by one as the tests meet them."""
+    """All kernels at once, in parallel processes, instead of one by one as the tests meet them: of pytest's processes the first
+    compiles, and the others find them in the cache."""
     kernels = list(gemm.all_kernels())
     kernels += [combine_kernel(d, k, scores) for d in WIDTHS for k in (0, *TOP_KS) for scores in (False, True)]
-    compile_many(kernels)
+    with alone("compile"):
+        compile_many(kernels)
 
 
 @pytest.fixture(autouse=True)
