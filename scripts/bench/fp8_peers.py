@@ -1,0 +1,135 @@
+"""What others publish of fp8 on Hopper, beside ours: torchao's experts in training, and DeepGEMM's grouped products.
+
+    python -m scripts.bench.fp8_peers              # -> results/h100/fp8_peers.json on an H100
+    python -m scripts.bench.fp8_peers --smoke      # tiny, on a CPU, where neither runs
+
+Each expert has as many rows as any other, and a multiple of 128: torchao 0.18 wants multiples of 16, DeepGEMM of 128. One SwiGLU
+layer's experts, dispatch included, router excluded, all in turn (A B A B), medians. torchao: its grouped product with a scale for
+a row, which quantizes its operands in each call, between torch's gather, SwiGLU and combine, as torch's own grouped_mm in bf16
+beside it. DeepGEMM: forward's two products alone, of operands that are quantized (1x128, 128x128) and rows that lie in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blazeproto.gemm import Sizes
+from blazeproto.lab.times import interleaved_ms
+from scripts.bench import peers
+from scripts.bench.common import RESULTS, begun, bench_parser, cfg_of, folder_of, gpu_name, in_turn, stamped, write_json
+from scripts.bench.fp8 import SHAPES, difference, experts
+from scripts.bench.peers import torch_grouped
+from scripts.command import need_hopper
+
+Row = dict[str, Any]
+
+
+def balanced(shape: Sizes, device: str) -> Tensor:
+    """Expert ids (T, K) int32: K neighbours for each token, tokens in random order; T K is a multiple of E."""
+    order = torch.randperm(shape.T, device=device)
+    return ((order[:, None] * shape.K + torch.arange(shape.K, device=device)) % shape.E).int()
+
+
+def torchao_forward(one: peers.LayerInputs) -> Callable[[], Tensor]:
+    """The layer by torchao's grouped product."""
+    multiply = importlib.import_module(
+        "torchao.prototype.moe_training.fp8_grouped_mm"
+    )._to_fp8_rowwise_then_scaled_grouped_mm
+
+    def forward() -> Tensor:
+        by_expert, pairs = one.experts.flatten().sort(stable=True)
+        numbers = torch.arange(len(one.down_proj), dtype=torch.int32, device=pairs.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            return multiply(rows, weight.transpose(1, 2), offs=ends, pad_token_groups_for_grouped_mm=False)
+
+        gate, up = product(one.x[pairs // one.scores.shape[1]], one.gate_up_proj).chunk(2, dim=1)
+        y = product(F.silu(gate) * up, one.down_proj)[pairs.argsort()].view(*one.scores.shape, -1)
+        return torch.bmm(one.scores.to(y.dtype).unsqueeze(1), y).squeeze(1)
+
+    return forward
+
+
+def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
+    """Forward, and forward and backward, of all that run; how far outputs are from ours in bf16."""
+    one = replace(peers.make_inputs(shape, device=device), experts=balanced(shape, device))
+    ways: dict[str, Callable[[], peers.Program]] = {
+        "ours bf16": lambda: peers.layer_program(one, partial(experts, one)),
+        "ours fp8": lambda: peers.layer_program(one, partial(experts, one, precision="fp8")),
+        "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
+        "torchao fp8": lambda: peers.layer_program(one, torchao_forward(one)),
+    }
+
+    def tried(build: Callable[[], peers.Program]) -> peers.Program:
+        program = build()
+        program.forward_backward()
+        return program
+
+    row = Row(cfg=cfg_of(shape), absent={})
+    made = {name: peers.if_it_runs(name, partial(tried, build), row["absent"]) for name, build in ways.items()}
+    programs = {name: program for name, program in made.items() if program}
+    exact = programs["ours bf16"].forward().detach()
+    row["off"] = {name: difference(program.forward().detach(), exact) for name, program in programs.items()}
+    if device != "cpu":
+        both = {name: program.forward_backward for name, program in programs.items()}
+        row["fwdbwd_ms"] = interleaved_ms(both, rounds, warmups=3, queued=True)
+        row["fwd_ms"] = interleaved_ms(
+            {name: p.forward for name, p in programs.items()}, rounds, warmups=3, queued=True
+        )
+    return row
+
+
+def deep_gemm(shape: Sizes, rounds: int) -> Row:
+    """TFLOP/s of the up and the down projection, and how far they are from the products of what was quantized."""
+    row = Row(cfg=cfg_of(shape), absent={}, tflops={}, off={})
+    library = peers.if_it_runs("DeepGEMM", lambda: importlib.import_module("deep_gemm"), row["absent"])
+    if library is None:
+        return row
+    math = importlib.import_module("deep_gemm.utils.math")
+    each = shape.rows // shape.E
+    of_row = torch.arange(shape.E, dtype=torch.int32, device="cuda").repeat_interleave(each)
+    for name, (width, reduction) in {"up": (shape.h, shape.d), "down": (shape.d, shape.n)}.items():
+        a = torch.randn(shape.rows, reduction, dtype=torch.bfloat16, device="cuda")
+        weights = [torch.randn(width, reduction, dtype=torch.bfloat16, device="cuda") for _ in range(shape.E)]
+        left = math.per_token_cast_to_fp8(a, use_ue8m0=False)
+        blocks = zip(*(math.per_block_cast_to_fp8(w, use_ue8m0=False) for w in weights), strict=True)
+        right = tuple(torch.stack(each) for each in blocks)
+        out = torch.empty(shape.rows, width, dtype=torch.bfloat16, device="cuda")
+        call = partial(library.m_grouped_fp8_gemm_nt_contiguous, left, right, out, of_row)
+        call()
+        row["off"][name] = difference(out[:each], a[:each] @ weights[0].T)
+        ms = interleaved_ms({name: call}, rounds, warmups=3, queued=True)[name]
+        row["tflops"][name] = round(2 * shape.rows * width * reduction / ms / 1e9)
+    return row
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = bench_parser("fp8_peers", __doc__, configs=SHAPES, time_budget=True)
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU")
+    options = parser.parse_args(words)
+    if options.smoke:
+        print(layers(Sizes(128, 256, 128, 4, 2), 1, device="cpu"))
+        return
+    need_hopper()
+    record = begun("fp8_peers", __doc__) | {"products": []}
+    out = options.out or RESULTS.parent / folder_of(gpu_name()) / "fp8_peers.json"
+    parts = [("rows", layers), ("products", deep_gemm)]
+    jobs = [(part, measure, shape) for shape in options.configs or SHAPES for part, measure in parts]
+    for part, measure, shape in in_turn(jobs, options.time_budget):
+        row = stamped(measure, shape, options.rounds or 7)
+        print({name: value for name, value in row.items() if name != "of"}, flush=True)
+        record[part].append(row)
+        write_json(out, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The benchmark of other fp8 programs, on a CPU: what it gives torchao and DeepGEMM, stand-ins of which compute in bf16."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blazeproto.gemm import Sizes
+from scripts.bench import fp8_peers
+
+SHAPE = Sizes(128, 256, 128, 4, 2)
+
+
+def test_each_expert_has_as_many_rows() -> None:
+    ids = fp8_peers.balanced(SHAPE, "cpu")
+    assert torch.bincount(ids.flatten()).tolist() == [64] * 4 and (ids[:, 0] != ids[:, 1]).all()
+
+
+def test_what_does_not_run_is_a_reason() -> None:
+    row = fp8_peers.layers(SHAPE, 1, device="cpu")
+    assert row["absent"]["torchao fp8"].startswith("ModuleNotFoundError")
+    assert 0.01 < row["off"]["ours fp8"] < 0.2 and row["off"]["torch grouped_mm bf16"] < 0.02
+    assert fp8_peers.deep_gemm(SHAPE, 1)["absent"]["DeepGEMM"].startswith("ModuleNotFoundError")
+
+
+def test_torchao_computes_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(a: Tensor, b: Tensor, offs: Tensor, pad_token_groups_for_grouped_mm: bool) -> Tensor:
+        assert not pad_token_groups_for_grouped_mm
+        return F.grouped_mm(a, b, offs=offs)
+
+    module = ModuleType("torchao.prototype.moe_training.fp8_grouped_mm")
+    module._to_fp8_rowwise_then_scaled_grouped_mm = product  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = fp8_peers.layers(SHAPE, 1, device="cpu")
+    assert not row["absent"] and row["off"]["torchao fp8"] < 0.02
