@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from blazeproto.autograd.chunks import WHOLE, chunks_of
 from blazeproto.distributed import AllToAll, Symmetric, expert_parallel
 from blazeproto.gemm import Sizes
 from blazeproto.router.router import Routing
-from scripts.bench.common import begun, bench_parser, cfg_of, read_json, settled, stamped, write_json
+from scripts.bench.common import REPOSITORY, begun, bench_parser, cfg_of, read_json, settled, stamped, write_json
 from scripts.bench.distributed import TIMEOUT, Row, results_file
 from scripts.command import need_hopper, some_of
 from scripts.lm.ranks import Ranks, join, joined
@@ -307,10 +306,9 @@ SILENT = f"no end within {PATIENCE} s"  # of a rank that waits for another, whic
 def ended(*words: str) -> Row:
     """What ``python -m`` and these words print last, as JSON; or under "absent" the last line of its errors."""
     command, environment = [sys.executable, "-m", *words], os.environ | {"NVSHMEM_DISABLE_NVLS": "1"}
-    root = Path(__file__).parents[2]
     try:
         done = subprocess.run(
-            command, env=environment, cwd=root, capture_output=True, text=True, timeout=PATIENCE, check=False
+            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
         if done.returncode:
             lines = done.stderr.split("\n")
