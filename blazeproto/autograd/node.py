@@ -100,8 +100,10 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     if not options.saves_h:
         return Saved(*[None] * 6)
     if options.precision != "bf16":
-        weights = (new_weights(w, 1) if options.keep_transposed else None for w in (p.up_proj, p.down_proj))
-        return Saved(new_rows(p.x, num_rows, _up_width(p, options)), None, None, None, *weights)
+        width, down = _up_width(p, options), p.down_proj.shape
+        shapes = (down[0], width, down[1]), down  # up_proj may be the gate's rows alone
+        weights = (new_weights(p.x, shape, 1) if options.keep_transposed else None for shape in shapes)
+        return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
     xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))

@@ -7,6 +7,7 @@
 A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -32,10 +33,10 @@ def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
 
 
-def new_weights(weight: Tensor, orders: int) -> Tensor:
-    """Uninitialised, for a weight (E, m, k) in so many orders."""
-    experts, m, k = weight.shape
-    return weight.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
+def new_weights(like: Tensor, shape: Sequence[int], orders: int) -> Tensor:
+    """Uninitialised, for a weight of this shape, (E, m, k), in so many orders."""
+    experts, m, k = shape
+    return like.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
 
 
 def rows_in(record: Tensor, width: int) -> Quantized:

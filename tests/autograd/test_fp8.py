@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from blazeproto import MoE, Recipe, gemm
-from blazeproto.autograd import moe_mlp, quantize_weights, saved_bytes
+from blazeproto.autograd import grouped_experts, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
 from blazeproto.gemm import fp8, quantize, registry
 
@@ -198,6 +198,19 @@ def test_transposes_that_are_kept_give_the_same_bits(make_case, save):
     made = (case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True))
     for a, b in zip(*made, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pair_of_gate_and_up_gives_what_the_joined_weight_does(make_case, keep):
+    case = make_case(*SIZES, dtype=torch.bfloat16)
+    pair = tuple(half.detach().contiguous().requires_grad_() for half in case.gate_up_proj.chunk(2, 1))
+    counts, made = torch.tensor([10, 0, 7, 1, 12]), []
+    for up in (pair, (case.gate_up_proj,)):
+        weights = up if len(up) == 2 else up[0], case.down_proj
+        out = grouped_experts(case.x, *weights, counts, precision="fp8", keep_transposed=keep)
+        dx, *d_up, d_down = torch.autograd.grad(out, (case.x, *up, case.down_proj), case.d_out)
+        made.append((out, dx, torch.cat(d_up, 1), d_down))
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.full
