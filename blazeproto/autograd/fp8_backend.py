@@ -228,10 +228,10 @@ class Plain:
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
-        """As it lies: transposing changes no number."""
+        """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT
+        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT.contiguous()
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
