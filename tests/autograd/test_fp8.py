@@ -119,6 +119,12 @@ def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_sav
     assert saved[0] == saved[1]
 
 
+@pytest.mark.parametrize("experts", [1, 5])
+def test_both_orders_of_kept_weights_begin_where_kernels_can_read(experts):
+    kept = quantize_weights(torch.randn(experts, 256, 64), torch.randn(experts, 64, 128))
+    assert all(order.data_ptr() % 16 == 0 for record in (kept.up, kept.down) for order in record)
+
+
 def test_kept_weights_are_those_that_were_kept(make_case):
     case, other = (make_case(*SIZES, dtype=torch.float32) for _ in range(2))
     kept = quantize_weights(case.gate_up_proj, case.down_proj)
