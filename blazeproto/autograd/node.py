@@ -22,6 +22,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
+from blazeproto.autograd.kept import check_unchanged
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
@@ -196,6 +197,9 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
     backend, options, chunks, peers = _read(p.x, p.down_proj.shape, tail)
     (up_kept, down_kept), saved, dtype = tail[:2], _places(p, tail[2].shape[0], options), p.x.dtype
+    for record, weight in ((up_kept, p.up_proj), (down_kept, p.down_proj)):
+        if record is not None:
+            check_unchanged(record, weight, copies=True)
     up: Any = None
     down: Any = None
     out: Any = None

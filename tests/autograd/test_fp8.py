@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
+from io import BytesIO
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn.functional import silu
 from blazeproto import MoE, Recipe, gemm
 from blazeproto.autograd import grouped_experts, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
+from blazeproto.blocksparse import dMoE
 from blazeproto.gemm import fp8, quantize, registry
 
 SIZES = (37, 144, 256, 5, 3)
@@ -163,6 +166,95 @@ def test_a_layer_keeps_weights_until_it_is_told():
     layer.quantize_weights()
     again, layer.quantized = layer(x)[0], None
     assert torch.equal(again, layer(x)[0]) and not torch.equal(again, plain)
+
+
+WRITERS = {
+    "fused": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
+    "fused sgd": lambda layer: torch.optim.SGD(layer.parameters(), fused=True).step(),
+    "foreach": lambda layer: torch.optim.AdamW(layer.parameters(), foreach=True).step(),
+    "loaded": lambda layer: layer.load_state_dict(layer.state_dict()),
+    "other": lambda layer: setattr(layer, "down_proj", torch.nn.Parameter(layer.down_proj.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_who_writes_to_kept_weights_is_noticed(writer, compiled):
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    torch.compiler.reset()
+    called = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    called(x)[0].sum().backward()
+    WRITERS[writer](layer)
+    with pytest.raises(ValueError, match="before they changed"):
+        called(x)
+
+
+def test_an_optimizer_of_other_weights_changes_nothing():
+    layer, other, x = *(MoE(64, 128, 4, 2, precision="fp8") for _ in range(2)), torch.randn(8, 64)
+    layer.quantize_weights()
+    other(x)[0].sum().backward()
+    torch.optim.AdamW([*other.parameters(), *layer.parameters()], fused=True).step()  # without gradients of layer's
+    assert layer(x)[0].isfinite().all()
+
+
+def test_memory_that_another_weight_has_got_is_noticed():
+    case = [torch.randn(8, 64), torch.randn(4, 256, 64), torch.randn(4, 64, 128), torch.rand(8, 2)]
+    memory, ids = case[1].data_ptr(), torch.tensor([[0, 1]] * 8)
+    kept = quantize_weights(*case[1:3])
+    del case[1]
+    others = [torch.randn(4, 256, 64) for _ in range(50)]
+    again = next((t for t in others if t.data_ptr() == memory), others[0])
+    with pytest.raises(ValueError, match="expected of these weights, got of others"):
+        moe_mlp(case[0], again, *case[1:], ids, num_experts=4, precision="fp8", quantized=kept)
+
+
+def test_copies_of_a_layer_quantize_anew(tmp_path):
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    torch.save(layer, tmp_path / "layer.pt")
+    for copy in (deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        with pytest.raises(ValueError, match="got of others"):
+            copy(x)
+        copy.quantize_weights()
+        assert torch.equal(copy(x)[0], layer(x)[0])
+
+
+@pytest.mark.full
+def test_an_exported_layer_keeps_its_weights():
+    layer, x, file = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64), BytesIO()
+    layer.quantize_weights()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x)[0], layer(x)[0])
+
+
+def test_weights_are_quantized_in_inference_mode_too():
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    with torch.inference_mode():
+        served = MoE(64, 128, 4, 2, precision="fp8")
+        served.load_state_dict(layer.state_dict())
+        for each in (layer, served):
+            each.quantize_weights()
+        assert torch.equal(served(x)[0], layer(x)[0])
+    layer(x)[0].sum().backward()
+
+
+class Elsewhere:
+    """A dispatcher."""
+
+
+def test_a_layer_that_cannot_keep_weights_says_so():
+    with pytest.raises(ValueError, match="precision: expected 'fp8' for quantize_weights, got 'bf16'"):
+        dMoE(64, 128, 4, 2).quantize_weights()
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantized = 3
+    with pytest.raises(TypeError, match="quantized: expected a QuantizedWeights or None, got int"):
+        layer(x)
+    layer.quantize_weights()
+    layer.dispatcher = Elsewhere()
+    with pytest.raises(RuntimeError, match="quantized: expected a layer on one rank, got one with"):
+        layer(x)
 
 
 RECIPES = {
