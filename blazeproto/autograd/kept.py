@@ -103,6 +103,9 @@ def quantize_weights(
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
     DTensor too: what FSDP gathers for one forward is gone after it, so that there weights are quantized before each product.
     """
+    if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
+        got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
+        raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
     with torch.inference_mode(False):  # or no backward could save what is made
         if dtype is None:
             dtype = autocast_dtype(down_proj.device.type) or down_proj.dtype

@@ -272,6 +272,24 @@ def test_a_recipe_that_cannot_run_is_refused(message):
         MoE(64, 128, 4, 2, precision=Recipe(**RECIPES[message]))
 
 
+class Other(Recipe):
+    """Of another kind."""
+
+
+@pytest.mark.parametrize("precision", [["fp8"], {"fp8": 1}, None, torch.bfloat16, Recipe, Other()])
+def test_what_is_no_precision_is_refused(precision):
+    with pytest.raises(ValueError, match=re.escape(f"or a Recipe, got {precision!r}")):
+        MoE(64, 128, 4, 2, precision=precision)
+
+
+@pytest.mark.parametrize("down", [3, torch.randn(64, 128)])
+def test_what_is_no_weight_is_not_quantized(down):
+    with pytest.raises(
+        TypeError, match=r"down_proj: expected a torch\.Tensor of shape \(E, d, n\), got (int|\(64, 128\))"
+    ):
+        quantize_weights(torch.randn(4, 256, 64), down)
+
+
 def test_a_recipe_is_its_name():
     assert MoE(64, 128, 4, 2, precision=Recipe()).precision == "fp8"
     assert MoE(64, 128, 4, 2, precision=Recipe(products=())).precision == "bf16"
