@@ -273,7 +273,7 @@ def test_a_recipe_that_cannot_run_is_refused(message):
 
 
 class Other(Recipe):
-    """Of another kind."""
+    """A recipe of another kind."""
 
 
 @pytest.mark.parametrize("precision", [["fp8"], {"fp8": 1}, None, torch.bfloat16, Recipe, Other()])
