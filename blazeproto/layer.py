@@ -182,8 +182,10 @@ class MoE(nn.Module, Shown):
         lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
         of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
         tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
-        of_call |= {} if self.quantized is None else {"quantized": self.quantized}
         overflow = None
+        if self.quantized is not None:
+            refuse_ranks(self.dispatcher, "quantized")
+            of_call["quantized"] = self.quantized
         if self.dispatcher is not None:
             out, overflow = dispatched_mlp(self.dispatcher, *tensors, **of_call)
         else:
@@ -205,9 +207,11 @@ class MoE(nn.Module, Shown):
 
         To be called again after each step of the optimizer; ``layer.quantized = None`` ends it. A forward with weights that have
         changed since raises ValueError. dtype: of x; see `blazeproto.autograd.quantize_weights`, which says what it refuses;
-        RuntimeError for a layer with a dispatcher.
+        ValueError for a layer of another precision, RuntimeError for one with a dispatcher.
         """
         refuse_ranks(self.dispatcher, "quantize_weights")
+        if self.precision != "fp8":
+            raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
         weights = self.up_proj_weight, self.down_proj
         self.quantized = quantize_weights(*weights, dtype=dtype, backend=self.backend)
 

@@ -41,7 +41,7 @@ class Hopper:
         weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
     ) -> Quantized:
         if kept is None:
-            kept = new_weights(weight, 1)
+            kept = new_weights(weight, weight.shape, 1)
             _quantize(weight, dtype, rows, kept[0], None if place is None else place[0])
         return weights_in(kept[0], *weight.shape[1:])
 
@@ -49,14 +49,14 @@ class Hopper:
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
         if kept is None:
-            kept = new_weights(weight, 1)
+            kept = new_weights(weight, weight.shape, 1)
             _quantize(weight, dtype, rows, None, kept[0])
         return weights_in(kept[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        record = new_weights(weight, 2)
+        record = new_weights(weight, weight.shape, 2)
         _quantize(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), *record)
         return record
 
@@ -228,15 +228,15 @@ class Plain:
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
-        """As it lies: transposing changes no number."""
+        """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT
+        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT.contiguous()
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As that of `Hopper`."""
-        made, record = quantize.of_weights(torch, cast(weight, dtype)), new_weights(weight, 2)
+        made, record = quantize.of_weights(torch, cast(weight, dtype)), new_weights(weight, weight.shape, 2)
         for values, scales, to in (
             (*made, weights_in(record[0], *weight.shape[1:])),
             (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),

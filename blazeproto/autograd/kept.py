@@ -5,20 +5,54 @@ out = moe_mlp(x, gate_up_proj, down_proj, ..., precision="fp8", quantized=kept)
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from blazeproto.autograd.backends import backend_on
 from blazeproto.autograd.checks import check_experts
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 
+_State = tuple[ref[torch.UntypedStorage], int, int | None]
 
-def _state(weight: Tensor) -> tuple[int, int]:
-    """What changes where a tensor is written to or is another one; what a replayed CUDA graph writes is not seen."""
-    return weight.data_ptr(), weight._version
+_MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
+"""By a record's memory: the weight then. None: an optimizer has stepped since. Copies of a record are not here."""
+
+
+def _state(weight: Tensor) -> _State:
+    """What changes where a tensor is written to or is another one. Not what a replayed CUDA graph or ``weight.data`` writes;
+    tensors that were made in inference mode have no version."""
+    version = None if weight.is_inference() else weight._version
+    return ref(weight.untyped_storage()), weight.data_ptr(), version
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """A fused optimizer writes to weights whose versions stay as they were."""
+    if torch.compiler.is_compiling() or not _MADE_OF:
+        return
+    groups = optimizer.param_groups
+    stepped = {p.untyped_storage() for group in groups for p in group["params"] if p.grad is not None}
+    for record, state in [*_MADE_OF.items()]:
+        if state and state[0]() in stepped:
+            _MADE_OF[record] = None
+
+
+def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
+    """ValueError: a weight is not that which the record was made of, or was written to since. copies: whether a copy of a record
+    passes, as an exported program has one."""
+    state = _state(weight)
+    if _MADE_OF.get(record.untyped_storage(), state if copies else None) != state:
+        raise ValueError("quantized: expected of these weights, got of others, or of them before they changed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +60,12 @@ class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
     up, down: records (2, E, bytes), uint8, see `blazeproto.autograd.records`.  dtype: of x, to which weights were rounded first.
-    states: where each weight lay, and its version then.
+    A copy, and one that was saved and loaded, is of no weights.
     """
 
     up: Tensor
     down: Tensor
     dtype: torch.dtype
-    states: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
@@ -43,16 +76,21 @@ class QuantizedWeights:
 def records_of(
     quantized: QuantizedWeights, dtype: torch.dtype, weights: tuple[Tensor, Tensor], precision: Any
 ) -> tuple[Tensor, Tensor]:
-    """up and down. ValueError: they are not for x of this dtype or for this precision, or the weights are not those they were
-    made of, unchanged."""
+    """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
+    precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
+    if not isinstance(quantized, QuantizedWeights):
+        raise TypeError(f"quantized: expected a QuantizedWeights or None, got {type(quantized).__name__}")
     for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
-    if not torch.compiler.is_compiling() and quantized.states != tuple(map(_state, weights)):
-        raise ValueError("quantized: expected of these weights, got of others, or of them before they changed")
-    return quantized.up, quantized.down
+    records = quantized.up, quantized.down
+    if not torch.compiler.is_compiling():
+        for record, weight in zip(records, weights, strict=True):
+            check_unchanged(record, weight, copies=False)
+    return records
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def quantize_weights(
     gate_up_proj: Tensor, down_proj: Tensor, *, dtype: torch.dtype | None = None, backend: str = "auto"
@@ -65,12 +103,20 @@ def quantize_weights(
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
     DTensor too: what FSDP gathers for one forward is gone after it, so that there weights are quantized before each product.
     """
-    if dtype is None:
-        dtype = autocast_dtype(down_proj.device.type) or down_proj.dtype
-    x, options = down_proj.new_empty(0, down_proj.shape[1], dtype=dtype), Options(backend=backend, precision="fp8")
-    others = (down_proj, None, None, None, None)
-    check_experts(x, (gate_up_proj,), *others, num_experts=len(down_proj), options=options)
-    made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
-    weights = gate_up_proj, down_proj
-    up, down = (made.keep(weight, dtype) for weight in weights)
-    return QuantizedWeights(up, down, dtype, tuple(map(_state, weights)))
+    if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
+        got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
+        raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
+    with torch.inference_mode(False):  # or no backward could save what is made
+        if dtype is None:
+            dtype = autocast_dtype(down_proj.device.type) or down_proj.dtype
+        x, options = down_proj.new_empty(0, down_proj.shape[1], dtype=dtype), Options(backend=backend, precision="fp8")
+        others = (down_proj, None, None, None, None)
+        check_experts(x, (gate_up_proj,), *others, num_experts=len(down_proj), options=options)
+        made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
+        weights = gate_up_proj, down_proj
+        up, down = (made.keep(weight, dtype) for weight in weights)
+    _watch_optimizers()
+    _MADE_OF.update(
+        {record.untyped_storage(): _state(weight) for record, weight in zip((up, down), weights, strict=True)}
+    )
+    return QuantizedWeights(up, down, dtype)

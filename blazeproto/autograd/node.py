@@ -22,6 +22,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
+from blazeproto.autograd.kept import check_unchanged
 from blazeproto.autograd.operators import Gradients, cast, define
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, Peers, peers_of
@@ -100,8 +101,10 @@ def _places(p: Parameters, num_rows: int, options: Options) -> Saved:
     if not options.saves_h:
         return Saved(*[None] * 6)
     if options.precision != "bf16":
-        weights = (new_weights(w, 1) if options.keep_transposed else None for w in (p.up_proj, p.down_proj))
-        return Saved(new_rows(p.x, num_rows, _up_width(p, options)), None, None, None, *weights)
+        width, down = _up_width(p, options), p.down_proj.shape
+        shapes = (down[0], width, down[1]), down  # up_proj may be the gate's rows alone
+        weights = (new_weights(p.x, shape, 1) if options.keep_transposed else None for shape in shapes)
+        return Saved(new_rows(p.x, num_rows, width), None, None, None, *weights)
     h = p.x.new_empty(num_rows, _up_width(p, options))
     act = p.x.new_empty(num_rows, p.down_proj.shape[2]) if options.saves_act else None
     xa, act_a = (None if a is None else p.x.new_empty(num_rows, a.shape[1]) for a in (p.up_a, p.down_a))
@@ -194,6 +197,9 @@ def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     p, up_rest, tail = Parameters(*arguments[:10]), arguments[10], arguments[11:]
     backend, options, chunks, peers = _read(p.x, p.down_proj.shape, tail)
     (up_kept, down_kept), saved, dtype = tail[:2], _places(p, tail[2].shape[0], options), p.x.dtype
+    for record, weight in ((up_kept, p.up_proj), (down_kept, p.down_proj)):
+        if record is not None:
+            check_unchanged(record, weight, copies=True)
     up: Any = None
     down: Any = None
     out: Any = None

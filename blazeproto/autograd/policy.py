@@ -28,7 +28,7 @@ class SavePolicy(StrEnum):
     with H. r counts as the next multiple of 8.
 
     With ``precision="fp8"`` H has a byte an element and 4 for each 128 of a row; ``keep_transposed`` adds what weights take in
-    fp8, a byte an element and 4 for each 128 x 128.
+    fp8, a byte an element and 4 for each 128 x 128, to whole 16 of an expert.
     """
 
     MINIMAL = "minimal"

@@ -4,15 +4,18 @@
     weights    (E, m k + 4 (m / 128) (k / 128))       values (E, m, k), then scales (E, m / 128, k / 128) fp32; of one order, and
                                                       (1 or 2, E, ...) of the orders that are there
 
-A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own.
+A record is one run of memory: its shape only says how long it is, and that a chunk's rows have a record of their own. An expert's
+bytes are rounded up to 16, so that the second order begins where tensor maps can.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
+from blazeproto.gemm.tiles import ALIGNMENT
 
 E4M3 = torch.float8_e4m3fn
 
@@ -24,7 +27,7 @@ def row_bytes(width: int) -> int:
 
 def weight_bytes(m: int, k: int) -> int:
     """Bytes that an expert's weight (m, k) takes in a record."""
-    return m * k + 4 * blocks(m) * blocks(k)
+    return m * k + -(-4 * blocks(m) * blocks(k) // ALIGNMENT) * ALIGNMENT
 
 
 def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
@@ -32,10 +35,10 @@ def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
 
 
-def new_weights(weight: Tensor, orders: int) -> Tensor:
-    """Uninitialised, for a weight (E, m, k) in so many orders."""
-    experts, m, k = weight.shape
-    return weight.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
+def new_weights(like: Tensor, shape: Sequence[int], orders: int) -> Tensor:
+    """Uninitialised, for a weight of this shape, (E, m, k), in so many orders."""
+    experts, m, k = shape
+    return like.new_empty(orders, experts, weight_bytes(m, k), dtype=torch.uint8)
 
 
 def rows_in(record: Tensor, width: int) -> Quantized:
@@ -55,4 +58,5 @@ def weights_in(record: Tensor, m: int, k: int) -> Quantized:
 
 def _views(record: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
     flat, end = record.view(-1), prod(values)
-    return Quantized(flat[:end].view(E4M3).view(values), flat[end:].view(torch.float32).view(scales))
+    of_scales = flat[end : end + 4 * prod(scales)]
+    return Quantized(flat[:end].view(E4M3).view(values), of_scales.view(torch.float32).view(scales))

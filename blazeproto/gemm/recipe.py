@@ -54,8 +54,8 @@ FP8 = RECIPES["fp8"]
 def name_of(precision: Any) -> str:
     """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
     came."""
-    if not isinstance(precision, Recipe):
-        if precision not in RECIPES:
+    if type(precision) is not Recipe:
+        if precision not in [*RECIPES]:  # not the table itself: what can't be hashed is no name either
             raise ValueError(
                 f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}"
             )

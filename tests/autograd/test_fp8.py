@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
+from io import BytesIO
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from blazeproto import MoE, Recipe, gemm
-from blazeproto.autograd import moe_mlp, quantize_weights, saved_bytes
+from blazeproto.autograd import grouped_experts, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.low_rank import LowRank
+from blazeproto.blocksparse import dMoE
 from blazeproto.gemm import fp8, quantize, registry
 
 SIZES = (37, 144, 256, 5, 3)
@@ -119,6 +122,12 @@ def test_kept_weights_give_the_same_bits(make_case, dtype, of_x, save, bytes_sav
     assert saved[0] == saved[1]
 
 
+@pytest.mark.parametrize("experts", [1, 5])
+def test_both_orders_of_kept_weights_begin_where_kernels_can_read(experts):
+    kept = quantize_weights(torch.randn(experts, 256, 64), torch.randn(experts, 64, 128))
+    assert all(order.data_ptr() % 16 == 0 for record in (kept.up, kept.down) for order in record)
+
+
 def test_kept_weights_are_those_that_were_kept(make_case):
     case, other = (make_case(*SIZES, dtype=torch.float32) for _ in range(2))
     kept = quantize_weights(case.gate_up_proj, case.down_proj)
@@ -159,6 +168,95 @@ def test_a_layer_keeps_weights_until_it_is_told():
     assert torch.equal(again, layer(x)[0]) and not torch.equal(again, plain)
 
 
+WRITERS = {
+    "fused": lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(),
+    "fused sgd": lambda layer: torch.optim.SGD(layer.parameters(), fused=True).step(),
+    "foreach": lambda layer: torch.optim.AdamW(layer.parameters(), foreach=True).step(),
+    "loaded": lambda layer: layer.load_state_dict(layer.state_dict()),
+    "other": lambda layer: setattr(layer, "down_proj", torch.nn.Parameter(layer.down_proj.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_who_writes_to_kept_weights_is_noticed(writer, compiled):
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    torch.compiler.reset()
+    called = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    called(x)[0].sum().backward()
+    WRITERS[writer](layer)
+    with pytest.raises(ValueError, match="before they changed"):
+        called(x)
+
+
+def test_an_optimizer_of_other_weights_changes_nothing():
+    layer, other, x = *(MoE(64, 128, 4, 2, precision="fp8") for _ in range(2)), torch.randn(8, 64)
+    layer.quantize_weights()
+    other(x)[0].sum().backward()
+    torch.optim.AdamW([*other.parameters(), *layer.parameters()], fused=True).step()  # without gradients of layer's
+    assert layer(x)[0].isfinite().all()
+
+
+def test_memory_that_another_weight_has_got_is_noticed():
+    case = [torch.randn(8, 64), torch.randn(4, 256, 64), torch.randn(4, 64, 128), torch.rand(8, 2)]
+    memory, ids = case[1].data_ptr(), torch.tensor([[0, 1]] * 8)
+    kept = quantize_weights(*case[1:3])
+    del case[1]
+    others = [torch.randn(4, 256, 64) for _ in range(50)]
+    again = next((t for t in others if t.data_ptr() == memory), others[0])
+    with pytest.raises(ValueError, match="expected of these weights, got of others"):
+        moe_mlp(case[0], again, *case[1:], ids, num_experts=4, precision="fp8", quantized=kept)
+
+
+def test_copies_of_a_layer_quantize_anew(tmp_path):
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    torch.save(layer, tmp_path / "layer.pt")
+    for copy in (deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        with pytest.raises(ValueError, match="got of others"):
+            copy(x)
+        copy.quantize_weights()
+        assert torch.equal(copy(x)[0], layer(x)[0])
+
+
+@pytest.mark.full
+def test_an_exported_layer_keeps_its_weights():
+    layer, x, file = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64), BytesIO()
+    layer.quantize_weights()
+    torch.export.save(torch.export.export(layer, (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x)[0], layer(x)[0])
+
+
+def test_weights_are_quantized_in_inference_mode_too():
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    with torch.inference_mode():
+        served = MoE(64, 128, 4, 2, precision="fp8")
+        served.load_state_dict(layer.state_dict())
+        for each in (layer, served):
+            each.quantize_weights()
+        assert torch.equal(served(x)[0], layer(x)[0])
+    layer(x)[0].sum().backward()
+
+
+class Elsewhere:
+    """A dispatcher."""
+
+
+def test_a_layer_that_cannot_keep_weights_says_so():
+    with pytest.raises(ValueError, match="precision: expected 'fp8' for quantize_weights, got 'bf16'"):
+        dMoE(64, 128, 4, 2).quantize_weights()
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantized = 3
+    with pytest.raises(TypeError, match="quantized: expected a QuantizedWeights or None, got int"):
+        layer(x)
+    layer.quantize_weights()
+    layer.dispatcher = Elsewhere()
+    with pytest.raises(RuntimeError, match="quantized: expected a layer on one rank, got one with"):
+        layer(x)
+
+
 RECIPES = {
     "precision.x: expected Operand(element='e4m3', scale='token'), got ('e5m2', 'token')": {"x": ("e5m2", "token")},
     "precision.weights: expected Operand(element='e4m3', scale='128x128'), got ('e4m3', '1x128')": {
@@ -172,6 +270,24 @@ RECIPES = {
 def test_a_recipe_that_cannot_run_is_refused(message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MoE(64, 128, 4, 2, precision=Recipe(**RECIPES[message]))
+
+
+class Other(Recipe):
+    """A recipe of another kind."""
+
+
+@pytest.mark.parametrize("precision", [["fp8"], {"fp8": 1}, None, torch.bfloat16, Recipe, Other()])
+def test_what_is_no_precision_is_refused(precision):
+    with pytest.raises(ValueError, match=re.escape(f"or a Recipe, got {precision!r}")):
+        MoE(64, 128, 4, 2, precision=precision)
+
+
+@pytest.mark.parametrize("down", [3, torch.randn(64, 128)])
+def test_what_is_no_weight_is_not_quantized(down):
+    with pytest.raises(
+        TypeError, match=r"down_proj: expected a torch\.Tensor of shape \(E, d, n\), got (int|\(64, 128\))"
+    ):
+        quantize_weights(torch.randn(4, 256, 64), down)
 
 
 def test_a_recipe_is_its_name():
@@ -192,12 +308,26 @@ def test_saved_bytes(make_case, bytes_saved_by, save, keep):
     assert layer.saved_bytes(T) == saved and "precision=fp8" in repr(layer)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (1, 48, 128, 5, 3)])
 @pytest.mark.parametrize("save", ["minimal", "recompute"])
-def test_transposes_that_are_kept_give_the_same_bits(make_case, save):
-    case = make_case(*SIZES, dtype=torch.bfloat16)
+def test_transposes_that_are_kept_give_the_same_bits(make_case, save, sizes):
+    case = make_case(*sizes, dtype=torch.bfloat16 if sizes is SIZES else torch.float32)
     made = (case.run(precision="fp8", save=save, keep_transposed=keep) for keep in (False, True))
     for a, b in zip(*made, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pair_of_gate_and_up_gives_what_the_joined_weight_does(make_case, keep):
+    case = make_case(*SIZES, dtype=torch.bfloat16)
+    pair = tuple(half.detach().contiguous().requires_grad_() for half in case.gate_up_proj.chunk(2, 1))
+    counts, made = torch.tensor([10, 0, 7, 1, 12]), []
+    for up in (pair, (case.gate_up_proj,)):
+        weights = up if len(up) == 2 else up[0], case.down_proj
+        out = grouped_experts(case.x, *weights, counts, precision="fp8", keep_transposed=keep)
+        dx, *d_up, d_down = torch.autograd.grad(out, (case.x, *up, case.down_proj), case.d_out)
+        made.append((out, dx, torch.cat(d_up, 1), d_down))
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.full
