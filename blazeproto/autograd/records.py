@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
+from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, scales_shape
 
 E4M3 = torch.float8_e4m3fn
 
@@ -40,7 +40,7 @@ def new_weights(weight: Tensor, orders: int) -> Tensor:
 
 def rows_in(record: Tensor, width: int) -> Quantized:
     """Views of values and scales. width: of a row, a multiple of 128."""
-    return _views(record, (len(record), width), (width // BLOCK, len(record)))
+    return _views(record, "1x128", len(record), width)
 
 
 def width_of(record: Tensor) -> int:
@@ -50,9 +50,9 @@ def width_of(record: Tensor) -> int:
 
 def weights_in(record: Tensor, m: int, k: int) -> Quantized:
     """Views of values and scales of one order. m, k: as that has them."""
-    return _views(record, (len(record), m, k), (len(record), blocks(m), blocks(k)))
+    return _views(record, "128x128", len(record), m, k)
 
 
-def _views(record: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
-    flat, end = record.view(-1), prod(values)
-    return Quantized(flat[:end].view(E4M3).view(values), flat[end:].view(torch.float32).view(scales))
+def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
+    flat, end = record.view(-1), prod(shape)
+    return Quantized(flat[:end].view(E4M3).view(shape), flat[end:].view(torch.float32).view(scales_shape(scale, shape)))
