@@ -19,7 +19,7 @@ from torch import Tensor
 from blazeproto.autograd import hopper_backend, torch_backend
 from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.operators import cast
-from blazeproto.autograd.records import E4M3, new_rows, new_weights, rows_in, weights_in, width_of
+from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
@@ -176,15 +176,14 @@ class Hopper:
         return dw if accumulate else cast(dw, like.dtype)
 
     def _turned(self, of: Quantized, columns: range, rows: Addresses, before: Tensor, *, gather: bool) -> Quantized:
-        made, width = quantize.most_blocks(rows.num_rows, rows.num_experts), len(columns)
-        values = of.values.new_empty(width, made * quantize.BLOCK)
-        out = Quantized(values, of.scales.new_empty(quantize.blocks(width), made))
+        length = quantize.most_blocks(rows.num_rows, rows.num_experts) * quantize.BLOCK
+        out = new_quantized(of.values, FP8.of_dw.scale, len(columns), length)
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
         x = ready(x)
-        made = Quantized(torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32))
+        made = new_quantized(x, FP8.x.scale, *x.shape)
         quantize.launch_rows(x, rows, made)
         return made
 

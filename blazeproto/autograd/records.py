@@ -27,6 +27,12 @@ def weight_bytes(m: int, k: int) -> int:
     return m * k + 4 * blocks(m) * blocks(k)
 
 
+def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.SCALED`)."""
+    scales = like.new_empty(scales_shape(scale, shape), dtype=torch.float32)
+    return Quantized(like.new_empty(shape, dtype=E4M3), scales)
+
+
 def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     """Uninitialised."""
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from blazeproto.autograd import moe_mlp, quantize_weights
 from blazeproto.autograd.hopper_backend import rows_of
-from blazeproto.autograd.records import E4M3
+from blazeproto.autograd.records import new_quantized
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes, down_backward, fp8, quantize
 from blazeproto.gemm.quantize import BLOCK, SCALED, Quantized
-from blazeproto.gemm.recipe import FP8, Operand
+from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
 from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.times import interleaved_ms
@@ -102,12 +102,6 @@ def as_tensor_core(a: Tensor, b: Tensor, promoted: bool) -> Tensor:
     return (total + kept.float()).double()
 
 
-def room(operand: Operand, *shape: int) -> Quantized:
-    """Values of this shape and their scales, uninitialised."""
-    values = torch.empty(shape, dtype=E4M3, device=DEVICE)
-    return Quantized(values, torch.empty(quantize.scales_shape(operand.scale, shape), device=DEVICE))
-
-
 class Operands:
     """One layer in bf16, its operands in fp8, and room for what its products make.
 
@@ -123,22 +117,22 @@ class Operands:
         dispatch = build_dispatch(one.experts, shape.E)
         self.case, self.at = Case(x, up, down, scores.view(-1), one.grad_output, dispatch, "swiglu"), rows_of(dispatch)
         (T, d, n, E, _, _), R = shape, shape.rows
-        turned = quantize.most_blocks(R, E) * BLOCK
+        turned, room = quantize.most_blocks(R, E) * BLOCK, partial(new_quantized, x)
         self.q = {
-            "x": room(FP8.x, T, d),
-            "d_out": room(FP8.d_out, T, d),
-            "up_proj": room(FP8.weights, E, 2 * n, d),
-            "up_proj^T": room(FP8.weights, E, d, 2 * n),
-            "down_proj": room(FP8.weights, E, d, n),
-            "down_proj^T": room(FP8.weights, E, n, d),
-            "h": room(FP8.h, R, 2 * n),
-            "act": room(FP8.act, R, n),
-            "dh": room(FP8.dh, R, 2 * n),
-            "a_scaled": room(FP8.a_scaled, R, n),
-            "x^T": room(FP8.of_dw, d, turned),
-            "d_out^T": room(FP8.of_dw, d, turned),
-            "dh^T": room(FP8.of_dw, 2 * n, turned),
-            "a_scaled^T": room(FP8.of_dw, n, turned),
+            "x": room(FP8.x.scale, T, d),
+            "d_out": room(FP8.d_out.scale, T, d),
+            "up_proj": room(FP8.weights.scale, E, 2 * n, d),
+            "up_proj^T": room(FP8.weights.scale, E, d, 2 * n),
+            "down_proj": room(FP8.weights.scale, E, d, n),
+            "down_proj^T": room(FP8.weights.scale, E, n, d),
+            "h": room(FP8.h.scale, R, 2 * n),
+            "act": room(FP8.act.scale, R, n),
+            "dh": room(FP8.dh.scale, R, 2 * n),
+            "a_scaled": room(FP8.a_scaled.scale, R, n),
+            "x^T": room(FP8.of_dw.scale, d, turned),
+            "d_out^T": room(FP8.of_dw.scale, d, turned),
+            "dh^T": room(FP8.of_dw.scale, 2 * n, turned),
+            "a_scaled^T": room(FP8.of_dw.scale, n, turned),
         }
         d_up = torch.empty_like(up)
         self.plain = {
@@ -155,6 +149,11 @@ class Operands:
         """The launches of a forward and a backward, by name, in their order."""
         one, at, q, plain = self.case, self.at, self.q, self.plain
         columns, before = range(one.sizes.d), self.blocks_before
+
+        def turn(name: str, *, gather: bool) -> Call:
+            width, out = q[name].values.shape[1], q[f"{name}^T"]
+            return partial(quantize.launch_transpose, q[name], at, before, range(width), out, gather=gather)
+
         return {
             "quantize x": partial(quantize.launch_rows, one.x, at, q["x"]),
             "quantize up": partial(quantize.launch_weights, one.up_proj, at, q["up_proj"], q["up_proj^T"]),
@@ -177,18 +176,13 @@ class Operands:
             ),
             "dX": partial(fp8.launch_linear, q["dh"], q["up_proj^T"], at, columns=columns, out=plain["dx_rows"]),
             "block offsets": partial(quantize.launch_block_offsets, at, before),
-            "turn dO": partial(self.turn, "d_out", gather=True),
-            "turn A'": partial(self.turn, "a_scaled", gather=False),
+            "turn dO": turn("d_out", gather=True),
+            "turn A'": turn("a_scaled", gather=False),
             "dW_down": partial(fp8.launch_weight, q["d_out^T"], q["a_scaled^T"], at, before, dw=plain["d_down"]),
-            "turn dH": partial(self.turn, "dh", gather=False),
-            "turn x": partial(self.turn, "x", gather=True),
+            "turn dH": turn("dh", gather=False),
+            "turn x": turn("x", gather=True),
             "dW_up": partial(fp8.launch_weight, q["dh^T"], q["x^T"], at, before, dw=plain["d_up"]),
         }
-
-    def turn(self, name: str, *, gather: bool) -> None:
-        rows = self.q[name]
-        columns, out = range(rows.values.shape[1]), self.q[f"{name}^T"]
-        quantize.launch_transpose(rows, self.at, self.blocks_before, columns, out, gather=gather)
 
     def made(self) -> dict[str, Tensor]:
         """The operands' numbers, and what is not quantized."""
@@ -243,8 +237,8 @@ def check(shape: Sizes, positive: bool) -> Row:
         call()
     row["quantized_alike"] = quantized_alike(o)
     made = o.made()
-    case = replace(o.case, **{name: made[name] for name in ("x", "up_proj", "down_proj", "d_out")})
-    exact = evaluate(EXACT, case, made)
+    numbers: Any = {name: made[name] for name in ("x", "up_proj", "down_proj", "d_out")}
+    exact = evaluate(EXACT, replace(o.case, **numbers), made)
     row |= {name: off(made[output], exact[output]) for name, output in ROWS.items()}
     row["Y_rms"] = sums_off(o, made["y"], made["act"], made["down_proj"])
     row["dX_rms"] = sums_off(o, made["dx_rows"], made["dh"], made["up_proj"].mT)
@@ -355,7 +349,7 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     row["fp8_off_bf16"] = dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True))
     row["fp8_alike"] = [all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")]
     del made
-    timed = {
+    timed: dict[str, Call] = {
         "bf16_fwd": programs["bf16"].forward,
         "fp8_fwd": programs["fp8_kept"].forward,
         "fp8_fwd_with_weights": programs["fp8"].forward,

@@ -32,7 +32,7 @@ from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
 from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, quantize_weights
 from blazeproto.autograd.policy import padded_rank
-from blazeproto.gemm import Sizes, fp8, product, quantize
+from blazeproto.gemm import Sizes, fp8, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
@@ -330,12 +330,6 @@ def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
     return shape._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5)), options, how
 
 
-def kernels_of_fp8(seeds: range) -> list[Kernel]:
-    """Those of the products; the others are compiled when they run."""
-    of_products = {kernel for seed in seeds for kernel in fp8.kernels(draw_fp8(seed)[1]["activation"])}
-    return [*of_products, *quantize.kernels()]
-
-
 def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run: kernels beside the torch backend, and ways that give the same bits. Every other one has weights in float32."""
     shape, case_options, options = draw_fp8(seed)
@@ -347,7 +341,8 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
 
     def run(**way: Any) -> dict[str, Tensor]:
-        out = moe_mlp(*leaves.values(), ids, **options, **of_routing, **way)
+        tensors: tuple[Any, ...] = (*leaves.values(), ids)
+        out = moe_mlp(*tensors, **options | of_routing | way)
         gradients = torch.autograd.grad(out, [*leaves.values()], case.d_out)
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
@@ -411,7 +406,7 @@ PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
-    "fp8": Part(draw_fp8, kernels_of_fp8, check_fp8, ()),
+    "fp8": Part(draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in fp8.kernels(name)], check_fp8, ()),
 }
 
 
