@@ -25,7 +25,7 @@ TILES = TileConfig(deferred=False)
 def _kernel(
     file: str, entry: str, config: TileConfig | None, build: Build, *, gather: bool, **macros: int | str
 ) -> Kernel:
-    """gather: of tokens, to rows that it quantizes; else of quantized rows, which lie in expert order."""
+    """gather: of tokens, to rows that are quantized; else of quantized rows, which lie in expert order."""
     options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
     return tiled_kernel(
         file, entry, config or TILES, build, tails=gather, widths=(256,), GATHER=gather, **options, **macros
@@ -34,8 +34,9 @@ def _kernel(
 
 def up_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation."""
-    of_activation = activation_named(variant.activation).macros
-    return _kernel("up_fp8.cu", "up_forward_fp8", config, build, gather=True, **of_activation)
+    return _kernel(
+        "up_fp8.cu", "up_forward_fp8", config, build, gather=True, **activation_named(variant.activation).macros
+    )
 
 
 def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
@@ -44,8 +45,14 @@ def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, bu
 
 def down_backward_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation."""
-    of_activation = activation_named(variant.activation).macros
-    return _kernel("down_backward_fp8.cu", "down_backward_fp8", config, build, gather=True, **of_activation)
+    return _kernel(
+        "down_backward_fp8.cu",
+        "down_backward_fp8",
+        config,
+        build,
+        gather=True,
+        **activation_named(variant.activation).macros,
+    )
 
 
 def _pairs(shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -335,14 +335,13 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     shape, case_options, options = draw_fp8(seed)
     case = make_case(shape, **case_options, seed=seed)
     scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
-    dtype = (torch.bfloat16, torch.float32)[seed % 2]
-    up, down = case.up_proj.to(dtype), case.down_proj.to(dtype)
-    leaves = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+    up, down = (weight.to((torch.bfloat16, torch.float32)[seed % 2]) for weight in (case.up_proj, case.down_proj))
+    tensors = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
     def run(**way: Any) -> dict[str, Tensor]:
-        tensors: tuple[Any, ...] = (*leaves.values(), ids)
-        out = moe_mlp(*tensors, **options | of_routing | way)
+        given: tuple[Any, ...] = (*leaves.values(), ids)
+        out = moe_mlp(*given, **options | of_routing | way)
         gradients = torch.autograd.grad(out, [*leaves.values()], case.d_out)
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
