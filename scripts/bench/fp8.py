@@ -4,9 +4,9 @@
     python -m scripts.bench.fp8 --configs 1 --parts check,products --time-budget 60
     python -m scripts.bench.fp8 --smoke                # the layer alone, tiny, on a CPU
 
-check: each product's sums against float64 of the same quantized operands. What a tensor core of 14 bits may cost is computed for
-some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison never. Operands that are
-positive, and of both signs.
+check: each product against its formula (`blazeproto.gemm.PRODUCTS`) in float64, of the same quantized operands. What a tensor core
+of 14 bits may cost is computed for some rows and columns, sums being taken out of it every 128 elements of the reduction; and for
+comparison never. Operands that are positive, and of both signs.
 
 One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
 turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: each order of a weight before the product that reads
@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from blazeproto.gemm import Sizes, down_backward, fp8, quantize
 from blazeproto.gemm.quantize import BLOCK, SCALED, Quantized
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
+from blazeproto.lab.machine.matrices import multiply_in_14_bits
 from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
@@ -65,7 +67,7 @@ DEVICE = "cuda"
 PARTS = ("check", "products", "layers", "row")
 IN_A_ROW = 4
 SAMPLE = 48  # rows and columns whose sums are computed as a tensor core does
-FRACTION = 13  # bits of a sum behind its largest addend's first
+STEP = 32  # elements of the reduction that a wgmma multiplies
 PRODUCTS = {  # names in the results -> in bf16
     "up": "up_forward",
     "down": "down_forward",
@@ -85,21 +87,17 @@ WAYS: dict[str, dict[str, Any]] = {
 # ------------------------------------------------------------------------------------------------------------- check
 
 
-def as_tensor_core(a: Tensor, b: Tensor, promoted: bool) -> Tensor:
-    """a (M, K), b (N, K) -> (M, N) float64: 32 products at a time are added to a sum, all cut off below 2^-13 of the largest.
+def as_tensor_core(a: np.ndarray, b: np.ndarray, promoted: bool) -> np.ndarray:
+    """a (M, K), b (N, K) -> (M, N) fp32: a wgmma adds 32 products at a time to a sum of 14 bits.
 
     promoted: each 128 elements of the reduction by themselves, added in fp32.
     """
-    total = torch.zeros(len(a), len(b), device=a.device)
-    kept = torch.zeros_like(total, dtype=torch.float64)
-    for begin in range(0, a.shape[1], 32):
-        part = slice(begin, begin + 32)
+    total = kept = np.zeros((len(a), len(b)), np.float32)
+    for begin in range(0, a.shape[1], STEP):
         if promoted and begin % BLOCK == 0:
-            total, kept = total + kept.float(), torch.zeros_like(kept)
-        addends = torch.cat((a[:, None, part] * b[None, :, part], kept[..., None]), 2)
-        unit = torch.exp2(torch.frexp(addends.abs().amax(2, True)).exponent - 1.0 - FRACTION)
-        kept = ((addends / unit).trunc() * unit).sum(2)
-    return (total + kept.float()).double()
+            total, kept = total + kept, np.zeros_like(kept)
+        kept = multiply_in_14_bits(a[:, begin : begin + STEP], b[:, begin : begin + STEP], kept)
+    return total + kept
 
 
 class Operands:
@@ -219,11 +217,11 @@ def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[st
     count, width = ends[largest + 1] - ends[largest], weights.shape[1]
     some = ends[largest] + torch.arange(0, count, max(1, count // SAMPLE), device=DEVICE)[:SAMPLE]
     columns = torch.arange(0, width, max(1, width // SAMPLE), device=DEVICE)[:SAMPLE]
-    a, b = rows[some].double(), weights[largest][columns].double()
-    exact, made = a @ b.mT, {"got": got[some][:, columns].double()}
+    a, b = rows[some].cpu(), weights[largest][columns].cpu()
+    exact, made = a.double() @ b.double().mT, {"got": got[some][:, columns].cpu()}
     for name, promoted in (("promoted", True), ("never", False)):
-        made[name] = as_tensor_core(a, b, promoted).bfloat16().double()
-    return {name: float(f"{((each - exact).norm() / exact.norm()).item():.3e}") for name, each in made.items()}
+        made[name] = torch.from_numpy(as_tensor_core(a.numpy(), b.numpy(), promoted)).bfloat16()
+    return {name: float(f"{((each.double() - exact).norm() / exact.norm()).item():.3e}") for name, each in made.items()}
 
 
 def check(shape: Sizes, positive: bool) -> Row:
