@@ -4,9 +4,9 @@
     python -m scripts.bench.fp8 --configs 1 --parts check,products --time-budget 60
     python -m scripts.bench.fp8 --smoke                # the layer alone, tiny, on a CPU
 
-check: each product against its formula, bf16's, in float64, of the same quantized operands. What a tensor core of 14 bits may cost
-is computed for some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison never.
-Operands that are positive, and of both signs.
+check: each product against its formula, bf16's, in float64, of the same quantized operands. What a tensor core of 14 bits may
+cost is computed for some rows and columns, sums being taken out of it every 128 elements of the reduction; and for comparison
+never. Operands that are positive, and of both signs.
 
 One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
 turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: each order of a weight before the product that reads
