@@ -3,7 +3,7 @@
 Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine. H, act, dH and A'
 are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where they are used; a
 weight, 128 x 128 together, before each product that reads it, in that product's order, unless the caller has kept it
-(`QuantizedWeights`).
+(`QuantizedWeights`). Biases, low-rank factors and other sums than `combine`'s, which the checks refuse, are None here.
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX
@@ -19,7 +19,7 @@ from torch import Tensor
 from blazeproto.autograd import hopper_backend, torch_backend
 from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.operators import cast
-from blazeproto.autograd.records import E4M3, new_rows, new_weights, rows_in, weights_in, width_of
+from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
@@ -86,11 +86,8 @@ class Hopper:
         scores: Tensor,
         rows: Addresses,
         out: Tensor,
-        combine: str,
-        low: None = None,
-        *,
-        overwrite_act: bool,
-        add_up: None = None,
+        *_: Any,
+        **how: Any,
     ) -> None:
         d_expert = down_proj.values.shape[2]
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
@@ -136,9 +133,7 @@ class Hopper:
         rows: Addresses,
         low: None = None,
         dx: Tensor | None = None,
-        *,
-        combine: str = "gather",
-        add_up: None = None,
+        **how: Any,
     ) -> Tensor:
         width = up_proj.values.shape[2]
         dx = torch.empty_like(x) if dx is None else dx
@@ -176,15 +171,14 @@ class Hopper:
         return dw if accumulate else cast(dw, like.dtype)
 
     def _turned(self, of: Quantized, columns: range, rows: Addresses, before: Tensor, *, gather: bool) -> Quantized:
-        made, width = quantize.most_blocks(rows.num_rows, rows.num_experts), len(columns)
-        values = of.values.new_empty(width, made * quantize.BLOCK)
-        out = Quantized(values, of.scales.new_empty(quantize.blocks(width), made))
+        length = quantize.most_blocks(rows.num_rows, rows.num_experts) * quantize.BLOCK
+        out = new_quantized(of.values, FP8.of_dw.scale, len(columns), length)
         quantize.launch_transpose(of, rows, before, columns, out, gather=gather)
         return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
         x = ready(x)
-        made = Quantized(torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32))
+        made = new_quantized(x, FP8.x.scale, *x.shape)
         quantize.launch_rows(x, rows, made)
         return made
 
@@ -253,7 +247,7 @@ class Plain:
         activation: str,
         low: None = None,
         h: Tensor | None = None,
-        act: Tensor | None = None,
+        *_: Any,
     ) -> tuple[Tensor, Tensor]:
         made = torch_backend.up_forward(_rounded(x, FP8.x), up_proj, None, rows, activation)
         return _to_record(made[0], h), _to_record(made[1])
@@ -268,12 +262,10 @@ class Plain:
         out: Tensor,
         combine: str,
         low: None = None,
-        *,
-        overwrite_act: bool,
-        add_up: None = None,
+        **how: Any,
     ) -> None:
         a = _from_record(act, down_proj.dtype)
-        torch_backend.down_forward(a, down_proj, None, scores, rows, out, combine, overwrite_act=False)
+        torch_backend.down_forward(a, down_proj, None, scores, rows, out, combine, **how)
 
     def down_backward_act(
         self,
@@ -283,33 +275,16 @@ class Plain:
         act: None,
         scores: Tensor,
         down_proj: Tensor,
-        bias: None,
-        rows: Dispatch,
-        activation: str,
-        low: None = None,
-        *,
-        overwrite_h: bool,
+        *others: Any,
+        **how: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         d_out, h = _rounded(d_out, FP8.d_out), _from_record(h, d_out.dtype)
-        made = torch_backend.down_backward_act(
-            needs, d_out, h, None, scores, down_proj, None, rows, activation, overwrite_h=False
-        )
+        made = torch_backend.down_backward_act(needs, d_out, h, act, scores, down_proj, *others, **how)
         dh, d_scores, a_scaled = made
         return None if dh is None else _to_record(dh), d_scores, None if a_scaled is None else _to_record(a_scaled)
 
-    def up_backward_act(
-        self,
-        dh: Tensor,
-        x: Tensor,
-        up_proj: Tensor,
-        rows: Dispatch,
-        low: None = None,
-        dx: Tensor | None = None,
-        *,
-        combine: str = "gather",
-        add_up: None = None,
-    ) -> Tensor:
-        return torch_backend.up_backward_act(_from_record(dh, up_proj.dtype), x, up_proj, rows, None, dx)
+    def up_backward_act(self, dh: Tensor, x: Tensor, up_proj: Tensor, *others: Any, **how: Any) -> Tensor:
+        return torch_backend.up_backward_act(_from_record(dh, up_proj.dtype), x, up_proj, *others, **how)
 
     def weight_gradient(
         self, left: Tensor, ordered: Tensor, like: Tensor, rows: Dispatch, accumulator: Tensor | None = None, **how: Any

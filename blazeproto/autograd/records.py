@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
+from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 
 E4M3 = torch.float8_e4m3fn
@@ -30,6 +30,12 @@ def weight_bytes(m: int, k: int) -> int:
     return m * k + -(-4 * blocks(m) * blocks(k) // ALIGNMENT) * ALIGNMENT
 
 
+def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.SCALED`)."""
+    scales = like.new_empty(scales_shape(scale, shape), dtype=torch.float32)
+    return Quantized(like.new_empty(shape, dtype=E4M3), scales)
+
+
 def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
     """Uninitialised."""
     return like.new_empty(num_rows, row_bytes(width), dtype=torch.uint8)
@@ -43,7 +49,7 @@ def new_weights(like: Tensor, shape: Sequence[int], orders: int) -> Tensor:
 
 def rows_in(record: Tensor, width: int) -> Quantized:
     """Views of values and scales. width: of a row, a multiple of 128."""
-    return _views(record, (len(record), width), (width // BLOCK, len(record)))
+    return _views(record, "1x128", len(record), width)
 
 
 def width_of(record: Tensor) -> int:
@@ -53,10 +59,10 @@ def width_of(record: Tensor) -> int:
 
 def weights_in(record: Tensor, m: int, k: int) -> Quantized:
     """Views of values and scales of one order. m, k: as that has them."""
-    return _views(record, (len(record), m, k), (len(record), blocks(m), blocks(k)))
+    return _views(record, "128x128", len(record), m, k)
 
 
-def _views(record: Tensor, values: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
-    flat, end = record.view(-1), prod(values)
+def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
+    flat, end, scales = record.view(-1), prod(shape), scales_shape(scale, shape)
     of_scales = flat[end : end + 4 * prod(scales)]
-    return Quantized(flat[:end].view(E4M3).view(values), of_scales.view(torch.float32).view(scales))
+    return Quantized(flat[:end].view(E4M3).view(shape), of_scales.view(torch.float32).view(scales))

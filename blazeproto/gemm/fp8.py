@@ -23,28 +23,35 @@ TILES = TileConfig(deferred=False)
 
 
 def _kernel(
-    file: str, entry: str, config: TileConfig, build: Build, *, gather: bool, quantizes: bool, **macros: int | str
+    file: str, entry: str, config: TileConfig | None, build: Build, *, gather: bool, **macros: int | str
 ) -> Kernel:
-    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "BLOCK_SCALES": not gather, "PAIRED_ROWS": quantizes}
-    return tiled_kernel(file, entry, config, build, tails=gather, widths=(256,), GATHER=gather, **options, **macros)
+    """gather: of tokens, to rows that are quantized; else of quantized rows, which lie in expert order."""
+    options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
+    return tiled_kernel(
+        file, entry, config or TILES, build, tails=gather, widths=(256,), GATHER=gather, **options, **macros
+    )
 
 
 def up_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation."""
-    macros = activation_named(variant.activation).macros
-    return _kernel("up_fp8.cu", "up_forward_fp8", config or TILES, build, gather=True, quantizes=True, **macros)
+    return _kernel(
+        "up_fp8.cu", "up_forward_fp8", config, build, gather=True, **activation_named(variant.activation).macros
+    )
 
 
 def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """For quantized rows, which lie in expert order."""
-    return _kernel("linear.cu", "linear", config or TILES, build, gather=False, quantizes=False, FUSED_COMBINE=0)
+    return _kernel("linear.cu", "linear", config, build, gather=False, FUSED_COMBINE=0)
 
 
 def down_backward_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
     """variant: activation."""
-    macros = activation_named(variant.activation).macros
     return _kernel(
-        "down_backward_fp8.cu", "down_backward_fp8", config or TILES, build, gather=True, quantizes=True, **macros
+        "down_backward_fp8.cu",
+        "down_backward_fp8",
+        config,
+        build,
+        gather=True,
+        **activation_named(variant.activation).macros,
     )
 
 
@@ -240,8 +247,8 @@ def launch_weight(
 def kernels(activation: str = "swiglu") -> list[Kernel]:
     """All that a layer launches."""
     variant = Variant(activation=activation)
-    of_weights = (weight_kernel(None, Variant(f32=f32)) for f32 in (False, True))
-    return [up_kernel(None, variant), linear_kernel(), down_backward_kernel(None, variant), *of_weights]
+    by_rows = (up_kernel(None, variant), linear_kernel(), down_backward_kernel(None, variant))
+    return [*by_rows, weight_kernel(), weight_kernel(None, variant._replace(f32=True))]
 
 
 def _scales(a: Quantized, b: Quantized, *others: Quantized | None, first: int = 0) -> tuple[int, ...]:

@@ -115,6 +115,15 @@ SCALED = {"token": (of_tokens, tokens_of), "1x128": (of_rows, rows_of), "128x128
 """What a recipe's operand says shares a scale (`blazeproto.gemm.recipe.Operand`): to fp8, and back."""
 
 
+def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of values of this shape.  scale: what shares one, as in `SCALED`."""
+    if scale == "token":
+        return values[:1]
+    if scale == "1x128":
+        return (values[1] // BLOCK, values[0])
+    return (*values[:-2], blocks(values[-2]), blocks(values[-1]))
+
+
 def _by_block(weights: Any) -> Any:
     experts, m, k = weights.shape
     return weights.reshape(experts, m // BLOCK, BLOCK, k // BLOCK, BLOCK)

@@ -63,8 +63,5 @@ def name_of(precision: Any) -> str:
     for name, recipe in RECIPES.items():
         if precision == recipe:
             return name
-    for each in fields(Recipe):
-        expected, got = getattr(FP8, each.name), getattr(precision, each.name)
-        if expected != got:
-            raise ValueError(f"precision.{each.name}: expected {expected}, got {got!r}")
-    raise AssertionError
+    differs = next(each.name for each in fields(Recipe) if getattr(precision, each.name) != getattr(FP8, each.name))
+    raise ValueError(f"precision.{differs}: expected {getattr(FP8, differs)}, got {getattr(precision, differs)!r}")

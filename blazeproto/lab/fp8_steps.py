@@ -6,91 +6,84 @@ the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from blazeproto.gemm.quantize import BLOCK, blocks
+from blazeproto.gemm.quantize import scales_shape
+from blazeproto.gemm.recipe import FP8
 
 if TYPE_CHECKING:
     from blazeproto.lab.steps import Step, Traffic
 
-TOKENS, ROWS, WEIGHTS = ("x", "dO"), ("H", "act", "dH", "A'"), ("gate_up_proj", "down_proj")
+TOKENS = {"x": FP8.x, "dO": FP8.d_out}
+ROWS = {"H": FP8.h, "act": FP8.act, "dH": FP8.dh, "A'": FP8.a_scaled}
+WEIGHTS = {"gate_up_proj": FP8.weights, "down_proj": FP8.weights}
+OPERANDS = TOKENS | ROWS | WEIGHTS | {f"{name}^T": FP8.weights for name in WEIGHTS}
+OPERANDS |= {f"{name}^T": FP8.of_dw for name in TOKENS | ROWS}
+BY_ROWS = ("up_forward", "down_forward", "down_backward_act", "up_backward_act")
 RATE = 2.0  # of e4m3's operations over bf16's
 
 
-def stored(array: Traffic) -> tuple[Traffic, ...]:
-    """An operand in fp8 and its scales; another array as it is."""
-    length, width = array.shape[0], array.shape[-1]
-    if array.name in TOKENS:
-        scales: tuple[int, ...] = (length,)
-    elif array.name in ROWS:
-        scales = (width // BLOCK, length)
-    elif array.name.removesuffix("^T") in WEIGHTS:
-        scales = (length, *map(blocks, array.shape[1:]))
-    else:
-        return (array,)
-    return array._replace(itemsize=1), array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
+def stored(arrays: Iterable[Traffic]) -> Iterator[Traffic]:
+    """Operands in fp8, each before its scales; other arrays as they are."""
+    for array in arrays:
+        if array.name not in OPERANDS:
+            yield array
+            continue
+        yield array._replace(itemsize=1)
+        scales = scales_shape(OPERANDS[array.name].scale, array.shape)
+        yield array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
 
 
 def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
     """weights: when they are quantized: "each" order before its product, "both" in forward, or "before" the call."""
     last: list[Step] = []
     for step in steps:
-        product = step.name.removesuffix(" again")
-        if step.name == "weights to x's dtype" and weights == "before":
-            continue
-        if product not in (
-            "up_forward",
-            "down_forward",
-            "down_backward_act",
-            "up_backward_act",
-        ) and not product.endswith("_weight"):
+        if step.name.removesuffix(" again") in BY_ROWS:
+            yield from (*_tokens(step), *_weights(step, weights), _by_rows(step))
+        elif step.name == "down_backward_weight":
+            last = [*_tokens(step), *_gradient(step)]
+        elif step.name == "up_backward_weight":
+            yield from (*_tokens(step), *_gradient(step), *last)
+        elif step.name != "weights to x's dtype" or weights != "before":
             yield step
-            continue
-        to_fp8 = [_quantize(step, array) for array in step.reads if array.name in TOKENS]
-        if product.endswith("_weight"):
-            made = [*to_fp8, *_gradient(step)]
-            if product.startswith("down"):
-                last += made
-            else:
-                yield from (*made, *last)
-            continue
-        yield from to_fp8
-        for array in step.reads:
-            if array.name in WEIGHTS and weights != "before" and not (weights == "both" and "backward" in product):
-                yield _weight(step, array, weights)
-        reads = (each for array in step.reads for each in stored(array))
-        writes = (each for array in step.writes for each in stored(array))
-        keeps = (each for array in step.keeps for each in (stored(array) if array.name in ROWS else (array,)))
-        yield replace(step, reads=tuple(reads), writes=tuple(writes), keeps=tuple(keeps), rate=RATE)
 
 
-def _quantize(of: Step, array: Traffic) -> Step:
-    return replace(of, name=f"quantize {array.name}", reads=(array,), writes=stored(array), operations=0.0, keeps=())
+def _quantize(of: Step, array: Traffic, *orders: Traffic, keeps: Iterable[Traffic] = ()) -> Step:
+    """orders: of the array, those that are made."""
+    name, writes = f"quantize {orders[0].name}", tuple(stored(orders))
+    return replace(of, name=name, reads=(array,), writes=writes, operations=0.0, keeps=tuple(stored(keeps)))
 
 
-def _weight(of: Step, array: Traffic, weights: str) -> Step:
+def _tokens(of: Step) -> Iterator[Step]:
+    return (_quantize(of, array, array) for array in of.reads if array.name in TOKENS)
+
+
+def _weights(of: Step, weights: str) -> Iterator[Step]:
     """In the order that a product wants, or in both."""
-    transposed = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
-    if weights == "both" and not of.name.endswith("again"):
-        step = _quantize(of, array)
-        return replace(step, writes=(*step.writes, *stored(transposed)), keeps=stored(transposed))
-    if "backward" not in of.name:
-        return _quantize(of, array)
-    return replace(_quantize(of, transposed), reads=(array,))
+    backward = "backward" in of.name
+    if weights == "before" or (weights == "both" and backward):
+        return
+    for array in (array for array in of.reads if array.name in WEIGHTS):
+        transposed = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
+        if weights == "both":
+            yield _quantize(of, array, array, transposed, keeps=(transposed,))
+        else:
+            yield _quantize(of, array, transposed if backward else array)
+
+
+def _by_rows(step: Step) -> Step:
+    """x is kept as it came."""
+    keeps = (each for array in step.keeps for each in ((array,) if array.name in TOKENS else stored((array,))))
+    reads, writes = tuple(stored(step.reads)), tuple(stored(step.writes))
+    return replace(step, reads=reads, writes=writes, keeps=tuple(keeps), rate=RATE)
 
 
 def _gradient(step: Step) -> Iterator[Step]:
     """A weight's gradient, and what transposes its operands, in blocks of 128 rows and columns."""
     rows = next(array.shape[0] for array in step.reads if array.name in ROWS)
-    turned: list[Traffic] = []
-    for array in step.reads:
-        width = array.shape[1]
-        turned.append(array._replace(name=f"{array.name}^T", shape=(width, rows), itemsize=1))
-        scales = (blocks(width), blocks(rows))
-        turned.append(array._replace(name=f"{array.name}^T's scales", shape=scales, itemsize=4))
-    reads = tuple(each for array in step.reads for each in stored(array))
+    turned = tuple(stored(a._replace(name=f"{a.name}^T", shape=(a.shape[1], rows)) for a in step.reads))
     name = f"transpose {', '.join(array.name for array in step.reads)}"
-    yield replace(step, name=name, reads=reads, writes=tuple(turned), operations=0.0)
-    yield replace(step, reads=tuple(turned), rate=RATE)
+    yield replace(step, name=name, reads=tuple(stored(step.reads)), writes=turned, operations=0.0)
+    yield replace(step, reads=turned, rate=RATE)

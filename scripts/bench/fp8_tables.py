@@ -37,12 +37,16 @@ def layers_table(record: Record) -> str:
 def in_a_row_table(record: Record) -> str:
     """Several layers one after the other."""
     columns: list[Column] = [("T, d, n, E, K", plain_shape), ("layers", figure("layers", digits=0))]
-    for what, unit, digits in (("saved", "MiB", 0), ("peak", "MiB", 0), ("fwdbwd", "ms", 2)):
-        columns.append(
-            (f"{what.replace('fwdbwd', 'fwd + bwd')} {unit}: bf16", figure(f"bf16_{what}_{unit}", digits=digits))
-        )
-        columns.append(("fp8", figure(f"fp8_{what}_{unit}", digits=digits)))
-        columns.append(("fp8, keep_transposed", figure(f"fp8_transposed_{what}_{unit}", digits=digits)))
+    for said, what, digits in (
+        ("saved MiB", "saved_MiB", 0),
+        ("peak MiB", "peak_MiB", 0),
+        ("fwd + bwd ms", "fwdbwd_ms", 2),
+    ):
+        columns += [
+            (f"{said}: bf16", figure(f"bf16_{what}", digits=digits)),
+            ("fp8", figure(f"fp8_{what}", digits=digits)),
+            ("fp8, keep_transposed", figure(f"fp8_transposed_{what}", digits=digits)),
+        ]
     rows = record.get("in_a_row", [])
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}" if rows else NOT_MEASURED
 
@@ -59,11 +63,10 @@ def recipe_table(_: Record) -> str:
 
 def products_table(record: Record) -> str:
     """TFLOP/s of each product in bf16 and in fp8, without quantizing."""
-    names = ("up", "down", "dH", "dX", "dW_down", "dW_up")
     columns: list[Column] = [("T, d, n, E, K", plain_shape)]
-    for name in names:
-        columns.append((f"{name}: bf16", figure("tflops", f"{name} bf16", digits=0)))
-        columns.append(("fp8", figure("tflops", f"{name} fp8", digits=0)))
+    for name in FP8.products:
+        of_bf16, of_fp8 = (figure("tflops", f"{name} {precision}", digits=0) for precision in ("bf16", "fp8"))
+        columns += [(f"{name}: bf16", of_bf16), ("fp8", of_fp8)]
     return f"{table(record['products'], columns)}\n\n{origin(record['products'], 'torch')}"
 
 

@@ -1,4 +1,5 @@
-"""Random layers on the GPU against the float64 oracle of blazeproto.lab: every product, alone and chained, and ``moe_mlp``.
+"""Random layers on the GPU against the float64 oracle of blazeproto.lab: every product, alone and chained, and ``moe_mlp``;
+in fp8 beside the torch backend, which quantizes alike.
 
     python -m scripts.checks.fuzz --runs 1000 --seconds 120
     python -m scripts.checks.fuzz --seed 4711 --runs 1                      # one that failed, again
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from blazeproto import dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named, with_parameters
-from blazeproto.autograd import LowRank, SavePolicy, moe_mlp
+from blazeproto.autograd import LowRank, SavePolicy, moe_mlp, quantize_weights
 from blazeproto.autograd.policy import padded_rank
-from blazeproto.gemm import Sizes, product
+from blazeproto.gemm import Sizes, fp8, product
 from blazeproto.gemm.compile import Kernel, compile_many
 from blazeproto.gemm.product import TRANSPOSED, Build, Variant
 from blazeproto.gemm.tiles import CHOSEN, FORCED, PLAIN, force
@@ -51,7 +52,6 @@ from blazeproto.lab.oracle import (
     stray_writes,
 )
 from blazeproto.lab.same_bits import wrong_in_order, wrong_in_place
-from scripts.checks.fuzz_fp8 import check_fp8, draw_fp8, kernels_of_fp8
 from scripts.command import argument_parser, need_hopper, positive
 
 HANG_SECONDS = 60
@@ -76,6 +76,12 @@ BACKENDS = ["hopper", "torch"]  # of moe_mlp
 EXPERTS = [(1, 1), (1, 8), (2, 1), (2, 20), (3, 6), (5, 3), (8, 2), (13, 5), (16, 16), (64, 8), (128, 4), (512, 10)]
 
 RANKS = [0, 0, 0, 3, 8, 20, 64, 136]  # of factors; 0: none
+
+FP8_ACTIVATIONS = [
+    name for name in ACTIVATIONS if activation_named(name).gated and not activation_named(name).alternating
+]
+FP8_OFF = 0.03  # of a result's norm: sums' order moves numbers over the steps of e4m3, and dW's scales are of 128 rows
+FP8_DS_NORM = 0.2  # norm of dS over sqrt(P d), below which its errors are not relative to it
 
 
 # --- The products of blazeproto.gemm --------------------------------------------------------------------------------------
@@ -265,6 +271,15 @@ class AdaptedFormulas(Formulas):
         return self.stored(super().product(rows, weights, transposed=transposed)) + added
 
 
+def routing_of(case: Case, row_capacity: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Scores, expert ids and options of ``moe_mlp`` for the layer of a case."""
+    made = case.dispatch
+    shape = (len(case.x), made.top_k) if made.top_k else (-1,)
+    options = {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": made.num_experts}
+    options |= {"activation": case.activation, "row_capacity": row_capacity}
+    return case.scores.view(shape), made.token_expert_indices.view(shape), options
+
+
 def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     """One run on both backends: lines that say what is wrong with it. Adds its errors to ``totals``."""
     shape, case_options, options, training = draw_experts(seed)
@@ -273,20 +288,15 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
     case = make_case(shape, **case_options | {"transposed": False}, seed=seed)
     factors = make_factors(case, training.ranks, seed)
     exact = Adapted(**vars(EXACT), factors=factors).evaluate(case)
-    made, sizes = case.dispatch, (shape.T, shape.K)
+    scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
     up, down = (w.mT.contiguous().mT if lies else w for w in (case.up_proj, case.down_proj))
-    scores, ids = case.scores, made.token_expert_indices
-    if not case_options["varying"]:
-        scores, ids = scores.view(sizes), ids.view(sizes)
     tensors: dict[str, Tensor | None] = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
     tensors |= {"d_up_bias": case.up_bias, "d_down_bias": case.down_bias}
     tensors |= {f"d_{name}_{side}": t for name, pair in factors.items() for side, t in pair._asdict().items()}
     leaves = {
         name: t.detach().requires_grad_(name not in training.frozen) for name, t in tensors.items() if t is not None
     }
-    options |= {"pair_tokens": made.pair_tokens, "token_offsets": made.token_offsets, "num_experts": shape.E}
-    options |= {"activation": case.activation, "row_capacity": case_options["row_capacity"]}
-    options |= {f"{name}_bias": leaves.get(f"d_{name}_bias") for name in ("up", "down")}
+    options |= of_routing | {f"{name}_bias": leaves.get(f"d_{name}_bias") for name in ("up", "down")}
     options |= {f"{name}_factors": LowRank(leaves[f"d_{name}_a"], leaves[f"d_{name}_b"]) for name in factors}
     x, up, down, scores = (leaves[name] for name in ("dx", "d_up", "d_down", "d_scores"))
     trained = {name: t for name, t in leaves.items() if t.requires_grad}
@@ -296,7 +306,7 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
         gradients = torch.autograd.grad(out, [*trained.values()], case.d_out)
         result = {"out": out.detach(), **dict(zip(trained, gradients, strict=True))}
         result["d_scores"] = result["d_scores"].flatten()
-        if result["d_scores"][made.token_index_map < 0].any():
+        if result["d_scores"][case.dispatch.token_index_map < 0].any():
             lines.append(f"{backend}: d_scores: expected 0 of pairs without a row")
         pool, yardstick = Pool(), Adapted(**vars(YARDSTICK), factors=factors, one_sum=backend != "torch").evaluate(case)
         pool.add_all(result, yardstick, {name: exact[name] for name in result})
@@ -304,6 +314,49 @@ def check_experts(seed: int, totals: dict[str, Pool]) -> list[str]:
             output = failure.partition(":")[0]
             lines += [f"{backend}: {failure}", *worst_mismatches(result[output], exact[output])]
         totals[backend].merge(pool)
+    return lines
+
+
+# --- ``moe_mlp`` in fp8 ------------------------------------------------------------------------------------------------------
+
+
+def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
+    """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
+    rng = random.Random(f"fp8 {seed}")
+    shape, options = draw_layer(rng, *rng.choice(EXPERTS))
+    options |= {"activation": rng.choice(FP8_ACTIVATIONS), "biases": False, "transposed": False, "rank": 0}
+    options["unit_weights"] = False
+    how = {"precision": "fp8", "save": rng.choice(["minimal", "recompute"])}
+    return shape._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5)), options, how
+
+
+def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
+    """One run: kernels beside the torch backend, and ways that give the same bits. Every other one has weights in float32."""
+    shape, case_options, options = draw_fp8(seed)
+    case = make_case(shape, **case_options, seed=seed)
+    scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
+    up, down = (weight.to((torch.bfloat16, torch.float32)[seed % 2]) for weight in (case.up_proj, case.down_proj))
+    tensors = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+
+    def run(**way: Any) -> dict[str, Tensor]:
+        given: tuple[Any, ...] = (*leaves.values(), ids)
+        out = moe_mlp(*given, **options | of_routing | way)
+        gradients = torch.autograd.grad(out, [*leaves.values()], case.d_out)
+        return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+    made, lines = run(), list[str]()
+    ways: dict[str, dict[str, Any]] = {"another run": {}, "keep_transposed": {"keep_transposed": True}}
+    ways["quantize_weights"] = {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)}
+    for way, how in ways.items():
+        again = run(**how)
+        if others := [name for name in made if not torch.equal(made[name], again[name])]:
+            lines.append(f"fp8: {way} gives other bits of {', '.join(others)}")
+    for name, expected in run(backend="torch").items():
+        off, norm = float((made[name].float() - expected.float()).norm()), float(expected.float().norm())
+        least = FP8_DS_NORM * (scores.numel() * shape.d) ** 0.5 if name == "d_scores" else 0.0
+        if not off <= FP8_OFF * max(norm, least):
+            lines.append(f"fp8: {name}: expected at most {FP8_OFF} of {norm:.4g} off the torch backend, got {off:.4g}")
     return lines
 
 
@@ -352,7 +405,7 @@ PARTS = {
     "products": Part(draw_products, kernels_of_products, check_products, ("products", "chain")),
     "experts": Part(draw_experts, kernels_of_experts, check_experts, (*BACKENDS,)),
     "blocks": Part(draw_blocks, lambda seeds: gemm.all_kernels(), check_blocks, ("blocks",)),
-    "fp8": Part(draw_fp8, kernels_of_fp8, check_fp8, ()),
+    "fp8": Part(draw_fp8, lambda seeds: [k for name in FP8_ACTIVATIONS for k in fp8.kernels(name)], check_fp8, ()),
 }
 
 

@@ -43,36 +43,26 @@ def cosines(config: Config, device: str) -> list[Row]:
     with torch.no_grad():
         model.head.weight.normal_(std=config.d_model**-0.5)
     text, _ = load_data(config.data, config.context)
-    calls: list[dict[str, Any]] = []
-    gradients: dict[int, Tensor] = {}
+    calls, outputs = list[dict[str, Any]](), list[Tensor]()
 
-    def recorded(x: Tensor, up: Tensor, down: Tensor, scores: Tensor, experts: Tensor, **options: Any) -> Tensor:
-        named: dict[str, Any] = {
-            "x": x,
-            "gate_up_proj": up,
-            "down_proj": down,
-            "scores": scores,
-            "topk_experts": experts,
-        }
-        place = len(calls)
-        calls.append(named | options)
-        out = moe_mlp(**named, **options)
-        out.register_hook(lambda gradient: gradients.__setitem__(place, gradient))
-        return out
+    def recorded(*tensors: Tensor, **options: Any) -> Tensor:
+        names = ("x", "gate_up_proj", "down_proj", "scores", "topk_experts")
+        calls.append(dict(zip(names, tensors, strict=True)) | options)
+        outputs.append(moe_mlp(**calls[-1]))
+        return outputs[-1]
 
     for block in model.blocks:
         block.moe._experts = recorded
     with torch.autocast(device, torch.bfloat16):
         loss = model(*Batches(text.to(device), config.context, config.batch, config.seed)[0]).loss
-    loss.backward()
     rows = []
-    for layer, call in enumerate(calls):
-        exact = weight_gradients(call, gradients[layer], device, None)
+    for layer, (call, d_out) in enumerate(zip(calls, torch.autograd.grad(loss, outputs), strict=True)):
+        exact = weight_gradients(call, d_out, device, None)
         for precision in PRECISIONS:
-            made = weight_gradients(call, gradients[layer], device, precision)
+            made = weight_gradients(call, d_out, device, precision)
             for name, a, b in zip(("gate_up_proj", "down_proj"), made, exact, strict=True):
                 there = b.flatten(1).norm(dim=1) > 0
                 found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
-                rows.append({"layer": layer, "weight": name, "precision": precision, "experts": len(found)})
-                rows[-1] |= {"least": float(found.min()), "mean": float(found.mean())}
+                of = {"layer": layer, "weight": name, "precision": precision, "experts": len(found)}
+                rows.append(of | {"least": float(found.min()), "mean": float(found.mean())})
     return rows

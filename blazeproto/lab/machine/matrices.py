@@ -140,13 +140,21 @@ def multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
     return result
 
 
-@np.errstate(all="ignore")
 def multiply_e4m3(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """A B^T + C, fp32 (64, N), of wgmma.mma_async.m64nNk32.f32.e4m3.e4m3.  a: (64, 32), b: (N, 32), e4m3's bits as uint8.
 
+    As `multiply_in_14_bits`.
+    """
+    return multiply_in_14_bits(E4M3[a], E4M3[b], c)
+
+
+@np.errstate(all="ignore")
+def multiply_in_14_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """A B^T + C, fp32 (M, N), of numbers that are e4m3 times powers of two.  a: (M, 32), b: (N, 32), c: (M, N).
+
     As a Hopper GPU does: the 32 products and c are cut off below 2^-13 of the largest exponent among them, and added exactly.
     """
-    addends = np.concatenate((E4M3[a][:, None] * E4M3[b][None], c[..., None]), axis=2).astype(np.float64)
+    addends = np.concatenate((a[:, None] * b[None], c[..., None]), axis=2).astype(np.float64)
     unit = np.exp2(np.frexp(np.abs(addends).max(axis=2, keepdims=True))[1] - 1.0 - E4M3_FRACTION)
     result = (np.trunc(addends / unit) * unit).sum(axis=2).astype(np.float32)
     return np.where(np.isnan(result), NAN, result)

@@ -1,0 +1,86 @@
+"""The benchmark of fp8 without a GPU: its smoke run, its calls in bf16 by the twins, and its check on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blazeproto.dispatch import Dispatch
+from blazeproto.dispatch.structures import Addresses, addresses
+from blazeproto.gemm import Sizes
+from blazeproto.gemm.quantize import Quantized
+from blazeproto.lab.machine import Machine
+from blazeproto.lab.oracle import EXACT, evaluate
+from blazeproto.runtime.arrays import view
+from blazeproto.runtime.target import device_of, launches_on
+from scripts.bench import fp8
+
+SIZES = Sizes(40, 144, 128, 3, 2)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "DEVICE", "cpu")
+    monkeypatch.setattr(fp8, "rows_of", lambda dispatch: None)
+
+
+def test_the_smoke_run_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    fp8.main(["--smoke"])
+    said = capsys.readouterr().out
+    assert "'fp8_alike': [True, True]" in said and "'fp8_transposed_saved_MiB'" in said
+
+
+def test_calls_in_bf16_are_the_products() -> None:
+    """Each takes what those before it have made."""
+    o = fp8.Operands(SIZES)
+    calls = fp8.in_bf16(o)
+    assert calls.keys() == fp8.PRODUCTS.keys() < o.calls().keys()
+    for call in calls.values():
+        call()
+    exact = evaluate(EXACT, o.case)
+    for name in ("y", "d_scores", "dx_rows", "d_down", "d_up"):
+        got = o.plain[name].reshape(exact[name].shape).double()
+        assert (got - exact[name]).norm() < 0.01 * exact[name].norm(), name
+
+
+@pytest.mark.full
+def test_the_check_says_that_the_kernels_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+    machine = Machine()
+
+    def seen(value: Any) -> Any:
+        """As launches take it."""
+        if isinstance(value, Quantized):
+            return Quantized(*map(seen, value))
+        if not isinstance(value, Tensor):
+            return value
+        bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(value.dtype, value.dtype)
+        return view(value.view(bits).numpy())
+
+    def launched(launch: Callable[..., None]) -> Callable[..., None]:
+        def on_machine(*arguments: Any, **options: Any) -> None:
+            with launches_on(machine):
+                launch(*map(seen, arguments), **{name: seen(value) for name, value in options.items()})
+
+        return on_machine
+
+    def rows_of(dispatch: Dispatch) -> Addresses:
+        with launches_on(machine):
+            lists: Any = {name: seen(tensor) for name, tensor in dispatch.arrays.items() if tensor is not None}
+            return addresses(replace(dispatch, **lists), device_of(machine), 0)
+
+    monkeypatch.setattr(fp8, "rows_of", rows_of)
+    for module in (fp8.fp8, fp8.quantize):
+        for name in [name for name in vars(module) if name.startswith("launch_")]:
+            monkeypatch.setattr(module, name, launched(getattr(module, name)))
+    row = fp8.check(SIZES, positive=False)
+    assert row["repeats"] and all(row["quantized_alike"]) and not any(r.races for r in machine.reports)
+    assert all(row[name] < 2.0**-4 for name in ("H", "act", "dH", "A'"))  # e4m3's rounding
+    assert all(row[name] < 2.0**-7 for name in ("Y", "dX", "dS", "dW_down", "dW_up"))
+    for name in ("Y_rms", "dX_rms"):
+        assert row[name]["got"] == pytest.approx(row[name]["promoted"], rel=0.01)
