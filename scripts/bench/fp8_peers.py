@@ -25,8 +25,9 @@ from blazeproto.gemm import Sizes
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
 from scripts.bench.common import RESULTS, begun, bench_parser, cfg_of, folder_of, gpu_name, in_turn, stamped, write_json
-from scripts.bench.fp8 import SHAPES, difference, experts
+from scripts.bench.fp8 import SHAPES, program_of
 from scripts.bench.peers import torch_grouped
+from scripts.bench.timing import relative_difference
 from scripts.command import need_hopper
 
 Row = dict[str, Any]
@@ -63,8 +64,8 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     """Forward, and forward and backward, of all that run; how far outputs are from ours in bf16."""
     one = replace(peers.make_inputs(shape, device=device), experts=balanced(shape, device))
     ways: dict[str, Callable[[], peers.Program]] = {
-        "ours bf16": lambda: peers.layer_program(one, partial(experts, one)),
-        "ours fp8": lambda: peers.layer_program(one, partial(experts, one, precision="fp8")),
+        "ours bf16": lambda: program_of(one),
+        "ours fp8": lambda: program_of(one, precision="fp8"),
         "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
         "torchao fp8": lambda: peers.layer_program(one, torchao_forward(one)),
     }
@@ -78,7 +79,9 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     made = {name: peers.if_it_runs(name, partial(tried, build), row["absent"]) for name, build in ways.items()}
     programs = {name: program for name, program in made.items() if program}
     exact = programs["ours bf16"].forward().detach()
-    row["off"] = {name: difference(program.forward().detach(), exact) for name, program in programs.items()}
+    row["off"] = {
+        name: round(relative_difference(program.forward().detach(), exact), 5) for name, program in programs.items()
+    }
     if device != "cpu":
         both = {name: program.forward_backward for name, program in programs.items()}
         row["fwdbwd_ms"] = interleaved_ms(both, rounds, warmups=3, queued=True)
@@ -106,7 +109,7 @@ def deep_gemm(shape: Sizes, rounds: int) -> Row:
         out = torch.empty(shape.rows, width, dtype=torch.bfloat16, device="cuda")
         call = partial(library.m_grouped_fp8_gemm_nt_contiguous, left, right, out, of_row)
         call()
-        row["off"][name] = difference(out[:each], a[:each] @ weights[0].T)
+        row["off"][name] = round(relative_difference(out[:each], a[:each] @ weights[0].T), 5)
         ms = interleaved_ms({name: call}, rounds, warmups=3, queued=True)[name]
         row["tflops"][name] = round(2 * shape.rows * width * reduction / ms / 1e9)
     return row
