@@ -57,10 +57,10 @@ def test_steps_are_those_of_cost(save: str) -> None:
 @pytest.mark.parametrize("weights", ["each", "both", "before"])
 def test_steps_in_fp8(save: str, weights: str) -> None:
     torch.manual_seed(0)
-    layer = MoE(64, 128, 8, 2, save=save, precision="fp8", keep_transposed=weights == "both", dtype=torch.bfloat16)
+    layer = MoE(512, 128, 8, 2, save=save, precision="fp8", keep_transposed=weights == "both", dtype=torch.bfloat16)
     if weights == "before":
         layer.quantize_weights()
-    made = explain(layer, torch.randn(96, 64, dtype=torch.bfloat16))
+    made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16))
     of_router = ("router product", "top-k", "load and losses")
     assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
     forward, backward = ([s for s in made.rows if s.phase == phase] for phase in ("forward", "backward"))
@@ -78,7 +78,7 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     again = layer.gate_up_proj.nbytes if save == "recompute" else 0
     assert read == (0 if weights == "before" else once if kept else 2 * once + again)
     assert ("beside the weights" in repr(made)) == (weights == "before")
-    plain = explain(MoE(64, 128, 8, 2, save=save), torch.randn(96, 64)).totals().operations
+    plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512)).totals().operations
     assert made.totals().operations == plain
     assert next(s for s in forward if s.name == "down_forward").rate == 2
 
