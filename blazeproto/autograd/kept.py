@@ -109,7 +109,8 @@ def quantize_weights(
     with torch.inference_mode(False):  # or no backward could save what is made
         if dtype is None:
             dtype = autocast_dtype(down_proj.device.type) or down_proj.dtype
-        x, options = down_proj.new_empty(0, down_proj.shape[1], dtype=dtype), Options(backend=backend, precision="fp8")
+        x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
+        options = Options(backend=backend, precision="fp8")
         others = (down_proj, None, None, None, None)
         check_experts(x, (gate_up_proj,), *others, num_experts=len(down_proj), options=options)
         made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")

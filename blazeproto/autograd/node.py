@@ -4,8 +4,7 @@ Forward is one operator and backward is one, over chunks of tokens (`chunks.py`)
 whole batch runs in two calls, down to dH and on from dH, so that a compiler, too, can free H between them. In fp8 dX, dW_up
 and dW_down have a call each, so that W_up^T is freed before the second and dH before the third: their operands are transposed
 beside them. Several chunks run in one call, which sums their weight gradients in float32, in order. What the node saves is the
-save policy: H, or H and act, or
-neither, and then backward makes H again from X.
+save policy: H, or H and act, or neither, and then backward makes H again from X.
 
 For a frozen tensor no gradient is made, nor what only that gradient would read, unless a kernel makes it along with something
 else.

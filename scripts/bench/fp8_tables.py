@@ -8,6 +8,7 @@ from dataclasses import fields
 from blazeproto.gemm.recipe import FP8, Recipe
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import NOT_MEASURED, Column, Record, figure, number, origin, plain_shape, table
+from scripts.bench.review_tables import noted
 
 
 def over(numerator: str, denominator: str) -> Callable[[Record], str]:
@@ -52,7 +53,7 @@ def in_a_row_table(record: Record) -> str:
 
 
 def recipe_table(_: Record) -> str:
-    """`blazeproto.gemm.recipe.Recipe`, which is read here and by the backends."""
+    """`blazeproto.gemm.recipe.Recipe`, which `Options` takes."""
     lines = ["| operand | shape | elements | one scale for | quantized |", "| --- | --- | --- | --- | --- |"]
     for each in fields(Recipe):
         if each.metadata:
@@ -83,9 +84,10 @@ def claim(record: Record) -> str:
     )
     ratios = [[row[above] / row[below] for row in rows] for above, below in pairs]
     spans = [f"{number(geometric_mean(each))} ({number(min(each))} to {number(max(each))})" for each in ratios]
-    return (
+    return noted(
         f"on {len(rows)} layers, in the geometric mean, forward and backward {spans[0]} times as fast as in bf16, forward with "
-        f"weights quantized before {spans[1]} times, at {spans[2]} of what bf16 saves for backward and {spans[3]} of its peak"
+        f"weights quantized before {spans[1]} times, at {spans[2]} of what bf16 saves for backward and {spans[3]} of its peak",
+        rows,
     )
 
 

@@ -6,9 +6,12 @@ import re
 from copy import deepcopy
 from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from blazeproto import MoE, Recipe, gemm
@@ -150,6 +153,45 @@ def test_kept_weights_are_those_that_were_kept(make_case):
         case.down_proj.mul_(2)
     with pytest.raises(ValueError, match="or of them before they changed"):
         case.forward(precision="fp8", quantized=kept)
+
+
+def distributed(weight: Tensor) -> Tensor:
+    """As FSDP has it, on one rank."""
+    return DTensor.from_local(weight, DeviceMesh("cpu", [0], _init_backend=False, _rank=0), run_check=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "error", "message"),
+    [
+        ((37, 136, 256, 5, 3), lambda w: w, ValueError, "precision: expected multiples of 16 and 128 as d and n"),
+        (SIZES, lambda w: w.mT.contiguous().mT, ValueError, "precision: expected contiguous weights with 'fp8'"),
+        (SIZES, distributed, TypeError, "gate_up_proj: expected a torch.Tensor that is local, got DTensor"),
+    ],
+)
+def test_weights_that_cannot_be_kept(make_case, sizes, change, error, message):
+    case = make_case(*sizes)
+    with pytest.raises(error, match=message):
+        quantize_weights(change(case.gate_up_proj.detach()), case.down_proj)
+
+
+def test_kept_weights_are_for_autocasts_dtype(make_case):
+    case = make_case(*SIZES, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept = quantize_weights(case.gate_up_proj, case.down_proj)
+        assert kept.dtype == torch.bfloat16
+        assert torch.equal(case.forward(precision="fp8", quantized=kept), case.forward(precision="fp8"))
+
+
+@pytest.mark.parametrize("m", [np, torch])
+def test_a_scale_is_the_least_power_of_two_that_leaves_448(m):
+    """And at least 2^-126. One step further is the next scale."""
+    exponents = np.array([-126, -30, 0, 30])
+    largest = np.ldexp(np.float32(448), exponents).astype(np.float32)
+    above = np.nextafter(largest, np.float32(np.inf), dtype=np.float32)
+    values = np.concatenate((largest, above, np.zeros(1, np.float32)))
+    made = quantize.scale_of(m, values if m is np else torch.from_numpy(values))
+    expected = np.ldexp(1.0, np.concatenate((exponents, exponents + 1, [-126])))
+    np.testing.assert_array_equal(np.asarray(made), expected.astype(np.float32))
 
 
 def test_a_layer_keeps_weights_until_it_is_told():
@@ -306,6 +348,8 @@ def test_saved_bytes(make_case, bytes_saved_by, save, keep):
     assert saved == saved_bytes(save, **sizes, **options)
     layer = MoE(d, n, E, K, dtype=torch.bfloat16, save=save, **options)
     assert layer.saved_bytes(T) == saved and "precision=fp8" in repr(layer)
+    for recipe, name in ((Recipe(), "fp8"), (Recipe(products=()), "bf16")):
+        assert saved_bytes(save, **sizes, precision=recipe) == saved_bytes(save, **sizes, precision=name)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (1, 48, 128, 5, 3)])

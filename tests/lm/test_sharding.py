@@ -52,3 +52,28 @@ def test_tokens_go_over_nvlink_within_a_host_alone(monkeypatch: pytest.MonkeyPat
     assert chosen == ("symmetric" if hosts == 1 else "all_to_all") and made["E"] == 2
     if hosts == 1:
         assert made["timeout"] == 7.0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gathered_weights_are_kept_where_asked_for(monkeypatch: pytest.MonkeyPatch, reshard: bool) -> None:
+    """Those of every block and of the rest; else FSDP2 decides, which frees blocks' after their forward."""
+    given: list[Any] = []
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, **how: given.append(how.get("reshard_after_forward")))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = replace(PRESETS["cpu"], layers=2, d_model=16, heads=2, d_expert=8, parallel="fsdp", reshard=reshard)
+        Sharding(GPT(config), config, Ranks(torch.device("cpu")))
+    finally:
+        dist.destroy_process_group()
+    assert given == [None if reshard else False] * 3
+
+
+def test_fp8_travels_by_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `Symmetric` refuses, on GPUs of one host too."""
+    monkeypatch.setattr(sharding, "missing_for_hopper", lambda *_: None)
+    monkeypatch.setattr(sharding, "hosts_of", lambda group: {0})
+    monkeypatch.setattr(sharding, "AllToAll", lambda *given: "all_to_all")
+    widths = {"layers": 1, "d_model": 16, "heads": 2, "d_expert": 128, "num_experts": 8}
+    config = replace(PRESETS["cpu"], **widths, parallel="ep", bf16=True, precision="fp8")
+    group, ranks = SimpleNamespace(size=lambda: 4), Ranks(torch.device("cpu"), size=4)
+    assert sharding.dispatcher_of(GPT(config), config, group, ranks) == "all_to_all"  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The peaks that `scripts.bench.rank_memory` computes are those that were measured, within 0.1 %."""
+"""The peaks that `scripts.bench.rank_memory` computes are those that were measured, within 0.1 MiB."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ROWS = [
 def test_computed_peaks_are_those_measured(row: dict) -> None:
     sizes = Sizes(**row["shape"])
     bound = int(CAPACITY * sizes.rows) if row["dispatcher"] == "capacity" else None
-    assert peak_bytes(sizes, row["gpus"], bound) / 2**20 == pytest.approx(row["peak_MiB"], rel=1e-3)
+    assert peak_bytes(sizes, row["gpus"], bound) / 2**20 == pytest.approx(row["peak_MiB"], abs=0.1)
     if "alone_MiB" in row:
-        assert peak_bytes(sizes, 1) / 2**20 == pytest.approx(row["alone_MiB"], rel=1e-3)
+        assert peak_bytes(sizes, 1) / 2**20 == pytest.approx(row["alone_MiB"], abs=0.1)
 
 
 def test_peaks_over_one_gpus() -> None:

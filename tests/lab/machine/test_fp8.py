@@ -161,6 +161,37 @@ def test_turned_rows_are_the_rows(gather: bool) -> None:
     assert (np.abs(back - expected) <= scales * 2.0**-10).all() and np.array_equal(back == 0, expected == 0)
 
 
+@pytest.mark.parametrize("experts", [1, 32, 70])
+def test_every_experts_blocks_are_counted_and_have_room(experts: int) -> None:
+    """One, a warp's and more than two warps' experts, some without rows."""
+    layer = Layer(1, 128, 128, 1, 1)
+    counts = layer.rng.choice([0, 1, 127, 128, 129, 300], experts).astype(np.int32)
+    layer.E, layer.rows, layer.ends = experts, int(counts.sum()), np.append(0, counts.cumsum()).astype(np.int32)
+    layer.dispatch = replace(layer.dispatch, expert_token_offsets=layer.ends, num_experts=experts)
+    before = np.full(experts + 1, -1, np.int32)
+    layer.run(quantize.launch_block_offsets, None, before)
+    np.testing.assert_array_equal(before, np.append(0, (-(-counts // BLOCK)).cumsum()))
+    assert before[-1] <= quantize.most_blocks(layer.rows, experts)
+
+
+@pytest.mark.parametrize("last", [1, 129])
+def test_the_most_blocks_are_reached(last: int) -> None:
+    """By experts of one row each, but for the last."""
+    assert quantize.most_blocks(4 + last, 5) == 4 + blocks(last)
+
+
+def test_a_row_without_a_scale_makes_its_block_of_the_transpose_nan() -> None:
+    layer = Layer(130, 128, 128, 1, 1)
+    rows, before = layer.of_rows(128), np.array([0, 2], np.int32)
+    rows.scales[0, 3] = np.nan
+    room = quantize.most_blocks(layer.rows, 1)
+    made = Quantized(np.zeros((128, room * BLOCK), np.uint8), np.zeros((1, room), np.float32))
+    layer.run(quantize.launch_transpose, rows, None, before, range(128), made, gather=False)
+    nan = (made.values & 0x7F) == 0x7F
+    assert nan[:, :BLOCK].all() and not nan[:, BLOCK:].any()
+    np.testing.assert_array_equal(np.isnan(made.scales), [[True, False]])
+
+
 # --- Products --------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,191 @@
+"""The Hopper backend's order of launches in fp8, with stand-ins in plain torch for the kernels, so that a CPU can run it.
+
+As in test_hopper_on_cpu.py: what is tested is which launch gets which array, not the kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from blazeproto.autograd import fp8_backend, kept, node, quantize_weights
+from blazeproto.dispatch import Dispatch
+from blazeproto.gemm import fp8, quantize
+from blazeproto.gemm.quantize import BLOCK, Quantized, of_rows, of_tokens, of_weights, rows_of, tokens_of, weights_of
+from tests.autograd.test_fp8 import formula
+
+SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
+
+
+def experts_of(at: Dispatch) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each expert with its rows, and their pairs."""
+    for expert, ends in enumerate(pairwise(at.expert_token_offsets.tolist())):
+        yield expert, slice(*ends), at.expert_pair_indices[slice(*ends)].long()
+
+
+def store(to: Quantized, made: Quantized, rows: slice = slice(None)) -> None:
+    to.values[rows].copy_(made.values), to.scales[..., rows].copy_(made.scales)
+
+
+def launch_rows(x: Tensor, at: Dispatch, out: Quantized) -> None:
+    store(out, of_tokens(torch, x))
+
+
+def launch_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
+    values, scales = of_weights(torch, weights)
+    for to, made in ((out, Quantized(values, scales)), (transposed, Quantized(values.mT, scales.mT))):
+        if to is not None:
+            store(to, made)
+
+
+def launch_block_offsets(at: Dispatch, out: Tensor) -> None:
+    counts = [-(-len(pairs) // BLOCK) for _, _, pairs in experts_of(at)]
+    out.copy_(torch.tensor([0, *counts]).cumsum(0))
+
+
+def launch_transpose(
+    rows: Quantized, at: Dispatch, blocks_before: Tensor, columns: range, out: Quantized, *, gather: bool
+) -> None:
+    """Each block with the largest scale of its rows."""
+    wide = tokens_of(torch, rows) if gather else rows_of(torch, rows)
+    for expert, of_expert, _ in experts_of(at):
+        begin, end = blocks_before[expert : expert + 2].tolist()
+        for block in range(begin, end):
+            at_rows = torch.arange(of_expert.start, of_expert.stop)[(block - begin) * BLOCK :][:BLOCK]
+            at_rows = at.expert_pair_indices[at_rows].long() // at.top_k if gather else at_rows
+            scales = rows.scales[at_rows].expand(rows.values.shape[1], -1) if gather else rows.scales[:, at_rows]
+            shared = scales.amax(1) if gather else scales.amax(1).repeat_interleave(BLOCK)
+            made = torch.zeros(len(columns), BLOCK)
+            made[:, : len(at_rows)] = (wide[at_rows] / shared).T[columns.start : columns.stop]
+            out.values[:, block * BLOCK : (block + 1) * BLOCK].copy_(made.to(torch.float8_e4m3fn))
+            out.scales[:, block] = shared[columns.start : columns.stop : BLOCK]
+
+
+def launch_up(x: Quantized, up_proj: Quantized, at: Dispatch, *, activation: str, h: Quantized, act: Quantized) -> None:
+    tokens, weights = tokens_of(torch, x).double(), weights_of(torch, up_proj).double()
+    for expert, rows, pairs in experts_of(at):
+        made = tokens[pairs // at.top_k] @ weights[expert].T
+        gate, linear = made.chunk(2, 1)
+        store(h, of_rows(torch, made), rows), store(act, of_rows(torch, silu(gate) * linear), rows)
+
+
+def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor) -> None:
+    wide, of_experts = rows_of(torch, a).double(), weights_of(torch, weights).double()
+    for expert, rows, _ in experts_of(at):
+        out[rows] = wide[rows] @ of_experts[expert, columns.start : columns.stop].T
+
+
+def launch_combine(y: Tensor, at: Dispatch, *, scores: Tensor | None = None, columns: range, out: Tensor) -> None:
+    of_tokens = out[:, columns.start : columns.stop].zero_()
+    for _, rows, pairs in experts_of(at):
+        by = 1 if scores is None else scores.view(-1, 1)[pairs]
+        of_tokens.index_add_(0, pairs // at.top_k, by * y[rows])
+
+
+def launch_down_backward(
+    d_out: Quantized,
+    down_proj: Quantized,
+    h: Quantized,
+    scores: Tensor,
+    at: Dispatch,
+    *,
+    activation: str,
+    dh: Quantized,
+    a_scaled: Quantized,
+    d_scores: Tensor,
+    workspace: Tensor,
+) -> None:
+    tokens, weights = tokens_of(torch, d_out).double(), weights_of(torch, down_proj).double()
+    of_h, flat = rows_of(torch, h).double(), d_scores.view(-1).zero_()
+    for expert, rows, pairs in experts_of(at):
+        d_act, s = tokens[pairs // at.top_k] @ weights[expert].T, scores.view(-1, 1)[pairs]
+        gate, linear = of_h[rows].chunk(2, 1)
+        act, sigmoid = silu(gate) * linear, gate.sigmoid()
+        flat[pairs] = (d_act * act).sum(1)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        store(dh, of_rows(torch, torch.cat((s * d_act * linear * slope, s * d_act * silu(gate)), 1)), rows)
+        store(a_scaled, of_rows(torch, s * act), rows)
+
+
+def launch_weight(
+    left: Quantized,
+    right: Quantized,
+    at: Dispatch,
+    blocks_before: Tensor,
+    *,
+    dw: Tensor,
+    first: tuple[int, int] = (0, 0),
+    f32: bool = False,
+    accumulate: bool = False,
+) -> None:
+    wide = [weights_of(torch, Quantized(of.values[None], of.scales[None]))[0].double() for of in (left, right)]
+    for expert, ends in enumerate(pairwise((blocks_before * BLOCK).tolist())):
+        made = wide[0][:, slice(*ends)] @ wide[1][:, slice(*ends)].T
+        dw[expert, first[0] : first[0] + made.shape[0], first[1] : first[1] + made.shape[1]] = made
+
+
+LAUNCHES = {
+    quantize: (launch_rows, launch_weights, launch_block_offsets, launch_transpose),
+    fp8: (launch_up, launch_linear, launch_down_backward, launch_weight),
+    fp8_backend: (launch_combine,),
+}
+
+
+@pytest.fixture
+def quantized_orders(monkeypatch):
+    """What is quantized of weights, in order: forward's order, the transpose. torch fills new memory with NaN."""
+    orders: list[tuple[bool, bool]] = []
+
+    def stand_in(real: Any, launch: Any) -> Any:
+        def run(*given: Any, **named: Any) -> None:
+            inspect.signature(real).bind(*given, **named)  # the launch itself takes these arguments
+            launch(*given, **named)
+            if launch is launch_weights:
+                orders.append((given[2] is not None, given[3] is not None))
+
+        return run
+
+    for module, launches in LAUNCHES.items():
+        for launch in launches:
+            name = launch.__name__
+            monkeypatch.setattr(module, name, stand_in(getattr(module, name), launch))
+    monkeypatch.setattr(Dispatch, "num_rows", property(lambda self: len(self.expert_pair_indices)), raising=False)
+    monkeypatch.setattr(fp8_backend.Hopper, "rows_of", staticmethod(lambda dispatch: dispatch))
+    monkeypatch.setattr(fp8_backend, "current_stream", lambda _: 0)
+    for module in (node, kept):
+        monkeypatch.setattr(module, "backend_on", lambda *_, **__: fp8_backend.Hopper())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield orders
+    torch.use_deterministic_algorithms(False)
+
+
+OWN, TURNED, BOTH = (True, False), (False, True), (True, True)
+WAYS = {
+    "each before its product": ({}, [OWN, OWN, TURNED, TURNED]),
+    "recompute": ({"save": "recompute"}, [OWN, OWN, OWN, TURNED, TURNED]),
+    "keep_transposed": ({"keep_transposed": True}, [BOTH, BOTH]),
+    "quantize_weights": ({}, []),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_orders, way):
+    case, (options, orders) = make_case(*SIZES, sentinels=True, idle=(2,)), WAYS[way]
+    if way == "quantize_weights":
+        options = {"quantized": quantize_weights(case.gate_up_proj, case.down_proj)}
+        assert quantized_orders == [BOTH, BOTH]
+        quantized_orders.clear()
+    made = dict(zip(("out", "dx", "d_up", "d_down", "d_scores"), case.run(precision="fp8", **options), strict=True))
+    assert quantized_orders == orders
+    for (name, got), expected in zip(made.items(), formula(case), strict=True):
+        if name in ("d_up", "d_down"):  # whose operands are scaled anew
+            assert 0 < (got - expected).norm() < 0.02 * expected.norm()
+        else:
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
