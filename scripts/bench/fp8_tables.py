@@ -71,6 +71,17 @@ def products_table(record: Record) -> str:
     return f"{table(record['products'], columns)}\n\n{origin(record['products'], 'torch')}"
 
 
+def peers_table(record: Record) -> str:
+    """A layer's experts by torchao, and DeepGEMM's products."""
+    programs = ("ours bf16", "ours fp8", "torch grouped_mm bf16", "torchao fp8")
+    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
+    columns += [(f"fwd + bwd ms: {name}", figure("fwdbwd_ms", name)) for name in programs]
+    columns += [(f"DeepGEMM, TFLOP/s: {name}", figure("tflops", name, digits=0)) for name in ("up", "down")]
+    tflops = {str(row["cfg"]): row["tflops"] for row in record["products"]}
+    rows = [row | {"tflops": tflops.get(str(row["cfg"]))} for row in record["rows"]]
+    return f"{table(rows, columns)}\n\n{origin(record['rows'], 'torch', 'torchao', 'sgl-deep-gemm')}"
+
+
 def claim(record: Record) -> str:
     """How much faster a layer's experts are, and at what peak."""
     rows = record["rows"]
@@ -96,5 +107,6 @@ TABLES = {
     "fp8_in_a_row": ("fp8", in_a_row_table),
     "fp8_products": ("fp8", products_table),
     "fp8_recipe": ("fp8", recipe_table),
+    "fp8_peers": ("fp8_peers", peers_table),
 }
 SENTENCES = {"fp8_claim": ("fp8", claim)}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
-from scripts.bench import fp8_peers
+from scripts.bench import fp8_peers, fp8_tables
 
 SHAPE = Sizes(128, 256, 128, 4, 2)
 
@@ -38,3 +38,15 @@ def test_torchao_computes_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = fp8_peers.layers(SHAPE, 1, device="cpu")
     assert not row["absent"] and row["off"]["torchao fp8"] < 0.02
+
+
+def test_the_table_has_a_line_for_each_shape() -> None:
+    of = {"gpu": "a GPU", "measured": "today", "versions": "torch 2.11.0", "kernels": []}
+    row = {
+        "cfg": SHAPE._asdict(),
+        "fwdbwd_ms": {"ours bf16": 2.0, "ours fp8": 1.5},
+        "of": of,
+    }
+    record = {"rows": [row], "products": [{"cfg": SHAPE._asdict(), "tflops": {"up": 1000, "down": 900}}]}
+    line = fp8_tables.peers_table(record).splitlines()[2]
+    assert line.endswith("| 2.00 | 1.50 | – | – | 1 000 | 900 |")
