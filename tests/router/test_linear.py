@@ -15,6 +15,7 @@ from blazeproto.router.scores import SCORES
 
 
 @pytest.mark.slow
+@pytest.mark.full  # the PTX machine runs the same kernels
 def test_simulated():
     simulate(Path(__file__).with_name("simulate_linear.py"))
 

@@ -14,6 +14,7 @@ from blazeproto.router.scores import SCORES
 
 
 @pytest.mark.slow
+@pytest.mark.full  # the PTX machine runs the same kernels
 @pytest.mark.parametrize("score", SCORES)
 def test_simulated(score: str) -> None:
     simulate(Path(__file__).with_name("simulate_score.py"), score)
