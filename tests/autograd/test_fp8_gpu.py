@@ -82,7 +82,7 @@ def test_a_pair_of_gate_and_up_gives_what_the_joined_weight_does(gpu_case, poiso
 
 
 def test_a_token_s_bits_are_its_own(gpu_case):
-    """Of some tokens alone out and dx are those of the whole batch; and a NaN stays in its token."""
+    """Some tokens alone give the out and dx that they have in the whole batch; and a NaN stays in its token."""
     case = gpu_case(1000, 256, 256, 8, 2)
     out, dx, *_ = case.run(**FP8)
     some = gpu_case(1, 256, 256, 8, 2)
