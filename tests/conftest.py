@@ -65,7 +65,7 @@ def seeds() -> None:
 def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes share a GPU: a test that takes much of its memory waits for others that do, and what a test took goes back."""
     much = request.node.get_closest_marker("much_gpu_memory") and torch.cuda.is_available()
-    with alone("gpu-" + os.environ.get("CUDA_VISIBLE_DEVICES", "0")[:1]) if much else nullcontext():
+    with alone("gpu-" + os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]) if much else nullcontext():
         yield
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 29:
             gc.collect()

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from blazeproto.gemm.quantize import scales_shape
 from blazeproto.gemm.recipe import FP8
-
-if TYPE_CHECKING:
-    from blazeproto.lab.steps import Step, Traffic
+from blazeproto.lab.steps import Step, Traffic
 
 TOKENS = {"x": FP8.x, "dO": FP8.d_out}
 ROWS = {"H": FP8.h, "act": FP8.act, "dH": FP8.dh, "A'": FP8.a_scaled}

@@ -19,7 +19,6 @@ from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.arguments import Array
 from blazeproto.gemm.product import Variant
 from blazeproto.lab.calls import BACKWARD, CALLS, LAYER, Call
-from blazeproto.lab.fp8_steps import in_fp8
 
 
 class Traffic(NamedTuple):
@@ -118,9 +117,8 @@ class LayerCall:
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
-    """All steps of a forward and a backward in which x, the weights and the router's weight want gradients."""
-    steps = [*_forward(layer), *_backward(layer)]
-    return [*in_fp8(steps, layer.in_fp8)] if layer.in_fp8 else steps
+    """All steps of a forward and a backward in which x, the weights and the router's weight want gradients, in x's own dtype."""
+    return [*_forward(layer), *_backward(layer)]
 
 
 # --- The products ----------------------------------------------------------------------------------------------------------

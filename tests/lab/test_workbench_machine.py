@@ -29,7 +29,7 @@ def test_the_up_projection_is_right_and_has_no_race(capsys: pytest.CaptureFixtur
     _ = bench.kernel  # compiling is no part of it
     began = time.process_time()
     verdict = bench.check()
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 20  # 8 to 13 alone on one core, by machine
     assert verdict and verdict.on_machine and verdict.runs == 1 and not (verdict.races or verdict.errors)
     assert repr(verdict).startswith("up_forward: right, in 1 run on poisoned outputs, on the machine, seed 0")
     assert "up_forward on the machine: about" in capsys.readouterr().err
