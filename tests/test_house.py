@@ -41,9 +41,9 @@ IMPORTERS = ("import_module", "__import__", "any_library")  # functions that are
 UPWARDS = {("blazeproto.runtime.shown", "blazeproto.lab")}  # when an object is shown
 
 
-def imports_of(source: str, package: str) -> set[str]:
+def imports_of(source: str, package: str, *, types: bool = False) -> set[str]:
     """Modules of the package that a source imports, in functions too, by name as a string, or as attributes of the package.
-    Imports for types alone are left out. package: that the source is in, from which relative imports count."""
+    package: that the source is in, from which relative imports count.  types: whether imports for types alone count too."""
     tree = ast.parse(source)
     imported = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     faces = {FACE, *(alias.asname for alias in imported if alias.name == FACE)}
@@ -55,7 +55,7 @@ def imports_of(source: str, package: str) -> set[str]:
     }
     wanted: list[str] = []
     for node in ast.walk(tree):
-        if id(node) in for_types:
+        if id(node) in for_types and not types:
             continue
         if isinstance(node, ast.Import):
             wanted += [alias.name for alias in node.names]
@@ -92,9 +92,16 @@ def package_of(name: str) -> str:
     return name if MODULES[name].stem == "__init__" else name.rpartition(".")[0]
 
 
-IMPORTS = {
-    name: imports_of(path.read_text(), package_of(name)) - {name} for name, path in MODULES.items() if name != FACE
-}
+def all_imports(*, types: bool) -> dict[str, set[str]]:
+    """What each module of the package imports. types: as in `imports_of`."""
+    return {
+        name: imports_of(path.read_text(), package_of(name), types=types) - {name}
+        for name, path in MODULES.items()
+        if name != FACE
+    }
+
+
+IMPORTS = all_imports(types=False)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +138,25 @@ def test_what_is_no_import_is_none() -> None:
     assert imports_of(source, "blazeproto.gemm") == {"blazeproto.gemm", "blazeproto.gemm.up"} - {"blazeproto.gemm"}
 
 
+def test_types_count_where_they_are_asked_for() -> None:
+    source = "if TYPE_CHECKING:\n    from blazeproto.lab import views"
+    assert not imports_of(source, "blazeproto.gemm")
+    assert imports_of(source, "blazeproto.gemm", types=True) == {"blazeproto.lab.views"}
+
+
 def test_no_circle_of_imports() -> None:
-    done: set[str] = set()
+    """Not of those for types either."""
+    imports, done = all_imports(types=True), set[str]()
 
     def walk(name: str, way: tuple[str, ...]) -> None:
         assert name not in way, " -> ".join([*way[way.index(name) :], name])
         if name not in done:
-            for other in IMPORTS[name]:
+            for other in imports[name]:
                 if (name, other) not in UPWARDS:
                     walk(other, (*way, name))
             done.add(name)
 
-    for name in IMPORTS:
+    for name in imports:
         walk(name, ())
 
 
