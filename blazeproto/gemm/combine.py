@@ -138,9 +138,10 @@ def column_slices(num_rows: int, d: int, gradient_bytes: int) -> tuple[range, ..
 
 
 def in_slices(d: int, count: int) -> tuple[range, ...]:
-    """d columns in ``count`` slices of whole tiles, as even as that allows."""
+    """d columns in ``count`` slices of whole tiles, as even as that allows; in one a tile where there are fewer tiles."""
     tile = TILES["down_forward"].tile_n
     tiles = -(-d // tile)
+    count = min(count, tiles)
     bounds = [min(d, -(-i * tiles // count) * tile) for i in range(count + 1)]
     return tuple(range(*ends) for ends in pairwise(bounds))
 

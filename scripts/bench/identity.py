@@ -345,7 +345,8 @@ def earlier(row: Mapping[str, Any]) -> str:
     of = row.get("of", {})
     kernels = of.get("kernels")
     if kernels is None or not all(
-        is_current(name) and not other_tiles(KERNELS[name], row.get("cfg", {})) for name in kernels
+        is_current(name) and not other_tiles(KERNELS[name], row.get("cfg", {}), row.get("row_counts", ()))
+        for name in kernels
     ):
         return "kernels"
     if "protocol" not in of:

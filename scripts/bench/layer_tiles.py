@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -45,16 +45,17 @@ def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
     return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
 
 
-def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int]) -> bool:
+def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Sequence[int] = ()) -> bool:
     """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none, and of
-    fp8, whose tiles no size chooses."""
+    fp8, whose tiles no size chooses. rows: how many it may have besides T K, as those of a router that drops some."""
     defines = description.get("defines", {})
     if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
         return False
     sizes = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}, halves=cfg.get("halves", 2))
     entry = description["entry"]
-    tiles, exact = _tiles(entry, description["defines"]), _tiles_chosen(sizes)
-    if entry in exact:
-        return tiles != exact[entry]
+    tiles = _tiles(entry, description["defines"])
+    exact = [_tiles_chosen(each) for each in (sizes, *(sizes._replace(T=count, K=1) for count in rows))]
+    if entry in exact[0]:
+        return all(tiles != each[entry] for each in exact)
     possible = _tiles_of_layer(sizes)
     return entry in {each for each, *_ in possible} and tiles not in possible

@@ -123,6 +123,13 @@ def test_a_prepared_layer_compiles_nothing(launches, activation, up_bias, down_b
     assert launches.launched == {id(kernel) for kernel in prepared}
 
 
+@pytest.mark.parametrize("d", [16, 256, 272, 2312])
+def test_no_slice_is_empty(d):
+    for count in range(1, 20):
+        slices = in_slices(d, count)
+        assert all(slices) and [column for each in slices for column in each] == list(range(d))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_layer_prepared_for_slices_of_columns(launches, monkeypatch, count):
     monkeypatch.setattr(hopper_backend, "column_slices", lambda num_rows, d, size: in_slices(d, count))

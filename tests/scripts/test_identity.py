@@ -16,9 +16,9 @@ import pytest
 
 from blazeproto import gemm
 from blazeproto.dispatch import limit, tiled
-from blazeproto.gemm import compile
+from blazeproto.gemm import Sizes, compile
 from blazeproto.gemm.compile import CUDA_SOURCES, Kernel
-from blazeproto.gemm.product import PACKAGE
+from blazeproto.gemm.product import PACKAGE, Variant
 from blazeproto.gemm.tiles import TILES, TileConfig
 from blazeproto.router import topk
 from blazeproto.runtime import driver, numba_kernel
@@ -315,6 +315,15 @@ def test_no_product_is_taken_for_one_with_other_tiles(number: int, monkeypatch: 
         monkeypatch.setitem(identity.KERNELS, "a", described | {"defines": described["defines"] | {"STAGES": 2}})
         assert layer_tiles.other_tiles(identity.KERNELS["a"], cfg), product.name
         assert not layer_tiles.other_tiles(identity.KERNELS["a"], {"E": 8, "hidden_size": 64})  # not a row of a layer
+
+
+def test_tiles_may_be_those_of_another_number_of_rows() -> None:
+    sizes = Sizes(256, 64, 32, 8, 2)
+    few, many = (gemm.PRODUCTS["up_forward"].tiles(sizes._replace(T=rows, K=1)) for rows in (512, 8192))
+    assert few != many
+    described = identity.described(gemm.PRODUCTS["up_forward"].kernel(many, Variant(), PACKAGE))
+    assert layer_tiles.other_tiles(described, common.cfg_of(sizes))
+    assert not layer_tiles.other_tiles(described, common.cfg_of(sizes), [1000, 8192])
 
 
 def test_what_is_left_of_a_kernel_whose_source_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

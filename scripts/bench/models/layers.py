@@ -191,12 +191,14 @@ def choices(case: Case, machine: Machine) -> Row:
     for name in CHOICES:
         given = {"token_ids": ids} if name == "hash" else {}
         made[name] = layer_program(layer_on(shape, inputs, name), inputs.x, inputs.grad_output, **given)
-    found = ran(made, machine)
+    found, row_counts = ran(made, machine), set()
     for name, program in made.items():
         given = {"token_ids": ids} if name == "hash" else {}
         with torch.no_grad():
-            found[name]["pairs"] = int(cast(Any, program.module).router(inputs.x, **given).load.sum())
-    return case.key | {"programs": found}
+            routing = cast(Any, program.module).router(inputs.x, **given)
+        found[name]["pairs"] = int(routing.load.sum())
+        row_counts.add(routing.experts.numel())
+    return case.key | {"programs": found, "row_counts": sorted(row_counts)}
 
 
 def padding(case: Case, machine: Machine) -> Row:
@@ -210,7 +212,7 @@ def padding(case: Case, machine: Machine) -> Row:
         "masked": layer_program(layer, inputs.x, inputs.grad_output, mask=mask),
         "half": layer_program(layer, half, inputs.grad_output[mask]),
     }
-    return case.key | {"programs": ran(made, machine)}
+    return case.key | {"programs": ran(made, machine), "row_counts": [len(half) * shape.K]}
 
 
 # --------------------------------------------------------------------------------------------------------------- skew

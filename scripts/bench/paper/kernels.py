@@ -187,7 +187,7 @@ def token_rounding(case: Case, machine: Machine) -> Row:
     made = {name: on_routing(shape, inputs, routing) for name, routing in routed.items()}
     forward = machine.times({name: program.forward for name, program in made.items()}, tuple(made))
     both = machine.times({name: program.forward_backward for name, program in made.items()}, tuple(made))
-    row: Row = {}
+    row: Row = {"row_counts": sorted({routing.experts.numel() for routing in routed.values()})}
     for name, routing in routed.items():
         rows = int(routing.load.sum())
         tflops = rounding.model_tflops(shape, rows, forward.ms[name], both.ms[name])
