@@ -134,9 +134,9 @@ STEPS = {
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
     "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 150", 6),
-    "memcheck": _sanitizer("memcheck", minutes=4),
+    "memcheck": _sanitizer("memcheck", minutes=8),
     "synccheck": _sanitizer("synccheck"),
-    "racecheck": _sanitizer("racecheck", minutes=6),
+    "racecheck": _sanitizer("racecheck", minutes=8),
     "initcheck": _sanitizer("initcheck"),
 }
 GROUPS = {"sanitizer": ("memcheck", "synccheck", "racecheck", "initcheck")}
