@@ -375,9 +375,10 @@ def test_an_item_leaves_time_for_those_after_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.timeout(400)  # a process of its own for some programs
 def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its small cases, with the kernels; peers that are not installed are absent."""
-    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items()}
+    """Its small cases, with the kernels; peers that are not installed are absent. Not `quack`: it compiles for minutes."""
+    small = {name: replace(item, cases=item.short) for name, item in items.ITEMS.items() if name != "quack"}
     monkeypatch.setattr(models, "ITEMS", small)
+    monkeypatch.setattr(apart, "PASSES", 1)
     monkeypatch.setitem(megablocks.MOST, "cuda", 2)
     monkeypatch.setitem(trained.STEPS, "cuda", 4)
     models.main(["all", "--peers", "grouped_mm,torch_grouped", "--rounds", "2", "--out", str(tmp_path)])
