@@ -24,7 +24,7 @@ from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.quantize import SCALED, OnStream, Quantized
+from blazeproto.gemm.quantize import OnStream, Quantized
 from blazeproto.gemm.recipe import FP8, Operand
 from blazeproto.runtime.arrays import current_stream
 
@@ -218,19 +218,21 @@ class Plain:
             place.copy_(Plain.keep(weight, dtype)[1:])
         if kept is None:
             return _rounded(cast(weight, dtype), FP8.weights)
-        return quantize.weights_of(torch, weights_in(kept[0], *weight.shape[1:])).to(dtype)
+        return quantize.from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
         """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT.contiguous()
+        return (
+            quantize.from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
+        )
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As that of `Hopper`."""
-        made, record = quantize.of_weights(torch, cast(weight, dtype)), new_weights(weight, weight.shape, 2)
+        made, record = quantize.to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
         for values, scales, to in (
             (*made, weights_in(record[0], *weight.shape[1:])),
             (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),
@@ -294,16 +296,16 @@ class Plain:
 
 
 def _rounded(values: Tensor, operand: Operand) -> Tensor:
-    quantized, back = SCALED[operand.scale]
-    return back(torch, quantized(torch, values)).to(values.dtype)  # type: ignore[no-any-return]
+    made = quantize.to_e4m3(torch, values, operand.scale)
+    return quantize.from_e4m3(torch, made, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
 
 
 def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:
     record = new_rows(rows, *rows.shape) if place is None else place
-    made, to = quantize.of_rows(torch, rows), rows_in(record, rows.shape[1])
+    made, to = quantize.to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
     to.values.copy_(made.values), to.scales.copy_(made.scales)
     return record
 
 
 def _from_record(record: Tensor, dtype: torch.dtype) -> Tensor:
-    return quantize.rows_of(torch, rows_in(record, width_of(record))).to(dtype)
+    return quantize.from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)

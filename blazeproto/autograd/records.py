@@ -31,7 +31,7 @@ def weight_bytes(m: int, k: int) -> int:
 
 
 def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
-    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.SCALED`)."""
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.scales_shape`)."""
     scales = like.new_empty(scales_shape(scale, shape), dtype=torch.float32)
     return Quantized(like.new_empty(shape, dtype=E4M3), scales)
 

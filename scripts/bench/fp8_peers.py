@@ -24,11 +24,10 @@ from torch import Tensor
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
-from scripts.bench.common import RESULTS, begun, bench_parser, cfg_of, folder_of, gpu_name, in_turn, stamped, write_json
+from scripts.bench.common import bench_parser, cfg_of, measure_in_turn
 from scripts.bench.fp8 import SHAPES, program_of
 from scripts.bench.peers import torch_grouped
 from scripts.bench.timing import relative_difference
-from scripts.command import need_hopper
 
 Row = dict[str, Any]
 
@@ -122,16 +121,9 @@ def main(words: list[str] | None = None) -> None:
     if options.smoke:
         print(layers(Sizes(128, 256, 128, 4, 2), 1, device="cpu"))
         return
-    need_hopper()
-    record = begun("fp8_peers", __doc__) | {"products": []}
-    out = options.out or RESULTS.parent / folder_of(gpu_name()) / "fp8_peers.json"
-    parts = [("rows", layers), ("products", deep_gemm)]
-    jobs = [(part, measure, shape) for shape in options.configs or SHAPES for part, measure in parts]
-    for part, measure, shape in in_turn(jobs, options.time_budget):
-        row = stamped(measure, shape, options.rounds or 7)
-        print({name: value for name, value in row.items() if name != "of"}, flush=True)
-        record[part].append(row)
-        write_json(out, record)
+    parts, rounds = (("rows", layers), ("products", deep_gemm)), options.rounds or 7
+    jobs = [(part, measure, shape, rounds) for shape in options.configs or SHAPES for part, measure in parts]
+    measure_in_turn("fp8_peers", __doc__, options, jobs, ("products",))
 
 
 if __name__ == "__main__":
