@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd import hopper_backend, torch_backend
-from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
@@ -74,8 +73,8 @@ class Hopper:
         width = up_proj.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
-        of_h, of_act = rows_in(h, width), rows_in(act, width // 2)
-        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, h=of_h, act=of_act)
+        places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
+        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, **places)
         return h, act
 
     def down_forward(
@@ -89,9 +88,10 @@ class Hopper:
         *_: Any,
         **how: Any,
     ) -> None:
-        d_expert = down_proj.values.shape[2]
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
-        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, 2 * down_proj.values.nbytes, out, ready(scores))
+        self._rows_and_sums(
+            rows_in(act, down_proj.values.shape[2]), down_proj, rows, 2 * down_proj.values.nbytes, out, hopper_backend.ready(scores)
+        )
 
     def down_backward_act(
         self,
@@ -108,7 +108,7 @@ class Hopper:
         *,
         overwrite_h: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, d_expert, num_rows = ready(scores), down_proj.values.shape[1], rows.num_rows
+        scores, d_expert, num_rows = hopper_backend.ready(scores), down_proj.values.shape[1], rows.num_rows
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, num_rows, d_expert), torch.empty_like(scores)
         fp8.launch_down_backward(
@@ -135,9 +135,8 @@ class Hopper:
         dx: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
-        width = up_proj.values.shape[2]
         dx = torch.empty_like(x) if dx is None else dx
-        self._rows_and_sums(rows_in(dh, width), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
+        self._rows_and_sums(rows_in(dh, up_proj.values.shape[2]), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
         return dx
 
     def weight_gradient(
@@ -177,7 +176,7 @@ class Hopper:
         return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        x = ready(x)
+        x = hopper_backend.ready(x)
         made = new_quantized(x, FP8.x.scale, *x.shape)
         quantize.launch_rows(x, rows, made)
         return made
@@ -197,10 +196,10 @@ def _quantize(
     weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, out: Tensor | None, transposed: Tensor | None
 ) -> None:
     """To records (E, bytes), in one pass."""
-    _, m, k = weight.shape
-    to = None if out is None else weights_in(out, m, k)
-    to_transposed = None if transposed is None else weights_in(transposed, k, m)
-    quantize.launch_weights(ready(cast(weight, dtype)), at, to, to_transposed)
+    shapes = weight.shape[1:], weight.shape[:0:-1]
+    orders = zip((out, transposed), shapes, strict=True)
+    to = (None if record is None else weights_in(record, *shape) for record, shape in orders)
+    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, *to)
 
 
 class Plain:

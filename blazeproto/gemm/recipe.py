@@ -55,14 +55,10 @@ FP8 = RECIPES["fp8"]
 def name_of(precision: Any) -> str:
     """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
     came."""
+    names = [name for name, recipe in RECIPES.items() if precision in (name, recipe)]
+    if names:
+        return names[0]
     if type(precision) is not Recipe:
-        if precision not in [*RECIPES]:  # not the table itself: what can't be hashed is no name either
-            raise ValueError(
-                f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}"
-            )
-        return str(precision)
-    for name, recipe in RECIPES.items():
-        if precision == recipe:
-            return name
+        raise ValueError(f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}")
     differs = next(each.name for each in fields(Recipe) if getattr(precision, each.name) != getattr(FP8, each.name))
     raise ValueError(f"precision.{differs}: expected {getattr(FP8, differs)}, got {getattr(precision, differs)!r}")

@@ -16,8 +16,8 @@ from blazeproto.lab.steps import Step, Traffic
 TOKENS = {"x": FP8.x, "dO": FP8.d_out}
 ROWS = {"H": FP8.h, "act": FP8.act, "dH": FP8.dh, "A'": FP8.a_scaled}
 WEIGHTS = {"gate_up_proj": FP8.weights, "down_proj": FP8.weights}
-OPERANDS = TOKENS | ROWS | WEIGHTS | {f"{name}^T": FP8.weights for name in WEIGHTS}
-OPERANDS |= {f"{name}^T": FP8.of_dw for name in TOKENS | ROWS}
+TRANSPOSED = dict.fromkeys(TOKENS | ROWS, FP8.of_dw) | WEIGHTS
+OPERANDS = TOKENS | ROWS | WEIGHTS | {f"{name}^T": operand for name, operand in TRANSPOSED.items()}
 BY_ROWS = ("up_forward", "down_forward", "down_backward_act", "up_backward_act")
 RATE = 2.0  # of e4m3's operations over bf16's
 
@@ -25,12 +25,10 @@ RATE = 2.0  # of e4m3's operations over bf16's
 def stored(arrays: Iterable[Traffic]) -> Iterator[Traffic]:
     """Operands in fp8, each before its scales; other arrays as they are."""
     for array in arrays:
-        if array.name not in OPERANDS:
-            yield array
-            continue
-        yield array._replace(itemsize=1)
-        scales = scales_shape(OPERANDS[array.name].scale, array.shape)
-        yield array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
+        yield array._replace(itemsize=1) if array.name in OPERANDS else array
+        if array.name in OPERANDS:
+            scales = scales_shape(OPERANDS[array.name].scale, array.shape)
+            yield array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
 
 
 def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
@@ -60,14 +58,12 @@ def _tokens(of: Step) -> Iterator[Step]:
 def _weights(of: Step, weights: str) -> Iterator[Step]:
     """In the order that a product wants, or in both."""
     backward = "backward" in of.name
-    if weights == "before" or (weights == "both" and backward):
-        return
     for array in (array for array in of.reads if array.name in WEIGHTS):
         transposed = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
-        if weights == "both":
-            yield _quantize(of, array, array, transposed, keeps=(transposed,))
-        else:
+        if weights == "each":
             yield _quantize(of, array, transposed if backward else array)
+        elif weights == "both" and not backward:
+            yield _quantize(of, array, array, transposed, keeps=(transposed,))
 
 
 def _by_rows(step: Step) -> Step:

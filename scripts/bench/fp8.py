@@ -38,7 +38,7 @@ from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.lab.times import Call, interleaved_ms
 from scripts.bench import peers
 from scripts.bench.common import MIB, bench_parser, cfg_of, measure_in_turn
-from scripts.bench.timing import captured, peak_bytes, relative_difference, saved_bytes, tensors_in
+from scripts.bench.timing import peak_bytes, relative_difference, saved_bytes, tensors_in
 from scripts.command import some_of
 
 Row = dict[str, Any]
@@ -241,21 +241,6 @@ def check(shape: Sizes, positive: bool) -> Row:
     return row | {"repeats": all(map(torch.equal, before, results))}
 
 
-def graph(shape: Sizes) -> Row:
-    """Whether a replayed graph of a forward and a backward gives an eager one's bits, twice."""
-    program, made = program_of(peers.make_inputs(shape), **WAYS["fp8"]), list[list[Tensor]]()
-
-    def both() -> Any:
-        result = program.forward_backward()
-        made.append(tensors_in(result))
-        return result
-
-    both(), both()
-    captured(both, torch.cuda.graph_pool_handle())()
-    torch.cuda.synchronize()
-    return Row(cfg=cfg_of(shape), graph_alike=[list(map(torch.equal, made[0], other)) for other in (made[1], made[-1])])
-
-
 # ---------------------------------------------------------------------------------------------------------- products
 
 
@@ -384,7 +369,6 @@ def main(words: list[str] | None = None) -> None:
         "layers": [("rows", layer, shape, rounds) for shape in shapes],
         "row": [("in_a_row", in_a_row, shapes[0], rounds)],
     }
-    parts["check"].append(("checks", graph, CHECKED[0]))
     jobs = [job for part in PARTS if part in options.parts for job in parts[part]]
     measure_in_turn("fp8", __doc__, options, jobs, ("checks", "products", "in_a_row"))
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
@@ -38,25 +37,10 @@ def balanced(shape: Sizes, device: str) -> Tensor:
     return ((order[:, None] * shape.K + torch.arange(shape.K, device=device)) % shape.E).int()
 
 
-def torchao_forward(one: peers.LayerInputs) -> Callable[[], Tensor]:
-    """The layer by torchao's grouped product."""
-    multiply = importlib.import_module(
-        "torchao.prototype.moe_training.fp8_grouped_mm"
-    )._to_fp8_rowwise_then_scaled_grouped_mm
-
-    def forward() -> Tensor:
-        by_expert, pairs = one.experts.flatten().sort(stable=True)
-        numbers = torch.arange(len(one.down_proj), dtype=torch.int32, device=pairs.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
-            return multiply(rows, weight.transpose(1, 2), offs=ends, pad_token_groups_for_grouped_mm=False)
-
-        gate, up = product(one.x[pairs // one.scores.shape[1]], one.gate_up_proj).chunk(2, dim=1)
-        y = product(F.silu(gate) * up, one.down_proj)[pairs.argsort()].view(*one.scores.shape, -1)
-        return torch.bmm(one.scores.to(y.dtype).unsqueeze(1), y).squeeze(1)
-
-    return forward
+def torchao_product() -> Callable[..., Tensor]:
+    """Called as torch's grouped_mm."""
+    module = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
+    return partial(module._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
 
 
 def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
@@ -66,7 +50,7 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
         "ours bf16": lambda: program_of(one),
         "ours fp8": lambda: program_of(one, precision="fp8"),
         "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
-        "torchao fp8": lambda: peers.layer_program(one, torchao_forward(one)),
+        "torchao fp8": lambda: torch_grouped.build(shape, one, torchao_product()),
     }
 
     def tried(build: Callable[[], peers.Program]) -> peers.Program:
@@ -81,12 +65,9 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     row["off"] = {
         name: round(relative_difference(program.forward().detach(), exact), 5) for name, program in programs.items()
     }
-    if device != "cpu":
-        both = {name: program.forward_backward for name, program in programs.items()}
-        row["fwdbwd_ms"] = interleaved_ms(both, rounds, warmups=3, queued=True)
-        row["fwd_ms"] = interleaved_ms(
-            {name: p.forward for name, p in programs.items()}, rounds, warmups=3, queued=True
-        )
+    for part, what in (("fwdbwd_ms", "forward_backward"), ("fwd_ms", "forward")) if device != "cpu" else ():
+        calls = {name: getattr(program, what) for name, program in programs.items()}
+        row[part] = interleaved_ms(calls, rounds, warmups=3, queued=True)
     return row
 
 
