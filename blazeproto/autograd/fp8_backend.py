@@ -39,25 +39,19 @@ class Hopper:
     def forward_weight(
         weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
     ) -> Quantized:
-        if kept is None:
-            kept = new_weights(weight, weight.shape, 1)
-            _quantize(weight, dtype, rows, kept[0], None if place is None else place[0])
-        return weights_in(kept[0], *weight.shape[1:])
+        record = _quantized(weight, dtype, rows, (True, False), place) if kept is None else kept
+        return weights_in(record[0], *weight.shape[1:])
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
-        if kept is None:
-            kept = new_weights(weight, weight.shape, 1)
-            _quantize(weight, dtype, rows, None, kept[0])
-        return weights_in(kept[-1], *weight.shape[:0:-1])
+        record = _quantized(weight, dtype, rows, (False, True)) if kept is None else kept
+        return weights_in(record[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        record = new_weights(weight, weight.shape, 2)
-        _quantize(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), *record)
-        return record
+        return _quantized(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), (True, True))
 
     def up_forward(
         self,
@@ -90,7 +84,12 @@ class Hopper:
     ) -> None:
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
         self._rows_and_sums(
-            rows_in(act, down_proj.values.shape[2]), down_proj, rows, 2 * down_proj.values.nbytes, out, hopper_backend.ready(scores)
+            rows_in(act, down_proj.values.shape[2]),
+            down_proj,
+            rows,
+            2 * down_proj.values.nbytes,
+            out,
+            hopper_backend.ready(scores),
         )
 
     def down_backward_act(
@@ -192,14 +191,17 @@ class Hopper:
             del made  # before the next one is allocated
 
 
-def _quantize(
-    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, out: Tensor | None, transposed: Tensor | None
-) -> None:
-    """To records (E, bytes), in one pass."""
-    shapes = weight.shape[1:], weight.shape[:0:-1]
-    orders = zip((out, transposed), shapes, strict=True)
-    to = (None if record is None else weights_in(record, *shape) for record, shape in orders)
-    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, *to)
+def _quantized(
+    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, orders: tuple[bool, bool], place: Tensor | None = None
+) -> Tensor:
+    """A record of a weight, made in one pass. orders: forward's and the transpose, which of them are in it.  place: a record of
+    its own for the transpose."""
+    record = new_weights(weight, weight.shape, sum(orders))
+    back = record if orders[1] else place
+    to = weights_in(record[0], *weight.shape[1:]) if orders[0] else None
+    to_transposed = None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
+    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, to, to_transposed)
+    return record
 
 
 class Plain:

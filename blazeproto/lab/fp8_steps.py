@@ -77,6 +77,6 @@ def _gradient(step: Step) -> Iterator[Step]:
     """A weight's gradient, and what transposes its operands, in blocks of 128 rows and columns."""
     rows = next(array.shape[0] for array in step.reads if array.name in ROWS)
     turned = tuple(stored(a._replace(name=f"{a.name}^T", shape=(a.shape[1], rows)) for a in step.reads))
-    name = f"transpose {', '.join(array.name for array in step.reads)}"
-    yield replace(step, name=name, reads=tuple(stored(step.reads)), writes=turned, operations=0.0)
+    names = ", ".join(array.name for array in step.reads)
+    yield replace(step, name=f"transpose {names}", reads=tuple(stored(step.reads)), writes=turned, operations=0.0)
     yield replace(step, reads=turned, rate=RATE)

@@ -179,8 +179,8 @@ class Operands:
 
     def made(self) -> dict[str, Tensor]:
         """The operands' numbers, and what is not quantized."""
-        lying = {name: of for name, of in self.q.items() if not name.endswith("^T")}
-        return {name: quantize.from_e4m3(torch, of, scale_of(name)) for name, of in lying.items()} | self.plain
+        lying = (name for name in self.q if not name.endswith("^T"))
+        return {name: quantize.from_e4m3(torch, self.q[name], scale_of(name)) for name in lying} | self.plain
 
 
 def same_bits(a: Quantized, b: Quantized) -> bool:
@@ -219,26 +219,31 @@ def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[st
 def check(shape: Sizes, positive: bool) -> Row:
     """What each product's output is off float64 by, relative to its largest magnitude; of dS, and of samples of Y and dX, beside
     what a tensor core's sums cost, taken out every 128 elements or never."""
-    o, row = Operands(shape, positive=positive), Row(cfg=cfg_of(shape), positive=positive)
+    o = Operands(shape, positive=positive)
     calls = o.calls()
     for of in o.q.values():
         of.values.view(torch.uint8).fill_(0x7F)
     for call in calls.values():
         call()
-    row["quantized_alike"] = quantized_alike(o)
     made = o.made()
-    numbers: Any = {name: made[name] for name in ("x", "up_proj", "down_proj", "d_out")}
+    numbers: Any = {name: made[name] for name in ("x", "d_out", *WEIGHTS)}
     exact = evaluate(EXACT, replace(o.case, **numbers), made)
-    row |= {name: off(made[output], exact[output]) for name, output in ROWS.items()}
-    row["Y_rms"] = sums_off(o, made["y"], made["act"], made["down_proj"])
-    row["dX_rms"] = sums_off(o, made["dx_rows"], made["dh"], made["up_proj"].mT)
-    row["dS"] = off(made["d_scores"].view(1, -1), exact["d_scores"].view(1, -1))
+    row = {name: off(made[output], exact[output]) for name, output in ROWS.items()}
     row |= {f"dW_{of}": round(relative_difference(made[f"d_{of}"], exact[f"d_{of}"]), 6) for of in ("down", "up")}
     results = (o.plain["dx_rows"], o.plain["d_scores"], o.q["dh"].values.view(torch.uint8))
     before = [t.clone() for t in results]
     for name in ("up", "dH", "dX"):
         calls[name]()
-    return row | {"repeats": all(map(torch.equal, before, results))}
+    return Row(
+        cfg=cfg_of(shape),
+        positive=positive,
+        quantized_alike=quantized_alike(o),
+        **row,
+        dS=off(made["d_scores"].view(1, -1), exact["d_scores"].view(1, -1)),
+        Y_rms=sums_off(o, made["y"], made["act"], made["down_proj"]),
+        dX_rms=sums_off(o, made["dx_rows"], made["dh"], made["up_proj"].mT),
+        repeats=all(map(torch.equal, before, results)),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -276,14 +281,19 @@ def products(shape: Sizes, rounds: int) -> Row:
 # ------------------------------------------------------------------------------------------------------------ layers
 
 
-def experts(one: peers.LayerInputs, x: Tensor, **options: Any) -> Tensor:
-    """One layer's, of x."""
-    weights = (one.gate_up_proj, one.down_proj)
-    return moe_mlp(x, *weights, one.scores, one.experts, num_experts=len(one.down_proj), **options)
+def program_of(*layers: peers.LayerInputs, **options: Any) -> peers.Program:
+    """Layers of experts one after the other, each of which takes what the one before it gives. options: of `moe_mlp`."""
+    first, weights = layers[0], tuple(t for one in layers for t in (one.gate_up_proj, one.down_proj))
 
+    def forward() -> Tensor:
+        x = first.x
+        for one in layers:
+            tensors = (one.gate_up_proj, one.down_proj, one.scores, one.experts)
+            x = moe_mlp(x, *tensors, num_experts=len(one.down_proj), **options)
+        return x
 
-def program_of(one: peers.LayerInputs, **options: Any) -> peers.Program:
-    return peers.layer_program(one, partial(experts, one, one.x, **options))
+    leaves = (first.x, *weights, *(one.scores for one in layers))
+    return peers.Program(forward, leaves, first.grad_output, weights)
 
 
 def measured(
@@ -293,16 +303,17 @@ def measured(
 
     kept: quantized weights, which are not saved.  rounds: 0 on a CPU, where only what is saved is measured.
     """
-    row = Row()
-    for name, program in programs.items():
-        row[f"{name}_saved_MiB"] = round(saved_bytes(program.forward, (*program.weights, *kept)) / MIB, 1)
-        if rounds:
-            row[f"{name}_peak_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
-    if rounds:
-        calls = {f"{name}_fwdbwd": program.forward_backward for name, program in programs.items()} | {**timed}
-        ms = interleaved_ms(calls, rounds, warmups=3, queued=True)
-        row |= {f"{name}_ms": round(t, 4) for name, t in ms.items()}
-    return row
+    row = {
+        f"{name}_saved_MiB": round(saved_bytes(program.forward, (*program.weights, *kept)) / MIB, 1)
+        for name, program in programs.items()
+    }
+    if not rounds:
+        return row
+    both = {name: program.forward_backward for name, program in programs.items()}
+    row |= {f"{name}_peak_MiB": round(peak_bytes(call) / MIB, 1) for name, call in both.items()}
+    calls = {f"{name}_fwdbwd": call for name, call in both.items()} | {**timed}
+    ms = interleaved_ms(calls, rounds, warmups=3, queued=True)
+    return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
 
 
 def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
@@ -313,7 +324,10 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     ways = WAYS | {"fp8_kept": {"precision": "fp8", "quantized": kept}}
     programs = {name: program_of(one, **way) for name, way in ways.items()}
     row = Row(cfg=cfg_of(shape), fp8_weights_MiB=round(kept.nbytes / MIB, 1))
-    made = {name: some_of_results(program) for name, program in programs.items()}
+    made = {  # output and gradients, of two experts' weights
+        name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
+        for name, program in programs.items()
+    }
     differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
     row["fp8_off_bf16"] = dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True))
     row["fp8_alike"] = [all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")]
@@ -330,24 +344,8 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
 def in_a_row(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
     layers = [peers.make_inputs(shape, device=device) for _ in range(IN_A_ROW)]
-    first, weights = layers[0], tuple(t for one in layers for t in (one.gate_up_proj, one.down_proj))
-    leaves = (first.x, *weights, *(one.scores for one in layers))
-
-    def forward(**options: Any) -> Tensor:
-        x = first.x
-        for one in layers:
-            x = experts(one, x, **options)
-        return x
-
-    programs = {
-        name: peers.Program(partial(forward, **way), leaves, first.grad_output, weights) for name, way in WAYS.items()
-    }
+    programs = {name: program_of(*layers, **way) for name, way in WAYS.items()}
     return Row(cfg=cfg_of(shape), layers=IN_A_ROW) | measured(programs, (), {}, rounds)
-
-
-def some_of_results(program: peers.Program) -> list[Tensor]:
-    """Output and gradients, of two experts' weights."""
-    return [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
 
 
 # -------------------------------------------------------------------------------------------------------------- main

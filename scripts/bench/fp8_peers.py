@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.gemm import Sizes
@@ -37,10 +39,12 @@ def balanced(shape: Sizes, device: str) -> Tensor:
     return ((order[:, None] * shape.K + torch.arange(shape.K, device=device)) % shape.E).int()
 
 
-def torchao_product() -> Callable[..., Tensor]:
-    """Called as torch's grouped_mm."""
+def torchao(shape: Sizes, one: peers.LayerInputs) -> peers.Program:
+    """torch's layer, made while torchao's grouped product is in the place of torch's own."""
     module = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
-    return partial(module._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
+    product = partial(module._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
+    with mock.patch.object(F, "grouped_mm", product):
+        return torch_grouped.build(shape, one)
 
 
 def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
@@ -50,7 +54,7 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
         "ours bf16": lambda: program_of(one),
         "ours fp8": lambda: program_of(one, precision="fp8"),
         "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
-        "torchao fp8": lambda: torch_grouped.build(shape, one, torchao_product()),
+        "torchao fp8": lambda: torchao(shape, one),
     }
 
     def tried(build: Callable[[], peers.Program]) -> peers.Program:

@@ -324,8 +324,13 @@ def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
     """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
     rng = random.Random(f"fp8 {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    options |= {"activation": rng.choice(FP8_ACTIVATIONS), "biases": False, "transposed": False, "rank": 0}
-    options["unit_weights"] = False
+    options |= {
+        "activation": rng.choice(FP8_ACTIVATIONS),
+        "biases": False,
+        "transposed": False,
+        "rank": 0,
+        "unit_weights": False,
+    }
     how = {"precision": "fp8", "save": rng.choice(["minimal", "recompute"])}
     return shape._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5)), options, how
 
@@ -346,8 +351,11 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
     made, lines = run(), list[str]()
-    ways: dict[str, dict[str, Any]] = {"another run": {}, "keep_transposed": {"keep_transposed": True}}
-    ways["quantize_weights"] = {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)}
+    ways: dict[str, dict[str, Any]] = {
+        "another run": {},
+        "keep_transposed": {"keep_transposed": True},
+        "quantize_weights": {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)},
+    }
     for way, how in ways.items():
         again = run(**how)
         if others := [name for name in made if not torch.equal(made[name], again[name])]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -11,8 +9,8 @@ from blazeproto.gemm import Sizes
 from scripts.bench.peers import LayerInputs, Program, layer_program
 
 
-def build(shape: Sizes, inputs: LayerInputs, grouped_mm: Callable[..., torch.Tensor] = F.grouped_mm) -> Program:
-    """grouped_mm: torch's, or another program's of the same signature."""
+def build(shape: Sizes, inputs: LayerInputs) -> Program:
+    grouped_mm = F.grouped_mm
 
     def metadata() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(token of each row, row of each pair, end of each expert's rows)."""
