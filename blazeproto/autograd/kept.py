@@ -40,8 +40,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """A fused optimizer writes to weights whose versions stay as they were."""
     if torch.compiler.is_compiling() or not _MADE_OF:
         return
-    groups = optimizer.param_groups
-    stepped = {p.untyped_storage() for group in groups for p in group["params"] if p.grad is not None}
+    stepped = {p.untyped_storage() for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for record, state in [*_MADE_OF.items()]:
         if state and state[0]() in stepped:
             _MADE_OF[record] = None

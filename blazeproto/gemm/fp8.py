@@ -39,11 +39,6 @@ def linear_kernel(build: Build = PACKAGE) -> Kernel:
     return _kernel("linear.cu", "linear", build, gather=False, FUSED_COMBINE=0)
 
 
-def _pairs(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shape of weights (E, m, k), as they are moved."""
-    return (shape[0], shape[1], shape[2] // PAIR)
-
-
 @lru_cache(maxsize=SHAPES)
 def _gathering_plan(
     entry: str, where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build
@@ -54,7 +49,7 @@ def _gathering_plan(
         gathering_kernel(entry, activation, build),
         TILES,
         where,
-        _pairs(shape),
+        (*shape[:2], shape[2] // PAIR),
         Variant(gather=True),
         mn_major=False,
         columns=n,
@@ -100,7 +95,7 @@ def launch_up(
 def _linear_plan(where: tuple[int, int, int], shape: tuple[int, int, int], columns: int, build: Build) -> Plan:
     out0, made = dense_box((columns, where[0]), (SLAB, SLAB)), linear_kernel(build)
     how: dict[str, Any] = {"mn_major": False, "params": FP8_ROWS_PARAMS}
-    return rows_plan(made, TILES, where, _pairs(shape), PLAIN, columns=columns, out0=out0, **how)
+    return rows_plan(made, TILES, where, (*shape[:2], shape[2] // PAIR), PLAIN, columns=columns, out0=out0, **how)
 
 
 def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: range, out: Any) -> None:

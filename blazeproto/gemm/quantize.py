@@ -146,8 +146,9 @@ def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None
     that order is not wanted. m, k: multiples of 16."""
     experts, m, k = weights.shape
     to = [(0, 0) if order is None else _at(order) for order in (out, transposed)]
-    grid = experts * blocks(m), blocks(k)
-    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k)
+    _launch(
+        "quantize_weights", at, (experts * blocks(m), blocks(k)), 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k
+    )
 
 
 def most_blocks(num_rows: int, experts: int) -> int:

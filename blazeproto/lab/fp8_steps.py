@@ -47,8 +47,14 @@ def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
 
 def _quantize(of: Step, array: Traffic, *orders: Traffic, keeps: Iterable[Traffic] = ()) -> Step:
     """orders: of the array, those that are made."""
-    name, writes = f"quantize {orders[0].name}", tuple(stored(orders))
-    return replace(of, name=name, reads=(array,), writes=writes, operations=0.0, keeps=tuple(stored(keeps)))
+    return replace(
+        of,
+        name=f"quantize {orders[0].name}",
+        reads=(array,),
+        writes=tuple(stored(orders)),
+        operations=0.0,
+        keeps=tuple(stored(keeps)),
+    )
 
 
 def _tokens(of: Step) -> Iterator[Step]:
@@ -69,8 +75,9 @@ def _weights(of: Step, weights: str) -> Iterator[Step]:
 def _by_rows(step: Step) -> Step:
     """x is kept as it came."""
     keeps = (each for array in step.keeps for each in ((array,) if array.name in TOKENS else stored((array,))))
-    reads, writes = tuple(stored(step.reads)), tuple(stored(step.writes))
-    return replace(step, reads=reads, writes=writes, keeps=tuple(keeps), rate=RATE)
+    return replace(
+        step, reads=tuple(stored(step.reads)), writes=tuple(stored(step.writes)), keeps=tuple(keeps), rate=RATE
+    )
 
 
 def _gradient(step: Step) -> Iterator[Step]:

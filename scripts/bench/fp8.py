@@ -185,8 +185,7 @@ class Operands:
 
 def same_bits(a: Quantized, b: Quantized) -> bool:
     """Whether values and scales are the same."""
-    values = torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8).contiguous())
-    return values and torch.equal(a.scales, b.scales.contiguous())
+    return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
 def quantized_alike(o: Operands) -> list[bool]:
@@ -323,14 +322,17 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     kept = quantize_weights(*weights)
     ways = WAYS | {"fp8_kept": {"precision": "fp8", "quantized": kept}}
     programs = {name: program_of(one, **way) for name, way in ways.items()}
-    row = Row(cfg=cfg_of(shape), fp8_weights_MiB=round(kept.nbytes / MIB, 1))
     made = {  # output and gradients, of two experts' weights
         name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
         for name, program in programs.items()
     }
     differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
-    row["fp8_off_bf16"] = dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True))
-    row["fp8_alike"] = [all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")]
+    row = Row(
+        cfg=cfg_of(shape),
+        fp8_weights_MiB=round(kept.nbytes / MIB, 1),
+        fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
+        fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")],
+    )
     del made
     timed: dict[str, Call] = {
         "bf16_fwd": programs["bf16"].forward,

@@ -15,7 +15,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
@@ -26,11 +25,9 @@ from blazeproto.gemm import Sizes
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
 from scripts.bench.common import bench_parser, cfg_of, measure_in_turn
-from scripts.bench.fp8 import SHAPES, program_of
+from scripts.bench.fp8 import SHAPES, Row, program_of
 from scripts.bench.peers import torch_grouped
 from scripts.bench.timing import relative_difference
-
-Row = dict[str, Any]
 
 
 def balanced(shape: Sizes, device: str) -> Tensor:
@@ -87,9 +84,11 @@ def deep_gemm(shape: Sizes, rounds: int) -> Row:
     for name, (width, reduction) in {"up": (shape.h, shape.d), "down": (shape.d, shape.n)}.items():
         a = torch.randn(shape.rows, reduction, dtype=torch.bfloat16, device="cuda")
         weights = [torch.randn(width, reduction, dtype=torch.bfloat16, device="cuda") for _ in range(shape.E)]
-        left = math.per_token_cast_to_fp8(a, use_ue8m0=False)
-        blocks = zip(*(math.per_block_cast_to_fp8(w, use_ue8m0=False) for w in weights), strict=True)
-        right = tuple(torch.stack(each) for each in blocks)
+        left, cast = (
+            math.per_token_cast_to_fp8(a, use_ue8m0=False),
+            partial(math.per_block_cast_to_fp8, use_ue8m0=False),
+        )
+        right = tuple(map(torch.stack, zip(*map(cast, weights), strict=True)))
         out = torch.empty(shape.rows, width, dtype=torch.bfloat16, device="cuda")
         call = partial(library.m_grouped_fp8_gemm_nt_contiguous, left, right, out, of_row)
         call()

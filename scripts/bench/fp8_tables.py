@@ -80,10 +80,12 @@ def products_table(record: Record) -> str:
 
 def peers_table(record: Record) -> str:
     """A layer's experts by torchao, and DeepGEMM's products."""
-    programs = ("ours bf16", "ours fp8", "torch grouped_mm bf16", "torchao fp8")
     columns: list[Column] = [
         ("T, d, n, E, K", plain_shape),
-        *((f"fwd + bwd ms: {name}", figure("fwdbwd_ms", name)) for name in programs),
+        *(
+            (f"fwd + bwd ms: {name}", figure("fwdbwd_ms", name))
+            for name in ("ours bf16", "ours fp8", "torch grouped_mm bf16", "torchao fp8")
+        ),
         *((f"DeepGEMM, TFLOP/s: {name}", figure("tflops", name, digits=0)) for name in ("up", "down")),
     ]
     tflops = {str(row["cfg"]): row["tflops"] for row in record["products"]}

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blazeproto.autograd import moe_mlp
+from blazeproto.gemm.recipe import RECIPES
 from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.settings import Config
 
 Row = dict[str, Any]
-PRECISIONS = ("bf16", "fp8")
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
@@ -47,8 +47,7 @@ def cosines(config: Config, device: str) -> list[Row]:
     calls, outputs = list[dict[str, Any]](), list[Tensor]()
 
     def recorded(*tensors: Tensor, **options: Any) -> Tensor:
-        names = ("x", "gate_up_proj", "down_proj", "scores", "topk_experts")
-        calls.append(dict(zip(names, tensors, strict=True)) | options)
+        calls.append(dict(zip(("x", *WEIGHTS, "scores", "topk_experts"), tensors, strict=True)) | options)
         outputs.append(moe_mlp(**calls[-1]))
         return outputs[-1]
 
@@ -59,11 +58,19 @@ def cosines(config: Config, device: str) -> list[Row]:
     rows = []
     for layer, (call, d_out) in enumerate(zip(calls, torch.autograd.grad(loss, outputs), strict=True)):
         exact = weight_gradients(call, d_out, device, None)
-        for precision in PRECISIONS:
+        for precision in RECIPES:
             made = weight_gradients(call, d_out, device, precision)
             for name, a, b in zip(WEIGHTS, made, exact, strict=True):
                 there = b.flatten(1).norm(dim=1) > 0
                 found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
-                of = {"layer": layer, "weight": name, "precision": precision, "experts": len(found)}
-                rows.append(of | {"least": float(found.min()), "mean": float(found.mean())})
+                rows.append(
+                    {
+                        "layer": layer,
+                        "weight": name,
+                        "precision": precision,
+                        "experts": len(found),
+                        "least": float(found.min()),
+                        "mean": float(found.mean()),
+                    }
+                )
     return rows
