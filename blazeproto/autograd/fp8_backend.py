@@ -175,9 +175,8 @@ class Hopper:
         return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        x = hopper_backend.ready(x)
         made = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(x, rows, made)
+        quantize.launch_rows(hopper_backend.ready(x), rows, made)
         return made
 
     def _rows_and_sums(
@@ -282,8 +281,9 @@ class Plain:
         **how: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         d_out, h = _rounded(d_out, FP8.d_out), _from_record(h, d_out.dtype)
-        made = torch_backend.down_backward_act(needs, d_out, h, act, scores, down_proj, *others, **how)
-        dh, d_scores, a_scaled = made
+        dh, d_scores, a_scaled = torch_backend.down_backward_act(
+            needs, d_out, h, act, scores, down_proj, *others, **how
+        )
         return None if dh is None else _to_record(dh), d_scores, None if a_scaled is None else _to_record(a_scaled)
 
     def up_backward_act(self, dh: Tensor, x: Tensor, up_proj: Tensor, *others: Any, **how: Any) -> Tensor:

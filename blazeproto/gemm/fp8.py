@@ -169,13 +169,12 @@ def _weight_plan(
     ]
     strides = (BF16.bytes * inner, BF16.bytes * inner * outer)
     out = None if f32 else Box((columns, rows, experts), strides, (SLAB, SLAB, 1))
-    tiles = experts * -(-rows // BM) * -(-columns // TILES.tile_n)
     return Plan(
         weight_kernel(f32, build),
         WEIGHT_PARAMS,
         (*turned, out),
         (experts, rows, columns, int(accumulate), 1, made),
-        grid=persistent_grid(device, 1, tiles),
+        grid=persistent_grid(device, 1, experts * -(-rows // BM) * -(-columns // TILES.tile_n)),
         device=device,
     )
 
@@ -199,8 +198,8 @@ def launch_weight(
     plan = _weight_plan(at.where, tuple(dw.shape), part, f32, accumulate, product.build_of("weight_fp8"))
     to = dw.data_ptr() + BF16.bytes * (first[0] * dw.shape[2] + first[1])
     maps = ((left.values.data_ptr(), right.values.data_ptr()) if at.num_rows else ()) + (() if f32 else (to,))
-    scales = (left.scales.data_ptr(), right.scales.data_ptr())
-    driver.launch(*plan.fill(maps, (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0, *scales)), at.stream)
+    addresses = (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0)
+    driver.launch(*plan.fill(maps, addresses + _scales(left, right)), at.stream)
 
 
 def kernels(activation: str = "swiglu") -> list[Kernel]:

@@ -334,13 +334,17 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
         fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")],
     )
     del made
-    timed: dict[str, Call] = {
-        "bf16_fwd": programs["bf16"].forward,
-        "fp8_fwd": programs["fp8_kept"].forward,
-        "fp8_fwd_with_weights": programs["fp8"].forward,
-        "quantize": partial(quantize_weights, *weights),
-    }
-    return row | measured(programs, (kept.up, kept.down), timed, rounds)
+    return row | measured(
+        programs,
+        (kept.up, kept.down),
+        {
+            "bf16_fwd": programs["bf16"].forward,
+            "fp8_fwd": programs["fp8_kept"].forward,
+            "fp8_fwd_with_weights": programs["fp8"].forward,
+            "quantize": partial(quantize_weights, *weights),
+        },
+        rounds,
+    )
 
 
 def in_a_row(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:

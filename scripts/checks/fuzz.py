@@ -340,8 +340,8 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     shape, case_options, options = draw_fp8(seed)
     case = make_case(shape, **case_options, seed=seed)
     scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
-    up, down = (weight.to((torch.bfloat16, torch.float32)[seed % 2]) for weight in (case.up_proj, case.down_proj))
-    tensors = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
+    dtype = (torch.bfloat16, torch.float32)[seed % 2]
+    tensors = {"dx": case.x, "d_up": case.up_proj.to(dtype), "d_down": case.down_proj.to(dtype), "d_scores": scores}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
     def run(**way: Any) -> dict[str, Tensor]:
