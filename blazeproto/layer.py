@@ -212,8 +212,7 @@ class MoE(nn.Module, Shown):
         refuse_ranks(self.dispatcher, "quantize_weights")
         if self.precision != "fp8":
             raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
-        weights = self.up_proj_weight, self.down_proj
-        self.quantized = quantize_weights(*weights, dtype=dtype, backend=self.backend)
+        self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
 
     def prepare(self, num_tokens: int) -> None:
         """Compile and load what the experts launch for ``num_tokens`` tokens, forward and backward: a CUDA-graph capture can

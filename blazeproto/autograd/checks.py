@@ -69,7 +69,7 @@ def check_experts(
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
     if options.precision != "bf16":
-        _check_fp8(up, (down_proj, up_bias, down_bias, up_factors, down_factors), d_expert, options)
+        _check_fp8((*up, down_proj), (up_bias, down_bias, up_factors, down_factors), options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
         raise ValueError(
@@ -79,15 +79,14 @@ def check_experts(
         backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
 
 
-def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, options: Options) -> None:
-    """What precision="fp8" takes."""
-    down_proj, *absent = others
-    activation = activation_named(options.activation)
+def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Options) -> None:
+    """What precision="fp8" takes. weights: down_proj last."""
+    (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (
-            down_proj.shape[1] % 16 or d_expert % BLOCK,
+            d_model % 16 or d_expert % BLOCK,
             f"multiples of 16 and {BLOCK} as d and n",
-            tuple(down_proj.shape),
+            tuple(weights[-1].shape),
         ),
         (
             not activation.gated or activation.alternating,
@@ -95,7 +94,7 @@ def _check_fp8(up: tuple[Tensor, ...], others: tuple[Any, ...], d_expert: int, o
             options.activation,
         ),
         (any(part is not None for part in absent), "neither biases nor factors", "some"),
-        (not all(t.is_contiguous() for t in (*up, down_proj)), "contiguous weights", "transposed ones"),
+        (not all(t.is_contiguous() for t in weights), "contiguous weights", "transposed ones"),
         (options.combine != "gather", "combine='gather'", options.combine),
         (options.save == "paper", "another save policy than 'paper'", options.save),
         (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from blazeproto.autograd import hopper_backend, torch_backend
-from blazeproto.autograd.hopper_backend import ready
 from blazeproto.autograd.operators import cast
 from blazeproto.autograd.records import new_quantized, new_rows, new_weights, rows_in, weights_in, width_of
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm import down_backward, fp8, quantize
 from blazeproto.gemm.combine import column_slices, in_slices
 from blazeproto.gemm.combine import launch as launch_combine
-from blazeproto.gemm.quantize import SCALED, OnStream, Quantized
+from blazeproto.gemm.quantize import OnStream, Quantized
 from blazeproto.gemm.recipe import FP8, Operand
 from blazeproto.runtime.arrays import current_stream
 
@@ -40,25 +39,19 @@ class Hopper:
     def forward_weight(
         weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None, place: Tensor | None = None
     ) -> Quantized:
-        if kept is None:
-            kept = new_weights(weight, weight.shape, 1)
-            _quantize(weight, dtype, rows, kept[0], None if place is None else place[0])
-        return weights_in(kept[0], *weight.shape[1:])
+        record = _quantized(weight, dtype, rows, (True, False), place) if kept is None else kept
+        return weights_in(record[0], *weight.shape[1:])
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Quantized:
         """The transpose, quantized."""
-        if kept is None:
-            kept = new_weights(weight, weight.shape, 1)
-            _quantize(weight, dtype, rows, None, kept[0])
-        return weights_in(kept[-1], *weight.shape[:0:-1])
+        record = _quantized(weight, dtype, rows, (False, True)) if kept is None else kept
+        return weights_in(record[-1], *weight.shape[:0:-1])
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A record (2, E, bytes): forward's order, and transposed."""
-        record = new_weights(weight, weight.shape, 2)
-        _quantize(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), *record)
-        return record
+        return _quantized(weight, dtype, OnStream(weight.get_device(), current_stream(weight)), (True, True))
 
     def up_forward(
         self,
@@ -74,8 +67,8 @@ class Hopper:
         width = up_proj.values.shape[1]
         h = new_rows(x, rows.num_rows, width) if h is None else h
         act = new_rows(x, rows.num_rows, width // 2)
-        of_h, of_act = rows_in(h, width), rows_in(act, width // 2)
-        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, h=of_h, act=of_act)
+        places = {"h": rows_in(h, width), "act": rows_in(act, width // 2)}
+        fp8.launch_up(self._tokens(x, rows), up_proj, rows, activation=activation, **places)
         return h, act
 
     def down_forward(
@@ -89,9 +82,15 @@ class Hopper:
         *_: Any,
         **how: Any,
     ) -> None:
-        d_expert = down_proj.values.shape[2]
         # Half of what bf16 has, so that Y leaves room for the weights' copies.
-        self._rows_and_sums(rows_in(act, d_expert), down_proj, rows, 2 * down_proj.values.nbytes, out, ready(scores))
+        self._rows_and_sums(
+            rows_in(act, down_proj.values.shape[2]),
+            down_proj,
+            rows,
+            2 * down_proj.values.nbytes,
+            out,
+            hopper_backend.ready(scores),
+        )
 
     def down_backward_act(
         self,
@@ -108,7 +107,7 @@ class Hopper:
         *,
         overwrite_h: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores, d_expert, num_rows = ready(scores), down_proj.values.shape[1], rows.num_rows
+        scores, d_expert, num_rows = hopper_backend.ready(scores), down_proj.values.shape[1], rows.num_rows
         dh = h if overwrite_h else torch.empty_like(h)
         a_scaled, d_scores = new_rows(h, num_rows, d_expert), torch.empty_like(scores)
         fp8.launch_down_backward(
@@ -135,9 +134,8 @@ class Hopper:
         dx: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
-        width = up_proj.values.shape[2]
         dx = torch.empty_like(x) if dx is None else dx
-        self._rows_and_sums(rows_in(dh, width), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
+        self._rows_and_sums(rows_in(dh, up_proj.values.shape[2]), up_proj, rows, 2 * up_proj.values.nbytes, dx, None)
         return dx
 
     def weight_gradient(
@@ -177,9 +175,8 @@ class Hopper:
         return out
 
     def _tokens(self, x: Tensor, rows: Addresses) -> Quantized:
-        x = ready(x)
         made = new_quantized(x, FP8.x.scale, *x.shape)
-        quantize.launch_rows(x, rows, made)
+        quantize.launch_rows(hopper_backend.ready(x), rows, made)
         return made
 
     def _rows_and_sums(
@@ -193,14 +190,17 @@ class Hopper:
             del made  # before the next one is allocated
 
 
-def _quantize(
-    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, out: Tensor | None, transposed: Tensor | None
-) -> None:
-    """To records (E, bytes), in one pass."""
-    _, m, k = weight.shape
-    to = None if out is None else weights_in(out, m, k)
-    to_transposed = None if transposed is None else weights_in(transposed, k, m)
-    quantize.launch_weights(ready(cast(weight, dtype)), at, to, to_transposed)
+def _quantized(
+    weight: Tensor, dtype: torch.dtype, at: Addresses | OnStream, orders: tuple[bool, bool], place: Tensor | None = None
+) -> Tensor:
+    """A record of a weight, made in one pass. orders: forward's and the transpose, which of them are in it.  place: a record of
+    its own for the transpose."""
+    record = new_weights(weight, weight.shape, sum(orders))
+    back = record if orders[1] else place
+    to = weights_in(record[0], *weight.shape[1:]) if orders[0] else None
+    to_transposed = None if back is None else weights_in(back[-1], *weight.shape[:0:-1])
+    quantize.launch_weights(hopper_backend.ready(cast(weight, dtype)), at, to, to_transposed)
+    return record
 
 
 class Plain:
@@ -218,19 +218,21 @@ class Plain:
             place.copy_(Plain.keep(weight, dtype)[1:])
         if kept is None:
             return _rounded(cast(weight, dtype), FP8.weights)
-        return quantize.weights_of(torch, weights_in(kept[0], *weight.shape[1:])).to(dtype)
+        return quantize.from_e4m3(torch, weights_in(kept[0], *weight.shape[1:]), "128x128").to(dtype)
 
     @staticmethod
     def backward_weight(weight: Tensor, dtype: torch.dtype, rows: Any, kept: Tensor | None) -> Tensor:
         """As forward has it, of which torch's products give the same bits: transposing changes no number."""
         if kept is None:
             return Plain.forward_weight(weight, dtype, rows, None)
-        return quantize.weights_of(torch, weights_in(kept[-1], *weight.shape[:0:-1])).to(dtype).mT.contiguous()
+        return (
+            quantize.from_e4m3(torch, weights_in(kept[-1], *weight.shape[:0:-1]), "128x128").to(dtype).mT.contiguous()
+        )
 
     @staticmethod
     def keep(weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As that of `Hopper`."""
-        made, record = quantize.of_weights(torch, cast(weight, dtype)), new_weights(weight, weight.shape, 2)
+        made, record = quantize.to_e4m3(torch, cast(weight, dtype), "128x128"), new_weights(weight, weight.shape, 2)
         for values, scales, to in (
             (*made, weights_in(record[0], *weight.shape[1:])),
             (made.values.mT, made.scales.mT, weights_in(record[1], *weight.shape[:0:-1])),
@@ -279,8 +281,9 @@ class Plain:
         **how: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         d_out, h = _rounded(d_out, FP8.d_out), _from_record(h, d_out.dtype)
-        made = torch_backend.down_backward_act(needs, d_out, h, act, scores, down_proj, *others, **how)
-        dh, d_scores, a_scaled = made
+        dh, d_scores, a_scaled = torch_backend.down_backward_act(
+            needs, d_out, h, act, scores, down_proj, *others, **how
+        )
         return None if dh is None else _to_record(dh), d_scores, None if a_scaled is None else _to_record(a_scaled)
 
     def up_backward_act(self, dh: Tensor, x: Tensor, up_proj: Tensor, *others: Any, **how: Any) -> Tensor:
@@ -294,16 +297,16 @@ class Plain:
 
 
 def _rounded(values: Tensor, operand: Operand) -> Tensor:
-    quantized, back = SCALED[operand.scale]
-    return back(torch, quantized(torch, values)).to(values.dtype)  # type: ignore[no-any-return]
+    made = quantize.to_e4m3(torch, values, operand.scale)
+    return quantize.from_e4m3(torch, made, operand.scale).to(values.dtype)  # type: ignore[no-any-return]
 
 
 def _to_record(rows: Tensor, place: Tensor | None = None) -> Tensor:
     record = new_rows(rows, *rows.shape) if place is None else place
-    made, to = quantize.of_rows(torch, rows), rows_in(record, rows.shape[1])
+    made, to = quantize.to_e4m3(torch, rows, "1x128"), rows_in(record, rows.shape[1])
     to.values.copy_(made.values), to.scales.copy_(made.scales)
     return record
 
 
 def _from_record(record: Tensor, dtype: torch.dtype) -> Tensor:
-    return quantize.rows_of(torch, rows_in(record, width_of(record))).to(dtype)
+    return quantize.from_e4m3(torch, rows_in(record, width_of(record)), "1x128").to(dtype)

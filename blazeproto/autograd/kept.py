@@ -40,8 +40,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """A fused optimizer writes to weights whose versions stay as they were."""
     if torch.compiler.is_compiling() or not _MADE_OF:
         return
-    groups = optimizer.param_groups
-    stepped = {p.untyped_storage() for group in groups for p in group["params"] if p.grad is not None}
+    stepped = {p.untyped_storage() for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for record, state in [*_MADE_OF.items()]:
         if state and state[0]() in stepped:
             _MADE_OF[record] = None
@@ -107,17 +106,12 @@ def quantize_weights(
         got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
         raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
     with torch.inference_mode(False):  # or no backward could save what is made
-        if dtype is None:
-            dtype = autocast_dtype(down_proj.device.type) or down_proj.dtype
+        dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)
         options = Options(backend=backend, precision="fp8")
-        others = (down_proj, None, None, None, None)
-        check_experts(x, (gate_up_proj,), *others, num_experts=len(down_proj), options=options)
+        check_experts(x, (gate_up_proj,), down_proj, *[None] * 4, num_experts=len(down_proj), options=options)
         made: Any = backend_on(backend, x.device, dtype, *down_proj.shape, precision="fp8")
-        weights = gate_up_proj, down_proj
-        up, down = (made.keep(weight, dtype) for weight in weights)
+        up, down = (made.keep(weight, dtype) for weight in (gate_up_proj, down_proj))
     _watch_optimizers()
-    _MADE_OF.update(
-        {record.untyped_storage(): _state(weight) for record, weight in zip((up, down), weights, strict=True)}
-    )
+    _MADE_OF.update({up.untyped_storage(): _state(gate_up_proj), down.untyped_storage(): _state(down_proj)})
     return QuantizedWeights(up, down, dtype)

@@ -81,6 +81,6 @@ def saved_bytes(
         lists += 4 * (pairs + num_tokens + 1)
     of_rows = itemsize * rows * of_row
     if name_of(precision) != "bf16" and of_row:
-        copies = weight_bytes(d_model, of_row) + weight_bytes(d_expert, d_model)
-        of_rows = rows * row_bytes(of_row) + keep_transposed * num_experts * copies
+        copies = keep_transposed * (weight_bytes(d_model, of_row) + weight_bytes(d_expert, d_model))
+        of_rows = rows * row_bytes(of_row) + num_experts * copies
     return itemsize * num_tokens * d_model + of_rows + max(itemsize, 4) * pairs + lists

@@ -17,8 +17,6 @@ from torch import Tensor
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, scales_shape
 from blazeproto.gemm.tiles import ALIGNMENT
 
-E4M3 = torch.float8_e4m3fn
-
 
 def row_bytes(width: int) -> int:
     """Bytes that a row takes in a record."""
@@ -31,9 +29,11 @@ def weight_bytes(m: int, k: int) -> int:
 
 
 def new_quantized(like: Tensor, scale: str, *shape: int) -> Quantized:
-    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.SCALED`)."""
-    scales = like.new_empty(scales_shape(scale, shape), dtype=torch.float32)
-    return Quantized(like.new_empty(shape, dtype=E4M3), scales)
+    """Uninitialised values of this shape, no record, and their scales.  scale: what shares one (`quantize.scales_shape`)."""
+    return Quantized(
+        like.new_empty(shape, dtype=torch.float8_e4m3fn),
+        like.new_empty(scales_shape(scale, shape), dtype=torch.float32),
+    )
 
 
 def new_rows(like: Tensor, num_rows: int, width: int) -> Tensor:
@@ -65,4 +65,4 @@ def weights_in(record: Tensor, m: int, k: int) -> Quantized:
 def _views(record: Tensor, scale: str, *shape: int) -> Quantized:
     flat, end, scales = record.view(-1), prod(shape), scales_shape(scale, shape)
     of_scales = flat[end : end + 4 * prod(scales)]
-    return Quantized(flat[:end].view(E4M3).view(shape), of_scales.view(torch.float32).view(scales))
+    return Quantized(flat[:end].view(torch.float8_e4m3fn).view(shape), of_scales.view(torch.float32).view(scales))

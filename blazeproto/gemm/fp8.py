@@ -13,70 +13,72 @@ from blazeproto.gemm import product, reduce
 from blazeproto.gemm.compile import Kernel
 from blazeproto.gemm.launch import Box, Params, Plan, dense_box, persistent_grid
 from blazeproto.gemm.product import PACKAGE, PLAIN, SHAPES, Build, Variant, tiled_kernel
-from blazeproto.gemm.quantize import BLOCK, Quantized, most_blocks
+from blazeproto.gemm.quantize import BLOCK, Quantized, blocks, most_blocks
 from blazeproto.gemm.rows import FP8_ROWS_PARAMS, h_box, rows_plan, words
 from blazeproto.gemm.tiles import BF16, BK, BM, SLAB, TileConfig
 from blazeproto.runtime import driver
 
 PAIR = 2  # elements that are moved as if they were one bf16
 TILES = TileConfig(deferred=False)
+UP, DOWN_BACKWARD = "up_forward_fp8", "down_backward_fp8"
+GATHERING = {UP: "up_fp8.cu", DOWN_BACKWARD: "down_backward_fp8.cu"}
+"""Kernels that take tokens and quantize the rows that they make; others take rows that are quantized, in expert order."""
 
 
-def _kernel(
-    file: str, entry: str, config: TileConfig | None, build: Build, *, gather: bool, **macros: int | str
-) -> Kernel:
-    """gather: of tokens, to rows that are quantized; else of quantized rows, which lie in expert order."""
+def _kernel(file: str, entry: str, build: Build, *, gather: bool, **macros: int | str) -> Kernel:
     options = {"B_MN": 0, "HAS_BIAS": 0, "FP8": 1, "BLOCK_SCALES": not gather, "PAIRED_ROWS": gather}
-    return tiled_kernel(
-        file, entry, config or TILES, build, tails=gather, widths=(256,), GATHER=gather, **options, **macros
-    )
+    return tiled_kernel(file, entry, TILES, build, tails=gather, widths=(256,), GATHER=gather, **options, **macros)
 
 
-def up_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: activation."""
-    return _kernel(
-        "up_fp8.cu", "up_forward_fp8", config, build, gather=True, **activation_named(variant.activation).macros
-    )
+def gathering_kernel(entry: str, activation: str, build: Build = PACKAGE) -> Kernel:
+    """entry: one of `GATHERING`."""
+    return _kernel(GATHERING[entry], entry, build, gather=True, **activation_named(activation).macros)
 
 
-def linear_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    return _kernel("linear.cu", "linear", config, build, gather=False, FUSED_COMBINE=0)
-
-
-def down_backward_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: activation."""
-    return _kernel(
-        "down_backward_fp8.cu",
-        "down_backward_fp8",
-        config,
-        build,
-        gather=True,
-        **activation_named(variant.activation).macros,
-    )
-
-
-def _pairs(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shape of weights (E, m, k), as they are moved."""
-    return (shape[0], shape[1], shape[2] // PAIR)
+def linear_kernel(build: Build = PACKAGE) -> Kernel:
+    return _kernel("linear.cu", "linear", build, gather=False, FUSED_COMBINE=0)
 
 
 @lru_cache(maxsize=SHAPES)
-def _up_plan(where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build) -> Plan:
-    n = shape[1] // 2
+def _gathering_plan(
+    entry: str, where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build
+) -> Plan:
+    halves = 2 if entry == UP else 1  # of the weights, gate and up
+    n = shape[1] // halves
     return rows_plan(
-        up_kernel(None, Variant(activation=activation), build),
+        gathering_kernel(entry, activation, build),
         TILES,
         where,
-        _pairs(shape),
+        (*shape[:2], shape[2] // PAIR),
         Variant(gather=True),
         mn_major=False,
         columns=n,
-        halves=2,
+        halves=halves,
+        h=None if entry == UP else h_box(n // PAIR, 2, where[0], (SLAB, BM, 2), BF16),
         out0=h_box(n // PAIR, 2, where[0], (SLAB, SLAB, 1), BF16),
         out1=dense_box((n // PAIR, where[0]), (SLAB, SLAB)),
         params=FP8_ROWS_PARAMS,
         paired=True,
     )
+
+
+def _launch_gathering(
+    entry: str,
+    tokens: Quantized,
+    weights: Quantized,
+    at: Addresses,
+    activation: str,
+    h: Quantized | None,
+    out: tuple[Quantized, Quantized],
+    **sums: int,
+) -> None:
+    """h: what is read beside.  out: like H, and like act.  sums: addresses of scores and partial sums."""
+    if at.num_rows:
+        plan = _gathering_plan(entry, at.where, tuple(weights.values.shape), activation, product.build_of(entry))
+        out0, out1 = (made.values.data_ptr() for made in out)
+        addresses = words(at, config=TILES, source=tokens.values.data_ptr(), out0=out0, out1=out1, **sums)
+        maps = (weights.values.data_ptr(), *(() if h is None else (h.values.data_ptr(),)), out0, out1)
+        driver.launch(*plan.fill(maps, addresses + _scales(tokens, weights, h, *out)), at.stream)
 
 
 def launch_up(
@@ -86,20 +88,14 @@ def launch_up(
 
     x (T, d) by token, up_proj (E, 2n, d) by block -> h (R, 2n), act (R, n), scales (2n / 128, R) and (n / 128, R).
     """
-    if not at.num_rows:
-        return
-    plan = _up_plan(at.where, tuple(up_proj.values.shape), activation, product.build_of("up_forward_fp8"))
-    h_at, act_at = h.values.data_ptr(), act.values.data_ptr()
-    addresses = words(at, config=TILES, source=x.values.data_ptr(), out0=h_at, out1=act_at)
-    scales = _scales(x, up_proj, None, h, act)
-    driver.launch(*plan.fill((up_proj.values.data_ptr(), h_at, act_at), addresses + scales), at.stream)
+    _launch_gathering(UP, x, up_proj, at, activation, None, (h, act))
 
 
 @lru_cache(maxsize=SHAPES)
 def _linear_plan(where: tuple[int, int, int], shape: tuple[int, int, int], columns: int, build: Build) -> Plan:
-    out, made = dense_box((columns, where[0]), (SLAB, SLAB)), linear_kernel(None, PLAIN, build)
-    params = FP8_ROWS_PARAMS
-    return rows_plan(made, TILES, where, _pairs(shape), PLAIN, mn_major=False, columns=columns, out0=out, params=params)
+    out0, made = dense_box((columns, where[0]), (SLAB, SLAB)), linear_kernel(build)
+    how: dict[str, Any] = {"mn_major": False, "params": FP8_ROWS_PARAMS}
+    return rows_plan(made, TILES, where, (*shape[:2], shape[2] // PAIR), PLAIN, columns=columns, out0=out0, **how)
 
 
 def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: range, out: Any) -> None:
@@ -107,36 +103,13 @@ def launch_linear(a: Quantized, weights: Quantized, at: Addresses, *, columns: r
 
     a (R, k), scales (k / 128, R), weights (E, m, k) by block -> out (R, len(columns)) bf16. columns: begin at a block.
     """
-    if not at.num_rows:
-        return
-    shape = tuple(weights.values.shape)
-    k = shape[2]
-    made = _linear_plan(at.where, shape, len(columns), product.build_of("linear_fp8"))
-    maps = (a.values.data_ptr(), weights.values.data_ptr() + k * columns.start, out.data_ptr())
-    addresses = words(at, config=TILES, out0=out.data_ptr())
-    first = columns.start // BLOCK * -(-k // BLOCK)  # of the weights' scales
-    driver.launch(*made.fill(maps, addresses + _scales(a, weights, None, None, None, first=first)), at.stream)
-
-
-@lru_cache(maxsize=SHAPES)
-def _down_backward_plan(
-    where: tuple[int, int, int], shape: tuple[int, int, int], activation: str, build: Build
-) -> Plan:
-    n = shape[1]
-    return rows_plan(
-        down_backward_kernel(None, Variant(activation=activation), build),
-        TILES,
-        where,
-        _pairs(shape),
-        Variant(gather=True),
-        mn_major=False,
-        columns=n,
-        h=h_box(n // PAIR, 2, where[0], (SLAB, BM, 2), BF16),
-        out0=h_box(n // PAIR, 2, where[0], (SLAB, SLAB, 1), BF16),
-        out1=dense_box((n // PAIR, where[0]), (SLAB, SLAB)),
-        params=FP8_ROWS_PARAMS,
-        paired=True,
-    )
+    if at.num_rows:
+        shape = tuple(weights.values.shape)
+        made = _linear_plan(at.where, shape, len(columns), product.build_of("linear_fp8"))
+        maps = (a.values.data_ptr(), weights.values.data_ptr() + shape[2] * columns.start, out.data_ptr())
+        first = columns.start // BLOCK * blocks(shape[2])  # of the weights' scales
+        addresses = words(at, config=TILES, out0=out.data_ptr()) + _scales(a, weights, None, None, None, first=first)
+        driver.launch(*made.fill(maps, addresses), at.stream)
 
 
 def launch_down_backward(
@@ -157,21 +130,8 @@ def launch_down_backward(
     d_out (T, d) by token, down_proj (E, n, d), the transpose, by block, h (R, 2n), scales (2n / 128, R), scores (P,) fp32 -> dh
     like h, whose values may be h's, a_scaled (R, n), scales (n / 128, R), d_scores (P,). workspace: as `down_backward_act`.
     """
-    if at.num_rows:
-        build = product.build_of("down_backward_act_fp8")
-        plan = _down_backward_plan(at.where, tuple(down_proj.values.shape), activation, build)
-        dh_at, a_at = dh.values.data_ptr(), a_scaled.values.data_ptr()
-        addresses = words(
-            at,
-            config=TILES,
-            source=d_out.values.data_ptr(),
-            out0=dh_at,
-            out1=a_at,
-            scores=scores.data_ptr(),
-            sums=workspace.data_ptr(),
-        )
-        maps = (down_proj.values.data_ptr(), h.values.data_ptr(), dh_at, a_at)
-        driver.launch(*plan.fill(maps, addresses + _scales(d_out, down_proj, h, dh, a_scaled)), at.stream)
+    sums = {"scores": scores.data_ptr(), "sums": workspace.data_ptr()}
+    _launch_gathering(DOWN_BACKWARD, d_out, down_proj, at, activation, h, (dh, a_scaled), **sums)
     reduce.launch_reduce_scores_grad(workspace, d_scores, at)
 
 
@@ -186,10 +146,9 @@ WEIGHT_PARAMS = Params(
 )
 
 
-def weight_kernel(config: TileConfig | None = None, variant: Variant = PLAIN, build: Build = PACKAGE) -> Kernel:
-    """variant: f32."""
-    options = {"GATHER": 0, "FP8": 1, "BLOCK_SCALES": 1, "TRANSPOSED": 0, "OUT_F32": variant.f32}
-    return tiled_kernel("weight_fp8.cu", "weight_gradient_fp8", config or TILES, build, widths=(256,), **options)
+def weight_kernel(f32: bool = False, build: Build = PACKAGE) -> Kernel:
+    options = {"GATHER": 0, "FP8": 1, "BLOCK_SCALES": 1, "TRANSPOSED": 0, "OUT_F32": f32}
+    return tiled_kernel("weight_fp8.cu", "weight_gradient_fp8", TILES, build, widths=(256,), **options)
 
 
 @lru_cache(maxsize=SHAPES)
@@ -210,13 +169,12 @@ def _weight_plan(
     ]
     strides = (BF16.bytes * inner, BF16.bytes * inner * outer)
     out = None if f32 else Box((columns, rows, experts), strides, (SLAB, SLAB, 1))
-    tiles = experts * -(-rows // BM) * -(-columns // TILES.tile_n)
     return Plan(
-        weight_kernel(None, Variant(f32=f32), build),
+        weight_kernel(f32, build),
         WEIGHT_PARAMS,
         (*turned, out),
         (experts, rows, columns, int(accumulate), 1, made),
-        grid=persistent_grid(device, 1, tiles),
+        grid=persistent_grid(device, 1, experts * -(-rows // BM) * -(-columns // TILES.tile_n)),
         device=device,
     )
 
@@ -240,15 +198,14 @@ def launch_weight(
     plan = _weight_plan(at.where, tuple(dw.shape), part, f32, accumulate, product.build_of("weight_fp8"))
     to = dw.data_ptr() + BF16.bytes * (first[0] * dw.shape[2] + first[1])
     maps = ((left.values.data_ptr(), right.values.data_ptr()) if at.num_rows else ()) + (() if f32 else (to,))
-    scales = (left.scales.data_ptr(), right.scales.data_ptr())
-    driver.launch(*plan.fill(maps, (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0, *scales)), at.stream)
+    addresses = (blocks_before.data_ptr(), dw.data_ptr() if f32 else 0)
+    driver.launch(*plan.fill(maps, addresses + _scales(left, right)), at.stream)
 
 
 def kernels(activation: str = "swiglu") -> list[Kernel]:
     """All that a layer launches."""
-    variant = Variant(activation=activation)
-    by_rows = (up_kernel(None, variant), linear_kernel(), down_backward_kernel(None, variant))
-    return [*by_rows, weight_kernel(), weight_kernel(None, variant._replace(f32=True))]
+    gathering = (gathering_kernel(entry, activation) for entry in GATHERING)
+    return [*gathering, linear_kernel(), *map(weight_kernel, (False, True))]
 
 
 def _scales(a: Quantized, b: Quantized, *others: Quantized | None, first: int = 0) -> tuple[int, ...]:

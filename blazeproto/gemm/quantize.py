@@ -58,80 +58,54 @@ def _float32(m: Any, values: Any) -> Any:
     return values.astype(m.float32) if m is np else values.to(m.float32)
 
 
-def _padded(m: Any, values: Any, *dims: int) -> Any:
-    """Zeros behind these dimensions, to whole blocks."""
-    for dim in dims:
-        shape = list(values.shape)
-        shape[dim] = -shape[dim] % BLOCK
-        if shape[dim]:
-            values = m.concatenate(
-                (values, m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)), dim
-            )
-    return values
-
-
-def of_tokens(m: Any, x: Any) -> Quantized:
-    """x (T, width) -> values (T, width), scales (T,)."""
-    x = _float32(m, x)
-    scales = scale_of(m, m.amax(abs(x), 1)) if x.shape[0] else x[:, 0]
-    return Quantized(_e4m3(m, x / scales[:, None]), scales)
-
-
-def tokens_of(m: Any, x: Quantized) -> Any:
-    """(T, width) fp32."""
-    return _fp32(m, x.values) * x.scales[:, None]
-
-
-def of_rows(m: Any, rows: Any) -> Quantized:
-    """rows (R, width), of whole blocks -> values (R, width), scales (width / 128, R)."""
-    by_block = _float32(m, rows).reshape(rows.shape[0], rows.shape[1] // BLOCK, BLOCK)
-    scales = scale_of(m, m.amax(abs(by_block), 2))
-    return Quantized(_e4m3(m, (by_block / scales[..., None]).reshape(rows.shape)), scales.T)
-
-
-def rows_of(m: Any, rows: Quantized) -> Any:
-    """(R, width) fp32."""
-    values = _fp32(m, rows.values)
-    return (values.reshape(values.shape[0], values.shape[1] // BLOCK, BLOCK) * rows.scales.T[..., None]).reshape(
-        values.shape
-    )
-
-
-def of_weights(m: Any, weights: Any) -> Quantized:
-    """weights (E, m, k) -> values (E, m, k), scales (E, m / 128, k / 128)."""
-    by_block = _by_block(_padded(m, _float32(m, weights), 1, 2))
-    scales = scale_of(m, m.amax(abs(by_block), (2, 4)))
-    made = _from_blocks(by_block / scales[:, :, None, :, None], weights.shape)
-    return Quantized(_e4m3(m, made), scales)
-
-
-def weights_of(m: Any, weights: Quantized) -> Any:
-    """(E, m, k) fp32."""
-    by_block = _by_block(_padded(m, _fp32(m, weights.values), 1, 2))
-    return _from_blocks(by_block * weights.scales[:, :, None, :, None], weights.values.shape)
-
-
-SCALED = {"token": (of_tokens, tokens_of), "1x128": (of_rows, rows_of), "128x128": (of_weights, weights_of)}
-"""What a recipe's operand says shares a scale (`blazeproto.gemm.recipe.Operand`): to fp8, and back."""
+def _sides(scale: str, width: int) -> tuple[int, int]:
+    """How many rows and columns of a matrix share a scale."""
+    return {"token": (1, width), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[scale]
 
 
 def scales_shape(scale: str, values: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of values of this shape.  scale: what shares one, as in `SCALED`."""
-    if scale == "token":
-        return values[:1]
-    if scale == "1x128":
-        return (values[1] // BLOCK, values[0])
-    return (*values[:-2], blocks(values[-2]), blocks(values[-1]))
+    """The shape of the scales of values of this shape.  scale: what shares one (`blazeproto.gemm.recipe.Operand`).
+
+    "token": of (T, width) (T,).  "1x128": of (R, width) (width / 128, R).  "128x128": of (E, m, k), or of (m, k),
+    (E, m / 128, k / 128).
+    """
+    rows, columns = _sides(scale, values[-1])
+    counts = (-(-values[-2] // rows), -(-values[-1] // columns))
+    return {"token": counts[:1], "1x128": counts[::-1], "128x128": (*values[:-2], *counts)}[scale]
 
 
-def _by_block(weights: Any) -> Any:
-    experts, m, k = weights.shape
-    return weights.reshape(experts, m // BLOCK, BLOCK, k // BLOCK, BLOCK)
+def to_e4m3(m: Any, values: Any, scale: str) -> Quantized:
+    """Numbers of any dtype, quantized. Shapes: `scales_shape`."""
+    by_block = _by_block(m, _float32(m, values), scale)
+    scales = scale_of(m, m.amax(abs(by_block), (-3, -1)))
+    made = _e4m3(m, _from_blocks(by_block / scales[..., :, None, :, None], values.shape))
+    return Quantized(made, scales if scale == "128x128" else scales.T.reshape(scales_shape(scale, values.shape)))
+
+
+def from_e4m3(m: Any, of: Quantized, scale: str) -> Any:
+    """The numbers, fp32."""
+    by_block = _by_block(m, _fp32(m, of.values), scale)
+    columns_of_rows = (by_block.shape[-2], by_block.shape[-4])
+    scales = of.scales if scale == "128x128" else of.scales.reshape(columns_of_rows).T
+    return _from_blocks(by_block * scales[..., :, None, :, None], of.values.shape)
+
+
+def _by_block(m: Any, values: Any, scale: str) -> Any:
+    """(..., rows, a, columns, b), a x b share a scale; the last are filled up with zeros."""
+    sides = _sides(scale, values.shape[-1])
+    for dim, side in zip((-2, -1), sides, strict=True):
+        shape = list(values.shape)
+        shape[dim] = -shape[dim] % side
+        if shape[dim]:
+            zeros = m.zeros_like(values[:1], shape=shape) if m is np else values.new_zeros(shape)
+            values = m.concatenate((values, zeros), dim)
+    *experts, rows, columns = values.shape
+    return values.reshape(*experts, rows // sides[0], sides[0], columns // sides[1], sides[1])
 
 
 def _from_blocks(by_block: Any, shape: Any) -> Any:
-    experts, rows, _, columns, _ = by_block.shape
-    return by_block.reshape(experts, rows * BLOCK, columns * BLOCK)[:, : shape[1], : shape[2]]
+    *experts, rows, a, columns, b = by_block.shape
+    return by_block.reshape(*experts, rows * a, columns * b)[..., : shape[-2], : shape[-1]]
 
 
 # --- Launches ------------------------------------------------------------------------------------------------------------------
@@ -172,8 +146,9 @@ def launch_weights(weights: Any, at: Addresses | OnStream, out: Quantized | None
     that order is not wanted. m, k: multiples of 16."""
     experts, m, k = weights.shape
     to = [(0, 0) if order is None else _at(order) for order in (out, transposed)]
-    grid = experts * blocks(m), blocks(k)
-    _launch("quantize_weights", at, grid, 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k)
+    _launch(
+        "quantize_weights", at, (experts * blocks(m), blocks(k)), 2 * THREADS, weights.data_ptr(), *to[0], *to[1], m, k
+    )
 
 
 def most_blocks(num_rows: int, experts: int) -> int:

@@ -20,10 +20,6 @@ class Operand(NamedTuple):
 TOKEN, ROW, BLOCKS = (Operand("e4m3", scale) for scale in ("token", "1x128", "128x128"))
 
 
-def _about(shape: str, when: str) -> dict[str, str]:
-    return {"shape": shape, "when": when}
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The operands of an expert MLP's products. ``precision=`` takes one that is in `RECIPES`, or its name, and refuses others.
@@ -33,17 +29,21 @@ class Recipe:
     products: those whose operands are quantized, `PRODUCTS` or none; of the others they have x's own dtype.
     """
 
-    x: Operand = field(default=TOKEN, metadata=_about("(T, d)", "in forward, and again in backward"))
-    d_out: Operand = field(default=TOKEN, metadata=_about("(T, d)", "in backward, once for dH and once for dW_down"))
-    weights: Operand = field(
-        default=BLOCKS, metadata=_about("(E, m, k)", "before each product that reads one, in that product's order")
+    x: Operand = field(default=TOKEN, metadata={"shape": "(T, d)", "when": "in forward, and again in backward"})
+    d_out: Operand = field(
+        default=TOKEN, metadata={"shape": "(T, d)", "when": "in backward, once for dH and once for dW_down"}
     )
-    h: Operand = field(default=ROW, metadata=_about("(R, 2n)", "in up's epilogue"))
-    act: Operand = field(default=ROW, metadata=_about("(R, n)", "in up's epilogue"))
-    dh: Operand = field(default=ROW, metadata=_about("(R, 2n)", "in down backward's epilogue"))
-    a_scaled: Operand = field(default=ROW, metadata=_about("(R, n)", "in down backward's epilogue"))
+    weights: Operand = field(
+        default=BLOCKS,
+        metadata={"shape": "(E, m, k)", "when": "before each product that reads one, in that product's order"},
+    )
+    h: Operand = field(default=ROW, metadata={"shape": "(R, 2n)", "when": "in up's epilogue"})
+    act: Operand = field(default=ROW, metadata={"shape": "(R, n)", "when": "in up's epilogue"})
+    dh: Operand = field(default=ROW, metadata={"shape": "(R, 2n)", "when": "in down backward's epilogue"})
+    a_scaled: Operand = field(default=ROW, metadata={"shape": "(R, n)", "when": "in down backward's epilogue"})
     of_dw: Operand = field(
-        default=BLOCKS, metadata=_about("transposes of dH, A', x, dO", "quantized values, scaled anew before dW")
+        default=BLOCKS,
+        metadata={"shape": "transposes of dH, A', x, dO", "when": "quantized values, scaled anew before dW"},
     )
     products: tuple[str, ...] = PRODUCTS
 
@@ -55,14 +55,10 @@ FP8 = RECIPES["fp8"]
 def name_of(precision: Any) -> str:
     """The name of a recipe; of a name, itself. ValueError for what can't run: the argument or its field, what was expected, what
     came."""
+    names = [name for name, recipe in RECIPES.items() if precision in (name, recipe)]
+    if names:
+        return names[0]
     if type(precision) is not Recipe:
-        if precision not in [*RECIPES]:  # not the table itself: what can't be hashed is no name either
-            raise ValueError(
-                f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}"
-            )
-        return str(precision)
-    for name, recipe in RECIPES.items():
-        if precision == recipe:
-            return name
+        raise ValueError(f"precision: expected one of {', '.join(map(repr, RECIPES))} or a Recipe, got {precision!r}")
     differs = next(each.name for each in fields(Recipe) if getattr(precision, each.name) != getattr(FP8, each.name))
     raise ValueError(f"precision.{differs}: expected {getattr(FP8, differs)}, got {getattr(precision, differs)!r}")

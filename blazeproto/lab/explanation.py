@@ -192,9 +192,8 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
 
 
 def _weights_in_fp8(layer: MoE) -> str:
-    if layer.quantized is not None:
-        return "before"
-    return "both" if layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE else "each"
+    both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE
+    return "before" if layer.quantized is not None else "both" if both else "each"
 
 
 def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> LayerCall:

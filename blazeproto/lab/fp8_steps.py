@@ -16,8 +16,8 @@ from blazeproto.lab.steps import Step, Traffic
 TOKENS = {"x": FP8.x, "dO": FP8.d_out}
 ROWS = {"H": FP8.h, "act": FP8.act, "dH": FP8.dh, "A'": FP8.a_scaled}
 WEIGHTS = {"gate_up_proj": FP8.weights, "down_proj": FP8.weights}
-OPERANDS = TOKENS | ROWS | WEIGHTS | {f"{name}^T": FP8.weights for name in WEIGHTS}
-OPERANDS |= {f"{name}^T": FP8.of_dw for name in TOKENS | ROWS}
+TRANSPOSED = dict.fromkeys(TOKENS | ROWS, FP8.of_dw) | WEIGHTS
+OPERANDS = TOKENS | ROWS | WEIGHTS | {f"{name}^T": operand for name, operand in TRANSPOSED.items()}
 BY_ROWS = ("up_forward", "down_forward", "down_backward_act", "up_backward_act")
 RATE = 2.0  # of e4m3's operations over bf16's
 
@@ -25,12 +25,10 @@ RATE = 2.0  # of e4m3's operations over bf16's
 def stored(arrays: Iterable[Traffic]) -> Iterator[Traffic]:
     """Operands in fp8, each before its scales; other arrays as they are."""
     for array in arrays:
-        if array.name not in OPERANDS:
-            yield array
-            continue
-        yield array._replace(itemsize=1)
-        scales = scales_shape(OPERANDS[array.name].scale, array.shape)
-        yield array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
+        yield array._replace(itemsize=1) if array.name in OPERANDS else array
+        if array.name in OPERANDS:
+            scales = scales_shape(OPERANDS[array.name].scale, array.shape)
+            yield array._replace(name=f"{array.name}'s scales", shape=scales, itemsize=4)
 
 
 def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
@@ -49,8 +47,14 @@ def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
 
 def _quantize(of: Step, array: Traffic, *orders: Traffic, keeps: Iterable[Traffic] = ()) -> Step:
     """orders: of the array, those that are made."""
-    name, writes = f"quantize {orders[0].name}", tuple(stored(orders))
-    return replace(of, name=name, reads=(array,), writes=writes, operations=0.0, keeps=tuple(stored(keeps)))
+    return replace(
+        of,
+        name=f"quantize {orders[0].name}",
+        reads=(array,),
+        writes=tuple(stored(orders)),
+        operations=0.0,
+        keeps=tuple(stored(keeps)),
+    )
 
 
 def _tokens(of: Step) -> Iterator[Step]:
@@ -60,27 +64,26 @@ def _tokens(of: Step) -> Iterator[Step]:
 def _weights(of: Step, weights: str) -> Iterator[Step]:
     """In the order that a product wants, or in both."""
     backward = "backward" in of.name
-    if weights == "before" or (weights == "both" and backward):
-        return
     for array in (array for array in of.reads if array.name in WEIGHTS):
         transposed = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
-        if weights == "both":
-            yield _quantize(of, array, array, transposed, keeps=(transposed,))
-        else:
+        if weights == "each":
             yield _quantize(of, array, transposed if backward else array)
+        elif weights == "both" and not backward:
+            yield _quantize(of, array, array, transposed, keeps=(transposed,))
 
 
 def _by_rows(step: Step) -> Step:
     """x is kept as it came."""
     keeps = (each for array in step.keeps for each in ((array,) if array.name in TOKENS else stored((array,))))
-    reads, writes = tuple(stored(step.reads)), tuple(stored(step.writes))
-    return replace(step, reads=reads, writes=writes, keeps=tuple(keeps), rate=RATE)
+    return replace(
+        step, reads=tuple(stored(step.reads)), writes=tuple(stored(step.writes)), keeps=tuple(keeps), rate=RATE
+    )
 
 
 def _gradient(step: Step) -> Iterator[Step]:
     """A weight's gradient, and what transposes its operands, in blocks of 128 rows and columns."""
     rows = next(array.shape[0] for array in step.reads if array.name in ROWS)
     turned = tuple(stored(a._replace(name=f"{a.name}^T", shape=(a.shape[1], rows)) for a in step.reads))
-    name = f"transpose {', '.join(array.name for array in step.reads)}"
-    yield replace(step, name=name, reads=tuple(stored(step.reads)), writes=turned, operations=0.0)
+    names = ", ".join(array.name for array in step.reads)
+    yield replace(step, name=f"transpose {names}", reads=tuple(stored(step.reads)), writes=turned, operations=0.0)
     yield replace(step, reads=turned, rate=RATE)

@@ -24,7 +24,7 @@ import torch
 
 from blazeproto.gemm import Sizes
 from scripts.bench import identity
-from scripts.command import argument_parser, positive
+from scripts.command import argument_parser, need_hopper, positive
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "results" / "h200"
@@ -300,6 +300,23 @@ def begun(name: str, doc: str | None, paragraphs: int = 1, **fields: Any) -> dic
     record = provenance() | {"benchmark": name, "protocol": protocol} | fields | {"rows": []}
     print(record["gpu"], "|", ", ".join(record["versions"]), "|", record["sources_sha256"][:12], flush=True)
     return record
+
+
+def measure_in_turn(
+    name: str, doc: str | None, options: argparse.Namespace, jobs: Iterable[tuple[Any, ...]], parts: Sequence[str]
+) -> None:
+    """Measure on a Hopper GPU, and write after each row: to --out, or NAME.json in the folder of the GPU that is here.
+
+    jobs: where in the record the row goes, what makes it, and the arguments.  parts: of the record, besides "rows".
+    """
+    need_hopper()
+    record = begun(name, doc) | {part: [] for part in parts}
+    out = options.out or RESULTS.parent / folder_of(gpu_name()) / f"{name}.json"
+    for part, measure, *arguments in in_turn(jobs, options.time_budget):
+        row = stamped(measure, *arguments)
+        record[part].append(row)
+        print(part, {field: value for field, value in row.items() if field != "of"}, flush=True)
+        write_json(out, record)
 
 
 def part_file(name: str) -> Path:

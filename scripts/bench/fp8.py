@@ -16,8 +16,7 @@ Peaks: over what was allocated before the call. In a row: four experts' layers, 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,30 +30,18 @@ from blazeproto.autograd.hopper_backend import rows_of
 from blazeproto.autograd.records import new_quantized
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes, down_backward, fp8, quantize
-from blazeproto.gemm.quantize import BLOCK, SCALED, Quantized
+from blazeproto.gemm.quantize import BLOCK, Quantized
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.calls import CALLS, Case
 from blazeproto.lab.machine.matrices import multiply_in_14_bits
 from blazeproto.lab.oracle import EXACT, evaluate
-from blazeproto.lab.times import interleaved_ms
+from blazeproto.lab.times import Call, interleaved_ms
 from scripts.bench import peers
-from scripts.bench.common import (
-    MIB,
-    RESULTS,
-    begun,
-    bench_parser,
-    cfg_of,
-    folder_of,
-    gpu_name,
-    in_turn,
-    stamped,
-    write_json,
-)
-from scripts.bench.timing import captured, peak_bytes, relative_difference, saved_bytes, tensors_in
-from scripts.command import need_hopper, some_of
+from scripts.bench.common import MIB, bench_parser, cfg_of, measure_in_turn
+from scripts.bench.timing import peak_bytes, relative_difference, saved_bytes, tensors_in
+from scripts.command import some_of
 
 Row = dict[str, Any]
-Call = Callable[[], Any]
 
 SHAPES = (
     Sizes(32768, 2048, 768, 128, 8),
@@ -77,6 +64,7 @@ PRODUCTS = {  # names in the results -> in bf16
     "dW_up": "up_backward_weight",
 }
 ROWS = {"H": "h", "act": "act", "Y": "y", "dH": "dh", "A'": "a_scaled", "dX": "dx_rows"}
+WEIGHTS = ("up_proj", "down_proj")
 WAYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"precision": "fp8"},
@@ -100,6 +88,12 @@ def as_tensor_core(a: np.ndarray, b: np.ndarray, promoted: bool) -> np.ndarray:
     return total + kept
 
 
+def scale_of(name: str) -> str:
+    """What shares a scale of an operand, by the names of `Operands.q`."""
+    of, turned = name.removesuffix("^T"), name.endswith("^T")
+    return (FP8.weights if of in WEIGHTS else FP8.of_dw if turned else getattr(FP8, of)).scale  # type: ignore[no-any-return]
+
+
 class Operands:
     """One layer in bf16, its operands in fp8, and room for what its products make.
 
@@ -115,23 +109,24 @@ class Operands:
         dispatch = build_dispatch(one.experts, shape.E)
         self.case, self.at = Case(x, up, down, scores.view(-1), one.grad_output, dispatch, "swiglu"), rows_of(dispatch)
         (T, d, n, E, _, _), R = shape, shape.rows
-        turned, room = quantize.most_blocks(R, E) * BLOCK, partial(new_quantized, x)
-        self.q = {
-            "x": room(FP8.x.scale, T, d),
-            "d_out": room(FP8.d_out.scale, T, d),
-            "up_proj": room(FP8.weights.scale, E, 2 * n, d),
-            "up_proj^T": room(FP8.weights.scale, E, d, 2 * n),
-            "down_proj": room(FP8.weights.scale, E, d, n),
-            "down_proj^T": room(FP8.weights.scale, E, n, d),
-            "h": room(FP8.h.scale, R, 2 * n),
-            "act": room(FP8.act.scale, R, n),
-            "dh": room(FP8.dh.scale, R, 2 * n),
-            "a_scaled": room(FP8.a_scaled.scale, R, n),
-            "x^T": room(FP8.of_dw.scale, d, turned),
-            "d_out^T": room(FP8.of_dw.scale, d, turned),
-            "dh^T": room(FP8.of_dw.scale, 2 * n, turned),
-            "a_scaled^T": room(FP8.of_dw.scale, n, turned),
+        turned = quantize.most_blocks(R, E) * BLOCK
+        shapes: dict[str, tuple[int, ...]] = {
+            "x": (T, d),
+            "d_out": (T, d),
+            "up_proj": (E, 2 * n, d),
+            "up_proj^T": (E, d, 2 * n),
+            "down_proj": (E, d, n),
+            "down_proj^T": (E, n, d),
+            "h": (R, 2 * n),
+            "act": (R, n),
+            "dh": (R, 2 * n),
+            "a_scaled": (R, n),
+            "x^T": (d, turned),
+            "d_out^T": (d, turned),
+            "dh^T": (2 * n, turned),
+            "a_scaled^T": (n, turned),
         }
+        self.q = {name: new_quantized(x, scale_of(name), *shape) for name, shape in shapes.items()}
         d_up = torch.empty_like(up)
         self.plain = {
             "y": x.new_empty(R, d),
@@ -184,29 +179,25 @@ class Operands:
 
     def made(self) -> dict[str, Tensor]:
         """The operands' numbers, and what is not quantized."""
-        scales = {name: getattr(FP8, name, FP8.weights).scale for name in self.q if not name.endswith("^T")}
-        return {name: SCALED[scale][1](torch, self.q[name]) for name, scale in scales.items()} | self.plain
+        lying = (name for name in self.q if not name.endswith("^T"))
+        return {name: quantize.from_e4m3(torch, self.q[name], scale_of(name)) for name in lying} | self.plain
 
 
 def same_bits(a: Quantized, b: Quantized) -> bool:
     """Whether values and scales are the same."""
-    values = torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8).contiguous())
-    return values and torch.equal(a.scales, b.scales.contiguous())
+    return all(torch.equal(x.view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
 
 
 def quantized_alike(o: Operands) -> list[bool]:
     """Whether x, dO, both weights and their transposes are the twins' bits."""
-    one, q = o.case, o.q
-    twins = {"x": quantize.of_tokens(torch, one.x), "d_out": quantize.of_tokens(torch, one.d_out)}
-    for name, weight in (("up_proj", one.up_proj), ("down_proj", one.down_proj)):
-        twins[name] = twin = quantize.of_weights(torch, weight)
-        twins[f"{name}^T"] = Quantized(twin.values.mT, twin.scales.mT)
-    return [same_bits(q[name], twin) for name, twin in twins.items()]
+    given = {name: getattr(o.case, name) for name in ("x", "d_out", *WEIGHTS)}
+    given |= {f"{name}^T": given[name].mT for name in WEIGHTS}
+    return [same_bits(o.q[name], quantize.to_e4m3(torch, of, scale_of(name))) for name, of in given.items()]
 
 
 def off(got: Tensor, exact: Tensor) -> float:
     """The largest error of a row, relative to the row's largest magnitude."""
-    return round(float(((got.double() - exact).abs().amax(1) / exact.abs().amax(1)).max()), 6)
+    return round(float(((got.double() - exact).abs().amax(1) / exact.abs().amax(1)).max()), 7)
 
 
 def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[str, float]:
@@ -227,46 +218,31 @@ def sums_off(o: Operands, got: Tensor, rows: Tensor, weights: Tensor) -> dict[st
 def check(shape: Sizes, positive: bool) -> Row:
     """What each product's output is off float64 by, relative to its largest magnitude; of dS, and of samples of Y and dX, beside
     what a tensor core's sums cost, taken out every 128 elements or never."""
-    o, row = Operands(shape, positive=positive), Row(cfg=cfg_of(shape), positive=positive)
+    o = Operands(shape, positive=positive)
     calls = o.calls()
     for of in o.q.values():
         of.values.view(torch.uint8).fill_(0x7F)
     for call in calls.values():
         call()
-    row["quantized_alike"] = quantized_alike(o)
     made = o.made()
-    numbers: Any = {name: made[name] for name in ("x", "up_proj", "down_proj", "d_out")}
+    numbers: Any = {name: made[name] for name in ("x", "d_out", *WEIGHTS)}
     exact = evaluate(EXACT, replace(o.case, **numbers), made)
-    row |= {name: off(made[output], exact[output]) for name, output in ROWS.items()}
-    row["Y_rms"] = sums_off(o, made["y"], made["act"], made["down_proj"])
-    row["dX_rms"] = sums_off(o, made["dx_rows"], made["dh"], made["up_proj"].mT)
-    d_scores, exact_scores = made["d_scores"].view(-1).double(), exact["d_scores"]
-    row["dS"] = round(float((d_scores - exact_scores).abs().max() / exact_scores.abs().max()), 7)
-    for name, output in (("dW_down", "d_down"), ("dW_up", "d_up")):
-        row[name] = round(relative_difference(made[output], exact[output]), 6)
-    before = [t.clone() for t in (made["dx_rows"], made["d_scores"], o.q["dh"].values.view(torch.uint8))]
+    row = {name: off(made[output], exact[output]) for name, output in ROWS.items()}
+    row |= {f"dW_{of}": round(relative_difference(made[f"d_{of}"], exact[f"d_{of}"]), 6) for of in ("down", "up")}
+    results = (o.plain["dx_rows"], o.plain["d_scores"], o.q["dh"].values.view(torch.uint8))
+    before = [t.clone() for t in results]
     for name in ("up", "dH", "dX"):
         calls[name]()
-    again = (o.plain["dx_rows"], o.plain["d_scores"], o.q["dh"].values.view(torch.uint8))
-    row["repeats"] = all(map(torch.equal, before, again))
-    return row
-
-
-def graph(shape: Sizes) -> Row:
-    """Whether a replayed graph of a forward and a backward gives an eager one's bits, twice."""
-    program, made = program_of(peers.make_inputs(shape), **WAYS["fp8"]), list[list[Tensor]]()
-
-    def both() -> Any:
-        result = program.forward_backward()
-        made.append(tensors_in(result))
-        return result
-
-    for _ in range(2):
-        both()
-    first, second = made
-    captured(both, torch.cuda.graph_pool_handle())()
-    torch.cuda.synchronize()
-    return Row(cfg=cfg_of(shape), graph_alike=[list(map(torch.equal, first, other)) for other in (second, made[-1])])
+    return Row(
+        cfg=cfg_of(shape),
+        positive=positive,
+        quantized_alike=quantized_alike(o),
+        **row,
+        dS=off(made["d_scores"].view(1, -1), exact["d_scores"].view(1, -1)),
+        Y_rms=sums_off(o, made["y"], made["act"], made["down_proj"]),
+        dX_rms=sums_off(o, made["dx_rows"], made["dh"], made["up_proj"].mT),
+        repeats=all(map(torch.equal, before, results)),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -278,11 +254,11 @@ def in_bf16(o: Operands) -> dict[str, Call]:
     for name, product in PRODUCTS.items():
         call = CALLS[product]
         outputs = call.outputs(o.case, memory).items()
-        new = {
+        memory |= {
             each: torch.empty(out.shape, dtype=out.dtype, device=DEVICE) for each, out in outputs if each not in memory
         }
-        calls[name] = partial(call.entry.run, **call.arguments(o.case, memory, memory | new))
-        memory |= {each: tensor for each, tensor in new.items() if each != "workspace"}
+        calls[name] = partial(call.entry.run, **call.arguments(o.case, memory, memory))
+        memory.pop("workspace", None)
     return calls
 
 
@@ -292,27 +268,31 @@ def products(shape: Sizes, rounds: int) -> Row:
     ours = in_bf16(o)
     for name, call in o.calls().items():
         timed |= {f"{name} bf16": ours[name], f"{name} fp8": call} if name in ours else {name: call}
-    for call in timed.values():
-        call()
-    ms = interleaved_ms(timed, rounds, warmups=3, queued=True)
-    rates = Row()
-    for name, product in PRODUCTS.items():
-        operations = CALLS[product].entry.operations(shape)
-        rates |= {each: round(operations / ms[each] / 1e9) for each in (f"{name} bf16", f"{name} fp8")}
+    ms = interleaved_ms(timed, rounds, warmups=3, queued=True)  # warms up in the order of a layer
+    rates = {
+        f"{name} {precision}": round(CALLS[product].entry.operations(shape) / ms[f"{name} {precision}"] / 1e9)
+        for name, product in PRODUCTS.items()
+        for precision in ("bf16", "fp8")
+    }
     return Row(cfg=cfg_of(shape), ms={name: round(t, 4) for name, t in ms.items()}, tflops=rates)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
 
 
-def experts(one: peers.LayerInputs, x: Tensor, **options: Any) -> Tensor:
-    """One layer's, of x."""
-    weights = (one.gate_up_proj, one.down_proj)
-    return moe_mlp(x, *weights, one.scores, one.experts, num_experts=len(one.down_proj), **options)
+def program_of(*layers: peers.LayerInputs, **options: Any) -> peers.Program:
+    """Layers of experts one after the other, each of which takes what the one before it gives. options: of `moe_mlp`."""
+    first, weights = layers[0], tuple(t for one in layers for t in (one.gate_up_proj, one.down_proj))
 
+    def forward() -> Tensor:
+        x = first.x
+        for one in layers:
+            tensors = (one.gate_up_proj, one.down_proj, one.scores, one.experts)
+            x = moe_mlp(x, *tensors, num_experts=len(one.down_proj), **options)
+        return x
 
-def program_of(one: peers.LayerInputs, **options: Any) -> peers.Program:
-    return peers.layer_program(one, partial(experts, one, one.x, **options))
+    leaves = (first.x, *weights, *(one.scores for one in layers))
+    return peers.Program(forward, leaves, first.grad_output, weights)
 
 
 def measured(
@@ -322,16 +302,17 @@ def measured(
 
     kept: quantized weights, which are not saved.  rounds: 0 on a CPU, where only what is saved is measured.
     """
-    row = Row()
-    for name, program in programs.items():
-        row[f"{name}_saved_MiB"] = round(saved_bytes(program.forward, (*program.weights, *kept)) / MIB, 1)
-        if rounds:
-            row[f"{name}_peak_MiB"] = round(peak_bytes(program.forward_backward) / MIB, 1)
-    if rounds:
-        calls = {f"{name}_fwdbwd": program.forward_backward for name, program in programs.items()} | {**timed}
-        ms = interleaved_ms(calls, rounds, warmups=3, queued=True)
-        row |= {f"{name}_ms": round(t, 4) for name, t in ms.items()}
-    return row
+    row = {
+        f"{name}_saved_MiB": round(saved_bytes(program.forward, (*program.weights, *kept)) / MIB, 1)
+        for name, program in programs.items()
+    }
+    if not rounds:
+        return row
+    both = {name: program.forward_backward for name, program in programs.items()}
+    row |= {f"{name}_peak_MiB": round(peak_bytes(call) / MIB, 1) for name, call in both.items()}
+    calls = {f"{name}_fwdbwd": call for name, call in both.items()} | {**timed}
+    ms = interleaved_ms(calls, rounds, warmups=3, queued=True)
+    return row | {f"{name}_ms": round(t, 4) for name, t in ms.items()}
 
 
 def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
@@ -341,42 +322,36 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     kept = quantize_weights(*weights)
     ways = WAYS | {"fp8_kept": {"precision": "fp8", "quantized": kept}}
     programs = {name: program_of(one, **way) for name, way in ways.items()}
-    row = Row(cfg=cfg_of(shape), fp8_weights_MiB=round(kept.nbytes / MIB, 1))
-    made = {name: some_of_results(program) for name, program in programs.items()}
-    differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
-    row["fp8_off_bf16"] = dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True))
-    row["fp8_alike"] = [all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")]
-    del made
-    timed: dict[str, Call] = {
-        "bf16_fwd": programs["bf16"].forward,
-        "fp8_fwd": programs["fp8_kept"].forward,
-        "fp8_fwd_with_weights": programs["fp8"].forward,
-        "quantize": partial(quantize_weights, *weights),
+    made = {  # output and gradients, of two experts' weights
+        name: [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
+        for name, program in programs.items()
     }
-    return row | measured(programs, (kept.up, kept.down), timed, rounds)
+    differences = (round(relative_difference(a, b), 5) for a, b in zip(made["fp8"], made["bf16"], strict=True))
+    row = Row(
+        cfg=cfg_of(shape),
+        fp8_weights_MiB=round(kept.nbytes / MIB, 1),
+        fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
+        fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")],
+    )
+    del made
+    return row | measured(
+        programs,
+        (kept.up, kept.down),
+        {
+            "bf16_fwd": programs["bf16"].forward,
+            "fp8_fwd": programs["fp8_kept"].forward,
+            "fp8_fwd_with_weights": programs["fp8"].forward,
+            "quantize": partial(quantize_weights, *weights),
+        },
+        rounds,
+    )
 
 
 def in_a_row(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
     """Layers one after the other, as in a model: what is saved, the peak, and the time of a forward and a backward of all."""
     layers = [peers.make_inputs(shape, device=device) for _ in range(IN_A_ROW)]
-    first, weights = layers[0], tuple(t for one in layers for t in (one.gate_up_proj, one.down_proj))
-    leaves = (first.x, *weights, *(one.scores for one in layers))
-
-    def forward(**options: Any) -> Tensor:
-        x = first.x
-        for one in layers:
-            x = experts(one, x, **options)
-        return x
-
-    programs = {
-        name: peers.Program(partial(forward, **way), leaves, first.grad_output, weights) for name, way in WAYS.items()
-    }
+    programs = {name: program_of(*layers, **way) for name, way in WAYS.items()}
     return Row(cfg=cfg_of(shape), layers=IN_A_ROW) | measured(programs, (), {}, rounds)
-
-
-def some_of_results(program: peers.Program) -> list[Tensor]:
-    """Output and gradients, of two experts' weights."""
-    return [t[:2].clone() if t.dim() == 3 else t for t in tensors_in(program.forward_backward())]
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -391,24 +366,15 @@ def main(words: list[str] | None = None) -> None:
         for measure in (layer, in_a_row):
             print(measure(Sizes(200, 144, 128, 5, 2), 0, device="cpu"))
         return
-    need_hopper()
-    record, begin, rounds = begun("fp8", __doc__), time.monotonic(), options.rounds or 7
-    record |= {"checks": [], "products": [], "in_a_row": []}
-    out = options.out or RESULTS.parent / folder_of(gpu_name()) / "fp8.json"
-    shapes = options.configs or SHAPES
-    parts: dict[str, list[tuple[str, Callable[..., Row], tuple[Any, ...]]]] = {
-        "check": [("checks", check, (shape, positive)) for shape in CHECKED for positive in (False, True)],
-        "products": [("products", products, (shape, rounds)) for shape in shapes],
-        "layers": [("rows", layer, (shape, rounds)) for shape in shapes],
-        "row": [("in_a_row", in_a_row, (shapes[0], rounds))],
+    shapes, rounds = options.configs or SHAPES, options.rounds or 7
+    parts: dict[str, list[tuple[Any, ...]]] = {
+        "check": [("checks", check, shape, positive) for shape in CHECKED for positive in (False, True)],
+        "products": [("products", products, shape, rounds) for shape in shapes],
+        "layers": [("rows", layer, shape, rounds) for shape in shapes],
+        "row": [("in_a_row", in_a_row, shapes[0], rounds)],
     }
-    parts["check"].append(("checks", graph, (CHECKED[0],)))
     jobs = [job for part in PARTS if part in options.parts for job in parts[part]]
-    for where, measure, arguments in in_turn(jobs, options.time_budget):
-        row = stamped(measure, *arguments)
-        record[where].append(row)
-        print(f"{time.monotonic() - begin:.0f} s", where, {k: v for k, v in row.items() if k != "of"}, flush=True)
-        write_json(out, record)
+    measure_in_turn("fp8", __doc__, options, jobs, ("checks", "products", "in_a_row"))
 
 
 if __name__ == "__main__":

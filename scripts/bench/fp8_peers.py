@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,10 @@ from torch import Tensor
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import interleaved_ms
 from scripts.bench import peers
-from scripts.bench.common import RESULTS, begun, bench_parser, cfg_of, folder_of, gpu_name, in_turn, stamped, write_json
-from scripts.bench.fp8 import SHAPES, program_of
+from scripts.bench.common import bench_parser, cfg_of, measure_in_turn
+from scripts.bench.fp8 import SHAPES, Row, program_of
 from scripts.bench.peers import torch_grouped
 from scripts.bench.timing import relative_difference
-from scripts.command import need_hopper
-
-Row = dict[str, Any]
 
 
 def balanced(shape: Sizes, device: str) -> Tensor:
@@ -39,25 +36,12 @@ def balanced(shape: Sizes, device: str) -> Tensor:
     return ((order[:, None] * shape.K + torch.arange(shape.K, device=device)) % shape.E).int()
 
 
-def torchao_forward(one: peers.LayerInputs) -> Callable[[], Tensor]:
-    """The layer by torchao's grouped product."""
-    multiply = importlib.import_module(
-        "torchao.prototype.moe_training.fp8_grouped_mm"
-    )._to_fp8_rowwise_then_scaled_grouped_mm
-
-    def forward() -> Tensor:
-        by_expert, pairs = one.experts.flatten().sort(stable=True)
-        numbers = torch.arange(len(one.down_proj), dtype=torch.int32, device=pairs.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
-            return multiply(rows, weight.transpose(1, 2), offs=ends, pad_token_groups_for_grouped_mm=False)
-
-        gate, up = product(one.x[pairs // one.scores.shape[1]], one.gate_up_proj).chunk(2, dim=1)
-        y = product(F.silu(gate) * up, one.down_proj)[pairs.argsort()].view(*one.scores.shape, -1)
-        return torch.bmm(one.scores.to(y.dtype).unsqueeze(1), y).squeeze(1)
-
-    return forward
+def torchao(shape: Sizes, one: peers.LayerInputs) -> peers.Program:
+    """torch's layer, made while torchao's grouped product is in the place of torch's own."""
+    module = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
+    product = partial(module._to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
+    with mock.patch.object(F, "grouped_mm", product):
+        return torch_grouped.build(shape, one)
 
 
 def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
@@ -67,7 +51,7 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
         "ours bf16": lambda: program_of(one),
         "ours fp8": lambda: program_of(one, precision="fp8"),
         "torch grouped_mm bf16": lambda: torch_grouped.build(shape, one),
-        "torchao fp8": lambda: peers.layer_program(one, torchao_forward(one)),
+        "torchao fp8": lambda: torchao(shape, one),
     }
 
     def tried(build: Callable[[], peers.Program]) -> peers.Program:
@@ -82,12 +66,9 @@ def layers(shape: Sizes, rounds: int, device: str = "cuda") -> Row:
     row["off"] = {
         name: round(relative_difference(program.forward().detach(), exact), 5) for name, program in programs.items()
     }
-    if device != "cpu":
-        both = {name: program.forward_backward for name, program in programs.items()}
-        row["fwdbwd_ms"] = interleaved_ms(both, rounds, warmups=3, queued=True)
-        row["fwd_ms"] = interleaved_ms(
-            {name: p.forward for name, p in programs.items()}, rounds, warmups=3, queued=True
-        )
+    for part, what in (("fwdbwd_ms", "forward_backward"), ("fwd_ms", "forward")) if device != "cpu" else ():
+        calls = {name: getattr(program, what) for name, program in programs.items()}
+        row[part] = interleaved_ms(calls, rounds, warmups=3, queued=True)
     return row
 
 
@@ -103,9 +84,11 @@ def deep_gemm(shape: Sizes, rounds: int) -> Row:
     for name, (width, reduction) in {"up": (shape.h, shape.d), "down": (shape.d, shape.n)}.items():
         a = torch.randn(shape.rows, reduction, dtype=torch.bfloat16, device="cuda")
         weights = [torch.randn(width, reduction, dtype=torch.bfloat16, device="cuda") for _ in range(shape.E)]
-        left = math.per_token_cast_to_fp8(a, use_ue8m0=False)
-        blocks = zip(*(math.per_block_cast_to_fp8(w, use_ue8m0=False) for w in weights), strict=True)
-        right = tuple(torch.stack(each) for each in blocks)
+        left, cast = (
+            math.per_token_cast_to_fp8(a, use_ue8m0=False),
+            partial(math.per_block_cast_to_fp8, use_ue8m0=False),
+        )
+        right = tuple(map(torch.stack, zip(*map(cast, weights), strict=True)))
         out = torch.empty(shape.rows, width, dtype=torch.bfloat16, device="cuda")
         call = partial(library.m_grouped_fp8_gemm_nt_contiguous, left, right, out, of_row)
         call()
@@ -122,16 +105,9 @@ def main(words: list[str] | None = None) -> None:
     if options.smoke:
         print(layers(Sizes(128, 256, 128, 4, 2), 1, device="cpu"))
         return
-    need_hopper()
-    record = begun("fp8_peers", __doc__) | {"products": []}
-    out = options.out or RESULTS.parent / folder_of(gpu_name()) / "fp8_peers.json"
-    parts = [("rows", layers), ("products", deep_gemm)]
-    jobs = [(part, measure, shape) for shape in options.configs or SHAPES for part, measure in parts]
-    for part, measure, shape in in_turn(jobs, options.time_budget):
-        row = stamped(measure, shape, options.rounds or 7)
-        print({name: value for name, value in row.items() if name != "of"}, flush=True)
-        record[part].append(row)
-        write_json(out, record)
+    parts, rounds = (("rows", layers), ("products", deep_gemm)), options.rounds or 7
+    jobs = [(part, measure, shape, rounds) for shape in options.configs or SHAPES for part, measure in parts]
+    measure_in_turn("fp8_peers", __doc__, options, jobs, ("products",))
 
 
 if __name__ == "__main__":

@@ -37,46 +37,57 @@ def layers_table(record: Record) -> str:
 
 def in_a_row_table(record: Record) -> str:
     """Several layers one after the other."""
-    columns: list[Column] = [("T, d, n, E, K", plain_shape), ("layers", figure("layers", digits=0))]
-    for said, what, digits in (
-        ("saved MiB", "saved_MiB", 0),
-        ("peak MiB", "peak_MiB", 0),
-        ("fwd + bwd ms", "fwdbwd_ms", 2),
-    ):
-        columns += [
-            (f"{said}: bf16", figure(f"bf16_{what}", digits=digits)),
-            ("fp8", figure(f"fp8_{what}", digits=digits)),
-            ("fp8, keep_transposed", figure(f"fp8_transposed_{what}", digits=digits)),
-        ]
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        ("layers", figure("layers", digits=0)),
+        *(
+            (f"{said}: bf16" if way == "bf16" else name, figure(f"{way}_{what}", digits=digits))
+            for said, what, digits in (
+                ("saved MiB", "saved_MiB", 0),
+                ("peak MiB", "peak_MiB", 0),
+                ("fwd + bwd ms", "fwdbwd_ms", 2),
+            )
+            for way, name in (("bf16", ""), ("fp8", "fp8"), ("fp8_transposed", "fp8, keep_transposed"))
+        ),
+    ]
     rows = record.get("in_a_row", [])
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}" if rows else NOT_MEASURED
 
 
 def recipe_table(_: Record) -> str:
     """`blazeproto.gemm.recipe.Recipe`, which `Options` takes."""
-    lines = ["| operand | shape | elements | one scale for | quantized |", "| --- | --- | --- | --- | --- |"]
-    for each in fields(Recipe):
-        if each.metadata:
-            element, scale = getattr(FP8, each.name)
-            lines.append(f"| {each.name} | {each.metadata['shape']} | {element} | {scale} | {each.metadata['when']} |")
-    return "\n".join(lines)
+    rows = [
+        (each.name, each.metadata["shape"], *getattr(FP8, each.name), each.metadata["when"])
+        for each in fields(Recipe)
+        if each.metadata
+    ]
+    header = ("operand", "shape", "elements", "one scale for", "quantized")
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
 
 
 def products_table(record: Record) -> str:
     """TFLOP/s of each product in bf16 and in fp8, without quantizing."""
-    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
-    for name in FP8.products:
-        of_bf16, of_fp8 = (figure("tflops", f"{name} {precision}", digits=0) for precision in ("bf16", "fp8"))
-        columns += [(f"{name}: bf16", of_bf16), ("fp8", of_fp8)]
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        *(
+            (f"{name}: bf16" if precision == "bf16" else "fp8", figure("tflops", f"{name} {precision}", digits=0))
+            for name in FP8.products
+            for precision in ("bf16", "fp8")
+        ),
+    ]
     return f"{table(record['products'], columns)}\n\n{origin(record['products'], 'torch')}"
 
 
 def peers_table(record: Record) -> str:
     """A layer's experts by torchao, and DeepGEMM's products."""
-    programs = ("ours bf16", "ours fp8", "torch grouped_mm bf16", "torchao fp8")
-    columns: list[Column] = [("T, d, n, E, K", plain_shape)]
-    columns += [(f"fwd + bwd ms: {name}", figure("fwdbwd_ms", name)) for name in programs]
-    columns += [(f"DeepGEMM, TFLOP/s: {name}", figure("tflops", name, digits=0)) for name in ("up", "down")]
+    columns: list[Column] = [
+        ("T, d, n, E, K", plain_shape),
+        *(
+            (f"fwd + bwd ms: {name}", figure("fwdbwd_ms", name))
+            for name in ("ours bf16", "ours fp8", "torch grouped_mm bf16", "torchao fp8")
+        ),
+        *((f"DeepGEMM, TFLOP/s: {name}", figure("tflops", name, digits=0)) for name in ("up", "down")),
+    ]
     tflops = {str(row["cfg"]): row["tflops"] for row in record["products"]}
     rows = [row | {"tflops": tflops.get(str(row["cfg"]))} for row in record["rows"]]
     return f"{table(rows, columns)}\n\n{origin(record['rows'], 'torch', 'torchao', 'sgl-deep-gemm')}"

@@ -159,18 +159,18 @@ def more_training(row: Record, other: Record) -> float:
 
 
 def fp8_columns(found: dict[str, Group]) -> list[Column]:
-    last = f"training loss, last {SONICMOE_LAST} steps"
-    columns: list[Column] = [LABEL, (last, each_seed(partial(training_loss, last=SONICMOE_LAST)))]
-    columns.append(("minus bf16, mean of seeds", against(found.get(OURS, {}), more_training, 4)))
-    columns.append(("two seeds apart", lambda line: number(seeds_apart(line["group"]), 4)))
-    return [*columns, VALIDATION, MS, SAVED]
+    return [
+        LABEL,
+        (f"training loss, last {SONICMOE_LAST} steps", each_seed(partial(training_loss, last=SONICMOE_LAST))),
+        ("minus bf16, mean of seeds", against(found.get(OURS, {}), more_training, 4)),
+        ("two seeds apart", lambda line: number(seeds_apart(line["group"]), 4)),
+        *(VALIDATION, MS, SAVED),
+    ]
 
 
 def gradients_table(record: Record) -> str:
     """Cosines of experts' weight gradients with float64's."""
     rows = record.get("gradients", [])
-    if not rows:
-        return NOT_MEASURED
     lines = [
         {"precision": precision, "weight": weight, "rows": these}
         for precision, weight in dict.fromkeys((row["precision"], row["weight"]) for row in rows)
@@ -183,7 +183,7 @@ def gradients_table(record: Record) -> str:
         ("least cosine", lambda line: number(min(row["least"] for row in line["rows"]), 5)),
         ("mean", lambda line: number(statistics.fmean(row["mean"] for row in line["rows"]), 5)),
     ]
-    return f"{table(lines, columns)}\n\n{origin(rows, 'torch')}"
+    return f"{table(lines, columns)}\n\n{origin(rows, 'torch')}" if rows else NOT_MEASURED
 
 
 def printed(index: int) -> Callable[[Record], str]:

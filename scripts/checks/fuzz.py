@@ -324,8 +324,13 @@ def draw_fp8(seed: int) -> tuple[Sizes, dict[str, Any], dict[str, Any]]:
     """The layer of a seed, the options of `make_case`, and those of ``moe_mlp``."""
     rng = random.Random(f"fp8 {seed}")
     shape, options = draw_layer(rng, *rng.choice(EXPERTS))
-    options |= {"activation": rng.choice(FP8_ACTIVATIONS), "biases": False, "transposed": False, "rank": 0}
-    options["unit_weights"] = False
+    options |= {
+        "activation": rng.choice(FP8_ACTIVATIONS),
+        "biases": False,
+        "transposed": False,
+        "rank": 0,
+        "unit_weights": False,
+    }
     how = {"precision": "fp8", "save": rng.choice(["minimal", "recompute"])}
     return shape._replace(d=16 * rng.randint(1, 40), n=128 * rng.randint(1, 5)), options, how
 
@@ -335,8 +340,8 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     shape, case_options, options = draw_fp8(seed)
     case = make_case(shape, **case_options, seed=seed)
     scores, ids, of_routing = routing_of(case, case_options["row_capacity"])
-    up, down = (weight.to((torch.bfloat16, torch.float32)[seed % 2]) for weight in (case.up_proj, case.down_proj))
-    tensors = {"dx": case.x, "d_up": up, "d_down": down, "d_scores": scores}
+    dtype = (torch.bfloat16, torch.float32)[seed % 2]
+    tensors = {"dx": case.x, "d_up": case.up_proj.to(dtype), "d_down": case.down_proj.to(dtype), "d_scores": scores}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
     def run(**way: Any) -> dict[str, Tensor]:
@@ -346,8 +351,11 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
     made, lines = run(), list[str]()
-    ways: dict[str, dict[str, Any]] = {"another run": {}, "keep_transposed": {"keep_transposed": True}}
-    ways["quantize_weights"] = {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)}
+    ways: dict[str, dict[str, Any]] = {
+        "another run": {},
+        "keep_transposed": {"keep_transposed": True},
+        "quantize_weights": {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)},
+    }
     for way, how in ways.items():
         again = run(**how)
         if others := [name for name in made if not torch.equal(made[name], again[name])]:

@@ -15,22 +15,23 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blazeproto.autograd import moe_mlp
+from blazeproto.gemm.recipe import RECIPES
 from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.settings import Config
 
 Row = dict[str, Any]
-PRECISIONS = ("bf16", "fp8")
+WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def weight_gradients(call: dict[str, Any], d_out: Tensor, device: str, precision: str | None) -> list[Tensor]:
     """Those of gate_up_proj and down_proj, float64. call: the arguments of `moe_mlp` by name.  precision: None for float64."""
-    dtype, changes = torch.bfloat16, {"precision": precision}
-    leaves = [call[name].detach().clone() for name in ("gate_up_proj", "down_proj")]
-    x, scores = call["x"].detach().bfloat16(), call["scores"].detach()
-    if precision is None:
-        dtype, changes, leaves = torch.float64, {"backend": "torch"}, [t.double() for t in leaves]
-    given = {**call, "x": x.to(dtype), "scores": scores, "options": replace(call["options"], **changes)}
-    given["gate_up_proj"], given["down_proj"] = leaves = [t.requires_grad_() for t in leaves]
+    changes, dtype = (
+        ({"backend": "torch"}, torch.float64) if precision is None else ({"precision": precision}, torch.bfloat16)
+    )
+    weights = [call[name].detach() for name in WEIGHTS]
+    leaves = [(t.double() if precision is None else t.clone()).requires_grad_() for t in weights]
+    given = call | dict(zip(WEIGHTS, leaves, strict=True)) | {"options": replace(call["options"], **changes)}
+    given |= {"x": call["x"].detach().bfloat16().to(dtype), "scores": call["scores"].detach().to(dtype)}
     with torch.autocast(device, torch.bfloat16, enabled=precision is not None):
         out = moe_mlp(**given)
     return [gradient.double() for gradient in torch.autograd.grad(out, leaves, d_out.bfloat16().to(dtype))]
@@ -46,8 +47,7 @@ def cosines(config: Config, device: str) -> list[Row]:
     calls, outputs = list[dict[str, Any]](), list[Tensor]()
 
     def recorded(*tensors: Tensor, **options: Any) -> Tensor:
-        names = ("x", "gate_up_proj", "down_proj", "scores", "topk_experts")
-        calls.append(dict(zip(names, tensors, strict=True)) | options)
+        calls.append(dict(zip(("x", *WEIGHTS, "scores", "topk_experts"), tensors, strict=True)) | options)
         outputs.append(moe_mlp(**calls[-1]))
         return outputs[-1]
 
@@ -58,11 +58,19 @@ def cosines(config: Config, device: str) -> list[Row]:
     rows = []
     for layer, (call, d_out) in enumerate(zip(calls, torch.autograd.grad(loss, outputs), strict=True)):
         exact = weight_gradients(call, d_out, device, None)
-        for precision in PRECISIONS:
+        for precision in RECIPES:
             made = weight_gradients(call, d_out, device, precision)
-            for name, a, b in zip(("gate_up_proj", "down_proj"), made, exact, strict=True):
+            for name, a, b in zip(WEIGHTS, made, exact, strict=True):
                 there = b.flatten(1).norm(dim=1) > 0
                 found = cosine_similarity(a.flatten(1), b.flatten(1))[there]
-                of = {"layer": layer, "weight": name, "precision": precision, "experts": len(found)}
-                rows.append(of | {"least": float(found.min()), "mean": float(found.mean())})
+                rows.append(
+                    {
+                        "layer": layer,
+                        "weight": name,
+                        "precision": precision,
+                        "experts": len(found),
+                        "least": float(found.min()),
+                        "mean": float(found.mean()),
+                    }
+                )
     return rows

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from blazeproto.autograd import fp8_backend, kept, node, quantize_weights
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import fp8, quantize
-from blazeproto.gemm.quantize import BLOCK, Quantized, of_rows, of_tokens, of_weights, rows_of, tokens_of, weights_of
+from blazeproto.gemm.quantize import BLOCK, Quantized, from_e4m3, to_e4m3
 from tests.autograd.test_fp8 import formula
 
 SIZES = (137, 528, 128, 5, 3)  # a gradient of W_down in three slices of columns
@@ -35,11 +35,11 @@ def store(to: Quantized, made: Quantized, rows: slice = slice(None)) -> None:
 
 
 def launch_rows(x: Tensor, at: Dispatch, out: Quantized) -> None:
-    store(out, of_tokens(torch, x))
+    store(out, to_e4m3(torch, x, "token"))
 
 
 def launch_weights(weights: Tensor, at: Any, out: Quantized | None, transposed: Quantized | None) -> None:
-    values, scales = of_weights(torch, weights)
+    values, scales = to_e4m3(torch, weights, "128x128")
     for to, made in ((out, Quantized(values, scales)), (transposed, Quantized(values.mT, scales.mT))):
         if to is not None:
             store(to, made)
@@ -54,7 +54,7 @@ def launch_transpose(
     rows: Quantized, at: Dispatch, blocks_before: Tensor, columns: range, out: Quantized, *, gather: bool
 ) -> None:
     """Each block with the largest scale of its rows."""
-    wide = tokens_of(torch, rows) if gather else rows_of(torch, rows)
+    wide = from_e4m3(torch, rows, "token") if gather else from_e4m3(torch, rows, "1x128")
     for expert, of_expert, _ in experts_of(at):
         begin, end = blocks_before[expert : expert + 2].tolist()
         for block in range(begin, end):
@@ -69,15 +69,15 @@ def launch_transpose(
 
 
 def launch_up(x: Quantized, up_proj: Quantized, at: Dispatch, *, activation: str, h: Quantized, act: Quantized) -> None:
-    tokens, weights = tokens_of(torch, x).double(), weights_of(torch, up_proj).double()
+    tokens, weights = from_e4m3(torch, x, "token").double(), from_e4m3(torch, up_proj, "128x128").double()
     for expert, rows, pairs in experts_of(at):
         made = tokens[pairs // at.top_k] @ weights[expert].T
         gate, linear = made.chunk(2, 1)
-        store(h, of_rows(torch, made), rows), store(act, of_rows(torch, silu(gate) * linear), rows)
+        store(h, to_e4m3(torch, made, "1x128"), rows), store(act, to_e4m3(torch, silu(gate) * linear, "1x128"), rows)
 
 
 def launch_linear(a: Quantized, weights: Quantized, at: Dispatch, *, columns: range, out: Tensor) -> None:
-    wide, of_experts = rows_of(torch, a).double(), weights_of(torch, weights).double()
+    wide, of_experts = from_e4m3(torch, a, "1x128").double(), from_e4m3(torch, weights, "128x128").double()
     for expert, rows, _ in experts_of(at):
         out[rows] = wide[rows] @ of_experts[expert, columns.start : columns.stop].T
 
@@ -102,16 +102,16 @@ def launch_down_backward(
     d_scores: Tensor,
     workspace: Tensor,
 ) -> None:
-    tokens, weights = tokens_of(torch, d_out).double(), weights_of(torch, down_proj).double()
-    of_h, flat = rows_of(torch, h).double(), d_scores.view(-1).zero_()
+    tokens, weights = from_e4m3(torch, d_out, "token").double(), from_e4m3(torch, down_proj, "128x128").double()
+    of_h, flat = from_e4m3(torch, h, "1x128").double(), d_scores.view(-1).zero_()
     for expert, rows, pairs in experts_of(at):
         d_act, s = tokens[pairs // at.top_k] @ weights[expert].T, scores.view(-1, 1)[pairs]
         gate, linear = of_h[rows].chunk(2, 1)
         act, sigmoid = silu(gate) * linear, gate.sigmoid()
         flat[pairs] = (d_act * act).sum(1)
         slope = sigmoid * (1 + gate * (1 - sigmoid))
-        store(dh, of_rows(torch, torch.cat((s * d_act * linear * slope, s * d_act * silu(gate)), 1)), rows)
-        store(a_scaled, of_rows(torch, s * act), rows)
+        store(dh, to_e4m3(torch, torch.cat((s * d_act * linear * slope, s * d_act * silu(gate)), 1), "1x128"), rows)
+        store(a_scaled, to_e4m3(torch, s * act, "1x128"), rows)
 
 
 def launch_weight(
@@ -125,7 +125,9 @@ def launch_weight(
     f32: bool = False,
     accumulate: bool = False,
 ) -> None:
-    wide = [weights_of(torch, Quantized(of.values[None], of.scales[None]))[0].double() for of in (left, right)]
+    wide = [
+        from_e4m3(torch, Quantized(of.values[None], of.scales[None]), "128x128")[0].double() for of in (left, right)
+    ]
     for expert, ends in enumerate(pairwise((blocks_before * BLOCK).tolist())):
         made = wide[0][:, slice(*ends)] @ wide[1][:, slice(*ends)].T
         dw[expert, first[0] : first[0] + made.shape[0], first[1] : first[1] + made.shape[1]] = made

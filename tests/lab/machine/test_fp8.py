@@ -122,12 +122,12 @@ def test_quantizing_gives_the_twins_bits() -> None:
     x = hostile(layer.rng, 40, 144)
     made = Quantized(np.empty((40, 144), np.uint8), np.empty(40, np.float32))
     layer.run(quantize.launch_rows, x, None, made)
-    same(made, quantize.of_tokens(np, from_bfloat16_bits(x)))
+    same(made, quantize.to_e4m3(np, from_bfloat16_bits(x), "token"))
     weights = hostile(layer.rng, 2, 272, 144)
     made = Quantized(np.empty((2, 272, 144), np.uint8), np.empty((2, 3, 2), np.float32))
     turned = Quantized(np.empty((2, 144, 272), np.uint8), np.empty((2, 2, 3), np.float32))
     layer.run(quantize.launch_weights, weights, None, made, turned)
-    twin = quantize.of_weights(np, from_bfloat16_bits(weights))
+    twin = quantize.to_e4m3(np, from_bfloat16_bits(weights), "128x128")
     same(made, twin)
     same(turned, Quantized(twin.values.swapaxes(1, 2), twin.scales.swapaxes(1, 2)))
     for alone, out in ((made, ("out", "transposed")), (turned, ("transposed", "out"))):
@@ -151,7 +151,7 @@ def test_turned_rows_are_the_rows(gather: bool) -> None:
     made = np.full((width, room * BLOCK), 0x7F, np.uint8)
     turned = Quantized(made, np.full((blocks(width), room), np.nan, np.float32))
     layer.run(quantize.launch_transpose, rows, None, before, range(width), turned, gather=gather)
-    wide = quantize.tokens_of(np, rows)[layer.token] if gather else quantize.rows_of(np, rows)
+    wide = quantize.from_e4m3(np, rows, "token")[layer.token] if gather else quantize.from_e4m3(np, rows, "1x128")
     used = before[-1] * BLOCK
     scales = np.repeat(np.repeat(turned.scales, BLOCK, 0)[:width], BLOCK, 1)[:, :used]
     back = quantize.E4M3[turned.values[:, :used]] * scales
@@ -203,7 +203,7 @@ def y_of(layer: Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         np.full((layer.rows, layer.d), 0x7FC1, np.uint16),
     )
     layer.run(fp8.launch_linear, act, down, None, columns=range(layer.d), out=y)
-    exact, most = layer.product(quantize.rows_of(np, act), quantize.weights_of(np, down))
+    exact, most = layer.product(quantize.from_e4m3(np, act, "1x128"), quantize.from_e4m3(np, down, "128x128"))
     return from_bfloat16_bits(y), exact, most
 
 
@@ -240,11 +240,11 @@ def test_the_up_projection_is_right_and_quantizes() -> None:
     layer = Layer(90, 272, 128, 3, 2)
     x, up, h, act = layer.tokens(272), layer.weights(256, 272), layer.room(256), layer.room(128)
     layer.run(fp8.launch_up, x, up, None, h=h, act=act, **SWIGLU)
-    exact, most = layer.product(quantize.tokens_of(np, x)[layer.token], quantize.weights_of(np, up))
-    assert near(quantize.rows_of(np, h), exact, most + 2.0**-9 * scales_of(h), 2.0**-4 + 2.0**-8)
+    exact, most = layer.product(quantize.from_e4m3(np, x, "token")[layer.token], quantize.from_e4m3(np, up, "128x128"))
+    assert near(quantize.from_e4m3(np, h, "1x128"), exact, most + 2.0**-9 * scales_of(h), 2.0**-4 + 2.0**-8)
     made = activate(to_bfloat16(exact), "swiglu")
-    assert np.linalg.norm(quantize.rows_of(np, act) - made) < 2.0**-4 * np.linalg.norm(made)
-    largest = np.abs(quantize.rows_of(np, h) / scales_of(h)).reshape(layer.rows, -1, BLOCK).max(2)
+    assert np.linalg.norm(quantize.from_e4m3(np, act, "1x128") - made) < 2.0**-4 * np.linalg.norm(made)
+    largest = np.abs(quantize.from_e4m3(np, h, "1x128") / scales_of(h)).reshape(layer.rows, -1, BLOCK).max(2)
     assert (largest > 200).all() and (largest <= 448).all()
 
 
@@ -256,14 +256,16 @@ def scales_of(rows: Quantized) -> np.ndarray:
 def test_the_down_projections_backward_is_right_in_place_of_h() -> None:
     layer = Layer(90, 144, 384, 3, 2)  # two tiles of columns, the second one half a tile
     d_out, down, h, a_scaled = layer.tokens(144), layer.weights(384, 144), layer.of_rows(768), layer.room(384)
-    before, d_scores = quantize.rows_of(np, h).astype(np.float64), np.full(layer.rows, np.nan, np.float32)
+    before, d_scores = quantize.from_e4m3(np, h, "1x128").astype(np.float64), np.full(layer.rows, np.nan, np.float32)
     sums = np.empty((down_backward.score_partials(384, fp8.TILES), layer.rows), np.float32)
     made = {"dh": h, "a_scaled": a_scaled, "d_scores": d_scores, "workspace": sums}
     layer.run(fp8.launch_down_backward, d_out, down, h, layer.scores, None, **made, **SWIGLU)
-    d_act, _ = layer.product(quantize.tokens_of(np, d_out)[layer.token], quantize.weights_of(np, down))
+    d_act, _ = layer.product(
+        quantize.from_e4m3(np, d_out, "token")[layer.token], quantize.from_e4m3(np, down, "128x128")
+    )
     act, scores = activate(before, "swiglu"), layer.scores[layer.pair][:, None]
     for got, exact in ((h, activate_backward(before, scores * d_act, "swiglu")), (a_scaled, scores * act)):
-        assert near(quantize.rows_of(np, got), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
+        assert near(quantize.from_e4m3(np, got, "1x128"), exact, scales_of(got) * 2.0**-3, 2.0**-4 + 2.0**-8)
     most = np.abs(d_act * act).sum(1) * 4 * LOST
     assert (np.abs(d_scores[layer.pair] - (d_act * act).sum(1)) <= most).all()
 
@@ -293,7 +295,10 @@ def test_weight_gradients_are_right(f32: bool) -> None:
         first = (0, columns.start)
         right = turned(tokens, columns, True)
         layer.run(fp8.launch_weight, left, right, None, before, dw=dw, first=first, f32=f32, accumulate=f32)
-    wide, x = quantize.rows_of(np, rows).astype(np.float64), quantize.tokens_of(np, tokens)[layer.token]
+    wide, x = (
+        quantize.from_e4m3(np, rows, "1x128").astype(np.float64),
+        quantize.from_e4m3(np, tokens, "token")[layer.token],
+    )
     for expert, (begin, end) in enumerate(zip(layer.ends[:-1], layer.ends[1:], strict=True)):
         a, b = wide[begin:end].T, x[begin:end].astype(np.float64)
         got = dw[expert] - 1 if f32 else from_bfloat16_bits(dw[expert])
