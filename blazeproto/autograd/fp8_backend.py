@@ -2,8 +2,8 @@
 
 Each is a `blazeproto.autograd.backends.Backend` over one in bf16, which has what stays so: dispatch, combine. H, act, dH and A'
 are records (`records`), of rows that are quantized in blocks of 128. Tokens are quantized, each by itself, where they are used; a
-weight, 128 x 128 together, before each product that reads it, in that product's order, unless the caller has kept it
-(`QuantizedWeights`). Biases, low-rank factors and other sums than `combine`'s, which the checks refuse, are None here.
+weight, 128 x 128 together, in forward in both orders, or each order before its product (`Options.keep_transposed`), unless the
+caller has kept it (`QuantizedWeights`). The checks refuse biases, low-rank factors and other sums than `combine`'s: all None.
 
     x ─q─> [ up ] ─> H_q, act_q ─> [ down ] ─> Y ─combine─> out        saved: X, H_q, S, indices
     dO ─q─> [ down^T ] ─> dH_q, A'_q, dS      dH_q ─> [ up^T ] ─> dX~ ─combine─> dX

@@ -100,7 +100,7 @@ def quantize_weights(
     dtype: of x as the experts see it; default: autocast's where it is enabled, else the weights'.  backend: as in `moe_mlp`.
 
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
-    DTensor too: what FSDP gathers for one forward is gone after it, so that there weights are quantized before each product.
+    DTensor too: what FSDP gathers for one forward is gone after it, so that there each forward quantizes weights.
     """
     if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
         got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__

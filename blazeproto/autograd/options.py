@@ -117,12 +117,12 @@ class Options:
         ),
     )
     keep_transposed: bool = field(
-        default=False,
+        default=True,
         metadata=_about(
             boolean,
             """with precision="fp8", whether forward makes both orders of a weight in one pass and leaves the transpose for
-        backward, where otherwise each order is made before its product. Weights are read once less; until backward there is a
-        byte for each of their elements, of all layers at once. Of save="recompute" nothing is left.""",
+        backward: a byte for each of a weight's elements, of all layers at once. False makes each order just before its product:
+        weights are read once more, and no copy outlives its product. Of save="recompute" nothing is left.""",
         ),
     )
 

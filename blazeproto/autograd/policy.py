@@ -57,7 +57,7 @@ def saved_bytes(
     up_rank: int = 0,
     down_rank: int = 0,
     precision: str | Recipe = "bf16",
-    keep_transposed: bool = False,
+    keep_transposed: bool = True,
 ) -> int:
     """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward; weights, factors and `QuantizedWeights` excluded.
 

@@ -35,7 +35,7 @@ class Recipe:
     )
     weights: Operand = field(
         default=BLOCKS,
-        metadata={"shape": "(E, m, k)", "when": "before each product that reads one, in that product's order"},
+        metadata={"shape": "(E, m, k)", "when": "in forward, in both orders, or each order before its product"},
     )
     h: Operand = field(default=ROW, metadata={"shape": "(R, 2n)", "when": "in up's epilogue"})
     act: Operand = field(default=ROW, metadata={"shape": "(R, n)", "when": "in up's epilogue"})

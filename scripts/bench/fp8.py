@@ -9,8 +9,8 @@ cost is computed for some rows and columns, sums being taken out of it every 128
 never. Operands that are positive, and of both signs.
 
 One SwiGLU layer's experts, random data, uniform routing, dispatch included, router excluded. bf16 and fp8 in one process, in
-turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: each order of a weight before the product that reads
-it, or with keep_transposed both orders in one pass in forward; or all weights were quantized before (fp8_fwd, fp8_kept_fwdbwd).
+turn (A B A B); medians. fp8 quantizes x, dO and every weight in every call: both orders of a weight in one pass, or each before
+its product (fp8_each: keep_transposed=False); or all weights were quantized before (fp8_fwd, fp8_kept_fwdbwd).
 Peaks: over what was allocated before the call. In a row: four experts' layers, each of which takes what the one before it gives.
 """
 
@@ -68,7 +68,7 @@ WEIGHTS = ("up_proj", "down_proj")
 WAYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"precision": "fp8"},
-    "fp8_transposed": {"precision": "fp8", "keep_transposed": True},
+    "fp8_each": {"precision": "fp8", "keep_transposed": False},
 }
 
 
@@ -331,7 +331,7 @@ def layer(shape: Sizes, rounds: int, device: str = DEVICE) -> Row:
         cfg=cfg_of(shape),
         fp8_weights_MiB=round(kept.nbytes / MIB, 1),
         fp8_off_bf16=dict(zip(("out", "x", "up", "down", "scores"), differences, strict=True)),
-        fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_transposed", "fp8_kept")],
+        fp8_alike=[all(map(torch.equal, made["fp8"], made[name])) for name in ("fp8_each", "fp8_kept")],
     )
     del made
     return row | measured(

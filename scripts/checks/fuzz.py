@@ -353,7 +353,7 @@ def check_fp8(seed: int, totals: dict[str, Pool]) -> list[str]:
     made, lines = run(), list[str]()
     ways: dict[str, dict[str, Any]] = {
         "another run": {},
-        "keep_transposed": {"keep_transposed": True},
+        "keep_transposed=False": {"keep_transposed": False},
         "quantize_weights": {"quantized": quantize_weights(leaves["d_up"], leaves["d_down"], dtype=case.x.dtype)},
     }
     for way, how in ways.items():

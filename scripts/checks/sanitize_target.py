@@ -34,7 +34,7 @@ SHAPES = (Shape(37, 72, 40, 5, 3), Shape(300, 136, 264, 4, 2))
 Y_OVER_ACT = Shape(300, 136, 136, 4, 2)
 WIDE = Shape(300, 328, 136, 4, 2)  # of which some columns are made at a time
 FP8 = Shape(300, 144, 256, 4, 2)
-FP8_WAYS: tuple[dict[str, Any], ...] = ({}, {"save": "recompute"}, {"keep_transposed": True})
+FP8_WAYS: tuple[dict[str, Any], ...] = ({}, {"save": "recompute"}, {"keep_transposed": False})
 SCANNED = Shape(20_000, 8, 8, 130, 8)  # 79 chunks: of so many the table is scanned
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"options": {"save": "paper"}},

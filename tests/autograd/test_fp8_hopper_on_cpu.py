@@ -170,9 +170,9 @@ def quantized_orders(monkeypatch):
 
 OWN, TURNED, BOTH = (True, False), (False, True), (True, True)
 WAYS = {
-    "each before its product": ({}, [OWN, OWN, TURNED, TURNED]),
+    "both orders at once": ({}, [BOTH, BOTH]),
+    "each before its product": ({"keep_transposed": False}, [OWN, OWN, TURNED, TURNED]),
     "recompute": ({"save": "recompute"}, [OWN, OWN, OWN, TURNED, TURNED]),
-    "keep_transposed": ({"keep_transposed": True}, [BOTH, BOTH]),
     "quantize_weights": ({}, []),
 }
 

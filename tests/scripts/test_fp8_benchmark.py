@@ -32,7 +32,7 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_smoke_run_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
     fp8.main(["--smoke"])
     said = capsys.readouterr().out
-    assert "'fp8_alike': [True, True]" in said and "'fp8_transposed_saved_MiB'" in said
+    assert "'fp8_alike': [True, True]" in said and "'fp8_each_saved_MiB'" in said
 
 
 def test_calls_in_bf16_are_the_products() -> None:
