@@ -261,6 +261,19 @@ def test_memory_that_another_weight_has_got_is_noticed():
         moe_mlp(case[0], again, *case[1:], ids, num_experts=4, precision="fp8", quantized=kept)
 
 
+def test_kept_weights_are_not_those_beside_them_in_memory(make_case):
+    """Two layers' weights in one tensor: its storage and version are one."""
+    case = make_case(*SIZES)
+    ups, downs = (torch.stack((weight, weight)) for weight in (case.gate_up_proj, case.down_proj))
+    with pytest.raises(ValueError, match="quantized: expected of these weights, got of others"):
+        moe_mlp(
+            *(case.x, ups[1], downs[1], case.scores, case.topk_experts),
+            num_experts=5,
+            precision="fp8",
+            quantized=quantize_weights(ups[0], downs[0]),
+        )
+
+
 def test_copies_of_a_layer_quantize_anew(tmp_path):
     layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
     layer.quantize_weights()
@@ -442,5 +455,6 @@ def test_biases_and_transposed_weights_are_refused(make_case):
 def test_prepare_compiles_its_kernels(monkeypatch):
     monkeypatch.setattr(registry, "compile_many", lambda kernels, jobs: list(kernels))
     kernels = gemm.prepare(64, 128, 4, 2, activation="geglu", precision="fp8")
-    assert {*fp8.kernels("geglu"), *quantize.kernels()} <= {*kernels}
+    weights = {fp8.weight_kernel(f32) for f32 in (False, True)}
+    assert weights < {*fp8.kernels("geglu")} and {*fp8.kernels("geglu"), *quantize.kernels()} <= {*kernels}
     assert not {*quantize.kernels()} & {*gemm.prepare(64, 128, 4, 2)}

@@ -191,3 +191,21 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             assert 0 < (got - expected).norm() < 0.02 * expected.norm()
         else:
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_are_rounded_to_the_dtype_of_x_first(quantized_orders):
+    weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    from_f32, from_bf16 = (fp8_backend.Hopper.keep(of, torch.bfloat16) for of in (weight, weight.bfloat16()))
+    assert torch.equal(from_f32, from_bf16) and not torch.equal(from_f32, fp8_backend.Hopper.keep(weight, weight.dtype))
+
+
+def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, monkeypatch):
+    launch, over = fp8.launch_down_backward, []
+
+    def seen(*given: Any, **named: Any) -> None:
+        over.append(named["dh"].values.data_ptr() == given[2].values.data_ptr())
+        launch(*given, **named)
+
+    monkeypatch.setattr(fp8, "launch_down_backward", seen)
+    make_case(*SIZES).run(precision="fp8")
+    assert over == [True]

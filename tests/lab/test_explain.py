@@ -63,8 +63,7 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16))
     of_router = ("router product", "top-k", "load and losses")
     assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
-    forward, backward = ([s for s in made.rows if s.phase == phase] for phase in ("forward", "backward"))
-    names = [step.name for step in backward]
+    names = [step.name for step in made.rows if step.phase == "backward"]
     order = ("down_backward_act", "up_backward_act", "up_backward_weight", "down_backward_weight")
     assert sorted(names.index(name) for name in order) == [names.index(name) for name in order]
     read = sum(
@@ -80,7 +79,8 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     assert ("beside the weights" in repr(made)) == (weights == "before")
     plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512)).totals().operations
     assert made.totals().operations == plain
-    assert next(s for s in forward if s.name == "down_forward").rate == 2
+    assert [s.rate for s in made.rows if s.name in ("down_forward", *order)] == [2] * 5
+    assert ("quantize down_proj^T" in names) == (weights != "before" and not kept)
 
 
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:

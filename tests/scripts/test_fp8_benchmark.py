@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from blazeproto.lab.machine import Machine
 from blazeproto.lab.oracle import EXACT, evaluate
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.target import device_of, launches_on
-from scripts.bench import fp8
+from scripts.bench import common, fp8
 
 SIZES = Sizes(40, 144, 128, 3, 2)
 
@@ -33,6 +36,23 @@ def test_the_smoke_run_says_what_is_saved(capsys: pytest.CaptureFixture[str]) ->
     fp8.main(["--smoke"])
     said = capsys.readouterr().out
     assert "'fp8_alike': [True, True]" in said and "'fp8_each_saved_MiB'" in said
+
+
+def _stopped() -> dict[str, Any]:
+    raise KeyboardInterrupt
+
+
+def test_rows_are_in_the_file_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(common, "need_hopper", lambda: None)
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "another_gpu")
+    monkeypatch.setattr(common, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    jobs = [("rows", dict), ("products", dict), ("rows", _stopped)]
+    for out, file in ((tmp_path / "a.json", "a.json"), (None, "h100/fp8.json")):
+        options = Namespace(out=out, time_budget=60)
+        with pytest.raises(KeyboardInterrupt):
+            common.measure_in_turn("fp8", "What it measures.", options, jobs, ("products",))
+        record = json.loads((tmp_path / file).read_text())
+        assert [len(record[part]) for part in ("rows", "products")] == [1, 1] and record["benchmark"] == "fp8"
 
 
 def test_calls_in_bf16_are_the_products() -> None:

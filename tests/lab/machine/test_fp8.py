@@ -22,6 +22,7 @@ from blazeproto.gemm import down_backward, fp8, product, quantize
 from blazeproto.gemm.product import Build
 from blazeproto.gemm.quantize import BLOCK, Quantized, blocks
 from blazeproto.lab.machine import Machine
+from blazeproto.runtime import driver
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.rounding import bfloat16_bits, from_bfloat16_bits, to_bfloat16
 from blazeproto.runtime.target import device_of, launches_on
@@ -150,7 +151,10 @@ def test_turned_rows_are_the_rows(gather: bool) -> None:
     layer.run(quantize.launch_block_offsets, None, before)
     made = np.full((width, room * BLOCK), 0x7F, np.uint8)
     turned = Quantized(made, np.full((blocks(width), room), np.nan, np.float32))
-    layer.run(quantize.launch_transpose, rows, None, before, range(width), turned, gather=gather)
+    for columns in (range(128), range(128, width)):
+        part = slice(columns.start, columns.stop), slice(columns.start // BLOCK, blocks(columns.stop))
+        of = Quantized(made[part[0]], turned.scales[part[1]])
+        layer.run(quantize.launch_transpose, rows, None, before, columns, of, gather=gather)
     wide = quantize.from_e4m3(np, rows, "token")[layer.token] if gather else quantize.from_e4m3(np, rows, "1x128")
     used = before[-1] * BLOCK
     scales = np.repeat(np.repeat(turned.scales, BLOCK, 0)[:width], BLOCK, 1)[:, :used]
@@ -177,7 +181,22 @@ def test_every_experts_blocks_are_counted_and_have_room(experts: int) -> None:
 @pytest.mark.parametrize("last", [1, 129])
 def test_the_most_blocks_are_reached(last: int) -> None:
     """By experts of one row each, but for the last."""
-    assert quantize.most_blocks(4 + last, 5) == 4 + blocks(last)
+    assert quantize.most_blocks(4 + last, 5) == 4 + blocks(last) and quantize.most_blocks(last, 99) <= last
+
+
+def test_nothing_is_launched_for_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of no blocks is an error of the driver."""
+    layer, none = Layer(1, 128, 128, 3, 2), Quantized(np.empty((0, 128), np.uint8), np.empty(0, np.float32))
+    layer.rows, empty = 0, {"expert_pair_indices": np.empty(0, np.int32), "expert_token_offsets": np.zeros(4, np.int32)}
+    layer.dispatch = replace(layer.dispatch, **empty)
+    monkeypatch.setattr(driver, "launch", lambda *_: pytest.fail("launched"))
+    layer.run(quantize.launch_rows, np.empty((0, 128), np.uint16), None, none)
+    for gather, scales in ((True, (0,)), (False, (1, 0))):
+        rows, out = none._replace(scales=np.empty(scales, np.float32)), layer.e4m3(128, 0, scales=(1, 0))
+        layer.run(quantize.launch_transpose, rows, None, np.zeros(4, np.int32), range(128), out, gather=gather)
+    h, act, y = layer.room(256), layer.room(128), np.empty((0, 128), np.uint16)
+    layer.run(fp8.launch_up, layer.tokens(128), layer.weights(256, 128), None, h=h, act=act, **SWIGLU)
+    layer.run(fp8.launch_linear, act, layer.weights(128, 128), None, columns=range(128), out=y)
 
 
 def test_a_row_without_a_scale_makes_its_block_of_the_transpose_nan() -> None:
@@ -195,20 +214,20 @@ def test_a_row_without_a_scale_makes_its_block_of_the_transpose_nan() -> None:
 # --- Products --------------------------------------------------------------------------------------------------------------
 
 
-def y_of(layer: Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The down projection: what the kernel makes, float64, and the bound."""
-    act, down, y = (
-        layer.of_rows(layer.n),
-        layer.weights(layer.d, layer.n),
-        np.full((layer.rows, layer.d), 0x7FC1, np.uint16),
-    )
-    layer.run(fp8.launch_linear, act, down, None, columns=range(layer.d), out=y)
+def y_of(layer: Layer, *slices: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The down projection: what the kernel makes, float64, and the bound. slices: of columns, a launch each."""
+    act, down, made = layer.of_rows(layer.n), layer.weights(layer.d, layer.n), list[np.ndarray]()
+    for columns in slices or (range(layer.d),):
+        y = np.full((layer.rows, len(columns)), 0x7FC1, np.uint16)
+        layer.run(fp8.launch_linear, act, down, None, columns=columns, out=y)
+        made.append(from_bfloat16_bits(y))
     exact, most = layer.product(quantize.from_e4m3(np, act, "1x128"), quantize.from_e4m3(np, down, "128x128"))
-    return from_bfloat16_bits(y), exact, most
+    return np.concatenate(made, 1), exact, most
 
 
-def test_the_down_projection_is_right() -> None:
-    assert near(*y_of(Layer(40, 144, 256, 2, 1)))
+@pytest.mark.parametrize("slices", [(), (range(128), range(128, 144))], ids=["whole", "slices"])
+def test_the_down_projection_is_right(slices: tuple[range, ...]) -> None:
+    assert near(*y_of(Layer(40, 144, 256, 2, 1), *slices))
 
 
 NEVER = (
