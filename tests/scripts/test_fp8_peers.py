@@ -47,6 +47,8 @@ def test_the_table_has_a_line_for_each_shape() -> None:
         "fwdbwd_ms": {"ours bf16": 2.0, "ours fp8": 1.5},
         "of": of,
     }
-    record = {"rows": [row], "products": [{"cfg": SHAPE._asdict(), "tflops": {"up": 1000, "down": 900}}]}
-    line = fp8_tables.peers_table(record).splitlines()[2]
-    assert line.endswith("| 2.00 | 1.50 | – | – | 1 000 | 900 |")
+    without = row | {"cfg": SHAPE._replace(T=256)._asdict()}
+    record = {"rows": [row, without], "products": [{"cfg": SHAPE._asdict(), "tflops": {"up": 1000, "down": 900}}]}
+    lines = fp8_tables.peers_table(record).splitlines()[2:4]
+    assert lines[0].endswith("| 2.00 | 1.50 | – | – | 1 000 | 900 |")
+    assert lines[1].endswith("| 2.00 | 1.50 | – | – | – | – |")
