@@ -216,7 +216,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> La
         weight_itemsize=layer.down_proj.itemsize,
         router_itemsize=weight.itemsize,
         logit_itemsize=routing.scores.itemsize,
-        save=layer.save.value,
+        save=f"{layer.save}",
         fused=layer.combine != "gather",
         fused_backward=layer.combine == "fused_both",
         bias=layer.down_proj_bias is not None,

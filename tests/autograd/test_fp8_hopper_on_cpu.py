@@ -191,3 +191,17 @@ def test_it_is_the_formula_and_quantizes_no_weight_twice(make_case, quantized_or
             assert 0 < (got - expected).norm() < 0.02 * expected.norm()
         else:
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_transpose_waits_where_x_needs_no_gradient(make_case, quantized_orders, trained):
+    """Nothing reads W_up's; of a layer that is not trained either, none."""
+    case = make_case(*SIZES)
+    expected = case.run(precision="fp8")
+    case.x = case.x.detach()
+    leaves = [t.requires_grad_(trained) for t in (case.gate_up_proj, case.down_proj, case.scores)]
+    quantized_orders.clear()
+    out = case.forward(precision="fp8")
+    gradients = torch.autograd.grad(out, leaves, case.d_out) if trained else ()
+    assert quantized_orders == [OWN, OWN, *[TURNED] * trained]
+    assert all(map(torch.equal, (out, *gradients), (expected[0], *expected[2:])))

@@ -14,6 +14,7 @@ from blazeproto import MoE, cost, dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab import step_times
 from blazeproto.lab.explanation import Explanation, explain
+from blazeproto.lab.views import view
 
 POLICIES = ("minimal", "paper", "recompute")
 
@@ -101,6 +102,13 @@ def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
         made = (out.float().sum(), stats.aux_loss)
     del made
     return sum(storages.values())
+
+
+def test_a_policy_that_was_set_by_name() -> None:
+    layer, x, _ = explained()
+    layer.save = "recompute"
+    assert explain(layer, x).saved_bytes == layer.saved_bytes(96)
+    assert view(layer).facts["save"].startswith("recompute: ")
 
 
 @pytest.mark.parametrize("router", ["top_k", "aux_free", "topk_softmax"])
