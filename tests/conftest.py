@@ -54,6 +54,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(seed).shuffle(items)  # the same in each of xdist's processes
 
 
+def pytest_collection() -> None:
+    """No garbage is made meanwhile."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage need not look at the tests and at the modules, which stay: a second each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Each test draws the same numbers, whichever ran before it."""
