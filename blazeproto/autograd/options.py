@@ -120,10 +120,10 @@ class Options:
         default=True,
         metadata=_about(
             boolean,
-            """with precision="fp8", whether forward makes both orders of a weight in one pass and leaves the transpose for
-        backward: a byte for each of a weight's elements, of all layers at once. False makes each order just before its product:
-        weights are read once more, and no copy outlives its product. So it is, too, where x needs no gradient. Of
-        save="recompute" nothing is left.""",
+            """with precision="fp8", whether forward quantizes a weight as it lies and its transpose in one pass, and leaves
+        the transpose for backward, which takes a byte for each of a weight's elements, of all layers at once. False makes each
+        just before its product: weights are read once more, and no copy outlives its product. So it is, too, where x needs no
+        gradient. With save="recompute" none is left for backward.""",
         ),
     )
 

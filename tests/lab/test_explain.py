@@ -82,6 +82,9 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512)).totals().operations
     assert made.totals().operations == plain
     assert next(s for s in forward if s.name == "down_forward").rate == 2
+    for name, weight in (("down_backward_act", "down_proj^T"), ("up_backward_act", "gate_up_proj^T")):
+        assert weight in [a.name for s in backward if s.name == name for a in s.reads]
+    assert "fp8 of bfloat16" in repr(made)
 
 
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
