@@ -49,8 +49,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: not item.get_closest_marker("costly_fixture"))
     if (seed := config.getoption("--order")) is not None:
         random.Random(seed).shuffle(items)  # the same in each of xdist's processes
+
+
+def pytest_collection() -> None:
+    """No garbage is made meanwhile."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Whoever collects garbage need not look at the tests and at the modules, which stay: a second each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -279,7 +279,9 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{len(kernels)} kernels" in out and "reduce_scores_grad" in out and "TOP_K=8" in out
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize(
+    "encoding", ["ascii", *(pytest.param(name, marks=pytest.mark.full) for name in ("latin-1", "cp1252"))]
+)
 @pytest.mark.parametrize(
     "arguments", [["kernels", "--products", "bias_score_grad"], ["bench", "16,32,16,4,2"]], ids=["kernels", "bench"]
 )
@@ -289,7 +291,7 @@ def test_a_table_is_printed_in_any_encoding(encoding: str, arguments: list[str])
     assert "?" not in done.stdout
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", [pytest.param("ascii", marks=pytest.mark.full), "latin-1"])
 def test_doctor_names_what_is_missing_in_any_encoding(encoding: str, tmp_path: Path) -> None:
     """In Latin-1 what the child process says comes back with a character that Latin-1 lacks."""
     (tmp_path / "numba.py").write_text("raise ImportError('libf\u00e4lschung.so')")

@@ -86,7 +86,7 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Op
         (
             d_model % 16 or d_expert % BLOCK,
             f"multiples of 16 and {BLOCK} as d and n",
-            tuple(weights[-1].shape),
+            (d_model, d_expert),
         ),
         (
             not activation.gated or activation.alternating,
@@ -96,7 +96,7 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Op
         (any(part is not None for part in absent), "neither biases nor factors", "some"),
         (not all(t.is_contiguous() for t in weights), "contiguous weights", "transposed ones"),
         (options.combine != "gather", "combine='gather'", options.combine),
-        (options.save == "paper", "another save policy than 'paper'", options.save),
+        (options.save == "paper", "save='minimal' or 'recompute'", "paper"),
         (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),
     ):
         if wrong:

@@ -51,7 +51,9 @@ def check_unchanged(record: Tensor, weight: Tensor, *, copies: bool) -> None:
     passes, as an exported program has one."""
     state = _state(weight)
     if _MADE_OF.get(record.untyped_storage(), state if copies else None) != state:
-        raise ValueError("quantized: expected of these weights, got of others, or of them before they changed")
+        raise ValueError(
+            "quantized: expected of these weights, got of others, or of them before they changed: call quantize_weights again"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -182,6 +182,6 @@ def encoded(options: Options, parameters: tuple[Tensor | None, ...]) -> str:
     """The options for the operators, with the save policy that a call with these tensors has."""
     if not torch.is_grad_enabled():
         return options.encode("recompute")  # nothing will ask for H
-    down_proj, _, down_a = parameters[5:8]
-    trains_down = any(t is not None and t.requires_grad for t in (down_proj, down_a))
-    return options.encode(options.policy(trains_down=trains_down))
+    needs = [t is not None and t.requires_grad for t in parameters]
+    policy = options.policy(trains_down=needs[5] or needs[7])  # down_proj, down_a
+    return options.encode(policy, keep_transposed=needs[0])  # without dX nothing reads W_up's transpose

@@ -120,9 +120,10 @@ class Options:
         default=True,
         metadata=_about(
             boolean,
-            """with precision="fp8", whether forward makes both orders of a weight in one pass and leaves the transpose for
-        backward: a byte for each of a weight's elements, of all layers at once. False makes each order just before its product:
-        weights are read once more, and no copy outlives its product. Of save="recompute" nothing is left.""",
+            """with precision="fp8", whether forward quantizes a weight as it lies and its transpose in one pass, and leaves
+        the transpose for backward, which takes a byte for each of a weight's elements, of all layers at once. False makes each
+        just before its product: weights are read once more, and no copy outlives its product. So it is, too, where x needs no
+        gradient. With save="recompute" none is left for backward.""",
         ),
     )
 
@@ -131,9 +132,11 @@ class Options:
             check(name, getattr(self, name))
         object.__setattr__(self, "precision", name_of(self.precision))
 
-    def encode(self, save: str) -> str:
-        """As operators take it, who know tensors, numbers and strings. save: the policy that this call has."""
-        return "/".join([f"{save if name == 'save' else getattr(self, name)}" for name in _IN_OPERATORS])
+    def encode(self, save: str, *, keep_transposed: bool = True) -> str:
+        """As operators take it, who know tensors, numbers and strings. save: the policy that this call has.  keep_transposed:
+        whether this call has a use for it."""
+        of_call = {"save": save, "keep_transposed": self.keep_transposed and keep_transposed}
+        return "/".join([f"{of_call.get(name, getattr(self, name))}" for name in _IN_OPERATORS])
 
     @staticmethod
     @cache

@@ -27,8 +27,8 @@ class SavePolicy(StrEnum):
     Low-rank factors of rank r add X A_up^T and act A_down^T, 2rK bytes each, wherever H is saved; "recompute" makes both again
     with H. r counts as the next multiple of 8.
 
-    With ``precision="fp8"`` H has a byte an element and 4 for each 128 of a row; ``keep_transposed`` adds what weights take in
-    fp8, a byte an element and 4 for each 128 x 128, to whole 16 of an expert.
+    With ``precision="fp8"`` H has a byte an element and 4 for each 128 of a row; where x needs a gradient, ``keep_transposed``
+    adds what weights take in fp8, a byte an element and 4 for each 128 x 128, to whole 16 of an expert.
     """
 
     MINIMAL = "minimal"

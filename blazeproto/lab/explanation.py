@@ -154,7 +154,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         steps = [replace(step, ms=found.get((step.phase, step.name))) for step in steps]
     return Explanation(
         f"MoE: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
-        f"save={call.save}, {str(dtype).removeprefix('torch.')}",
+        f"save={call.save}, {'fp8 of ' if call.in_fp8 else ''}{str(dtype).removeprefix('torch.')}",
         tuple(steps),
         layer.saved_bytes(call.sizes.T, dtype),
         _note(layer, call, dtype),
@@ -216,7 +216,7 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> La
         weight_itemsize=layer.down_proj.itemsize,
         router_itemsize=weight.itemsize,
         logit_itemsize=routing.scores.itemsize,
-        save=layer.save.value,
+        save=f"{layer.save}",
         fused=layer.combine != "gather",
         fused_backward=layer.combine == "fused_both",
         bias=layer.down_proj_bias is not None,

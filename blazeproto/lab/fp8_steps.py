@@ -61,23 +61,25 @@ def _tokens(of: Step) -> Iterator[Step]:
     return (_quantize(of, array, array) for array in of.reads if array.name in TOKENS)
 
 
+def _transposed(weight: Traffic) -> Traffic:
+    return weight._replace(name=f"{weight.name}^T", shape=(weight.shape[0], *weight.shape[:0:-1]))
+
+
 def _weights(of: Step, weights: str) -> Iterator[Step]:
     """In the order that a product wants, or in both."""
     backward = "backward" in of.name
     for array in (array for array in of.reads if array.name in WEIGHTS):
-        transposed = array._replace(name=f"{array.name}^T", shape=(array.shape[0], *array.shape[:0:-1]))
         if weights == "each":
-            yield _quantize(of, array, transposed if backward else array)
+            yield _quantize(of, array, _transposed(array) if backward else array)
         elif weights == "both" and not backward:
-            yield _quantize(of, array, array, transposed, keeps=(transposed,))
+            yield _quantize(of, array, array, _transposed(array), keeps=(_transposed(array),))
 
 
 def _by_rows(step: Step) -> Step:
-    """x is kept as it came."""
+    """x is kept as it came. Backward's products read weights' transposes."""
+    reads = (_transposed(array) if array.name in WEIGHTS and "backward" in step.name else array for array in step.reads)
     keeps = (each for array in step.keeps for each in ((array,) if array.name in TOKENS else stored((array,))))
-    return replace(
-        step, reads=tuple(stored(step.reads)), writes=tuple(stored(step.writes)), keeps=tuple(keeps), rate=RATE
-    )
+    return replace(step, reads=tuple(stored(reads)), writes=tuple(stored(step.writes)), keeps=tuple(keeps), rate=RATE)
 
 
 def _gradient(step: Step) -> Iterator[Step]:

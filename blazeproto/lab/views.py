@@ -222,8 +222,9 @@ def _of_layer(layer: MoE) -> View:
         "parameters": f"{total:,}, of which a token meets {active:,} ({100 * active / max(total, 1):.1f} %)",
     }
     with suppress(RuntimeError):  # from a layer that does not know beforehand
-        kept = layer.saved_bytes(tokens) / tokens
-        facts["save"] = f"{layer.save.value}: {kept:,.0f} B a token kept by the experts for backward"
+        of_none = layer.saved_bytes(0)
+        kept = (layer.saved_bytes(tokens) - of_none) / tokens
+        facts["save"] = f"{layer.save}: {kept:,.0f} B a token and {of_none:,} B kept by the experts for backward"
     columns = ["parameter", "shape", "dtype", "elements", "bytes"]
     return View("MoE", facts, [Table(columns, rows, left=columns[:3], last=1)])
 

@@ -133,7 +133,7 @@ STEPS = {
     "integrations": Step("python -m scripts.bench.integrations", 5, last_lines=60),
     "train": Step("python -m scripts.train_lm", 8),
     "curves": Step("python -m scripts.lm.compare_backends --train", 4),
-    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 60", 8),
+    "fuzz": Step("python -m scripts.checks.fuzz --runs 1000 --seconds 40", 8),
     "memcheck": _sanitizer("memcheck", minutes=8),
     "synccheck": _sanitizer("synccheck"),
     "racecheck": _sanitizer("racecheck", minutes=8),

@@ -209,3 +209,17 @@ def test_dh_lies_over_h_which_nobody_else_reads(make_case, quantized_orders, mon
     monkeypatch.setattr(fp8, "launch_down_backward", seen)
     make_case(*SIZES).run(precision="fp8")
     assert over == [True]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_transpose_waits_where_x_needs_no_gradient(make_case, quantized_orders, trained):
+    """Nothing reads W_up's; of a layer that is not trained either, none."""
+    case = make_case(*SIZES)
+    expected = case.run(precision="fp8")
+    case.x = case.x.detach()
+    leaves = [t.requires_grad_(trained) for t in (case.gate_up_proj, case.down_proj, case.scores)]
+    quantized_orders.clear()
+    out = case.forward(precision="fp8")
+    gradients = torch.autograd.grad(out, leaves, case.d_out) if trained else ()
+    assert quantized_orders == [OWN, OWN, *[TURNED] * trained]
+    assert all(map(torch.equal, (out, *gradients), (expected[0], *expected[2:])))

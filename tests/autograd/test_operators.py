@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,9 +56,13 @@ def kept(made, save, factors):
     return h, act if save == "paper" else None, *((xa, act_a) if factors else (None, None)), None, None
 
 
-@pytest.mark.parametrize("save", POLICIES)
-@pytest.mark.parametrize("varying", [False, True])
-@pytest.mark.parametrize("factors", [False, True])
+@pytest.mark.parametrize(
+    ("factors", "varying", "save"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] if number % 4 else [])
+        for number, case in enumerate(product([False, True], [False, True], POLICIES))
+    ],
+)
 def test_opcheck_whole_batch(make_case, save, varying, factors):
     case = make_case(bias=True, varying=varying, unused=0)  # rows without a pair hold anything, opcheck compares all
     tail, parameters = tail_of(case, save), parameters_of(case, factors)

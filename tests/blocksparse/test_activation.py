@@ -50,7 +50,19 @@ def test_twins(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(ACTIVATIONS, "geglu", "geglu_tanh", "reglu", "limited_swiglu", "clamped_swiglu", "relu2", "gelu")
+    "name",
+    some(
+        ACTIVATIONS,
+        "geglu",
+        "geglu_tanh",
+        "reglu",
+        "limited_swiglu",
+        "clamped_swiglu",
+        "relu2",
+        "gelu",
+        "gelu_tanh",
+        "silu",
+    ),
 )
 def test_kernels(name: str) -> None:
     """Within bf16's rounding and tanh.approx's 2^-11; blocks that are not there stay as they were."""

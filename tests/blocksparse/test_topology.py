@@ -85,7 +85,9 @@ def test_twin(name: str, kind: str, halves: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "halves"), [("equal", 1), ("unequal", 2)])
-@pytest.mark.parametrize("name", some(DISPATCHES, "uniform", "busy", "one expert"))
+@pytest.mark.parametrize(
+    "name", some(DISPATCHES, "uniform", "busy", "one expert", "empty experts", "nobody", "sentinels")
+)
 def test_kernel(name: str, kind: str, halves: int) -> None:
     dispatch = dispatch_of(name)
     widths = widths_of(dispatch, kind)

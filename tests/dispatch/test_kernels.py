@@ -15,7 +15,7 @@ FULL = pytest.mark.full
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["few", "input", *(pytest.param(what, marks=FULL) for what in ("tiled", "dense", "strict"))]
+    "what", ["input", *(pytest.param(what, marks=FULL) for what in ("few", "tiled", "dense", "strict"))]
 )
 def test_simulated(what):
     simulate(Path(__file__).with_name("simulate.py"), what)

@@ -14,6 +14,7 @@ from blazeproto import MoE, cost, dispatch
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab import step_times
 from blazeproto.lab.explanation import Explanation, explain
+from blazeproto.lab.views import view
 
 POLICIES = ("minimal", "paper", "recompute")
 
@@ -63,7 +64,8 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16))
     of_router = ("router product", "top-k", "load and losses")
     assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
-    names = [step.name for step in made.rows if step.phase == "backward"]
+    backward = [step for step in made.rows if step.phase == "backward"]
+    names = [step.name for step in backward]
     order = ("down_backward_act", "up_backward_act", "up_backward_weight", "down_backward_weight")
     assert sorted(names.index(name) for name in order) == [names.index(name) for name in order]
     read = sum(
@@ -81,6 +83,9 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     assert made.totals().operations == plain
     assert [s.rate for s in made.rows if s.name in ("down_forward", *order)] == [2] * 5
     assert ("quantize down_proj^T" in names) == (weights != "before" and not kept)
+    for name, weight in (("down_backward_act", "down_proj^T"), ("up_backward_act", "gate_up_proj^T")):
+        assert weight in [a.name for s in backward if s.name == name for a in s.reads]
+    assert "fp8 of bfloat16" in repr(made)
 
 
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
@@ -101,6 +106,13 @@ def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
         made = (out.float().sum(), stats.aux_loss)
     del made
     return sum(storages.values())
+
+
+def test_a_policy_that_was_set_by_name() -> None:
+    layer, x, _ = explained()
+    layer.save = "recompute"
+    assert explain(layer, x).saved_bytes == layer.saved_bytes(96)
+    assert view(layer).facts["save"].startswith("recompute: ")
 
 
 @pytest.mark.parametrize("router", ["top_k", "aux_free", "topk_softmax"])

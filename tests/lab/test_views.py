@@ -192,6 +192,14 @@ def test_a_layer() -> None:
     assert f"{layer.saved_bytes(4096) / 4096:,.0f} B" in made.facts["save"]
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_that_wait_for_backward_are_not_the_tokens(keep: bool) -> None:
+    layer = MoE(64, 128, 8, 2, precision="fp8", keep_transposed=keep)
+    of_token = 4 * 64 + 2 * (2 * 128 + 8 + 4 + 4 + 4)  # x; H and its scales, a score, two indices of each pair
+    copies = 8 * (3 * 64 * 128 + 2 * 16) if keep else 0  # of both weights, with an expert's scales
+    assert f"minimal: {of_token:,} B a token and {copies + 4 * 9:,} B" in view(layer).facts["save"]
+
+
 def test_views_load_when_they_are_asked_for() -> None:
     probe = (
         "import sys, blazeproto\n"

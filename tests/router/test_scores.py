@@ -20,10 +20,13 @@ def test_simulated(score: str) -> None:
     simulate(Path(__file__).with_name("simulate_score.py"), score)
 
 
+ON_MACHINE = ("softmax_topk", "topk_softmax", "sigmoid")  # the PTX machine's tests compile and run their kernels
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "score",
-    [name if score.elementwise else pytest.param(name, marks=pytest.mark.full) for name, score in SCORES.items()],
+    [pytest.param(name, marks=[pytest.mark.full] if name in ON_MACHINE else []) for name in SCORES],
 )
 def test_kernels_compile(score: str, fresh_cache: None) -> None:  # noqa: F811
     check_kernel(topk.forward_kernel(64, 4, score, True, 1.0, SCORES[score].elementwise, False, True))

@@ -47,7 +47,7 @@ def test_a_seed_says_all_about_a_run() -> None:
 
 
 def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And factors beside trained and frozen weights; its check of moe_mlp runs, here on the torch backend."""
+    """And factors beside trained and frozen weights; its check of moe_mlp runs on each first one, here on the torch backend."""
     monkeypatch.setattr(fuzz, "make_case", partial(make_case, device="cpu"))
     monkeypatch.setattr(fuzz, "BACKENDS", ["torch"])
     totals, seed = {pool: Pool() for pool in fuzz.PARTS["experts"].pools}, -1
@@ -59,11 +59,13 @@ def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatc
         if shape.T * shape.d * shape.n * shape.E > 2**21:
             continue
         made = fuzz.make_case(shape, **options, seed=seed).dispatch
+        left = len(missing) + len(factors)
         which = "none" if not made.overflow else "some" if made.expert_token_offsets[-1] else "all"
         if options["row_capacity"] is not None:
             missing.discard((which, how["workspace_bytes"] is not None))
         factors.discard((*map(bool, training.ranks), "d_up" in training.frozen))
-        assert fuzz.check_experts(seed, totals) == []
+        if len(missing) + len(factors) < left:
+            assert fuzz.check_experts(seed, totals) == []
     assert not missing and not factors
     assert totals["torch"].totals.keys() >= {"d_up_a", "d_up_b", "d_down_a", "d_down_b"}
 

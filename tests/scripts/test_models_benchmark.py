@@ -32,6 +32,9 @@ from scripts.bench.timing import KernelTime, relative_difference
 CPU = Machine("cpu", 1, Rates(1.0, 1.0), ())
 
 
+pytestmark = pytest.mark.costly_fixture
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of all short forms, in a folder of results."""

@@ -31,6 +31,9 @@ SMALL = Sizes(48, 32, 16, 4, 2)
 CPU = Machine("cpu", 1, Rates(1e12, 1e11), ("torch_grouped",))
 
 
+pytestmark = pytest.mark.costly_fixture
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of all short forms, where docs/papers.md looks for them beside a folder of results."""

@@ -143,7 +143,7 @@ def on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_a_laptop")
 @pytest.mark.parametrize("name", wrong_cuda.WRONG)
-@pytest.mark.parametrize("whose", ["the solution", "the package"])
+@pytest.mark.parametrize("whose", ["the solution", pytest.param("the package", marks=pytest.mark.full)])
 def test_solutions_in_cuda_are_right(name: str, whose: str) -> None:
     text = EXERCISES[name].region if whose == "the package" else str(solution(name))
     outcome = check_exercise(name, text)
@@ -152,7 +152,14 @@ def test_solutions_in_cuda_are_right(name: str, whose: str) -> None:
 
 
 @pytest.mark.usefixtures("on_a_laptop")
-@pytest.mark.parametrize(("name", "what"), [(name, what) for name, those in wrong_cuda.WRONG.items() for what in those])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, marks=[pytest.mark.full] if number else [])
+        for name, those in wrong_cuda.WRONG.items()
+        for number, what in enumerate(those)
+    ],
+)
 def test_wrong_solutions_in_cuda_are_found(name: str, what: str) -> None:
     """By the tiles that are wrong, what came and what was right."""
     outcome = check_exercise(name, wrong_cuda.WRONG[name][what])

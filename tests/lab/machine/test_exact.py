@@ -17,7 +17,14 @@ from tests.lab.machine.trials import of_reports
 HASHES = json.loads((Path(__file__).parent / "exact_cases.json").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+# The full set alone has what differs from another in its numbers.
+AGAIN = ("dense, elsewhere", "tiled", "tiled, one token", "tiled, 128 experts", "reglu", "relu again")
+AGAIN += ("down backward again", "dW_down", "logits, two parts")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in AGAIN else name for name in CASES]
+)
 def test_the_bits_are_those_of_a_gpu(name: str) -> None:
     machine = Machine(seed=list(CASES).index(name))
     with launches_on(machine):
