@@ -21,7 +21,8 @@ from torch._C._dynamo import eval_frame
 
 from tests.locks import alone
 
-# Several of xdist's processes share the GPUs, whose memory is not enough for all on one.
+# Several of xdist's processes share the GPUs, whose memory is not enough for all on one; JAX would take three quarters of one's.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])

@@ -358,7 +358,7 @@ PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
     ("../h100/paper/moeblaze-figures", plot_moeblaze, "paper_moeblaze.png"),
     ("../h100/paper/sonicmoe-layers", plot_sonicmoe, "paper_sonicmoe.png"),
     ("../h100/paper/sonicmoe-kernels", plot_kernels, "paper_kernels.png"),
-    ("../h100/paper/sonicmoe-rounding", plot_rounding, "paper_rounding.png"),
+    ("../h100/paper/sonicmoe-rounding|paper/sonicmoe-rounding", plot_rounding, "paper_rounding.png"),
     ("paper/waterfall", partial(plot_drawn, draw=plot_waterfall, size=(14, 8)), "waterfall.png"),
     ("paper/policies", partial(plot_drawn, draw=plot_policies, size=(10, 4.5)), "policies.png"),
     ("training", partial(plot_drawn, draw=plot_runs, size=(12, 5)), "training.png"),

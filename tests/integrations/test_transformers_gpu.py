@@ -76,7 +76,6 @@ def test_a_decoder_layer_is_as_near_to_float64_as_eager(family: str, device: str
 
 
 @DEVICES
-@pytest.mark.much_gpu_memory
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_decoder_layer_is_as_near_to_float64_as_eager(device: str) -> None:
     model, pool = build("qwen3_moe", device), Pool()

@@ -26,7 +26,10 @@ class Shown(NamedTuple):
     note: str = ""
     rows: Callable[[Rows], Rows] = list
     picture: str = ""  # in docs/
-    folder: str = "../h100/paper"  # of the results that a page shows: those of the papers' own GPU
+    folders: tuple[str, ...] = (
+        "../h100/paper",
+        "paper",
+    )  # whose results a page shows: the papers' own GPU's, else an H200's
 
 
 SHOWN = {
@@ -72,7 +75,7 @@ SHOWN = {
         "Sums of kernel durations.",
         steps.steps_of,
         "waterfall.png",
-        "paper",
+        ("paper",),
     ),
     "policies": Shown(
         "policies",
@@ -80,10 +83,10 @@ SHOWN = {
         steps.policies_columns,
         "The experts alone, forward + backward.",
         picture="policies.png",
-        folder="paper",
+        folders=("paper",),
     ),
     "activations": Shown(
-        "activations", "Activations", steps.activations_columns, rows=steps.activations_of, folder="paper"
+        "activations", "Activations", steps.activations_columns, rows=steps.activations_of, folders=("paper",)
     ),
     "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
 }
@@ -127,6 +130,7 @@ def terminal(shown: Shown, record: Record) -> RichTable:
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    f"paper_{name}": (f"{shown.folder}/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
+    f"paper_{name}": ("|".join(f"{folder}/{shown.item}" for folder in shown.folders), partial(markdown, shown))
+    for name, shown in SHOWN.items()
 }
 """Of docs/papers.md and docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
