@@ -382,6 +382,9 @@ def fill(text: str, results: Path) -> str:
         if None in records:
             return found[0]
         space = "\n\n" if name in TABLES else ""
-        return f"<!-- results:{name} -->{space}{make(*records)}{space}<!-- /results:{name} -->"
+        made = make(*records)
+        if made == NOT_MEASURED and text[found.end() :].startswith("."):  # the sentence has its own
+            made = NOT_MEASURED.rstrip(".").lower()
+        return f"<!-- results:{name} -->{space}{made}{space}<!-- /results:{name} -->"
 
     return MARKED.sub(replacement, text)

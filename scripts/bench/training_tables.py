@@ -302,7 +302,7 @@ def dense_claim(record: Record) -> str:
 
 
 def more_claim(item: str, what: str, runs: tuple[str, ...], record: Record) -> str:
-    """How much higher validation losses are than ours with top-k, part of a sentence."""
+    """What is added to ours with top-k's validation loss, part of a sentence."""
     said = said_of(
         record, item, {run: pair(record, item, run, OURS, more_validation) for run in runs}, 4, "nats a byte"
     )
@@ -317,7 +317,10 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
     "capacity_claim": (
         "training",
         partial(
-            more_claim, "capacity", "dropping tokens costs at most", ("dropping_1.0", "dropping_1.5", "dropping_2.0")
+            more_claim,
+            "capacity",
+            "with dropped tokens the validation loss rises (negative: falls) by at most",
+            ("dropping_1.0", "dropping_1.5", "dropping_2.0"),
         ),
     ),
     "rounding_claim": (
@@ -325,7 +328,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
         partial(
             more_claim,
             "routers",
-            "training with other choices costs at most",
+            "with other choices the validation loss rises (negative: falls) by at most",
             ("rounded", "rounded_down", "expert_choice"),
         ),
     ),
