@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import blazeproto.autograd
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
 from blazeproto.autograd import moe_mlp, torch_backend
+from blazeproto.autograd.torch_formulas import Torch
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.compile import Kernel
@@ -68,6 +71,50 @@ def test_the_fuzzer_draws_capacities_that_none_some_and_all_rows_pass(monkeypatc
             assert fuzz.check_experts(seed, totals) == []
     assert not missing and not factors
     assert totals["torch"].totals.keys() >= {"d_up_a", "d_up_b", "d_down_a", "d_down_b"}
+
+
+def halved(expert_row_sum: Any, values: Tensor, num_experts: int, rows: Dispatch, *others: Any) -> Tensor:
+    """`torch_backend.expert_row_sum`, every other row by itself, both sums rounded to bf16."""
+    odd = torch.arange(len(values))[:, None] % 2 == 1
+    parts = [expert_row_sum(values.masked_fill(mask, 0), num_experts, rows, *others) for mask in (odd, ~odd)]
+    return sum(part.bfloat16().float() for part in parts)
+
+
+def rounded_gradient(activate_backward: Any, m: Torch, h: Tensor, d_act: Tensor, activation: str) -> Tensor:
+    """`Torch.activate_backward` of S dA' that is rounded to bf16."""
+    return activate_backward(m, h, d_act.bfloat16(), activation)
+
+
+PLANTED = {"expert_row_sum": (torch_backend, halved), "activate_backward": (Torch, rounded_gradient)}
+
+
+@pytest.mark.parametrize("planted", ["nothing", "low rank", *PLANTED])
+def test_the_torch_backend_rounds_where_its_yardstick_does(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    """No less often, so that its error is the yardstick's; and one rounding more in d_up_bias is found.
+
+    SiLU without a gate: d_up_bias has the roundings of dA', dH and the sum and a little of H's. One more makes the error nearly
+    √(4/3) of that.
+    """
+    options = {"routing": "uniform", "activation": "silu", "biases": True, "transposed": False, "row_capacity": None}
+    training = fuzz.Training((8, 8) if planted == "low rank" else (0, 0), frozen=())
+    drawn = Sizes(96, 64, 64, 8, 2), options, {"save": "minimal"}, training
+    monkeypatch.setattr(fuzz, "make_case", partial(make_case, device="cpu"))
+    monkeypatch.setattr(fuzz, "draw_experts", lambda seed: deepcopy(drawn))
+    monkeypatch.setattr(fuzz, "BACKENDS", ["torch"])
+    if planted in PLANTED:
+        where, wrong = PLANTED[planted]
+        right = getattr(where, planted)
+        monkeypatch.setattr(where, planted, lambda *given: wrong(right, *given))
+    totals = {"torch": Pool()}
+    assert not [line for seed in range(10) for line in fuzz.check_experts(seed, totals)]
+    failures = totals["torch"].failures()
+    if planted in PLANTED:
+        assert any(line.startswith("d_up_bias: norm") for line in failures)
+        return
+    assert not failures
+    for name, total in totals["torch"].totals.items():
+        error2, yardstick2, *_ = total.tolist()
+        assert error2 == pytest.approx(yardstick2, rel=0.02), name
 
 
 def test_the_fuzzer_draws_weights_that_lie_transposed_and_low_rank_terms_and_gate_and_up_in_turn() -> None:
