@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import chain, product
@@ -15,7 +15,7 @@ from torch import Tensor
 import blazeproto.autograd
 from blazeproto import gemm
 from blazeproto.activations import ACTIVATIONS
-from blazeproto.autograd import moe_mlp, torch_backend
+from blazeproto.autograd import fp8_backend, moe_mlp, torch_backend
 from blazeproto.autograd.torch_formulas import Torch
 from blazeproto.dispatch import Dispatch
 from blazeproto.gemm import Sizes
@@ -227,16 +227,77 @@ def test_rounding_runs_on_dispatches_made_beforehand(monkeypatch: pytest.MonkeyP
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_the_fuzzer_of_fp8_sees_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the torch backend in the kernels' place, once as it is and once with another quantizing."""
+Lines = Callable[..., tuple[list[str], list[str]]]
+
+
+@pytest.fixture
+def fuzz_fp8(monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """``fuzz_fp8(kernels, tokens)``: what is wrong with two runs of so many tokens, and with both together.
+
+    ``kernels(*args, **options)`` is called where `moe_mlp` is by the Hopper backend, ``torch_backend`` where it is by the other.
+    """
     monkeypatch.setattr(fuzz, "make_case", partial(make_case, device="cpu"))
-    drawn = ((seed, fuzz.draw_fp8(seed)[0]) for seed in range(200))
-    small = [seed for seed, shape in drawn if 0 < shape.T < 200 and shape.E < 20][:6]
-    assert all(fuzz.check_fp8(seed, {}) == [] for seed in small)
-    real = fuzz.moe_mlp
+    drawn = {seed: fuzz.draw_fp8(seed)[0] for seed in range(300)}
 
-    def rounded_otherwise(*args: Any, backend: str = "auto", **options: Any) -> Any:
-        return real(*args, **options | ({} if backend == "torch" else {"precision": "bf16", "quantized": None}))
+    def lines(
+        kernels: Callable[..., Any], tokens: range, torch_backend: Callable[..., Any] = moe_mlp
+    ) -> tuple[list[str], list[str]]:
+        def run(*args: Any, backend: str = "auto", **options: Any) -> Any:
+            return (torch_backend if backend == "torch" else kernels)(*args, **options)
 
-    monkeypatch.setattr(fuzz, "moe_mlp", rounded_otherwise)
-    assert any("off the torch backend" in line for seed in small for line in fuzz.check_fp8(seed, {}))
+        monkeypatch.setattr(fuzz, "moe_mlp", run)
+        small = sorted((of.d * of.n * of.E * of.K, seed) for seed, of in drawn.items() if of.T in tokens)[:2]
+        totals = {"fp8": Pool()}
+        return [line for _, seed in small for line in fuzz.check_fp8(seed, totals)], totals["fp8"].failures()
+
+    return lines
+
+
+ONE, MANY = range(1, 2), range(60, 200)
+
+
+def test_the_fuzzer_of_fp8_sees_another_precision(fuzz_fp8: Lines) -> None:
+    """With the torch backend in the kernels' place."""
+    assert fuzz_fp8(moe_mlp, ONE) == fuzz_fp8(moe_mlp, MANY) == ([], [])
+    _, together = fuzz_fp8(lambda *args, **o: moe_mlp(*args, **o | {"precision": "bf16", "quantized": None}), MANY)
+    off = {line.partition(":")[0] for line in together if "norm of the error" in line}
+    assert off == {"out", "dx", "d_up", "d_down", "d_scores"}
+
+
+@pytest.mark.parametrize(
+    ("record", "factor", "seen"),
+    [
+        pytest.param("H", 2.0, {"dx", "d_up", "d_down", "d_scores"}, id="H's scale doubled"),
+        pytest.param("act", 0.0, {"out"}, id="128 of Y's reduction dropped"),
+        pytest.param("dH", 0.0, {"dx", "d_up"}, id="128 of dX's reduction dropped"),
+        pytest.param("A'", 2.0, {"d_down"}, id="A''s scale doubled"),
+    ],
+)
+def test_the_fuzzer_of_fp8_sees_a_wrong_block_of_a_row(
+    record: str, factor: float, seen: set[str], fuzz_fp8: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One alone in its run; of one row among many, which no run shows by itself, all together. With the torch backend in the
+    kernels' place."""
+    makers = {"H": ("up_forward", 0), "act": ("up_forward", 1), "dH": ("down_backward_act", 0)}
+    maker, index = makers.get(record, ("down_backward_act", 2))
+    real, planting = getattr(fp8_backend.Plain, maker), False
+
+    def planted(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        if planting:
+            fp8_backend.rows_in(made[index], fp8_backend.width_of(made[index])).scales[0, 0] *= factor
+        return made
+
+    def with_blocks(wrong: bool) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:  # its backward comes before the next forward
+            nonlocal planting
+            planting = wrong
+            return moe_mlp(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(fp8_backend.Plain, maker, planted)
+    single, _ = fuzz_fp8(with_blocks(True), ONE, with_blocks(False))
+    assert {line.split(":")[1].strip() for line in single} == seen
+    single, together = fuzz_fp8(with_blocks(True), MANY, with_blocks(False))
+    assert single == [] and {line.partition(":")[0] for line in together} >= seen - {"d_scores"}
