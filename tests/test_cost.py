@@ -82,9 +82,11 @@ def test_the_router_s_floors_are_those_of_the_committed_results() -> None:
 
 
 def test_benchmarks_that_time_as_before_are_those_that_are_here() -> None:
-    """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path."""
+    """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path; of fp8
+    what stands around its calls."""
     rows = [row["of"] for name in ("module", "router") for row in rows_of(name)]
-    rows += [row["of"] for row in json.loads((ROOT / "results/h100/distributed.json").read_text())["ep"]]
+    for name in ("distributed", "fp8"):
+        rows += [row["of"] for row in identity.rows_in(json.loads((ROOT / f"results/h100/{name}.json").read_text()))]
     protocols = {of["protocol_identity"]: of["protocol"] for of in rows}
     for then, now in identity.AS_BEFORE.items():
         assert identity.protocol_identity(protocols[then]) == now, (

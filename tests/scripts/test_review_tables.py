@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def test_the_page_has_every_sentence(name: str) -> None:
 
 
 def test_what_is_not_measured_says_why() -> None:
-    text = " ".join(PAGE.read_text().split())
+    written = re.sub(r"<!-- results:.*?<!-- /results:\S+ -->", "", PAGE.read_text(), flags=re.DOTALL)
+    text = " ".join(written.split())
     missing = text.split("not measured")[1:]
     assert len(missing) > 5
     assert all("because" in each.split(".")[0] for each in missing), [each[:80] for each in missing]
