@@ -84,10 +84,8 @@ def deep_gemm(shape: Sizes, rounds: int) -> Row:
     for name, (width, reduction) in {"up": (shape.h, shape.d), "down": (shape.d, shape.n)}.items():
         a = torch.randn(shape.rows, reduction, dtype=torch.bfloat16, device="cuda")
         weights = [torch.randn(width, reduction, dtype=torch.bfloat16, device="cuda") for _ in range(shape.E)]
-        left, cast = (
-            math.per_token_cast_to_fp8(a, use_ue8m0=False),
-            partial(math.per_block_cast_to_fp8, use_ue8m0=False),
-        )
+        left = math.per_token_cast_to_fp8(a, use_ue8m0=False)
+        cast = partial(math.per_block_cast_to_fp8, use_ue8m0=False)
         right = tuple(map(torch.stack, zip(*map(cast, weights), strict=True)))
         out = torch.empty(shape.rows, width, dtype=torch.bfloat16, device="cuda")
         call = partial(library.m_grouped_fp8_gemm_nt_contiguous, left, right, out, of_row)

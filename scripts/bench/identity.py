@@ -235,7 +235,7 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 
 
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
-# The router's floor is blazeproto.cost's, to the digit; the exchange's had the path of a checkout in it; fp8's was longer.
+# The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; fp8's times the same calls.
 AS_BEFORE = {
     "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure

@@ -378,7 +378,7 @@ def test_an_item_leaves_time_for_those_after_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_every_item_runs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its small cases, with the kernels; absent peers are not installed. Not items of processes, which start for minutes."""
+    """Small cases, with the kernels; peers may be absent. Left out: items whose programs have a process each, slow to start."""
     wanted = {name: item for name, item in items.ITEMS.items() if name not in ("liger", "quack")}
     small = {name: replace(item, cases=item.short) for name, item in wanted.items()}
     monkeypatch.setattr(models, "ITEMS", small)

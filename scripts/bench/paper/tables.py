@@ -18,7 +18,8 @@ PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers")
 
 
 class Shown(NamedTuple):
-    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below."""
+    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below.
+    folders: whose results a page shows, the first that has them: by default the papers' own GPU's, else an H200's."""
 
     item: str  # whose results it shows
     title: str
@@ -26,10 +27,7 @@ class Shown(NamedTuple):
     note: str = ""
     rows: Callable[[Rows], Rows] = list
     picture: str = ""  # in docs/
-    folders: tuple[str, ...] = (
-        "../h100/paper",
-        "paper",
-    )  # whose results a page shows: the papers' own GPU's, else an H200's
+    folders: tuple[str, ...] = ("../h100/paper", "paper")
 
 
 SHOWN = {
