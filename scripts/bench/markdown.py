@@ -41,6 +41,8 @@ NAMES = {
     "megablocks": "MegaBlocks",
     "stanford-stk": "stk",
     "triton": "Triton",
+    "torchao": "torchao",
+    "sgl-deep-gemm": "DeepGEMM",
 }
 
 

@@ -21,15 +21,6 @@ from scripts.bench.markdown import (
     versions_of,
 )
 
-# The rows of README's table: small and large experts, and from few wide to many narrow ones.
-README_SHAPES = (
-    (40960, 768, 256, 128, 8),
-    (24576, 1536, 512, 64, 4),
-    (32768, 4096, 1024, 64, 4),
-    (16384, 4096, 512, 512, 8),
-    (16384, 2880, 2880, 128, 4),
-    (8192, 4096, 1536, 256, 6),
-)
 METHOD = "Sum of kernel durations by the profiler, an overlap counted once; ms."
 PACKAGES = ("sonic-moe", "quack-kernels", "torch")
 
@@ -191,17 +182,6 @@ def _left_out(measured: int) -> str:
     """How many of the benchmark's shapes a record lacks; a sentence, or nothing."""
     missing = len(MODULE_SHAPES) - measured
     return f" {missing} of the benchmark's {len(MODULE_SHAPES)} shapes have not been measured." if missing else ""
-
-
-def readme_table(record: Record) -> str:
-    """Six shapes: forward + backward of both modules, the share of the floor's speed, and the peak."""
-    measured = {tuple(row["cfg"][key] for key in ("T", "d", "n", "E", "K")): row for row in compared(record)}
-    columns: list[Column] = [("T, d, n, E, K", plain_shape), ("blazeproto, ms", figure("ours_fwdbwd_ms"))]
-    columns += [("SonicMoE, ms", figure("sonic_fwdbwd_ms")), ("SonicMoE / ours", lambda row: number(times_ours(row)))]
-    columns += [("floor / ours", lambda row: number(row["floor_fwdbwd_ms"] / row["ours_fwdbwd_ms"]))]
-    columns += [("peak, ours / SonicMoE", lambda row: number(peak_ratio(row)))]
-    rows = list(filter(None, map(measured.get, README_SHAPES)))
-    return f"{table(rows, columns)}\n\nKernel time, ms. {origin(rows)}".rstrip()
 
 
 def module_table(record: Record) -> str:

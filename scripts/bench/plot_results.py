@@ -23,8 +23,6 @@ from scripts.bench.distributed_tables import FILE as DISTRIBUTED
 from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
-from scripts.bench.models.tables import by_name
-from scripts.bench.module_tables import compared
 from scripts.bench.paper.cells import programs_in, tflops
 from scripts.bench.paper.sonicmoe_tables import ROUTINGS
 from scripts.bench.paper.steps_tables import plot_policies, plot_waterfall
@@ -90,11 +88,6 @@ def bars(axis: Any, rows: Sequence[Record], names: Sequence[str], value: Value) 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def plot_speeds(record: Record, path: Path) -> None:
-    """README's picture: of models by name, or of the shapes of module.json where the models have not been measured."""
-    (plot_models if by_name(record) else plot_modules)(record, path)
-
-
 def plot_models(record: Record, path: Path) -> None:
     """Share of the floor's speed that layers of models reach, forward + backward; 690 pixels wide, to be read at that width."""
     rows = record["rows"][::-1]
@@ -142,34 +135,20 @@ def plot_figure_10(record: Record, path: Path) -> None:
     save(figure, record, path)
 
 
-def plot_modules(record: Record, path: Path) -> None:
-    """Share of the floor's speed that whole layers reach, ours and SonicMoE's: forward, and forward + backward."""
-
-    def share(part: str, row: Record, name: str) -> float | None:
-        ms = row.get(f"{'ours' if name == OURS else name}_{part}_ms")
-        return None if ms is None else row[f"floor_{part}_ms"] / ms
-
-    names = [OURS, "sonic"] if compared(record) else [OURS]
-    plot_speed(record, names, share, "One MoE layer with its router", path)
-
-
 def plot_experts(record: Record, path: Path) -> None:
-    """The same of the experts alone, with all peers."""
+    """Share of the floor's speed (1 = the floor) that each program of the experts alone reaches."""
 
     def share(part: str, row: Record, name: str) -> float | None:
         floor = row["floor_fwd_ms"] + (row["floor_bwd_ms"] if part == "fwdbwd" else 0.0)
         return floor / row["peers"][name][f"gpu_{part}_ms"] if name in row["peers"] else None
 
-    plot_speed(record, [OURS, *layer_peers(record)], share, "The experts of one MoE layer", path)
-
-
-def plot_speed(record: Record, names: Sequence[str], share: Share, what: str, path: Path) -> None:
-    """Share of the floor's speed (1 = the floor) that each program reaches: forward, and forward + backward."""
     panels = {
-        f"{what}, {title}: share of the hardware floor's speed (higher is faster)": partial(share, part)
+        f"The experts of one MoE layer, {title}: share of the hardware floor's speed (higher is faster)": partial(
+            share, part
+        )
         for part, title in (("fwd", "forward"), ("fwdbwd", "forward + backward"))
     }
-    plot_panels(record, names, panels, "floor time / measured time", path)
+    plot_panels(record, [OURS, *layer_peers(record)], panels, "floor time / measured time", path)
 
 
 def plot_memory(record: Record, path: Path) -> None:
@@ -347,7 +326,7 @@ def said_of(kernel: Record) -> str:
 
 
 PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
-    ("models/layers|module", plot_speeds, "speed.png"),
+    ("models/layers", plot_models, "speed.png"),
     ("models/figure_10", plot_figure_10, "models_figure_10.png"),
     ("layer", plot_experts, "experts.png"),
     ("layer", plot_memory, "memory.png"),

@@ -39,7 +39,6 @@ from scripts.bench.module_tables import (
     module_claim,
     module_details,
     module_table,
-    readme_table,
     router_accuracy,
     router_table,
 )
@@ -294,7 +293,7 @@ def lora_table(record: Record) -> str:
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("models/layers|module", lambda record: models.readme(record, readme_table)),
+    "readme": ("models/layers", models.readme),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),

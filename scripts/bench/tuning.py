@@ -39,10 +39,8 @@ def describe(config: TileConfig) -> str:
 
 
 def best(product: str, ms: dict[str, float]) -> TileConfig:
-    """The earliest of the candidates, the plain one first, that no other one is clearly faster than."""
-    timed = {
-        config: ms[describe(config)] for config in (PLAIN[product], *candidates(product)) if describe(config) in ms
-    }
+    """The earliest of the candidates that no other one is clearly faster than."""
+    timed = {config: ms[describe(config)] for config in candidates(product) if describe(config) in ms}
     return next(config for config, time in timed.items() if min(timed.values()) >= WORTH * time)
 
 

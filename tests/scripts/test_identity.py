@@ -368,6 +368,14 @@ def test_a_benchmark_is_what_it_runs_and_not_what_it_prints() -> None:
         assert not_used not in text, not_used
 
 
+def test_a_benchmark_does_not_depend_on_the_kernels_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one asks what was launched, and whether a row is of earlier kernels."""
+    name = "scripts.bench.models.layers.models"
+    before = identity.protocol_identity.__wrapped__(name)
+    monkeypatch.setitem(identity.KERNELS, "0123456789abcdef", {"file": "a.cu"})
+    assert before and identity.protocol_identity.__wrapped__(name) == before
+
+
 def test_the_protocol_moves_with_a_constant_and_with_what_a_peer_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -288,7 +288,7 @@ def model_row(name: str) -> dict[str, Any]:
     return row | {"floor_fwd_ms": 3.0, "floor_fwdbwd_ms": 8.0, "peers": []}
 
 
-def test_readme_has_models_once_they_are_measured(tmp_path: Path) -> None:
+def test_readme_has_models_by_name(tmp_path: Path) -> None:
     readme = (common.REPOSITORY / "README.md").read_text()
     results = tmp_path / "h200"
     (results / "models").mkdir(parents=True)
@@ -299,13 +299,11 @@ def test_readme_has_models_once_they_are_measured(tmp_path: Path) -> None:
     assert "| DeepSeek-V3 | 10.00 | 1.09 | 2.50 | 0.80 | 0.80 |" in filled, "SonicMoE's over ours of its own run"
     assert filled.count("2.50 | 0.80") == len(tables.README_MODELS) and len(filled.encode()) <= 8192
     assert filled.count("| --- |") == 1
-    plot_results.plot_speeds(record, tmp_path / "speed.png")
+    plot_results.plot_models(record, tmp_path / "speed.png")
     caption = plot_results.caption_in(tmp_path / "speed.png")
     assert caption and caption.startswith("NVIDIA H200")
     assert plot_results.of_floor(rows[0], "sonic") == pytest.approx(0.8 * 11 / 12)
-    (results / "models" / "layers.json").unlink()
-    (results / "module.json").write_text((common.RESULTS / "module.json").read_text())
-    assert result_tables.fill(readme, results) == readme, "today's table until then"
+    assert "forward + backward of 16384 tokens, Kimi K2: 8192." in filled
 
 
 def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:

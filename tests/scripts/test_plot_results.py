@@ -88,21 +88,6 @@ def module_row(*shape: int) -> dict[str, Any]:
     return {"cfg": dict(zip("TdnEK", shape, strict=True)), "router_may_save_bytes": 3 << 20} | times | bytes_ | OF
 
 
-def test_the_table_of_readme_has_its_six_shapes_alone() -> None:
-    record = {"rows": [module_row(8192, 256, 256, 128, 4)]}
-    assert "Not measured" in module_tables.readme_table(record)  # 8192 tokens are not among them
-    assert len(module_tables.README_SHAPES) == 6
-    record["rows"] += [module_row(*shape) for shape in module_tables.README_SHAPES]
-    table = module_tables.readme_table(record)
-    assert table.count("1.50 | 1.80 | 1.20 | 0.80 | 0.80 |") == 6
-    assert "8192, 256" not in table
-
-
-def test_the_benchmark_measures_the_shapes_of_readme() -> None:
-    measured = {shape[:5] for shape in module.MODULE_SHAPES}
-    assert set(module_tables.README_SHAPES) <= measured
-
-
 def product_row(name: str, ms: float) -> dict[str, Any]:
     return {"product": name, "cfg": {"T": 1024, "d": 512, "n": 512, "E": 4, "K": 2}, "layer_ms": ms} | OF
 
@@ -252,10 +237,9 @@ def test_an_unknown_table_is_refused(results: Path) -> None:
 def test_plots_are_drawn(results: Path) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     record = json.loads(FIXTURE.read_text())
-    modules = {"rows": [module_row(8192, 256, 256, 128, 4)]}
-    for draw in (plot_results.plot_experts, plot_results.plot_memory, plot_results.plot_modules):
+    for draw in (plot_results.plot_experts, plot_results.plot_memory):
         path = results / f"{draw.__name__}.png"
-        draw(modules if draw is plot_results.plot_modules else record, path)
+        draw(record, path)
         assert path.stat().st_size > 5000
     series = [{"T": T, "E": 128, "K": 8, "tiled_ms": T / 1e6, "floor_ms": T / 4e6} | OF for T in (8192, 65536)]
     assert plot_results.plot_dispatch({"rows": [], "series": {"T": series}}, results / "dispatch.png")
@@ -363,16 +347,18 @@ def test_the_pages_are_what_the_committed_results_say() -> None:
 
 
 def test_a_picture_of_kernels_that_are_earlier_by_now_is_stale(tmp_path: Path) -> None:
-    record = {"rows": [module_row(8192, 256, 256, 128, 4)]}
-    (tmp_path / "module.json").write_text(json.dumps(record))
-    plot_results.plot_modules(record, tmp_path / "speed.png")
-    assert (
-        plot_results.caption_in(tmp_path / "speed.png") == "a GPU; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; a day."
-    )
+    programs = {"blazeproto": {"fwd_ms": 0.5, "deviation_ms": 0.1}}
+    record = {"rows": [{"cfg": {"E": experts}, "programs": programs} | OF for experts in (2, 4)]}
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "figure_10.json"
+    path.write_text(json.dumps(record))
+    picture = tmp_path / "models_figure_10.png"
+    plot_results.plot_figure_10(record, picture)
+    assert plot_results.caption_in(picture) == "a GPU; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; a day."
     assert not plot_results.stale_pictures(tmp_path, tmp_path)
     record["rows"][0] |= EARLIER
-    (tmp_path / "module.json").write_text(json.dumps(record))
-    assert plot_results.stale_pictures(tmp_path, tmp_path) == [tmp_path / "speed.png"]
+    path.write_text(json.dumps(record))
+    assert plot_results.stale_pictures(tmp_path, tmp_path) == [picture]
 
 
 def test_every_table_has_a_place() -> None:

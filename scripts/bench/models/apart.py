@@ -55,6 +55,8 @@ def layer(name: str, shape: Sizes, device: str) -> Made:
     inputs = peers.make_inputs(shape, device=device)
     program = BUILDS[name](shape, inputs, router_weight(shape, inputs))
     del inputs
+    if device == "cuda":  # what a copy of the weights took, before it is split among smaller tensors
+        torch.cuda.empty_cache()
     return Made(calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True)))
 
 

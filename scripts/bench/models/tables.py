@@ -19,6 +19,7 @@ from scripts.bench.markdown import (
     plain_shape,
     table,
 )
+from scripts.bench.models.shapes import T
 from scripts.bench.paper.cells import SHAPE, Rows, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
@@ -85,21 +86,15 @@ def claim(record: Record) -> str:
     return f"Of these layers ours is faster {', and '.join(said)}." if said else NOT_MEASURED
 
 
-def by_name(record: Record) -> bool:
-    """Whether a record is of models' layers, and not of shapes."""
-    return bool(record["benchmark"] == "layers")
-
-
-def readme(record: Record, otherwise: Callable[[Record], str]) -> str:
-    """Six models, by name, forward + backward; ``otherwise`` of a record that has shapes."""
-    if not by_name(record):
-        return otherwise(record)
+def readme(record: Record) -> str:
+    """Some models, by name, forward + backward."""
     rows = [row for name in README_MODELS for row in record["rows"] if row["label"] == name]
     columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
     columns += [("SonicMoE / ours", lambda row: number(times_ours("sonic", row)))]
     columns += [("grouped_mm / ours", lambda row: number(times_ours("grouped_mm", row))), ("floor / ours", of_floor)]
     columns += [("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
-    note = "Kernel time, forward + backward of 16384 tokens (Kimi K2: 8192)."
+    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
+    note = f"Kernel time, forward + backward of {', '.join([f'{T} tokens', *few])}."
     return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
 
 
