@@ -172,12 +172,64 @@ def test_quack_s_products_are_laid_out_as_ours(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_of_its_own_leaves_a_row_and_results(tmp_path: Path) -> None:
     spec = {"program": "blazeproto", "cfg": common.cfg_of(SMALL), "device": "cpu", "rounds": 1}
     command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(tmp_path)]
-    subprocess.run(command, cwd=common.REPOSITORY, env=apart.environment(), check=True, timeout=120)
+    subprocess.run(command, cwd=common.REPOSITORY, env=apart.environment("blazeproto"), check=True, timeout=120)
     row = json.loads((tmp_path / "row.json").read_text())
     assert row["fwdbwd_ms"] > 0 and row["launched"] == {} and "absent" not in row
     kept = torch.load(tmp_path / "results.pt")
     again = apart.layer("blazeproto", SMALL, "cpu").results
     assert all(relative_difference(kept[name], again[name]) == 0 for name in ("out", "x_grad"))
+
+
+def test_sonicmoe_by_process_is_made_in_bf16_of_our_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that computes what SonicMoE's module does, gate and up rows in turn; its own loss is left out."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, **others: Any) -> None:
+            super().__init__()
+            self.top_k = others["num_experts_per_tok"]
+            self.router = torch.nn.Linear(hidden_size, num_experts, bias=False)
+            up, down = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+            self.c_fc, self.c_proj = torch.nn.Module(), torch.nn.Module()
+            for part, size in ((self.c_fc, up), (self.c_proj, down)):
+                part.weight = torch.nn.Parameter(torch.empty(num_experts, *size))
+                assert part.weight.dtype == torch.bfloat16, "never in fp32"
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits, ids = self.router(x).float().topk(self.top_k)
+            h = torch.einsum("td,tkhd->tkh", x, self.c_fc.weight[ids])
+            act = F.silu(h[..., ::2]) * h[..., 1::2]
+            out = torch.einsum("tkn,tkdn,tk->td", act, self.c_proj.weight[ids], logits.softmax(1).to(x.dtype))
+            return out, logits.sum() * 0
+
+    swiglu = SimpleNamespace(ActivationType=SimpleNamespace(SWIGLU="swiglu"))
+    monkeypatch.setitem(sys.modules, "sonicmoe", SimpleNamespace(MoE=Layer))
+    monkeypatch.setitem(sys.modules, "sonicmoe.enums", swiglu)
+    made, ours = (apart.layer(name, SMALL, "cpu").results for name in ("sonic", "blazeproto"))
+    assert torch.get_default_dtype() == torch.float32
+    assert apart.differences(made, ours)["out"] < 0.02
+    inputs = peers.make_inputs(SMALL, device="cpu")
+    program = apart.in_bf16(programs.BUILDS["sonic"], SMALL, inputs, router_weight(SMALL, inputs))
+    assert program.grad_loss.dtype == torch.float32 and float(program.grad_loss) == pytest.approx(0.01)
+
+
+def test_other_libraries_are_for_those_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(apart.LIBRARIES, "/a/folder")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    for name in (*programs.BUILDS, *apart.PRODUCTS):
+        path = apart.environment(name)["PYTHONPATH"].split(":")
+        assert path == ["/a/folder"] * (name in ("liger", "quack")) + [str(common.REPOSITORY), "/mine"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "what is set")
+    assert apart.environment("sonic")["PYTORCH_CUDA_ALLOC_CONF"] == "what is set"
+    assert apart.environment("sonic")["TRITON_CACHE_AUTOTUNING"] == "1"
+
+
+def test_nobody_computes_a_loss_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = peers.make_inputs(SMALL, device="cpu")
+    weight = router_weight(SMALL, inputs)
+    made = {name: layers.on_each(name, SMALL, [inputs], weight)[0] for name in ("blazeproto", "grouped_mm")}
+    monkeypatch.setattr("transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func", None)
+    ours, theirs = (program.forward() for program in made.values())
+    assert not ours[1] and not theirs[1] and relative_difference(theirs[0], ours[0]) < 0.02
 
 
 def test_on_a_gpu_kernels_are_timed_in_turn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Programs in processes of their own, in turn (A B A B by process): layers that don't fit beside each other, and peers that want
 other libraries than those that are installed.
 
-    BENCH_PEERS=FOLDER python -m scripts.bench.models quack     # FOLDER: what `pip install --target` made
+    BENCH_PEERS=FOLDER python -m scripts.bench.models quack     # FOLDER: what `pip install --target` made, for OTHERS alone
     python -m scripts.bench.models.apart SPEC FOLDER            # what a parent calls: one program, its row into the folder
 
 A process makes its program on inputs from one seed, times it, and leaves part of what it computed, by which the parent compares.
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,17 +31,22 @@ from blazeproto.lab.times import Call
 from scripts.bench import peers
 from scripts.bench.common import REPOSITORY, cfg_of, installed_versions
 from scripts.bench.identity import launched
-from scripts.bench.models.programs import BUILDS, Row, calls_of, figures, step
+from scripts.bench.models.programs import BUILDS, Build, Row, calls_of, figures, step
 from scripts.bench.module import LARGEST_DIFFERENCE, row_differences
 from scripts.bench.paper.machine import Machine, Rates
-from scripts.bench.peers.modules import router_weight
+from scripts.bench.peers import LayerInputs
+from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
 from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
 from scripts.command import argument_parser
 
 PASSES = 2  # of each program
-SECONDS = 240  # that a process may take
+SECONDS = 420  # that a process may take: Liger's first one compiles 240 Triton kernels, one after the other
 ROWS = 256  # of each result that are compared
-LIBRARIES = "BENCH_PEERS"  # in the environment: a folder of packages for these processes alone
+LIBRARIES = "BENCH_PEERS"  # in the environment: a folder of packages for OTHERS alone
+OTHERS = ("liger", "quack")  # SonicMoE has the QuACK that it has in the other rows
+# What one process has tuned, the next one need not. Blocks of more than 4 GiB, as large layers' weights have, are not split: a
+# small tensor in one that lies free would leave the gradients no room.
+SETTINGS = {"TRITON_CACHE_AUTOTUNING": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:4096"}
 NOWHERE = Rates(1.0, 1.0)
 
 
@@ -53,11 +59,25 @@ class Made(NamedTuple):
 
 def layer(name: str, shape: Sizes, device: str) -> Made:
     inputs = peers.make_inputs(shape, device=device)
-    program = BUILDS[name](shape, inputs, router_weight(shape, inputs))
+    weight = router_weight(shape, inputs)
+    build = BUILDS[name]
+    if name == "sonic":  # copies them in an order of its own; its layer is then all of their size that lies on the GPU
+        host = {each: getattr(inputs, each).detach().cpu() for each in ("gate_up_proj", "down_proj")}
+        inputs, build = replace(inputs, **host), partial(in_bf16, build)
+    program = build(shape, inputs, weight)
     del inputs
-    if device == "cuda":  # what a copy of the weights took, before it is split among smaller tensors
-        torch.cuda.empty_cache()
     return Made(calls_of(program), dict(zip(("out", "x_grad"), step(program), strict=True)))
+
+
+def in_bf16(build: Build, shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
+    """A program whose layer takes its dtype from torch: made in fp32 first, as elsewhere, a large one would not fit."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        program = build(shape, inputs, weight)
+    finally:
+        torch.set_default_dtype(before)
+    return replace(program, grad_loss=torch.tensor(AUX_LOSS, device=inputs.x.device))
 
 
 # ----------------------------------------------------------------------------------------- the two products with a gate
@@ -119,10 +139,11 @@ def child(spec: Row, folder: Path) -> None:
     (folder / "row.json").write_text(json.dumps(row | {"launched": kernels}))
 
 
-def environment() -> dict[str, str]:
-    """With the libraries of LIBRARIES in front."""
-    path = [os.environ.get(LIBRARIES, ""), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+def environment(program: str) -> dict[str, str]:
+    """SETTINGS, but for what is set; for OTHERS with the libraries of LIBRARIES in front."""
+    libraries = os.environ.get(LIBRARIES, "") if program in OTHERS else ""
+    path = [libraries, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def in_process(spec: Row, folder: Path) -> tuple[Row, dict[str, Tensor]]:
@@ -134,7 +155,7 @@ def in_process(spec: Row, folder: Path) -> tuple[Row, dict[str, Tensor]]:
     else:
         command = [sys.executable, "-m", "scripts.bench.models.apart", json.dumps(spec), str(folder)]
         try:
-            subprocess.run(command, cwd=REPOSITORY, env=environment(), timeout=SECONDS, check=True)
+            subprocess.run(command, cwd=REPOSITORY, env=environment(spec["program"]), timeout=SECONDS, check=True)
         except subprocess.SubprocessError as error:
             return {"absent": f"{type(error).__name__} in its process", "launched": {}}, {}
     row: Row = json.loads((folder / "row.json").read_text())

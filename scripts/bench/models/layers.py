@@ -283,8 +283,12 @@ def decode(case: Case, machine: Machine) -> Row:
 
 
 def on_each(name: str, shape: Sizes, batches: list[LayerInputs], weight: Tensor) -> list[ModuleProgram]:
-    """A program for each batch, all on the same weights."""
-    return [warmed(name, shape, batch, weight) for batch in batches]
+    """A program for each batch, all on the same weights, without an auxiliary loss: who decodes has none."""
+    made = [warmed(name, shape, batch, weight) for batch in batches]
+    for program in made:
+        if isinstance(program.module.eval(), MoE):
+            cast(Any, program.module).router.aux_loss = 0.0
+    return made
 
 
 def forwards(programs: list[ModuleProgram]) -> None:

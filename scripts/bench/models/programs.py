@@ -40,7 +40,7 @@ def ours(shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
 def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs, weight: Tensor) -> ModuleProgram:
     """transformers' Qwen3-MoE block on the weights of ``inputs``, with the auxiliary loss of its models.
 
-    That loss counts a token K times, so that its coefficient is divided by K.
+    That loss counts a token K times, so that its coefficient is divided by K. In eval mode there is none.
     """
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
@@ -57,7 +57,7 @@ def block(experts_of: Experts, shape: Sizes, inputs: LayerInputs, weight: Tensor
 
     def call() -> tuple[Tensor, Tensor]:
         logits, scores, experts = layer.gate(x)
-        loss = qwen3.load_balancing_loss_func((logits,), shape.E, shape.K)
+        loss = qwen3.load_balancing_loss_func((logits,), shape.E, shape.K) if layer.training else torch.zeros(())
         return experts_of(layer.experts, x, experts, scores), loss
 
     def weights() -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 
+from blazeproto.cost import PEAK_BYTES, PEAK_OPERATIONS
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import (
     LABELS,
@@ -68,9 +69,12 @@ def layers_columns(rows: Rows) -> list[Column]:
     return [*columns, ("grouped_mm", of("grouped_mm", "peak_MiB", 0))]
 
 
+FLOORS = (
+    f"Floors: at an H200's rates, {number(PEAK_OPERATIONS / 1e12, 0)} TFLOP/s and {number(PEAK_BYTES / 1e12)} TB/s."
+)
 LAYERS_NOTE = (
-    "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block. Floors: `blazeproto.cost`, router included. *: SonicMoE beside "
-    "ours in another run, the table of one whole layer above; the ratio is of that run."
+    "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block, and the auxiliary loss as its models compute it. "
+    f"{FLOORS} *: SonicMoE beside ours in another run, the table of one whole layer above; the ratio is of that run."
 )
 
 
@@ -191,9 +195,9 @@ SHOWN = {
     "padding": Shown(
         "padding", "Masked tokens", partial(by_kind, PADDED, "all", (*TIMES, PEAK)), "Whole layers; × all tokens'."
     ),
-    "decode": Shown("decode", "Few tokens", decode_columns, "Whole layers, forward."),
+    "decode": Shown("decode", "Few tokens", decode_columns, f"Whole layers, forward. {FLOORS}"),
     "ratios": Shown(
-        "ratios", "Widths of experts", ratios_columns, "The experts alone, as many operations in each row."
+        "ratios", "Widths of experts", ratios_columns, f"The experts alone, as many operations in each row. {FLOORS}"
     ),
     "liger": Shown(
         "liger",
