@@ -114,6 +114,15 @@ def test_a_program_that_computes_something_else_is_left_out(monkeypatch: pytest.
     assert "compute different layers" in row["absent"]["sonic"]
 
 
+def test_with_one_expert_a_token_the_router_s_gradient_is_not_compared() -> None:
+    """A score is 1 there, and its gradient 0 but for rounding."""
+    machine = replace(CPU, peers=("grouped_mm",))
+    of_k = {
+        k: layers.models(Case(SMALL._replace(K=k), label="small"), machine)["difference"]["grouped_mm"] for k in (1, 2)
+    }
+    assert of_k[1].keys() == {"median_out", "median_x_grad"} < of_k[2].keys() >= {"router", "up", "down"}
+
+
 def test_liger_is_called_as_its_module_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Function:
         @staticmethod
@@ -178,6 +187,22 @@ def test_a_process_of_its_own_leaves_a_row_and_results(tmp_path: Path) -> None:
     kept = torch.load(tmp_path / "results.pt")
     again = apart.layer("blazeproto", SMALL, "cpu").results
     assert all(relative_difference(kept[name], again[name]) == 0 for name in ("out", "x_grad"))
+
+
+def test_on_a_gpu_memory_is_given_back_once_a_program_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def build(shape: Sizes, inputs: peers.LayerInputs, weight: Tensor) -> programs.ModuleProgram:
+        seen.append("made")
+        return programs.ours(shape, inputs, weight)
+
+    inputs = peers.make_inputs(SMALL, device="cpu")
+    monkeypatch.setattr(peers, "make_inputs", lambda shape, device: inputs)
+    monkeypatch.setitem(programs.BUILDS, "blazeproto", build)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("given back"))
+    monkeypatch.setattr(apart, "step", lambda program: seen.append("run") or programs.step(program))
+    apart.layer("blazeproto", SMALL, "cuda")
+    assert seen == ["made", "given back", "run"]
 
 
 def test_on_a_gpu_kernels_are_timed_in_turn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +338,21 @@ def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:
     said = tables.claim({"rows": rows})
     assert "than SonicMoE's module on 1 of 2, 0.74 times in the geometric mean (0.50 to 1.09)" in said
     assert "`grouped_mm` on 1 of 1, 2.50 times" in said and tables.claim({"rows": []}) == "Not measured."
+    assert said.count("faster forward") == 1 and "SonicMoE's is faster forward + backward on DBRX (0.50)." in said
+    assert "Not measured: Qwen3-30B-A3B, " in said and "OLMoE" not in said
+    rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 11.05
+    rows[1]["programs"]["sonic"]["ours_fwd_ms"] = 5.0
+    said = tables.claim({"rows": rows})
+    assert (
+        "on 2 of 2 (1 by less than 1 %), 1.05 times" in said and "SonicMoE's is faster forward on DBRX (0.80)." in said
+    )
+
+
+def test_a_star_is_explained_where_there_is_one() -> None:
+    rows = [model_row("OLMoE")]
+    assert "| 1.09* |" in (made := tables.layers({"rows": rows})) and made.count("*: SonicMoE beside ours") == 1
+    del rows[0]["programs"]["sonic"]["measured"]
+    assert "*" not in tables.layers({"rows": rows})
 
 
 # --------------------------------------------------------------------------------------------------------- MegaBlocks
