@@ -168,7 +168,7 @@ def force(**changes: Any) -> None:
 
 
 # What the tuner times, the simple ones first: `scripts.bench.tuning` takes a later one where it is clearly faster. Of up_forward
-# the first leaves rows unread: an H200 is as fast with plain tiles, an H100 takes up to twice as long (docs/kernels.md).
+# the first leaves rows unread: with plain tiles an H200 is often as fast, an H100 takes up to twice as long (docs/kernels.md).
 _ROWS = (TileConfig(), TileConfig(deferred=False), TileConfig(cluster=2))
 _NARROW = (*_ROWS, TileConfig(tile_n=192))
 _WEIGHTS = tuple(TileConfig(cluster=cluster, deferred=deferred) for deferred in (True, False) for cluster in (2, 1))

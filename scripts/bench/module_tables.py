@@ -120,10 +120,10 @@ def module_claim(record: Record) -> str:
         if times:
             mean = f"{number(geometric_mean(times))} times{'' if tiny else ' in the geometric mean'}"
             parts.append(f"on {sum(time > 1 for time in times)} of {len(times)} {what}, {mean} {span(times)}")
-    peaks = [peak_ratio(row) for row in rows]
+    peaks, gpus = [peak_ratio(row) for row in rows], ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
     said = (
         "A whole layer, `MoE` with its router and auxiliary loss, forward and backward, is faster than SonicMoE's module "
-        f"({versions_of(rows, PACKAGES)}) {', and '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory "
+        f"({versions_of(rows, PACKAGES)}; {gpus}) {', and '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory "
         f"{span(peaks)}. All in bf16, router weights too.{_left_out(len(rows))}"
     )
     return f"{said} **({note[0].upper()}{note[1:]}.)**" if (note := caveat(rows)) else said

@@ -65,7 +65,7 @@ def test_the_pages_are_made_of_the_files(measured: Path) -> None:
     filled = result_tables.fill(page, measured.parent)
     assert "scripts.bench.models" not in filled and result_tables.fill(filled, measured.parent) == filled
     assert "Liger (ModuleNotFoundError" in filled and "SonicMoE (ModuleNotFoundError" in filled
-    assert "faster than transformers' `grouped_mm` on" in filled
+    assert "faster, forward + backward, than transformers' `grouped_mm` on" in filled
     for name, plot, picture in plot_results.PICTURES:
         if name.startswith("models/"):
             record = result_tables.load(name, measured.parent)
@@ -112,6 +112,15 @@ def test_a_program_that_computes_something_else_is_left_out(monkeypatch: pytest.
     row = layers.models(Case(SMALL, label="small"), replace(CPU, peers=("sonic", "grouped_mm")))
     assert row["programs"].keys() == {"blazeproto", "grouped_mm"} == row["difference"].keys() | {"blazeproto"}
     assert "compute different layers" in row["absent"]["sonic"]
+
+
+def test_with_one_expert_a_token_the_router_s_gradient_is_not_compared() -> None:
+    """A score is 1 there, and its gradient 0 but for rounding."""
+    machine = replace(CPU, peers=("grouped_mm",))
+    of_k = {
+        k: layers.models(Case(SMALL._replace(K=k), label="small"), machine)["difference"]["grouped_mm"] for k in (1, 2)
+    }
+    assert of_k[1].keys() == {"median_out", "median_x_grad"} < of_k[2].keys() >= {"router", "up", "down"}
 
 
 def test_liger_is_called_as_its_module_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +374,21 @@ def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:
     said = tables.claim({"rows": rows})
     assert "than SonicMoE's module on 1 of 2, 0.74 times in the geometric mean (0.50 to 1.09)" in said
     assert "`grouped_mm` on 1 of 1, 2.50 times" in said and tables.claim({"rows": []}) == "Not measured."
+    assert said.count("faster forward") == 1 and "SonicMoE's is faster forward + backward on DBRX (0.50)." in said
+    assert "Not measured: Qwen3-30B-A3B, " in said and "OLMoE" not in said
+    rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 11.05
+    rows[1]["programs"]["sonic"]["ours_fwd_ms"] = 5.0
+    said = tables.claim({"rows": rows})
+    assert (
+        "on 2 of 2 (1 by less than 1 %), 1.05 times" in said and "SonicMoE's is faster forward on DBRX (0.80)." in said
+    )
+
+
+def test_a_star_is_explained_where_there_is_one() -> None:
+    rows = [model_row("OLMoE")]
+    assert "| 1.09* |" in (made := tables.layers({"rows": rows})) and made.count("*: SonicMoE beside ours") == 1
+    del rows[0]["programs"]["sonic"]["measured"]
+    assert "*" not in tables.layers({"rows": rows})
 
 
 # --------------------------------------------------------------------------------------------------------- MegaBlocks

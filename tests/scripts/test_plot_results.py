@@ -118,7 +118,7 @@ def test_the_headline_is_the_module_s() -> None:
     record["rows"][1]["sonic_fwdbwd_ms"] = 1.2  # ours: 1.5
     said = module_tables.module_claim(record)
     assert (
-        "faster than SonicMoE's module (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0) on 1 of 2 shapes, 0.98 times"
+        "faster than SonicMoE's module (SonicMoE 0.1.2, QuACK 0.3.11, torch 2.11.0; a GPU) on 1 of 2 shapes, 0.98 times"
         in said
     )
     assert (
