@@ -122,7 +122,7 @@ def test_shapes_in_tables_do_not_wrap(built: Path) -> None:
     for page in built.rglob("*.html"):
         cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", page.read_text(), flags=re.DOTALL)
         assert not [cell for cell in cells if re.match(r"(\d+|T), +(\d+|d), ", cell)], page
-    assert "T,\xa0d,\xa0n,\xa0E,\xa0K" in text_of((built / "index.html").read_text())
+    assert "T,\xa0d,\xa0n,\xa0E,\xa0K" in text_of((built / "results.html").read_text())
 
 
 # --- In a browser ------------------------------------------------------------------------------------------------------------
