@@ -35,7 +35,6 @@ DOCS = REPOSITORY / "docs"
 CAPTION = "Description"  # among a PNG file's texts
 
 Value = Callable[[Record, str], float | None]  # of a row, and a program's name
-Share = Callable[[str, Record, str], float | None]  # of "fwd" or "fwdbwd", a row, and a program's name
 
 COLORS = {
     OURS: "#d1495b",
