@@ -82,10 +82,10 @@ def test_the_router_s_floors_are_those_of_the_committed_results() -> None:
 
 
 def test_benchmarks_that_time_as_before_are_those_that_are_here() -> None:
-    """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path; of fp8
-    what stands around its calls; of the models, what no program runs while it is timed."""
+    """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path; of the
+    models, what no program runs while it is timed."""
     rows = [row["of"] for name in ("module", "router") for row in rows_of(name)]
-    for name in ("distributed", "fp8", "models/layers"):
+    for name in ("distributed", "models/layers", "models/quack"):
         rows += [row["of"] for row in identity.rows_in(json.loads((ROOT / f"results/h100/{name}.json").read_text()))]
     protocols = {of["protocol_identity"]: of["protocol"] for of in rows}
     for then, now in identity.AS_BEFORE.items():

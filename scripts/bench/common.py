@@ -187,7 +187,7 @@ def installed_versions() -> list[str]:
     names = (
         "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings",
         "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "scattermoe", "megablocks", "stanford-stk",
-        "transformers", "peft", "torchao", "sgl-deep-gemm",
+        "transformers", "peft", "torchao", "sgl-deep-gemm", "liger-kernel",
     )  # fmt: skip
     versions = []
     for name in names:

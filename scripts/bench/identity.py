@@ -237,17 +237,15 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 
 
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
-# The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; fp8's times the same calls;
-# the models' had the kernels in it that were known then; now large layers are made in less memory.
+# The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; the models' had the kernels
+# in it that were known then, large layers are made in less memory now, and Liger's version is recorded.
 AS_BEFORE = {
     "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6fca11a6ce220cd5": "e90fa147c2e681b7",  # scripts.bench.expert_parallel.measure_torchs
-    "850c8442208ef1f8": "22997ac49692f5de",  # scripts.bench.fp8.layer
-    "3f5d9e2803137903": "478a7e76c2858201",  # scripts.bench.fp8.check
-    "045a2defb5182b12": "7657ad5e66b167d4",  # scripts.bench.fp8.products
-    "ce503d394294e42c": "c744450bc572db3a",  # scripts.bench.fp8.in_a_row
-    "5ae0d781b2574192": "fa9d6dd6385eb16b",  # scripts.bench.models.layers.models
+    "5ae0d781b2574192": "71ae765ac8735341",  # scripts.bench.models.layers.models
+    "fa9d6dd6385eb16b": "71ae765ac8735341",  # scripts.bench.models.layers.models
+    "99d23c8dda3b8a8c": "cfd40975990667bd",  # scripts.bench.models.layers.quack
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -43,6 +43,7 @@ NAMES = {
     "triton": "Triton",
     "torchao": "torchao",
     "sgl-deep-gemm": "DeepGEMM",
+    "liger-kernel": "Liger",
 }
 
 

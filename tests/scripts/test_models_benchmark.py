@@ -367,6 +367,24 @@ def test_readme_has_models_by_name(tmp_path: Path) -> None:
     assert "forward + backward of 16384 tokens, Kimi K2: 8192." in filled
 
 
+def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
+    row = model_row("OLMoE")
+    row["programs"] = {name: {"up_ms": 1.0, "dh_ms": 2.0} for name in ("our_products", "quack")}
+    row |= {
+        "versions": {
+            "our_products": ["quack-kernels 0.3.11"],
+            "quack": ["torch 2.11.0", "quack-kernels 0.4.1", "peft 1"],
+        }
+    }
+    absent = model_row("DBRX") | {"absent": {"quack": "it does not run"}, "programs": {"our_products": {}}}
+    made = tables.TABLES["models_quack"][1]({"rows": [row, absent]})
+    assert "torch 2.11.0, QuACK 0.4.1; " in made and "0.3.11" not in made and "peft" not in made
+    assert "| OLMoE |" in made and "| DBRX |" not in made and "QuACK (it does not run)" in made
+    assert "Liger (it does not run)" in tables.TABLES["models_liger"][1](
+        {"rows": [absent | {"absent": {"liger": "it does not run"}}]}
+    )
+
+
 def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:
     rows = [model_row(name) for name in ("OLMoE", "DBRX")]
     rows[1]["programs"]["sonic"]["fwdbwd_ms"] = 5.5

@@ -185,8 +185,12 @@ def peer_columns(first: str, peer: str, parts: dict[str, str], rows: Rows) -> li
 
 
 def ran(peer: str, rows: Rows) -> Rows:
-    """The rows in which a peer has run."""
-    return [row for row in rows if peer in row["programs"]]
+    """The rows in which a peer has run, by the versions of its own process."""
+
+    def versions(row: Record) -> str:
+        return ", ".join(each for each in row["versions"][peer] if each.startswith(("torch ", "triton ", peer)))
+
+    return [row | {"of": row["of"] | {"versions": versions(row)}} for row in rows if peer in row["programs"]]
 
 
 SHOWN = {

@@ -14,7 +14,7 @@ from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper import steps_tables as steps
 from scripts.bench.paper.cells import Rows, by_program
 
-PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers")
+PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers", "liger-kernel")
 
 
 class Shown(NamedTuple):
@@ -101,7 +101,7 @@ def notes(shown: Shown, record: Record) -> str:
         speed += f" and {number(rates['bytes'] / 1e12)} TB/s (copy)."
     said = [
         shown.note,
-        f"{origin(rows, *PACKAGES)}{speed}",
+        f"{origin(shown.rows(rows) or rows, *PACKAGES)}{speed}",
         f"Absent from some rows: {missing}." if missing else "",
     ]
     return " ".join(filter(None, said))
