@@ -329,7 +329,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
             more_claim,
             "routers",
             "with other choices the validation loss rises (negative: falls) by at most",
-            ("rounded", "rounded_down", "expert_choice"),
+            ITEMS["routers"].runs[1:],
         ),
     ),
 }
