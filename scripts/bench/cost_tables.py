@@ -40,7 +40,7 @@ def predicted_table(record: Record) -> str:
     columns += [("predicted / measured", lambda row: number(forward(row) / row["ours_fwd_ms"]))]
     columns += [("forward + backward: predicted", lambda row: number(predicted_and_measured(row)[0]))]
     columns += [("measured", figure("ours_fwdbwd_ms")), ("predicted / measured", lambda row: number(ratios([row])[0]))]
-    sheets = [gpu for gpu in cost.GPUS if gpu != "H200"]
+    sheets = [gpu for gpu, rates in cost.GPUS.items() if rates.source.startswith("NVIDIA's data sheet")]
     columns += [(f"by data sheet: {gpu.partition(',')[0]}", elsewhere(gpu)) for gpu in sheets]
     sources = "; ".join(cost.GPUS[gpu].source for gpu in sheets)
     return f"{table(record['rows'], columns)}\n\nms. {sources}. {origin(record['rows'], 'torch')}"

@@ -23,6 +23,7 @@ from scripts.bench.distributed_tables import FILE as DISTRIBUTED
 from scripts.bench.distributed_tables import plot_efficiency
 from scripts.bench.identity import rows_in
 from scripts.bench.markdown import LABELS, OURS, Record, origin, plain_shape, signs_of
+from scripts.bench.models.tables import share_of_floor
 from scripts.bench.paper.cells import programs_in, tflops
 from scripts.bench.paper.sonicmoe_tables import ROUTINGS
 from scripts.bench.paper.steps_tables import plot_policies, plot_waterfall
@@ -111,7 +112,7 @@ def of_floor(row: Record, name: str) -> float:
     """The share that a program of a row of models has; SonicMoE's of another run by ours that was measured beside it."""
     program = row["programs"][name]
     beside = program.get("ours_fwdbwd_ms", row["programs"][OURS]["fwdbwd_ms"])
-    ours: float = row["floor_fwdbwd_ms"] / row["programs"][OURS]["fwdbwd_ms"]
+    ours = share_of_floor(row) or 0.0
     return ours * float(beside / program["fwdbwd_ms"]) if name != OURS else ours
 
 

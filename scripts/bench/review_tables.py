@@ -83,6 +83,9 @@ def memory_split(record: Record) -> str:
     )
 
 
+SHEET = "H100, data sheet"
+
+
 def longer_by(sizes: Sizes, gpu: str) -> float:
     """What "recompute" is predicted to add, as a share of a forward + backward."""
     minimal, recompute = (sum(cost.predicted_layer_ms(sizes, save, gpu)) for save in ("minimal", "recompute"))
@@ -98,10 +101,10 @@ def recompute_claim(record: Record) -> str:
         policy: [cost.saved_bytes(each, policy) / cost.saved_bytes(each) for each in sizes]
         for policy in ("paper", "recompute")
     }
-    longer = {gpu: percents([longer_by(each, gpu) for each in sizes]) for gpu in ("H200", "H100", "B200")}
+    longer = {gpu: percents([longer_by(each, gpu) for each in sizes]) for gpu in ("H200", SHEET, "B200")}
     return (
         f'"recompute" keeps {percents(kept["recompute"])} of what "minimal" keeps, "paper" {percents(kept["paper"])}. A layer '
-        f'with "recompute" is predicted to take {longer["H200"]} longer on the H200, by data sheet {longer["H100"]} on an H100 '
+        f'with "recompute" is predicted to take {longer["H200"]} longer on the H200, by data sheet {longer[SHEET]} on an H100 '
         f"and {longer['B200']} on a B200"
     )
 

@@ -22,13 +22,24 @@ from blazeproto.lab.times import Call
 from scripts.bench import common, peers, plot_results, timing
 from scripts.bench.identity import earlier
 from scripts.bench.paper import __main__ as paper
-from scripts.bench.paper import items, kernels, layers, machine, printed, programs, tables
+from scripts.bench.paper import (
+    cells,
+    items,
+    kernels,
+    layers,
+    machine,
+    moeblaze_tables,
+    printed,
+    programs,
+    sonicmoe_tables,
+    tables,
+)
 from scripts.bench.paper.layers import Case
-from scripts.bench.paper.machine import Machine, Rates
+from scripts.bench.paper.machine import Machine
 from scripts.bench.result_tables import fill
 
 SMALL = Sizes(48, 32, 16, 4, 2)
-CPU = Machine("cpu", 1, Rates(1e12, 1e11), ("torch_grouped",))
+CPU = Machine("cpu", 1, ("torch_grouped",))
 
 
 pytestmark = pytest.mark.costly_fixture
@@ -56,10 +67,9 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
         assert [{key: row[key] for key in Case(SMALL).key} for row in record["rows"]] == [
             case.key for case in item.short
         ]
-        for row in [*record["rows"], record["rates"]]:
+        for row in record["rows"]:
             assert not earlier(row), "a row of today's benchmark"
             assert {"gpu", "measured", "versions", "protocol_identity"} <= row["of"].keys()
-        assert record["rates"]["operations"] > 1e8 < record["rates"]["bytes"]
         assert record["protocol"].startswith("Layers in bf16")
 
 
@@ -110,7 +120,7 @@ def test_a_gpu_is_timed_by_graphs_and_programs_that_are_compared_alike(monkeypat
     seen: list[Any] = []
     for name in ("gpu_ms", "kernel_times", "interleaved_ms"):
         monkeypatch.setattr(machine, name, lambda *given, name=name: seen.append((name, *given)) or FOUND)
-    gpu = Machine("cuda", 7, CPU.rates, ())
+    gpu = Machine("cuda", 7, ())
     calls: dict[str, Call] = {"ours": dict, "theirs": dict}
     gpu.times(calls, ("ours", "absent"))
     assert gpu.kernels(calls).ms == {"ours": 2.0}
@@ -225,7 +235,7 @@ def test_megablocks_without_a_gate_has_silu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "megablocks.layers.dmoe", SimpleNamespace(ParallelDroplessMLP=Layer))
     gelu = F.gelu
     case = Case(SMALL._replace(halves=1), "silu")
-    beside = Machine("cpu", 1, CPU.rates, ("mb_sparse",))
+    beside = Machine("cpu", 1, ("mb_sparse",))
     row = layers.against_megablocks(case, beside)
     assert row["programs"].keys() == {"blazeproto", "paper", "mb_sparse"} and F.gelu is gelu
     monkeypatch.setattr(Layer, "scale", 1.1)  # what computes something else is left out
@@ -247,23 +257,35 @@ def test_all_ways_to_combine_are_the_package_s() -> None:
     assert tuple(row["programs"]) == layers.COMBINES
 
 
-# ------------------------------------------------------------------------------------------------------ rates, floors
+# ------------------------------------------------------------------------------------------------------------- floors
 
 
-def test_floors_are_of_the_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Sizes(32768, 4096, 1024, 64, 4)
-    of_h200 = Rates(cost.PEAK_OPERATIONS, cost.PEAK_BYTES)
-    assert of_h200.layer_floor_ms(shape) == pytest.approx(cost.layer_floor_ms(shape))
-    assert Rates(cost.PEAK_OPERATIONS / 2, cost.PEAK_BYTES / 2).layer_floor_ms(shape) == pytest.approx(
-        [2 * ms for ms in cost.layer_floor_ms(shape)]
-    )
+def test_floors_are_of_the_gpu_that_a_row_is_of() -> None:
+    cfg = common.cfg_of(Sizes(32768, 4096, 1024, 64, 4))
 
-    def times(_: Machine, calls: dict[str, Call]) -> SimpleNamespace:
-        return SimpleNamespace(ms={"product": 2.0, "copy": 1.0})
+    def row_of(gpu: str) -> dict[str, Any]:
+        return {"cfg": cfg, "of": {"gpu": gpu}}
 
-    monkeypatch.setattr(Machine, "times", times)
-    row = machine.measure_rates("cpu", 1)
-    assert row["operations"] == 512**3 * 1e3 and row["bytes"] == 2 * row["copied_bytes"] * 1e3
+    (h100, h200) = (row_of(f"NVIDIA {name}, driver 580.159.04") for name in ("H100 80GB HBM3", "H200"))
+    for row, name in ((h100, "H100"), (h200, "H200")):
+        assert cells.gpu_of(row) == name
+        assert cells.floor(row, cells.experts_ms) == sum(cost.layer_floor_ms(Sizes(**cfg), name))
+    for other in ("none", "NVIDIA A100-SXM4-80GB, driver 1"):
+        assert cells.floor(row_of(other), cells.experts_ms) is None
+    y, d_out, scores = 2 * 4 * 32768 * 4096, 2 * 32768 * 4096, 4 * 4 * 32768
+    assert cells.floor(h100, sonicmoe_tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)
+    assert cells.floor(h200, moeblaze_tables.dispatch_ms) == cost.floor_ms(0.0, cost.dispatch_bytes(4 * 32768))
+
+
+def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path) -> None:
+    record = record_of(measured, "moeblaze-dispatch")
+    assert "Floors:" not in tables.notes(tables.SHOWN["dispatch"], record), "a CPU has no rates"
+    for row in record["rows"]:
+        row["of"]["gpu"] = "NVIDIA H100 80GB HBM3, driver 580.159.04"
+    assert "Floors: 785 TFLOP/s and 3.35 TB/s (operations measured" in tables.notes(tables.SHOWN["dispatch"], record)
+    record = record_of(measured, "combine")
+    record["rows"][0]["of"]["gpu"] = "NVIDIA H200, driver 580.159.04"
+    assert "Floors:" not in tables.notes(tables.SHOWN["combine"], record)
 
 
 def test_the_work_of_our_kernels_is_the_layer_s() -> None:

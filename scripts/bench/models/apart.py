@@ -33,7 +33,7 @@ from scripts.bench.common import REPOSITORY, cfg_of, installed_versions
 from scripts.bench.identity import launched
 from scripts.bench.models.programs import BUILDS, Build, Row, calls_of, figures, step
 from scripts.bench.module import LARGEST_DIFFERENCE, row_differences
-from scripts.bench.paper.machine import Machine, Rates
+from scripts.bench.paper.machine import Machine
 from scripts.bench.peers import LayerInputs
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram, router_weight
 from scripts.bench.peers.sonic import gate_then_up, interleave_gate_up
@@ -47,7 +47,6 @@ OTHERS = ("liger", "quack")  # SonicMoE has the QuACK that it has in the other r
 # What one process has tuned, the next one need not. Blocks of more than 4 GiB, as large layers' weights have, are not split: a
 # small tensor in one that lies free would leave the gradients no room.
 SETTINGS = {"TRITON_CACHE_AUTOTUNING": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:4096"}
-NOWHERE = Rates(1.0, 1.0)
 
 
 class Made(NamedTuple):
@@ -125,7 +124,7 @@ PRODUCTS = {"our_products": our_products, "quack": quack_products}
 
 def child(spec: Row, folder: Path) -> None:
     """Measure a program and write its row, or why there is none, with the kernels that it launched, and part of its results."""
-    shape, machine = Sizes(**spec["cfg"]), Machine(spec["device"], spec["rounds"], NOWHERE, ())
+    shape, machine = Sizes(**spec["cfg"]), Machine(spec["device"], spec["rounds"], ())
     row: Row = {"versions": installed_versions()}
     with launched() as kernels:
         try:

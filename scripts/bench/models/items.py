@@ -46,14 +46,12 @@ ITEMS = {
         (Case(SMALL, label="small"),),
         ("sonic", "grouped_mm"),
         rounds=5,
-        own_rates=False,
     ),
     "figure_10": Item(
         megablocks.figure_10,
         tuple(Case(FIGURE_10._replace(E=experts), "gelu") for experts in EXPERTS),
         tuple(Case(SMALL._replace(E=experts, K=1, halves=1), "gelu") for experts in (2, 4)),
         rounds=5,
-        own_rates=False,
         seconds=20,
     ),
     "choices": Item(
@@ -61,7 +59,6 @@ ITEMS = {
         many("Qwen3-30B-A3B", "gpt-oss-20b"),
         (ManyTokens(SMALL._replace(T=256), label="small"),),
         rounds=5,
-        own_rates=False,
         seconds=15,
     ),
     "skew": Item(
@@ -69,7 +66,6 @@ ITEMS = {
         of("Qwen3-30B-A3B", "Mixtral 8x7B", "Llama 4 Scout"),
         (Case(SMALL, label="small"),),
         rounds=5,
-        own_rates=False,
         seconds=35,
     ),
     "padding": Item(
@@ -77,12 +73,9 @@ ITEMS = {
         many("Qwen3-30B-A3B", "Mixtral 8x7B"),
         (ManyTokens(SMALL, label="small"),),
         rounds=5,
-        own_rates=False,
         seconds=10,
     ),
-    "micro_batch": Item(
-        megablocks.micro_batch, systems("dMoE-XS"), systems("small"), rounds=1, own_rates=False, seconds=40
-    ),
+    "micro_batch": Item(megablocks.micro_batch, systems("dMoE-XS"), systems("small"), rounds=1, seconds=40),
     "decode": Item(
         layers.decode,
         tuple(
@@ -92,7 +85,6 @@ ITEMS = {
         ),
         (Case(SMALL._replace(T=2), label="small"),),
         rounds=5,
-        own_rates=False,
         seconds=25,
     ),
     "ratios": Item(
@@ -101,14 +93,12 @@ ITEMS = {
         (Case(SMALL, label="4"),),
         ("torch_grouped",),
         rounds=5,
-        own_rates=False,
     ),
     "liger": Item(
         layers.liger,
         of("Qwen3-30B-A3B"),
         (Case(SMALL, label="small"),),
         rounds=5,
-        own_rates=False,
     ),
-    "quack": Item(layers.quack, of("Qwen3-30B-A3B"), (Case(SMALL, label="small"),), rounds=5, own_rates=False),
+    "quack": Item(layers.quack, of("Qwen3-30B-A3B"), (Case(SMALL, label="small"),), rounds=5),
 }

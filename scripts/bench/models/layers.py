@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blazeproto import MoE, cost
+from blazeproto import MoE
 from blazeproto.autograd import moe_mlp
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
@@ -73,7 +73,7 @@ def from_modules(shape: Sizes) -> Row | None:
 
 
 def models(case: Case, machine: Machine) -> Row:
-    """A model's layer: ours, SonicMoE's and transformers' grouped_mm, and the floor of `blazeproto.cost`, router included.
+    """A model's layer: ours, SonicMoE's and transformers' grouped_mm.
 
     SonicMoE is not measured again where module.json has it. Where they don't fit beside each other, each has its own processes.
     """
@@ -88,9 +88,7 @@ def models(case: Case, machine: Machine) -> Row:
         row = apart.measure_apart(names, shape, machine)
     if known:
         row["programs"]["sonic"] = known
-    floors = cost.layer_floor_ms(shape), cost.router_floor_ms(shape)
-    forward, backward = (sum(parts) for parts in zip(*floors, strict=True))
-    return case.key | row | {"floor_fwd_ms": round(forward, 4), "floor_fwdbwd_ms": round(forward + backward, 4)}
+    return case.key | row
 
 
 def beside(shape: Sizes, names: list[str], machine: Machine) -> Row:
@@ -146,10 +144,8 @@ def liger(case: Case, machine: Machine) -> Row:
 
 
 def quack(case: Case, machine: Machine) -> Row:
-    """QuACK's newest gated products, ours beside, by process, with the floors of both products."""
-    names = {"up": "up_forward", "dh": "down_backward_act"}
-    floors = {f"floor_{part}_ms": round(cost.product_floor_ms(name, case.shape), 4) for part, name in names.items()}
-    return case.key | apart.measure_apart(("our_products", "quack"), case.shape, machine, alone=False) | floors
+    """QuACK's newest gated products, ours beside, by process."""
+    return case.key | apart.measure_apart(("our_products", "quack"), case.shape, machine, alone=False)
 
 
 # ---------------------------------------------------------------------------------------------------- choices, padding
@@ -257,8 +253,7 @@ def skew(case: Case, machine: Machine) -> Row:
 
 
 def decode(case: Case, machine: Machine) -> Row:
-    """A model's layer for few tokens, forward under no_grad: ours, transformers' grouped_mm, and the floor: the bytes of the
-    weights of the experts that the tokens chose, and of the router.
+    """A model's layer for few tokens, forward under no_grad: ours and transformers' grouped_mm.
 
     SETS batches go through the layer one after the other in what is timed, so that other experts are read each time.
     """
@@ -277,9 +272,7 @@ def decode(case: Case, machine: Machine) -> Row:
         found = figures({name: {"sets": partial(forwards, made)} for name, made in programs.items()}, machine)
     for each in found.values():
         each["fwd_us"] = round(1e3 * each["sets_ms"] / SETS, 2)
-    weights = 2 * shape.d * (drawn * (shape.h + shape.n) + shape.E)
-    row = case.key | {"programs": found, "chosen_experts": drawn}
-    return row | {"floor_us": round(1e3 * cost.floor_ms(0, weights), 2), "absent": absent}
+    return case.key | {"programs": found, "chosen_experts": drawn, "absent": absent}
 
 
 def on_each(name: str, shape: Sizes, batches: list[LayerInputs], weight: Tensor) -> list[ModuleProgram]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 
-from blazeproto.cost import PEAK_BYTES, PEAK_OPERATIONS
+from blazeproto import cost
+from blazeproto.gemm import Sizes
 from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import (
     LABELS,
@@ -22,7 +23,7 @@ from scripts.bench.markdown import (
     table,
 )
 from scripts.bench.models.shapes import MODELS, T
-from scripts.bench.paper.cells import SHAPE, Rows, of, ratio, value
+from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
 README_MODELS = ("Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "Mixtral 8x7B", "Llama 4 Scout", "Kimi K2")
@@ -55,27 +56,39 @@ def over_ours(name: str, part: str = "fwdbwd") -> Callable[[Record], str]:
     )
 
 
+def module_ms(part: str, sizes: Sizes, gpu: str) -> float:
+    """The floor of a whole layer, its router included: forward ("fwd"), or forward and backward ("fwdbwd")."""
+    forward, backward = map(sum, zip(cost.layer_floor_ms(sizes, gpu), cost.router_floor_ms(sizes, gpu), strict=True))
+    return forward if part == "fwd" else forward + backward
+
+
+def share_of_floor(row: Record) -> float | None:
+    least = floor(row, partial(module_ms, "fwdbwd"))
+    return least and least / row["programs"][OURS]["fwdbwd_ms"]
+
+
 def of_floor(row: Record) -> str:
-    return number(row["floor_fwdbwd_ms"] / row["programs"][OURS]["fwdbwd_ms"])
+    return number(share_of_floor(row))
+
+
+def layer_floor(part: str) -> Callable[[Record], str]:
+    return lambda row: number(floor(row, partial(module_ms, part)))
 
 
 def layers_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [MODEL, ("T, d, n, E, K", plain_shape)]
     for part, head in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
         columns += [(f"{head}: ours", of(OURS, f"{part}_ms")), ("SonicMoE", of("sonic", f"{part}_ms"))]
-        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", figure(f"floor_{part}_ms"))]
+        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", layer_floor(part))]
     columns += [("SonicMoE / ours: fwd", over_ours("sonic", "fwd")), ("fwd + bwd", over_ours("sonic"))]
     columns += [("grouped_mm / ours: fwd + bwd", over_ours("grouped_mm")), ("floor / ours", of_floor)]
     columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("SonicMoE", of("sonic", "peak_MiB", 0))]
     return [*columns, ("grouped_mm", of("grouped_mm", "peak_MiB", 0))]
 
 
-FLOORS = (
-    f"Floors: at an H200's rates, {number(PEAK_OPERATIONS / 1e12, 0)} TFLOP/s and {number(PEAK_BYTES / 1e12)} TB/s."
-)
 LAYERS_NOTE = (
     "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block, and the auxiliary loss as its models compute it. "
-    f"{FLOORS} Router included."
+    "Router included."
 )
 APART = " *: SonicMoE beside ours in another run, the table of one whole layer above; the ratio is of that run."
 CLOSE = 1.01  # a ratio that other rounds may turn round
@@ -161,10 +174,20 @@ def choices_columns(rows: Rows) -> list[Column]:
     return by_kind(CHOICES, "top_k", (*TIMES, PEAK, ("pairs", "pairs", 0)), rows)
 
 
+def weights_us(row: Record) -> str:
+    """The floor of few tokens: one pass over the weights of the experts that they chose, and the router's, in bf16."""
+
+    def least_ms(sizes: Sizes, gpu: str) -> float:
+        return cost.floor_ms(0.0, 2 * sizes.d * (row["chosen_experts"] * (sizes.h + sizes.n) + sizes.E), gpu)
+
+    least = floor(row, least_ms)
+    return number(least and 1e3 * least, 1)
+
+
 def decode_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [MODEL, ("T", lambda row: str(row["cfg"]["T"]))]
     columns += [("experts chosen", figure("chosen_experts", digits=1)), ("ours, µs", of(OURS, "fwd_us", 1))]
-    columns += [("grouped_mm", of("grouped_mm", "fwd_us", 1)), ("floor", figure("floor_us", digits=1))]
+    columns += [("grouped_mm", of("grouped_mm", "fwd_us", 1)), ("floor", weights_us)]
     return [*columns, ("grouped_mm / ours", ratio("grouped_mm", OURS, "fwd_us"))]
 
 
@@ -172,8 +195,7 @@ def ratios_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [("n / d", itemgetter("label")), SHAPE]
     for field, head in (("fwd_ms", "forward ms"), ("fwdbwd_ms", "forward + backward ms")):
         columns += [(f"{head}: ours", of(OURS, field)), ("torch grouped_mm", of("torch_grouped", field))]
-    floor = "floor, forward + backward"
-    return [*columns, (floor, lambda row: number(row["floor_fwd_ms"] + row["floor_bwd_ms"]))]
+    return [*columns, ("floor, forward + backward", lambda row: number(floor(row, experts_ms)))]
 
 
 def peer_columns(first: str, peer: str, parts: dict[str, str], rows: Rows) -> list[Column]:
@@ -220,9 +242,9 @@ SHOWN = {
     "padding": Shown(
         "padding", "Masked tokens", partial(by_kind, PADDED, "all", (*TIMES, PEAK)), "Whole layers; × all tokens'."
     ),
-    "decode": Shown("decode", "Few tokens", decode_columns, f"Whole layers, forward. {FLOORS}"),
+    "decode": Shown("decode", "Few tokens", decode_columns, "Whole layers, forward."),
     "ratios": Shown(
-        "ratios", "Widths of experts", ratios_columns, f"The experts alone, as many operations in each row. {FLOORS}"
+        "ratios", "Widths of experts", ratios_columns, "The experts alone, as many operations in each row."
     ),
     "liger": Shown(
         "liger",

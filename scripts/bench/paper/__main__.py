@@ -14,7 +14,7 @@ keeps what it made.
 Layers in bf16, random data, uniform routing, dispatch included, routers not. Times are medians of rounds in which all programs
 run in turn: GPU time by CUDA-graph replay, or the sum of kernel durations where one of those that are compared can't be captured;
 eager: host time included. saved: what autograd keeps for backward, weights excluded; peak: the most that is allocated in forward
-and backward over what was there before, gradients included. Floors are of this GPU's own rates, measured at the beginning.
+and backward over what was there before, gradients included. Floors are of the rates that `blazeproto.cost.GPUS` has.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
+from blazeproto import cost
+from blazeproto.gemm import Sizes
+from scripts.bench.common import folder_of
 from scripts.bench.markdown import LABELS, Column, Record, figure, number, plain_shape
 
 Rows = list[Record]
@@ -45,6 +48,23 @@ def tflops(row: Record, program: str, part: str) -> float | None:
     sizes = row["cfg"]
     operations = (6 if part == "fwd" else 12) * sizes["T"] * sizes["K"] * sizes["n"] * sizes["d"]
     return 1e-9 * operations / ms if ms else None
+
+
+def gpu_of(row: Record) -> str | None:
+    """The name in `blazeproto.cost.GPUS` of what a row was measured on; None where it isn't there, as a CPU."""
+    name = folder_of(row["of"]["gpu"]).upper()
+    return name if name in cost.GPUS else None
+
+
+def floor(row: Record, least_ms: Callable[[Sizes, str], float]) -> float | None:
+    """What ``least_ms`` says of a row's sizes on its GPU; None where that has no rates."""
+    gpu = gpu_of(row)
+    return None if gpu is None else least_ms(Sizes(**row["cfg"]), gpu)
+
+
+def experts_ms(sizes: Sizes, gpu: str) -> float:
+    """The floor of a layer's experts, forward and backward."""
+    return sum(cost.layer_floor_ms(sizes, gpu))
 
 
 def programs_in(rows: Rows) -> list[str]:

@@ -20,15 +20,14 @@ ACTIVATIONS = ("silu", "swiglu")
 
 @dataclass(frozen=True)
 class Item:
-    """measure: makes a case's row.  cases: in full.  short: on a CPU.  rounds: of which times are medians.  own_rates: whether
-    floors are of rates that are measured here, and not of `blazeproto.cost`'s.  seconds: that items before it leave to it."""
+    """measure: makes a case's row.  cases: in full.  short: on a CPU.  rounds: of which times are medians.
+    seconds: that items before it leave to it."""
 
     measure: Callable[[Case, Machine], Row]
     cases: tuple[Case, ...]
     short: tuple[Case, ...]
     peers: tuple[str, ...] = ()
     rounds: int = 7
-    own_rates: bool = True
     seconds: float = 0.0
 
 

@@ -52,7 +52,7 @@ def dispatches(case: Case, machine: Machine) -> Row:
             raise RuntimeError(f"method={name!r} differs from torch.sort")
     found = machine.kernels(calls).ms  # CuPy's sort can't be captured
     row: Row = {f"{name}_ms": round(ms / len(sets), 5) for name, ms in found.items()}
-    return case.key | row | {"floor_ms": round(machine.rates.floor_ms(0.0, cost.dispatch_bytes(shape.rows)), 5)}
+    return case.key | row
 
 
 def run_all(calls: list[Call]) -> None:
@@ -80,7 +80,7 @@ def gather(case: Case, machine: Machine) -> Row:
     }
     row: Row = {f"{name}_ms": round(ms, 4) for name, ms in machine.times(calls, tuple(calls)).ms.items()}
     row["gather_overhead"] = round(row["gathered_ms"] / row["contiguous_ms"] - 1, 4)
-    return case.key | row | {"floor_ms": round(machine.rates.floor_ms(2.0 * shape.rows * shape.h * shape.d, 0.0), 4)}
+    return case.key | row
 
 
 # -------------------------------------------------------------------------------------------------- kernels of a program
@@ -221,6 +221,5 @@ def scores_gradient(case: Case, machine: Machine) -> Row:
     ms = machine.times(calls, tuple(calls)).ms
     row: Row = {f"{name}_ms": round(value, 4) for name, value in ms.items()}
     row["bwd_ms"] = round(ms["fwdbwd"] - ms["fwd"], 4)
-    row["dot_floor_ms"] = round(machine.rates.floor_ms(0.0, y.nbytes + d_out.nbytes + 4 * shape.rows), 4)
     row |= {"saved_MiB": round(cost.saved_bytes(shape) / MIB, 2), "y_MiB": round(y.nbytes / MIB, 2)}
     return case.key | row

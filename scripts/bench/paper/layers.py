@@ -103,8 +103,7 @@ def layer_row(
     parts = (forward, both)
     timed = [machine.times(calls, together or tuple(made)) if graphs else machine.kernels(calls) for calls in parts]
     eager = machine.eager(both)
-    floors = machine.rates.layer_floor_ms(case.shape)
-    row: Row = {"rounds": machine.rounds, "floor_fwd_ms": round(floors[0], 4), "floor_bwd_ms": round(floors[1], 4)}
+    row: Row = {"rounds": machine.rounds}
     row["programs"] = {
         name: {
             "fwd_ms": round(timed[0].ms[name], 4),

@@ -5,9 +5,22 @@ from __future__ import annotations
 from functools import partial
 from operator import itemgetter
 
+from blazeproto import cost
+from blazeproto.gemm import Sizes
 from scripts.bench.markdown import OURS, Column, Record, figure, number
 from scripts.bench.paper import printed
-from scripts.bench.paper.cells import ACTIVATION, LABEL, SHAPE, Rows, looked_up, of, ratio, value
+from scripts.bench.paper.cells import (
+    ACTIVATION,
+    LABEL,
+    SHAPE,
+    Rows,
+    experts_ms,
+    floor,
+    looked_up,
+    of,
+    ratio,
+    value,
+)
 
 
 def figures_columns(rows: Rows) -> list[Column]:
@@ -16,7 +29,7 @@ def figures_columns(rows: Rows) -> list[Column]:
     columns.append(("printed MB: MoEBlaze, MegaBlocks", lambda row: printed_memory(row)))
     columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
     columns += [("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")), ("MegaBlocks", of("mb_sparse", "fwdbwd_ms"))]
-    columns += [("floor", lambda row: number(row["floor_fwd_ms"] + row["floor_bwd_ms"]))]
+    columns += [("floor", lambda row: number(floor(row, experts_ms)))]
     columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
     columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms"))]
     columns.append(("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]))
@@ -26,8 +39,8 @@ def figures_columns(rows: Rows) -> list[Column]:
 
 def over_floor(row: Record) -> str:
     """How many times the floor MegaBlocks takes: the most that can be had over it on this GPU."""
-    ms = value(row, "mb_sparse", "fwdbwd_ms")
-    return number(ms / (row["floor_fwd_ms"] + row["floor_bwd_ms"]) if ms else None)
+    ms, least = value(row, "mb_sparse", "fwdbwd_ms"), floor(row, experts_ms)
+    return number(ms / least if ms and least else None)
 
 
 def printed_memory(row: Record) -> str:
@@ -64,10 +77,18 @@ def dispatch_columns(rows: Rows) -> list[Column]:
     columns += [
         (f"{'ms: ' if name == 'tiled' else ''}{head}", figure(f"{name}_ms", digits=3)) for name, head in names.items()
     ]
-    columns += [("floor", figure("floor_ms", digits=3)), ("printed: sorting", cell(0)), ("hash", cell(1))]
+    columns += [
+        ("floor", lambda row: number(floor(row, dispatch_ms), 3)),
+        ("printed: sorting", cell(0)),
+        ("hash", cell(1)),
+    ]
     columns.append(("CuPy sort / the three steps", lambda row: number(row["sort_ms"] / row["dense_ms"], 1)))
     columns.append(("CuPy sort / ours", lambda row: number(row["sort_ms"] / row["tiled_ms"], 1)))
     return [*columns, ("printed: sorting / hash", lambda row: number(printed_gain(row["label"]), 1))]
+
+
+def dispatch_ms(sizes: Sizes, gpu: str) -> float:
+    return cost.floor_ms(0.0, cost.dispatch_bytes(sizes.rows), gpu)
 
 
 def printed_gain(model: str) -> float:

@@ -15,13 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
-from blazeproto import cost
 from scripts.bench import identity
-from scripts.bench.common import begun, gpu_name, in_turn, read_json, stamped, write_json
+from scripts.bench.common import begun, in_turn, read_json, stamped, write_json
 from scripts.bench.module import use_caches
 from scripts.bench.paper.items import Item
 from scripts.bench.paper.layers import Case, Row
-from scripts.bench.paper.machine import Machine, Rates, measure_rates
+from scripts.bench.paper.machine import Machine
 from scripts.bench.paper.tables import Shown, notes, terminal
 from scripts.command import argument_parser, positive, some_of
 
@@ -47,12 +46,6 @@ def with_row(rows: list[Row], row: Row, cases: tuple[Case, ...]) -> list[Row]:
 
     rows = [other for other in rows if key(other) != key(row)] + [row]
     return sorted(rows, key=lambda one: keys.index(key(one)) if key(one) in keys else len(keys))
-
-
-def rates_of(known: Row | None, device: str, rounds: int, again: bool) -> Row:
-    """This machine's rates: those that a file has of this GPU and benchmark, or measured."""
-    fresh = known and not again and not identity.earlier(known) and known["of"]["gpu"] == gpu_name()
-    return known if known and fresh else dict(stamped(measure_rates, device, rounds))
 
 
 def measured(item: Item, case: Case, machine: Machine) -> Row:
@@ -82,11 +75,7 @@ def run(
     record = begun(name, doc)
     kept = read_json(out) if out and out.exists() else {}
     record |= {"rows": kept.get("rows", [])}
-    rates = Rates(cost.PEAK_OPERATIONS, cost.PEAK_BYTES)
-    if item.own_rates:
-        record["rates"] = rates_of(kept.get("rates"), device, rounds, options.again)
-        rates = Rates(record["rates"]["operations"], record["rates"]["bytes"])
-    machine = Machine(device, rounds, rates, peers)
+    machine = Machine(device, rounds, peers)
     left = [case for case in cases if options.again or row_of(case, record, peers) is None]
     failed: dict[str, str] = {}
     for place, case in enumerate(in_turn(left, seconds), 1):

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from rich.table import Table as RichTable
 
+from blazeproto import cost
 from scripts.bench.markdown import LABELS, Column, Record, number, origin, signs_of, table
 from scripts.bench.paper import moeblaze_tables as moeblaze
 from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper import steps_tables as steps
-from scripts.bench.paper.cells import Rows, by_program
+from scripts.bench.paper.cells import Rows, by_program, gpu_of
 
 PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers", "liger-kernel")
 
@@ -90,18 +91,22 @@ SHOWN = {
 }
 
 
+def rates(gpu: str) -> str:
+    operations, least_bytes, source = cost.GPUS[gpu]
+    return f"Floors: {number(operations / 1e12, 0)} TFLOP/s and {number(least_bytes / 1e12)} TB/s ({source})."
+
+
 def notes(shown: Shown, record: Record) -> str:
-    """Where it was measured, at which rates, and who is absent."""
+    """Where it was measured, which rates its floors are made of, and who is absent."""
     rows = record["rows"]
+    there = shown.rows(rows) or rows
     absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
     missing = "; ".join(f"{LABELS.get(name, name)} ({reason})" for name, reason in absent.items())
-    speed = ""
-    if rates := record.get("rates"):
-        speed = f" Floors: {number(rates['operations'] / 1e12, 0)} TFLOP/s (torch.mm, bf16, {rates['matrices']}³)"
-        speed += f" and {number(rates['bytes'] / 1e12)} TB/s (copy)."
+    floors = [rates(gpu) for gpu in sorted(filter(None, {*map(gpu_of, there)}))]
     said = [
         shown.note,
-        f"{origin(shown.rows(rows) or rows, *PACKAGES)}{speed}",
+        origin(there, *PACKAGES),
+        *(floors if any("floor" in head for head, _ in shown.columns(there)) else ()),
         f"Absent from some rows: {missing}." if missing else "",
     ]
     return " ".join(filter(None, said))
