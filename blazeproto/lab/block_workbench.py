@@ -118,11 +118,11 @@ class BlockWorkbench(Workbench):
     def _operations(self) -> float:
         return cost.block_operations(int(self.mask.sum()), self.k if self.part == "block" else self.m)
 
-    def _floor_ms(self) -> float:
+    def _floor_ms(self, gpu: str) -> float:
         """As sdd.cu and dsd.cu have it."""
         inputs = self._inputs
         moved = [*inputs.given.values(), *(memory.values for memory in inputs.memory.values())]
-        return cost.floor_ms(self._operations, sum(array.nbytes for array in moved))
+        return cost.floor_ms(self._operations, sum(array.nbytes for array in moved), gpu)
 
     def _attended(self, runs: int) -> Attended:
         elements = self._inputs.memory["out"].values.numel()

@@ -77,11 +77,17 @@ def interleaved_ms(
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
+def gpu_here() -> str:
+    """The name in `blazeproto.cost.GPUS` of the Hopper GPU that is here."""
+    return "H100" if "H100" in torch.cuda.get_device_name() else "H200"
+
+
 @dataclass(frozen=True, repr=False)
 class Times:
     """Milliseconds of one call, by CUDA-graph replay: medians over rounds in turn.
 
-    share: of the floor's speed, 1 being as fast as can be.  unedited_ms: of the package's own kernel, if it is edited.
+    floor_ms: at the rates that `blazeproto.cost.GPUS` has of this GPU.  share: of the floor's speed, 1 being as fast as can be.
+    unedited_ms: of the package's own kernel, if it is edited.
     """
 
     product: str

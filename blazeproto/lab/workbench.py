@@ -42,7 +42,7 @@ from blazeproto.lab.mismatch import Comparison, Places, places_of
 from blazeproto.lab.oracle import ROUTINGS, YARDSTICK, evaluate, make_case, pad_rows
 from blazeproto.lab.timeline import MACRO as TIMELINE
 from blazeproto.lab.timeline import Timeline, record, record_steps
-from blazeproto.lab.times import ROUNDS, Times, interleaved_ms
+from blazeproto.lab.times import ROUNDS, Times, gpu_here, interleaved_ms
 from blazeproto.lab.verdict import Verdict
 from blazeproto.runtime import checks
 
@@ -258,10 +258,10 @@ class Workbench:
         self._compiled(*builds.values())
         graphs = {name: self._graph(build) for name, build in builds.items()}
         measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
-        return Times(self.product, floor_ms=self._floor_ms(), **measured)
+        return Times(self.product, floor_ms=self._floor_ms(gpu_here()), **measured)
 
-    def _floor_ms(self) -> float:
-        return cost.product_floor_ms(self.product, self.setting.sizes)
+    def _floor_ms(self, gpu: str) -> float:
+        return cost.product_floor_ms(self.product, self.setting.sizes, gpu)
 
     def timeline(self, tiles: int = 3, cta: int = 0) -> Timeline:
         """What each warp of one CTA does in its first ``tiles`` tiles, and when: by clock reads that are compiled in for this.

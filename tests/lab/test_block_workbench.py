@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 from blazeproto import MoE
 from blazeproto.blocksparse import SequentialMoE, dMoE
 from blazeproto.gemm import Kernel, TileConfig, product
-from blazeproto.lab import BlockWorkbench, explain
+from blazeproto.lab import BlockWorkbench, Workbench, explain, times
 from blazeproto.lab.block_oracle import CALLS, evaluate
 from blazeproto.lab.machine import Machine
 from blazeproto.lab.mismatch import Comparison
@@ -148,12 +148,22 @@ def test_a_timeline_in_steps() -> None:
 def test_the_floor_is_that_of_the_sources() -> None:
     """max(2 nnz 128^2 k / 785 TFLOP/s, 2 (M k + N k + nnz 128^2) bytes / 4.24 TB/s), and dsd.cu's."""
     mask = np.ones((2, 3), bool)
-    assert BlockWorkbench("SDD", mask, k=64, device="cpu")._floor_ms() == pytest.approx(
+    assert BlockWorkbench("SDD", mask, k=64, device="cpu")._floor_ms("H200") == pytest.approx(
         1e3 * 2 * (256 * 64 + 384 * 64 + 6 * 128**2) / 4.24e12
     )
-    assert BlockWorkbench("DDS", mask, m=4096, device="cpu")._floor_ms() == pytest.approx(
+    assert BlockWorkbench("DDS", mask, m=4096, device="cpu")._floor_ms("H200") == pytest.approx(
         1e3 * max(2 * 6 * 128**2 * 4096 / 785e12, 2 * (6 * 128**2 + 4096 * 640) / 4.24e12)
     )
+
+
+def test_a_time_stands_beside_the_floor_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = BlockWorkbench("SDD", np.ones((2, 3), bool), k=64, device="cpu")
+    for name, known in (("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert times.gpu_here() == known
+    assert bench._floor_ms("H100") == pytest.approx(bench._floor_ms("H200") * 4.24 / 3.35)
+    combine = Workbench("combine", T=64, d=64, n=64, E=4, K=2, device="cpu")
+    assert combine._floor_ms("H100") == pytest.approx(combine._floor_ms("H200") * 4.24 / 3.35)
 
 
 @pytest.mark.parametrize(
