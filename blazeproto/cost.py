@@ -48,8 +48,8 @@ GPUS = {
     "H200, data sheet": GPU(989e12, 4.8e12, "NVIDIA's data sheet, H200 SXM: 1 979 TFLOP/s with sparsity"),
     "B200": GPU(2250e12, 8.0e12, "NVIDIA's data sheet, HGX B200: 4 500 TFLOP/s with sparsity"),
 }
-"""By name. An H200 was measured to reach 79 and 88 % of its data sheet, an H100 79 % of its operations; the others were not
-measured. Compare like with like."""
+"""By name. An H200 was measured to reach 79 and 88 % of its data sheet, an H100 79 % of its operations (by the
+same product, 11 times in a day); the others were not measured. Compare like with like."""
 
 FORWARD, BACKWARD = (
     tuple(name for name, product in PRODUCTS.items() if phase in product.phases and product.tiles)

@@ -25,7 +25,7 @@ ROUNDS = 10
 class LayerTimes:
     """Milliseconds of a forward, and of a forward and backward, of a `MoE` with its router and auxiliary loss.
 
-    floor_forward_ms, floor_both_ms: the sums of the steps' floors (`explain`); None where no Hopper kernel runs.
+    floor_forward_ms, floor_both_ms: the sums of the steps' floors, of an H200 (`explain`); None where no Hopper kernel runs.
     """
 
     sizes: Sizes
@@ -48,8 +48,9 @@ class LayerTimes:
         columns = ["", "ms", "floor, ms", "floor / ms"]
         if self.floor_both_ms is None:
             rows, columns = [row[:2] for row in rows], columns[:2]
+        floors = {} if self.floor_both_ms is None else {"floors": "at an H200's rates"}
         sizes = ", ".join(f"{name}={getattr(self.sizes, name)}" for name in ("T", "d", "n", "E", "K"))
-        facts = {"device": self.device, "backend": f"{self.backend}, {self.dtype}"}
+        facts = {"device": self.device, "backend": f"{self.backend}, {self.dtype}"} | floors
         return View(f"MoE: {sizes}", facts, [Table(columns, rows, left=[""])])
 
 

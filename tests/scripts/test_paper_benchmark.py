@@ -282,7 +282,9 @@ def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path) -
     assert "Floors:" not in tables.notes(tables.SHOWN["dispatch"], record), "a CPU has no rates"
     for row in record["rows"]:
         row["of"]["gpu"] = "NVIDIA H100 80GB HBM3, driver 580.159.04"
-    assert "Floors: 785 TFLOP/s and 3.35 TB/s (operations measured" in tables.notes(tables.SHOWN["dispatch"], record)
+    assert "Floors: 785 TFLOP/s and 3.35 TB/s (H100: operations measured" in tables.notes(
+        tables.SHOWN["dispatch"], record
+    )
     record = record_of(measured, "combine")
     record["rows"][0]["of"]["gpu"] = "NVIDIA H200, driver 580.159.04"
     assert "Floors:" not in tables.notes(tables.SHOWN["combine"], record)

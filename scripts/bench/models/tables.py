@@ -242,7 +242,12 @@ SHOWN = {
     "padding": Shown(
         "padding", "Masked tokens", partial(by_kind, PADDED, "all", (*TIMES, PEAK)), "Whole layers; × all tokens'."
     ),
-    "decode": Shown("decode", "Few tokens", decode_columns, "Whole layers, forward."),
+    "decode": Shown(
+        "decode",
+        "Few tokens",
+        decode_columns,
+        "Whole layers, forward; the floor is the bytes of the weights of the chosen experts and of the router.",
+    ),
     "ratios": Shown(
         "ratios", "Widths of experts", ratios_columns, "The experts alone, as many operations in each row."
     ),

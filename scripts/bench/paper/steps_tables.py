@@ -13,7 +13,7 @@ from blazeproto.autograd import SavePolicy
 from blazeproto.gemm import PRODUCTS
 from scripts.bench.markdown import LABELS, NOT_MEASURED, Column, Record, figure, number
 from scripts.bench.module_tables import sizes_of
-from scripts.bench.paper.cells import LABEL, SHAPE, Rows, by_program, of, value
+from scripts.bench.paper.cells import LABEL, SHAPE, Rows, by_program, gpu_of, of, value
 from scripts.bench.review_tables import noted
 
 STEPS = {
@@ -55,18 +55,13 @@ def waterfall_columns(_: Rows) -> list[Column]:
     return [*columns, ("peak MiB", figure("peak_MiB", digits=0))]
 
 
-def gpu_of(row: Record) -> str:
-    """The name in `cost.GPUS` of the GPU that a row was measured on; the H200's where it is none of them."""
-    return next((name for name in cost.GPUS if name in row["of"]["gpu"]), "H200")
-
-
 def predicted_ms(policy: str, row: Record) -> float:
-    """Forward + backward of the experts and their dispatch, predicted."""
+    """Forward + backward of the experts and their dispatch, predicted of a row's GPU; of an H200 where that has no rates."""
     sizes = sizes_of(row)
     steps = [
         work for work in cost.layer_work(sizes, policy) if work.name.removesuffix(" again") in {*PRODUCTS, "dispatch"}
     ]
-    return sum(cost.predicted_work_ms(work, sizes, gpu_of(row)) for work in steps)
+    return sum(cost.predicted_work_ms(work, sizes, gpu_of(row) or "H200") for work in steps)
 
 
 def longer(policy: str, row: Record) -> float | None:

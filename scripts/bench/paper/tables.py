@@ -93,7 +93,7 @@ SHOWN = {
 
 def rates(gpu: str) -> str:
     operations, least_bytes, source = cost.GPUS[gpu]
-    return f"Floors: {number(operations / 1e12, 0)} TFLOP/s and {number(least_bytes / 1e12)} TB/s ({source})."
+    return f"Floors: {number(operations / 1e12, 0)} TFLOP/s and {number(least_bytes / 1e12)} TB/s ({gpu}: {source})."
 
 
 def notes(shown: Shown, record: Record) -> str:
