@@ -61,7 +61,8 @@ def ctas_per_multiprocessor(registers: int, threads: int, smem_bytes: int) -> in
 
 
 def wgmma_count(kernel: Kernel) -> int | None:
-    """``HGMMA`` instructions in the kernel's machine code, which is what wgmma on bf16 becomes; None without nvdisasm."""
+    """Instructions in the kernel's machine code that wgmma becomes, ``HGMMA`` on bf16 and ``QGMMA`` on fp8; None without
+    nvdisasm."""
     if "wgmma.mma_async" not in kernel.ptx:
         return 0
     try:
@@ -70,7 +71,7 @@ def wgmma_count(kernel: Kernel) -> int | None:
         return None
     sections = re.split(r"^\s*\.section\s+\.text\.(\w+),.*$", sass, flags=re.MULTILINE)  # others, name, text, name, ...
     return sum(
-        len(re.findall(r"\bHGMMA\b", code))
+        len(re.findall(r"\b[HQ]GMMA\b", code))
         for name, code in zip(sections[1::2], sections[2::2], strict=True)
         if name == kernel.entry
     )
