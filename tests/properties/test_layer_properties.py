@@ -184,7 +184,7 @@ def try_mask(data: Any) -> None:
     """With masked tokens, NaN in x and in d_out, all is as in the batch of the others, and masked tokens have zeros."""
     case = draw_case(data, EXACT)
     # On a CPU torch computes the last rows of a product, and the last elements of a tensor, otherwise than the rest: equal tokens
-    # may have unequal logits, and equal logits unequal sigmoids, so which of equal tokens an expert takes depends on where they lie.
+    # may have unequal logits, equal logits unequal sigmoids; so which of equal tokens an expert takes depends on where they lie.
     if case.varies and (case.kind == "same" or (case.kind == "integers" and case.router.score == "sigmoid")):
         return
     layer = draw_layer(data, case)
