@@ -66,6 +66,12 @@ fits the products of results/h200/products.json best. Times of whole layers have
 # --- Floors ----------------------------------------------------------------------------------------------------------------
 
 
+def known_gpu(device: str) -> str | None:
+    """The name in `GPUS` of a device by its own, "H100" of "NVIDIA H100 80GB HBM3"; None where it isn't there."""
+    words = device.replace(",", " ").split()
+    return next((name for name in GPUS if name in words), None)
+
+
 def gpu_named(name: str) -> GPU:
     """The rates of a GPU of `GPUS`. ValueError for a name that isn't there."""
     checks.one_of("gpu", name, tuple(GPUS))

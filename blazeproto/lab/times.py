@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from blazeproto import cost
+
 Call = Callable[[], object]
 
 ROUNDS = 20
@@ -78,8 +80,8 @@ def interleaved_ms(
 
 
 def gpu_here() -> str:
-    """The name in `blazeproto.cost.GPUS` of the Hopper GPU that is here."""
-    return "H100" if "H100" in torch.cuda.get_device_name() else "H200"
+    """The name in `blazeproto.cost.GPUS` of the GPU that is here; an H200's where it isn't there."""
+    return cost.known_gpu(torch.cuda.get_device_name()) or "H200"
 
 
 @dataclass(frozen=True, repr=False)

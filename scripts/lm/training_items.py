@@ -41,7 +41,7 @@ RUNS = {
         f"dropping_{factor}": Run(f"dropping, capacity factor {factor}", {"formulation": "dropping", "capacity_factor": factor})
         for factor in (1.0, 1.25, 1.5, 2.0)
     },
-    # The largest load is eight times the mean in the first steps: of a whole batch it is more than a GPU's memory.
+    # By the loads that train_lm prints, up to 8 times the mean in the first steps, a whole batch would want more than 80 GB.
     "dynamic": Run(
         "padded to the largest load, the batch in 4 parts",
         {"formulation": "dropping", "capacity_factor": 0.0, "accumulate": 4},

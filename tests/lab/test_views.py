@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -16,7 +18,7 @@ from blazeproto import MoE, gemm
 from blazeproto.blocksparse import dMoE
 from blazeproto.dispatch import Dispatch, reference
 from blazeproto.lab import views
-from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of
+from blazeproto.lab.resources import ctas_per_multiprocessor, resources, threads_of, wgmma_count
 from blazeproto.lab.tables import Bar, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.lab.views import imbalance, loads_of, view
 
@@ -351,3 +353,9 @@ def test_what_cannot_be_drawn_is_its_repr(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_layer_that_does_not_know_what_it_keeps_is_shown() -> None:
     assert "save" not in view(dMoE(64, 128, 4, 2)).facts
     assert "save" in view(MoE(64, 128, 4, 2)).facts
+
+
+def test_wgmma_are_counted_on_bf16_and_on_fp8() -> None:
+    sass = "  .section .text.one,ax\n HGMMA.64x64 R1\n QGMMA.64x64 R2\n FFMA R3\n  .section .text.two,ax\n HGMMA R1\n"
+    kernel: Any = SimpleNamespace(ptx="wgmma.mma_async", sass=sass, entry="one")
+    assert wgmma_count(kernel) == 2

@@ -390,10 +390,8 @@ def test_few_tokens_have_a_floor_of_the_weights_that_they_read() -> None:
     assert (
         tables.weights_us(row) == f"{weights / 4.24e6:.1f}" and tables.weights_us(row | {"of": {"gpu": "none"}}) == "–"
     )
-    assert (
-        tables.layer_floor("fwd")(row)
-        == f"{cost.layer_floor_ms(Sizes(**row['cfg']))[0] + cost.router_floor_ms(Sizes(**row['cfg']))[0]:.2f}"
-    )
+    sizes = Sizes(**row["cfg"])
+    assert tables.module_ms("fwd", sizes, "H200") == cost.layer_floor_ms(sizes)[0] + cost.router_floor_ms(sizes)[0]
 
 
 def test_a_claim_counts_the_models_on_which_ours_is_behind() -> None:

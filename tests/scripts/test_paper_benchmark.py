@@ -270,7 +270,7 @@ def test_floors_are_of_the_gpu_that_a_row_is_of() -> None:
     for row, name in ((h100, "H100"), (h200, "H200")):
         assert cells.gpu_of(row) == name
         assert cells.floor(row, cells.experts_ms) == sum(cost.layer_floor_ms(Sizes(**cfg), name))
-    for other in ("none", "NVIDIA A100-SXM4-80GB, driver 1"):
+    for other in ("none", "NVIDIA A100-SXM4-80GB, driver 1", "NVIDIA GH200 480GB, driver 1"):
         assert cells.floor(row_of(other), cells.experts_ms) is None
     y, d_out, scores = 2 * 4 * 32768 * 4096, 2 * 32768 * 4096, 4 * 4 * 32768
     assert cells.floor(h100, sonicmoe_tables.dot_ms) == pytest.approx((y + d_out + scores) / 3.35e9)

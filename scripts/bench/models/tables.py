@@ -23,7 +23,7 @@ from scripts.bench.markdown import (
     table,
 )
 from scripts.bench.models.shapes import MODELS, T
-from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, of, ratio, value
+from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, floor_cell, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
 README_MODELS = ("Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "Mixtral 8x7B", "Llama 4 Scout", "Kimi K2")
@@ -71,15 +71,11 @@ def of_floor(row: Record) -> str:
     return number(share_of_floor(row))
 
 
-def layer_floor(part: str) -> Callable[[Record], str]:
-    return lambda row: number(floor(row, partial(module_ms, part)))
-
-
 def layers_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [MODEL, ("T, d, n, E, K", plain_shape)]
     for part, head in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
         columns += [(f"{head}: ours", of(OURS, f"{part}_ms")), ("SonicMoE", of("sonic", f"{part}_ms"))]
-        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", layer_floor(part))]
+        columns += [("grouped_mm", of("grouped_mm", f"{part}_ms")), ("floor", floor_cell(partial(module_ms, part)))]
     columns += [("SonicMoE / ours: fwd", over_ours("sonic", "fwd")), ("fwd + bwd", over_ours("sonic"))]
     columns += [("grouped_mm / ours: fwd + bwd", over_ours("grouped_mm")), ("floor / ours", of_floor)]
     columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("SonicMoE", of("sonic", "peak_MiB", 0))]
@@ -195,7 +191,7 @@ def ratios_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [("n / d", itemgetter("label")), SHAPE]
     for field, head in (("fwd_ms", "forward ms"), ("fwdbwd_ms", "forward + backward ms")):
         columns += [(f"{head}: ours", of(OURS, field)), ("torch grouped_mm", of("torch_grouped", field))]
-    return [*columns, ("floor, forward + backward", lambda row: number(floor(row, experts_ms)))]
+    return [*columns, ("floor, forward + backward", floor_cell(experts_ms))]
 
 
 def peer_columns(first: str, peer: str, parts: dict[str, str], rows: Rows) -> list[Column]:
@@ -210,7 +206,7 @@ def ran(peer: str, rows: Rows) -> Rows:
     """The rows in which a peer has run, by the versions of its own process."""
 
     def versions(row: Record) -> str:
-        return ", ".join(each for each in row["versions"][peer] if each.startswith(("torch ", "triton ", peer)))
+        return ", ".join(each for each in row["versions"][peer] if each.startswith(("torch ", peer)))
 
     return [row | {"of": row["of"] | {"versions": versions(row)}} for row in rows if peer in row["programs"]]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench.common import folder_of
 from scripts.bench.markdown import LABELS, Column, Record, figure, number, plain_shape
 
 Rows = list[Record]
@@ -52,14 +51,17 @@ def tflops(row: Record, program: str, part: str) -> float | None:
 
 def gpu_of(row: Record) -> str | None:
     """The name in `blazeproto.cost.GPUS` of what a row was measured on; None where it isn't there, as a CPU."""
-    name = folder_of(row["of"]["gpu"]).upper()
-    return name if name in cost.GPUS else None
+    return cost.known_gpu(row["of"]["gpu"])
 
 
 def floor(row: Record, least_ms: Callable[[Sizes, str], float]) -> float | None:
     """What ``least_ms`` says of a row's sizes on its GPU; None where that has no rates."""
     gpu = gpu_of(row)
     return None if gpu is None else least_ms(Sizes(**row["cfg"]), gpu)
+
+
+def floor_cell(least_ms: Callable[[Sizes, str], float], digits: int = 2) -> Cell:
+    return lambda row: number(floor(row, least_ms), digits)
 
 
 def experts_ms(sizes: Sizes, gpu: str) -> float:

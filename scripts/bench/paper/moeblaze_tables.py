@@ -16,6 +16,7 @@ from scripts.bench.paper.cells import (
     Rows,
     experts_ms,
     floor,
+    floor_cell,
     looked_up,
     of,
     ratio,
@@ -29,7 +30,7 @@ def figures_columns(rows: Rows) -> list[Column]:
     columns.append(("printed MB: MoEBlaze, MegaBlocks", lambda row: printed_memory(row)))
     columns += [("peak MiB: ours", of(OURS, "peak_MiB", 0)), ("MegaBlocks", of("mb_sparse", "peak_MiB", 0))]
     columns += [("fwd + bwd ms: ours", of(OURS, "fwdbwd_ms")), ("MegaBlocks", of("mb_sparse", "fwdbwd_ms"))]
-    columns += [("floor", lambda row: number(floor(row, experts_ms)))]
+    columns += [("floor", floor_cell(experts_ms))]
     columns += [("MegaBlocks / ours", ratio("mb_sparse", OURS, "fwdbwd_ms"))]
     columns += [("eager", ratio("mb_sparse", OURS, "eager_fwdbwd_ms"))]
     columns.append(("printed", lambda row: printed.FIGURE_SPEED[row["activation"]]))
@@ -78,7 +79,7 @@ def dispatch_columns(rows: Rows) -> list[Column]:
         (f"{'ms: ' if name == 'tiled' else ''}{head}", figure(f"{name}_ms", digits=3)) for name, head in names.items()
     ]
     columns += [
-        ("floor", lambda row: number(floor(row, dispatch_ms), 3)),
+        ("floor", floor_cell(dispatch_ms, 3)),
         ("printed: sorting", cell(0)),
         ("hash", cell(1)),
     ]

@@ -11,7 +11,7 @@ from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench.markdown import LABELS, OURS, Column, Record, figure, number
 from scripts.bench.paper import printed
-from scripts.bench.paper.cells import LABEL, SHAPE, Rows, backward_ms, floor, of, programs_in, ratio, tflops, value
+from scripts.bench.paper.cells import LABEL, SHAPE, Rows, backward_ms, floor_cell, of, programs_in, ratio, tflops, value
 
 
 def layers_columns(rows: Rows) -> list[Column]:
@@ -169,7 +169,7 @@ def dot_ms(sizes: Sizes, gpu: str) -> float:
 
 def scores_columns(rows: Rows) -> list[Column]:
     columns: list[Column] = [SHAPE, ("backward ms, dS in it", figure("bwd_ms"))]
-    columns += [("⟨dO, Y⟩ beside it", figure("dot_ms", digits=3)), ("floor", lambda row: number(floor(row, dot_ms), 3))]
+    columns += [("⟨dO, Y⟩ beside it", figure("dot_ms", digits=3)), ("floor", floor_cell(dot_ms, 3))]
     columns.append(("of the backward, %", lambda row: number(100 * row["dot_ms"] / row["bwd_ms"], 1)))
     return [
         *columns,
