@@ -115,18 +115,15 @@ FACTOR_ROWS = FACTOR_GRADIENT = TileConfig(tile_n=64, stages=8)
 
 CHOSEN = ("up_forward", "down_backward_act")  # products whose tiles `tuned.MEASURED` chooses
 STEPS = 4  # an octave of an expert's rows has, in the table's eyes
-FEW, MANY = -8, 10.5  # octaves of rows: with fewer the table is read as with 2^FEW, with more it is not read
+FEW, MANY = -8, 20  # octaves of rows: with fewer the table is read as with 2^FEW, with more as with 2^MANY
 
 
 def chosen(product: str, num_rows: int, num_experts: int, d: int, n: int) -> TileConfig:
-    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`.
-
-    With many rows an expert they are the plain ones: few tiles reach past an expert's end there.
-    """
+    """The tiles of up_forward or down_backward_act: those of the nearest measured layer, or what was put into `TILES`."""
     config, octaves = TILES[product], log2(max(num_rows, 1) / num_experts)
-    if config is not PLAIN[product] or octaves > MANY:
+    if config is not PLAIN[product]:
         return config
-    return _nearest(product, round(STEPS * max(octaves, FEW)), d, n)
+    return _nearest(product, round(STEPS * min(max(octaves, FEW), MANY)), d, n)
 
 
 @cache
@@ -146,8 +143,7 @@ def chosen_for_any(product: str, d: int, n: int) -> list[TileConfig]:
     """Every tiles that `chosen` may give, whatever the number of rows."""
     if TILES[product] is not PLAIN[product]:
         return [TILES[product]]
-    few, many = round(STEPS * FEW), round(STEPS * MANY)
-    return [*dict.fromkeys([PLAIN[product], *(_nearest(product, step, d, n) for step in range(few, many + 1))])]
+    return [*dict.fromkeys(_nearest(product, step, d, n) for step in range(STEPS * FEW, STEPS * MANY + 1))]
 
 
 # What checks force, one after the other: the table's choice, and each of those that it may make.
@@ -155,6 +151,7 @@ FORCED: tuple[dict[str, Any], ...] = (
     {},
     {"few_rows": False},
     {"few_rows": True},
+    {"cluster": 2},
     {"few_rows": True, "cluster": 2},
     {"few_rows": True, "tickets": True},
 )

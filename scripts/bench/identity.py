@@ -129,7 +129,18 @@ def _module_of(value: Any) -> str:
 
 DEVICE_OPTIONS = {"fastmath": False, "inline": "always", "opt": True}
 """Of a Numba device function, as `warp.device` has them: only others are in an identity."""
-MADE_BY_PYTHON = ("__module", "__doc", "__q", "__match", "__first", "__static", "__anno", "__dataclass", "_field_")
+MADE_BY_PYTHON = (
+    "__module",
+    "__doc",
+    "__q",
+    "__match",
+    "__first",
+    "__slotnames",
+    "__static",
+    "__anno",
+    "__dataclass",
+    "_field_",
+)
 """How names in a class begin that nobody wrote."""
 
 
@@ -243,20 +254,7 @@ AS_BEFORE = {
     "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6fca11a6ce220cd5": "e90fa147c2e681b7",  # scripts.bench.expert_parallel.measure_torchs
-    "d8e171812b09199e": "018f31ac54ebf294",  # scripts.bench.models.layers.decode
-    "5ae0d781b2574192": "81568987246788d1",  # scripts.bench.models.layers.models
-    "fa9d6dd6385eb16b": "81568987246788d1",  # scripts.bench.models.layers.models
     "99d23c8dda3b8a8c": "0527f1e7f8bda857",  # scripts.bench.models.layers.quack
-    "6d23c8cacddc23fa": "b2ca77747f6b62aa",  # scripts.bench.paper.kernels.dispatches
-    "f1c24b8a7e1f88b5": "13733e8f5c4e1967",  # scripts.bench.paper.kernels.gather
-    "369cca168d241dba": "61c7250fa7b8686c",  # scripts.bench.paper.kernels.scores_gradient
-    "a6485acb5260a687": "1256d94c08370a81",  # scripts.bench.paper.layers.ablation
-    "92a486827f439dfd": "62d7d70d4d33de8e",  # scripts.bench.paper.layers.against_all
-    "daca953202a4f9af": "1901cb40738016f3",  # scripts.bench.paper.layers.against_megablocks
-    "fb863d6a5d740b3f": "17ad9678ee5b4ff7",  # scripts.bench.paper.layers.combines
-    "c63833a0623aa185": "9429517690ba491e",  # scripts.bench.paper.steps.activations
-    "3d67584351e72f12": "ecb0635c3298e60c",  # scripts.bench.paper.steps.policies
-    "563ee35368f62b1e": "ab57d6b1d6cc5775",  # scripts.bench.paper.steps.waterfall
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

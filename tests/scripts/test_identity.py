@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -256,8 +257,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[int, Kernel | NumbaKernel]
     scan = NumbaKernel(tiled.scan_chunks, "int32* int32* int64 int64", threads=32, rows=4)
     scan._functions[0] = SimpleNamespace(ptr=11)
     numba_kernel.LOADED.add(scan)
-    plain = gemm.kernel_for("up_forward")
-    made = {7: Loaded(**identity.described(plain) | {"options": ()}).on(7), 11: scan}
+    # What a layer of `row_of`'s size takes.
+    unread = gemm.kernel_for("up_forward", replace(TILES["up_forward"], few_rows=True))
+    made = {7: Loaded(**identity.described(unread) | {"options": ()}).on(7), 11: scan}
     return made | {9: Loaded(**identity.described(gemm.kernel_for("down_forward")) | {"options": ()}).on(9)}
 
 
@@ -265,6 +267,22 @@ def row_of(*addresses: int) -> dict[str, Any]:
     for address in addresses:
         driver.launch(address, (1, 1), 1, 0, 0)
     return {"cfg": {"T": 65536, "d": 512, "n": 512, "E": 16, "K": 4}, "ms": 1.0}
+
+
+def test_an_object_that_was_copied_is_as_before() -> None:
+    """copy and pickle note a class' slots in the class."""
+
+    class Settings:
+        rounds = 5
+
+    def code() -> str:
+        return identity.Code(Settings, (__name__,)).identity
+
+    before = code()
+    copy.copy(Settings())
+    assert "__slotnames__" in vars(Settings) and code() == before
+    Settings.rounds = 6
+    assert code() != before
 
 
 def test_a_row_says_what_was_launched_while_it_was_measured(

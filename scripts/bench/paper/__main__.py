@@ -1,6 +1,6 @@
 """The papers' tables and figures, measured here beside what they print, and what a review asks of a layer.
 
-    python -m scripts.bench.paper moeblaze-figures        # -> results/h100/paper/moeblaze-figures.json on an H100
+    python -m scripts.bench.paper moeblaze-figures        # -> results/h200/paper/moeblaze-figures.json on an H200
     python -m scripts.bench.paper moeblaze-scale sonicmoe-layers --time-budget 120
     python -m scripts.bench.paper waterfall policies activations    # what a review of MoEBlaze asks
     python -m scripts.bench.paper all                     # one after the other

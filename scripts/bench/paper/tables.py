@@ -19,8 +19,7 @@ PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers",
 
 
 class Shown(NamedTuple):
-    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below.
-    folders: whose results a page shows, the first that has them: by default the papers' own GPU's, else an H200's."""
+    """A table. columns: of the rows that it has; ``rows`` makes them of a file's.  note: stands below."""
 
     item: str  # whose results it shows
     title: str
@@ -28,7 +27,6 @@ class Shown(NamedTuple):
     note: str = ""
     rows: Callable[[Rows], Rows] = list
     picture: str = ""  # in docs/
-    folders: tuple[str, ...] = ("../h100/paper", "paper")
 
 
 SHOWN = {
@@ -74,7 +72,6 @@ SHOWN = {
         "Sums of kernel durations.",
         steps.steps_of,
         "waterfall.png",
-        ("paper",),
     ),
     "policies": Shown(
         "policies",
@@ -82,11 +79,8 @@ SHOWN = {
         steps.policies_columns,
         "The experts alone, forward + backward.",
         picture="policies.png",
-        folders=("paper",),
     ),
-    "activations": Shown(
-        "activations", "Activations", steps.activations_columns, rows=steps.activations_of, folders=("paper",)
-    ),
+    "activations": Shown("activations", "Activations", steps.activations_columns, rows=steps.activations_of),
     "scores": Shown("sonicmoe-scores", "SonicMoE, appendix D.1", sonicmoe.scores_columns),
 }
 
@@ -133,7 +127,6 @@ def terminal(shown: Shown, record: Record) -> RichTable:
 
 
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    f"paper_{name}": ("|".join(f"{folder}/{shown.item}" for folder in shown.folders), partial(markdown, shown))
-    for name, shown in SHOWN.items()
+    f"paper_{name}": (f"paper/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
 }
 """Of docs/papers.md and docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
