@@ -11,17 +11,21 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.checks import check_experts
+from blazeproto.autograd.checks import FLOAT_DTYPES, check_experts
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 
 _State = tuple[ref[torch.UntypedStorage], int, int | None]
 
 _MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
-"""By a record's memory: the weight then. None: an optimizer has stepped since. Copies of a record are not here."""
+"""By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Not of an exported program's."""
 
 
 def _state(weight: Tensor) -> _State:
@@ -31,16 +35,32 @@ def _state(weight: Tensor) -> _State:
     return ref(weight.untyped_storage()), weight.data_ptr(), version
 
 
+_STEPPING: WeakKeyDictionary[Optimizer, set[torch.UntypedStorage]] = WeakKeyDictionary()
+"""The weights that have gradients when a step begins: its own hooks may have dropped them when it ends."""
+
+
 @cache
 def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_stepping)
     register_optimizer_step_post_hook(_stepped)
+
+
+def _with_gradients(optimizer: Optimizer) -> set[torch.UntypedStorage]:
+    """Sparse weights, which no expert has, have no storage."""
+    weights = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
+    return {weight.untyped_storage() for weight in weights if weight.grad is not None}
+
+
+def _stepping(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling() and _MADE_OF:
+        _STEPPING[optimizer] = _with_gradients(optimizer)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """A fused optimizer writes to weights whose versions stay as they were."""
     if torch.compiler.is_compiling() or not _MADE_OF:
         return
-    stepped = {p.untyped_storage() for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    stepped = _with_gradients(optimizer) | _STEPPING.pop(optimizer, set())
     for record, state in [*_MADE_OF.items()]:
         if state and state[0]() in stepped:
             _MADE_OF[record] = None
@@ -67,6 +87,11 @@ class QuantizedWeights:
     up: Tensor
     down: Tensor
     dtype: torch.dtype
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes a copy, which a compiled call would else take for a record in an exported program."""
+        self.__dict__.update(state)
+        _MADE_OF.update(dict.fromkeys((self.up.untyped_storage(), self.down.untyped_storage())))
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +132,8 @@ def quantize_weights(
     if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
         got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
         raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
     with torch.inference_mode(False):  # or no backward could save what is made
         dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)

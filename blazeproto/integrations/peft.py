@@ -142,7 +142,8 @@ def _handing_factors_in(of_peft: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def register() -> None:
-    """Let adapters on experts' weights run as factors; and what `blazeproto.integrations.transformers.register` does.
+    """Let adapters on experts' weights run as factors; and what `blazeproto.integrations.transformers.register` does, unless
+    it was called before, whose precision then stays.
 
     Once a process, before or after a model is made; again is harmless. It replaces the forward of peft's ``ParamWrapper``, which
     does as before wherever the experts implementation is not "blazeproto". peft, ``tuners/lora/layer.py``.
@@ -151,7 +152,11 @@ def register() -> None:
         ImportError: peft is missing, or not of a version from 0.20 to 0.21; or transformers, not from 5.17 to 5.23.
     """
     need("peft")
-    transformers.register()
+    need("transformers")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if transformers.NAME not in ALL_EXPERTS_FUNCTIONS:
+        transformers.register()
     from peft.tuners.lora.layer import ParamWrapper
 
     if ParamWrapper.forward.__module__ != __name__:

@@ -1,6 +1,6 @@
 """What others publish of fp8 on Hopper, beside ours: torchao's experts in training, and DeepGEMM's grouped products.
 
-    python -m scripts.bench.fp8_peers              # -> results/h100/fp8_peers.json on an H100
+    python -m scripts.bench.fp8_peers              # -> results/h200/fp8_peers.json on an H200
     python -m scripts.bench.fp8_peers --smoke      # tiny, on a CPU, where neither runs
 
 Each expert has as many rows as any other, and a multiple of 128: torchao 0.18 wants multiples of 16, DeepGEMM of 128. One SwiGLU

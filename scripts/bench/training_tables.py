@@ -107,7 +107,11 @@ def from_float64(row: Record, other: Record) -> list[float]:
 LABEL: Column = ("", lambda line: RUNS[line["run"]].label)
 VALIDATION: Column = ("validation loss by seed", each_seed(validation))
 MS: Column = ("ms a step", lambda line: number(mean(known(line, "ms_a_step")), 1))
-SAVED: Column = ("saved, MiB", lambda line: number(mean(known(line, "saved_MiB")), 0))
+# Bytes that differ between seeds are of two versions of what is saved: a mean would be of neither.
+SAVED: Column = (
+    "saved, MiB",
+    lambda line: ", ".join(dict.fromkeys(number(each, 0) for each in known(line, "saved_MiB"))),
+)
 
 
 def known(line: Record, field: str) -> list[float]:
@@ -124,19 +128,29 @@ def against(others: Group, value: Beside, digits: int, join: Any = mean) -> Call
     return cell
 
 
+def seconds_by_seed(others: Group) -> Callable[[Record], str]:
+    """A cell: each seed's `seconds_to_loss`; a dash where it was not timed, or is never there."""
+
+    def cell(line: Record) -> str:
+        pairs = [(row, others.get(seed)) for seed, row in line["group"].items()]
+        return ", ".join(number(seconds_to_loss(row, other) if other else None, 1) for row, other in pairs)
+
+    return cell
+
+
 def accuracy_columns(found: dict[str, Group]) -> list[Column]:
     reference, dense = found.get(REFERENCE, {}), found.get(BASELINE, {})
     columns = [LABEL, VALIDATION, (f"training loss, last {LAST} steps", each_seed(training_loss))]
     columns.append(("validation, minus torch's in fp32", against(reference, more_validation, 4)))
     columns.append(("smoothed losses, largest difference from torch's in fp32, %", against(reference, apart, 2, max)))
-    return [*columns, MS, SAVED, ("s to the dense model's last loss", against(dense, seconds_to_loss, 1))]
+    return [*columns, MS, SAVED, ("s to the dense model's last loss, by seed", seconds_by_seed(dense))]
 
 
 def capacity_columns(found: dict[str, Group]) -> list[Column]:
     columns = [LABEL, VALIDATION, ("minus dropless", against(found.get(OURS, {}), more_validation, 4))]
     columns.append(("largest load / mean, last step", lambda line: number(mean(known(line, "balance")))))
     dense = found.get(BASELINE, {})
-    return [*columns, MS, SAVED, ("s to the dense model's last loss", against(dense, seconds_to_loss, 1))]
+    return [*columns, MS, SAVED, ("s to the dense model's last loss, by seed", seconds_by_seed(dense))]
 
 
 def routers_columns(found: dict[str, Group]) -> list[Column]:
@@ -204,7 +218,7 @@ def float64_columns(found: dict[str, Group]) -> list[Column]:
 
 
 NOTES = {
-    "accuracy": "A run of training losses that two programs' rounding alone parts: see the float64 table for the first steps.",
+    "accuracy": "Rounding alone parts two programs' losses after some hundred steps; the float64 table compares the first ones.",
     "capacity": "Padded to the largest load: Tutel's dynamic capacity factor, the last step's largest load over the mean.",
     "routers": "Printed: SonicMoE's Tables 1a and 6a, of 0.5 B parameters and 40 B tokens; perplexities, ours are nats a byte. "
     "All are validated with top-k.",
@@ -245,8 +259,12 @@ def rows_for(record: Record, item: str) -> list[Record]:
 
 
 def said_of(record: Record, item: str, parts: dict[str, list[float]], digits: int, unit: str) -> str:
-    """ "0.10 % (a), 0.20 % (b)" of the largest values that there are."""
-    said = [f"{number(max(values), digits)} {unit} ({RUNS[run].label})" for run, values in parts.items() if values]
+    """ "0.10 % (a), 0.20 % (b, of one seed)" of the largest values that there are."""
+    said = [
+        f"{number(max(values), digits)} {unit} ({RUNS[run].label}{', of one seed' if len(values) == 1 else ''})"
+        for run, values in parts.items()
+        if values
+    ]
     return noted(", ".join(said), rows_for(record, item)) if said else ""
 
 
@@ -319,7 +337,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
         partial(
             more_claim,
             "capacity",
-            "with dropped tokens the validation loss rises (negative: falls) by at most",
+            "with dropped tokens the validation loss is above top-k's (negative: below) by",
             ("dropping_1.0", "dropping_1.5", "dropping_2.0"),
         ),
     ),
@@ -328,7 +346,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
         partial(
             more_claim,
             "routers",
-            "with other choices the validation loss rises (negative: falls) by at most",
+            "with other choices the validation loss is above top-k's (negative: below) by",
             ITEMS["routers"].runs[1:],
         ),
     ),
@@ -337,16 +355,20 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
 
 
 def plot_runs(figure: Any, record: Record, item: str = "accuracy") -> None:
-    """Smoothed training losses of the first seed, over steps and over seconds of training."""
-    axes = figure.subplots(1, 2, sharey=True)
-    for run, group in groups(record, item).items():
-        row = next(iter(group.values()))
-        losses = smoothed(row["losses"])
-        axes[0].plot(range(1, len(losses) + 1), losses, lw=1, label=RUNS[run].label)
-        if row["ms_a_step"] is not None:
-            axes[1].plot([step * row["ms_a_step"] / 1e3 for step in range(1, len(losses) + 1)], losses, lw=1)
+    """Smoothed training losses of the first seed, over steps, and of the first that was timed, over seconds of training."""
+    found = groups(record, item)
+    timed = [row for group in found.values() for row in group.values() if row["ms_a_step"] is not None]
+    axes = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
+    for run, group in found.items():
+        losses = smoothed(next(iter(group.values()))["losses"])
+        (line,) = axes[0].plot(range(1, len(losses) + 1), losses, lw=1, label=RUNS[run].label)
+        for row in [row for row in group.values() if row["ms_a_step"] is not None][:1]:
+            losses = smoothed(row["losses"])
+            seconds = [step * row["ms_a_step"] / 1e3 for step in range(1, len(losses) + 1)]
+            axes[1].plot(seconds, losses, lw=1, color=line.get_color())
     axes[0].set(xlabel="step", ylabel="training loss, smoothed, nats a byte", yscale="log")
-    axes[1].set(xlabel="s")
+    for axis in axes[1:]:
+        axis.set(xlabel="s")
     axes[0].legend(frameon=False, fontsize=8)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

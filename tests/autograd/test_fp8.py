@@ -244,6 +244,28 @@ def test_who_writes_to_kept_weights_is_noticed(writer, compiled):
         called(x)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_an_optimizer_s_own_hook_drops_was_stepped():
+    """A fused step changes no version; its hooks run before ours, and here drop the gradients."""
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    sparse = torch.nn.Parameter(torch.eye(3).to_sparse())
+    sparse.grad = torch.eye(3).to_sparse()
+    torch.optim.SGD([sparse], lr=0.1, foreach=False).step()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+    layer(x)[0].sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="before they changed"):
+        layer(x)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", torch.int32])
+def test_weights_are_quantized_for_x_of_a_known_dtype(dtype):
+    with pytest.raises(TypeError, match="dtype: expected None or one of torch"):
+        MoE(64, 128, 4, 2, precision="fp8").quantize_weights(dtype)
+
+
 def test_an_optimizer_of_other_weights_changes_nothing():
     layer, other, x = *(MoE(64, 128, 4, 2, precision="fp8") for _ in range(2)), torch.randn(8, 64)
     layer.quantize_weights()
@@ -283,6 +305,8 @@ def test_copies_of_a_layer_quantize_anew(tmp_path):
     for copy in (deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
         with pytest.raises(ValueError, match="got of others"):
             copy(x)
+        with pytest.raises(ValueError, match="got of others"), torch.no_grad():
+            torch.compile(copy, backend="aot_eager")(x)
         copy.quantize_weights()
         assert torch.equal(copy(x)[0], layer(x)[0])
 

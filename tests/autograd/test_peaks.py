@@ -18,7 +18,7 @@ from scripts.bench.fp8 import SHAPES
 from tests.runtime.test_target import Recorder
 
 MIB = 2**20
-RESULTS = Path(__file__).parents[2] / "results" / "h100" / "fp8.json"
+RESULTS = Path(__file__).parents[2] / "results" / "h200" / "fp8.json"
 SMS = 132
 
 

@@ -428,6 +428,35 @@ def test_the_nearest_layer_is_nearest_by_ratios(monkeypatch: pytest.MonkeyPatch)
         tiles._nearest.cache_clear()
 
 
+def test_rows_are_counted_in_quarter_octaves_between_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows an expert than 2^-8 are 2^-8, more than 2^20 are 2^20; 0 rows are 1."""
+    changes: list[dict[str, Any]] = [
+        {"cluster": 2},
+        {"tickets": True},
+        {},
+        {"few_rows": True},
+        {"stages": 8},
+        {"tile_n": 128},
+    ]
+    octaves = (-8, -7, 0, 0.6, 18, 20)
+    layers = {(2**octave, 1000, 1000): change for octave, change in zip(octaves, changes, strict=True)}
+    monkeypatch.setitem(MEASURED, "up_forward", layers)
+    tiles._nearest.cache_clear()
+    try:
+        expected = [replace(PLAIN["up_forward"], **change) for change in changes]
+        # 0.35 is 1/4, which is nearer to 0 than to 0.6; 0.45 is 1/2.
+        for rows, experts, place in (
+            *((0, 512, 0), (1, 512, 0), (1, 4096, 0), (1, 128, 1), (1, 1, 2), (2**10, 2**10, 2)),
+            *((round(1000 * 2**0.35), 1000, 2), (round(1000 * 2**0.45), 1000, 3)),
+            *((2**18, 1, 4), (2**20, 1, 5), (2**30, 1, 5)),
+        ):
+            assert chosen("up_forward", rows, experts, 1000, 1000) == expected[place], (rows, experts)
+            assert chosen("up_forward", rows, experts, 1000, 0) == chosen("up_forward", rows, experts, 1000, 1)
+        assert chosen_for_any("up_forward", 1000, 1000) == expected
+    finally:
+        tiles._nearest.cache_clear()
+
+
 @pytest.mark.parametrize("name", [name for name in gemm.PRODUCTS if name in TILES and name not in CHOSEN])
 def test_rows_past_an_end_stay_unread_in_two_products(name: str) -> None:
     with pytest.raises(ValueError, match="config: expected few_rows=False"):

@@ -17,6 +17,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
 from blazeproto.autograd import backends  # noqa: E402
+from blazeproto.integrations import peft  # noqa: E402
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.runtime import optional  # noqa: E402
 from tests.integrations import families  # noqa: E402
@@ -246,6 +247,11 @@ def test_products_in_fp8() -> None:
     assert torch.equal(out, expected[1]) and not torch.equal(*expected)
     with pytest.raises(ValueError, match="precision: expected one of"):
         ours.register(precision="fp16")
+    pytest.importorskip("peft")
+    peft.register()  # keeps the precision
+    assert torch.equal(ALL_EXPERTS_FUNCTIONS["blazeproto"](experts, x, ids, scores), expected[1])
+    ours.register()
+    assert torch.equal(ALL_EXPERTS_FUNCTIONS["blazeproto"](experts, x, ids, scores), expected[0])
 
 
 @pytest.fixture

@@ -105,6 +105,57 @@ def test_the_tables_of_the_page_are_made_of_the_file(made: Path, tmp_path: Path)
     assert len(figure.axes[0].lines) == len(figure.axes[1].lines) == len(ITEMS["accuracy"].runs)
 
 
+def made_up(run: str, seed: int, losses: list[float], ms: float | None, **fields: Any) -> dict[str, Any]:
+    """A row as a run leaves it; its validation loss is the last one."""
+    of = {"kernels": [], "gpu": "a GPU", "measured": "then", "versions": ""}
+    row = {
+        "run": run,
+        "length": "whole",
+        "seed": seed,
+        "losses": losses,
+        "ms_a_step": ms,
+        "validation": [[1, losses[-1]]],
+    }
+    return row | {"saved_MiB": 7.0, "balance": 1.0, "of": of} | fields
+
+
+def test_seeds_stand_apart_in_the_tables() -> None:
+    """Seeds are sorted; a difference is of equal seeds; a time is a seed's own, and none of one that was not timed."""
+    flat = [2.0] * 500
+    rows = [
+        made_up("ours", 1, [4.0] * 10 + flat, 10.0, saved_MiB=9.0),
+        made_up("ours", 0, [4.0] * 20 + [1.5] * 490, None),
+        made_up("torch_fp32", 0, [1.0] * 510, 30.0),
+        made_up("torch_fp32", 1, [2.5] * 510, 30.0),
+        made_up("dense", 1, [2.1] * 510, 20.0),
+    ]
+    found = tables.groups({"rows": rows}, "accuracy")
+    cells = {
+        run: [cell(tables.line_of(run, group)) for _, cell in tables.accuracy_columns(found)]
+        for run, group in found.items()
+    }
+    ours, dense = cells["ours"], cells["dense"]
+    # Means of 1.5 - 1.0 and 2.0 - 2.5; the largest difference is of the first seed's first losses: 4 over 1.
+    assert ours[1:4] == ["1.5000, 2.0000", "1.5000, 2.0000", "0.0000"] and float(ours[4]) == pytest.approx(300, abs=1)
+    assert ours[5:7] == ["10.0", "7, 9"] and dense[3:6] == ["-0.4000", "16.00", "20.0"] and dense[6] == "7"
+    missing, seconds = ours[7].split(", ")
+    assert missing == "–" and 0.1 < float(seconds) < 5.1 and cells["torch_fp32"][7] == "–, –"
+    claim = tables.training_claim({"rows": rows})
+    assert "50.00 % (ours, bf16)" in claim and "two seeds of one program by up to 150.00 %" in claim
+
+
+def test_a_run_has_one_colour_in_both_pictures() -> None:
+    rows = [made_up("ours", 0, [2.0] * 60, None), made_up("torch_bf16", 0, [3.0] * 60, 10.0)]
+    figure = Figure()
+    tables.plot_runs(figure, {"rows": rows})
+    steps, seconds = figure.axes
+    colours = {line.get_label(): line.get_color() for line in steps.lines}
+    assert [line.get_color() for line in seconds.lines] == [colours[RUNS["torch_bf16"].label]]
+    untimed = Figure()
+    tables.plot_runs(untimed, {"rows": [row | {"ms_a_step": None} for row in rows]})
+    assert len(untimed.axes) == 1 and len(untimed.axes[0].lines) == 2
+
+
 def test_gradients_of_every_expert_are_near_float64s(made: Path) -> None:
     record, found = read_json(made), dict[str, list[float]]()
     for row in record["gradients"]:

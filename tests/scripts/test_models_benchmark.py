@@ -123,6 +123,22 @@ def test_with_one_expert_a_token_the_router_s_gradient_is_not_compared() -> None
     assert of_k[1].keys() == {"median_out", "median_x_grad"} < of_k[2].keys() >= {"router", "up", "down"}
 
 
+def test_what_was_taken_from_another_table_stands_in_it() -> None:
+    """SonicMoE's figures of module.json, in the committed rows that have them."""
+    folder = common.RESULTS
+    others = {str(row["cfg"]): row for row in json.loads((folder / "module.json").read_text())["rows"]}
+    rows = json.loads((folder / "models" / "layers.json").read_text())["rows"]
+    taken = [row for row in rows if "measured" in row["programs"].get("sonic", {})]
+    for row in taken:
+        program = row["programs"]["sonic"]
+        other = others[str({name: row["cfg"][name] for name in ("T", "d", "n", "E", "K")})]
+        assert program["measured"] == other["of"]["measured"], row["label"]
+        for part in ("fwd", "fwdbwd"):
+            assert program[f"{part}_ms"] == other[f"sonic_{part}_ms"]
+            assert program[f"ours_{part}_ms"] == other[f"ours_{part}_ms"]
+    assert taken
+
+
 def test_liger_is_called_as_its_module_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Function:
         @staticmethod

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from blazeproto import gemm
+from blazeproto.gemm import tiles
 from scripts.bench import products, tuning
 from scripts.bench.common import RESULTS, SHAPES, cfg_of, read_json
 from scripts.bench.timing import GpuTimes
@@ -93,3 +94,22 @@ def test_results_that_are_not_there(
     with pytest.raises(SystemExit, match="2"):
         tuning.main()
     assert "argument --results: expected the tuner's results" in capsys.readouterr().err
+
+
+def test_the_table_is_written_and_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """--check writes nothing, and its exit status tells whether the table is the results'."""
+    table, results = tmp_path / "tuned.py", str(RESULTS / "tune.json")
+    table.write_text("another table")
+    monkeypatch.setattr(tuning, "TABLE", table)
+
+    def status(*words: str) -> object:
+        monkeypatch.setattr("sys.argv", ["tuning", "--results", results, *words])
+        with pytest.raises(SystemExit) as exit:
+            tuning.main()
+        return exit.value.code
+
+    assert "is not what" in str(status("--check")) and table.read_text() == "another table"
+    monkeypatch.setattr("sys.argv", ["tuning", "--results", results])
+    tuning.main()
+    assert table.read_text() == (Path(tiles.__file__).parent / "tuned.py").read_text()
+    assert status("--check") == 0
