@@ -79,12 +79,24 @@ def check_experts(
         backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
 
 
+def why_refused(
+    up: Tensor, down_proj: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, options: Options
+) -> str:
+    """What `check_experts` says of these weights before there are tokens; "": nothing."""
+    x = down_proj.new_empty(0, down_proj.shape[1])
+    try:
+        check_experts(x, (up,), down_proj, up_bias, down_bias, None, None, num_experts=len(down_proj), options=options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Options) -> None:
     """What precision="fp8" takes. weights: down_proj last."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (
-            d_model % 16 or d_expert % BLOCK,
+            d_model % 16 or d_expert % BLOCK or not d_model * d_expert,
             f"multiples of 16 and {BLOCK} as d and n",
             (d_model, d_expert),
         ),

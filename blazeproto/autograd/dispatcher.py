@@ -141,3 +141,12 @@ def _local(weight: Any) -> Any:
     # To where it lies already: nothing moves, but backward takes the gradient there, and that is what sums it.
     there = weight.redistribute(placements=weight.placements)
     return there.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in weight.placements])
+
+
+def own_factors(factors: LowRank | None, weight: Any) -> LowRank | None:
+    """Those of this rank's experts. weight: of the experts, sharded over E."""
+    if factors is None:
+        return None
+    mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1
+    a, b = (t.chunk(mesh.size(last))[mesh.get_local_rank(last)] for t in factors)
+    return LowRank(a, b)

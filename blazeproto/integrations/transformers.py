@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
-from blazeproto.autograd.checks import FLOAT_DTYPES
-from blazeproto.autograd.dispatcher import dispatched_mlp
+from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
+from blazeproto.autograd.dispatcher import dispatched_mlp, own_factors
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.runtime.optional import need
@@ -230,8 +230,8 @@ def explain(model: nn.Module) -> dict[str, str]:
     """Which code path each experts module of a model takes, by its name.
 
     "in place (...)" with the backend, and the dispatcher of several ranks, in parentheses, "grouped_mm: ..." or "refused: ...",
-    as this file's docstring tells them; with the reason. "batch-invariant": a token's output and dx are the same bits in any
-    batch (docs/batch_invariance.md).
+    as this file's docstring tells them; with the reason. "fp8": the precision, where `register` was given it. "batch-invariant":
+    a token's output and dx are the same bits in any batch (docs/batch_invariance.md).
     Where another implementation than "blazeproto" is set, its name, and what "blazeproto" would do. Hugging Face transformers,
     ``integrations/moe.py``, has the layouts.
 
@@ -256,15 +256,23 @@ def _path(experts: Any) -> str:
 
 
 def _our_path(experts: Any) -> str:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     for what, (found, expected) in REFUSED.items():
         if found(experts):
             return f"refused: {what}; expected {expected}"
     if why := _why_grouped_mm(experts):
         return f"grouped_mm: {why}"
-    down = _weights(experts)[1]
+    up, down, up_bias, down_bias = _weights(experts)
+    precision = name_of(getattr(ALL_EXPERTS_FUNCTIONS.get(NAME), "keywords", {}).get("precision", "bf16"))
+    weights = (up.mT, down.mT) if experts.is_transposed else (up, down)
+    options = Options(activation=str(_activation(experts)), precision=precision)
+    if precision != "bf16" and (why := why_refused(*weights, up_bias, down_bias, options)):
+        return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
     backend = what_runs("auto", down.device, dtype, *down.shape)
-    notes = ["batch-invariant"] * (backend == "hopper") + [str(each) for each in [_dispatcher(experts)] if each]
+    notes = [precision] * (precision != "bf16") + ["batch-invariant"] * (backend == "hopper")
+    notes += [str(each) for each in [_dispatcher(experts)] if each]
     return f"in place ({', '.join([backend, *notes])})"
 
 
@@ -317,18 +325,9 @@ def experts_forward(
         out = moe_mlp(*tensors, **given, up_factors=up_factors, down_factors=down_factors)
     else:
         given |= {"pair_tokens": None, "token_offsets": None}
-        given |= {"up_factors": _own(up_factors, down), "down_factors": _own(down_factors, down)}
+        given |= {"up_factors": own_factors(up_factors, down), "down_factors": own_factors(down_factors, down)}
         out, _ = dispatched_mlp(dispatcher, *tensors, **given)
     return out.to(hidden_states.dtype)
-
-
-def _own(factors: LowRank | None, weight: Any) -> LowRank | None:
-    """Those of this rank's experts. weight: of the experts, sharded over E."""
-    if factors is None:
-        return None
-    mesh, last = weight.device_mesh, weight.device_mesh.ndim - 1
-    a, b = (t.chunk(mesh.size(last))[mesh.get_local_rank(last)] for t in factors)
-    return LowRank(a, b)
 
 
 def expert_parallel(

@@ -244,6 +244,13 @@ def test_who_writes_to_kept_weights_is_noticed(writer, compiled):
         called(x)
 
 
+def test_no_width_is_refused():
+    x, ids = torch.empty(4, 0), torch.zeros(4, 1, dtype=torch.int32)
+    weights = torch.empty(2, 256, 0), torch.empty(2, 0, 128)
+    with pytest.raises(ValueError, match=r"multiples of 16 and 128 as d and n with 'fp8', got \(0, 128\)"):
+        moe_mlp(x, *weights, torch.rand(4, 1), ids, num_experts=2, precision="fp8")
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_what_an_optimizer_s_own_hook_drops_was_stepped():
     """A fused step changes no version; its hooks run before ours, and here drop the gradients."""

@@ -247,6 +247,12 @@ def test_products_in_fp8() -> None:
     assert torch.equal(out, expected[1]) and not torch.equal(*expected)
     with pytest.raises(ValueError, match="precision: expected one of"):
         ours.register(precision="fp16")
+    path = ours.explain(experts)[""]
+    assert "would be in place (torch" in path and path.endswith(", fp8)")
+    experts.gate_up_proj = torch.nn.Parameter(torch.randn(4, 200, 32))
+    experts.down_proj = torch.nn.Parameter(torch.randn(4, 32, 100))
+    assert "refused: precision: expected multiples of 16 and 128" in ours.explain(experts)[""]
+    experts.gate_up_proj, experts.down_proj = weights
     pytest.importorskip("peft")
     peft.register()  # keeps the precision
     assert torch.equal(ALL_EXPERTS_FUNCTIONS["blazeproto"](experts, x, ids, scores), expected[1])
