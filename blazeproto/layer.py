@@ -17,7 +17,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
-from blazeproto.autograd.checks import FLOAT_DTYPES
+from blazeproto.autograd.checks import check_dtype
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
@@ -102,7 +102,7 @@ class MoE(nn.Module, Shown):
             integer(name, size, least=1)
         integer("d_shared", d_shared, least=0)
         boolean("bias", bias)
-        _check_dtype(dtype)
+        check_dtype(dtype)
         check_device(device)
         options = Options(**{name: keywords.pop(name) for name in OPTION_NAMES if name in keywords})
         self.options = replace(options, save=SavePolicy(options.save))
@@ -278,7 +278,7 @@ class MoE(nn.Module, Shown):
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
         """
-        _check_dtype(dtype)
+        check_dtype(dtype)
         refuse_ranks(self.dispatcher, "saved_bytes")
         if dtype is None:
             dtype = self.down_proj.dtype
@@ -307,7 +307,7 @@ class MoE(nn.Module, Shown):
 
         dtype: of x, as the experts see it; default: bfloat16 for weights in float32, else that of the weights.
         """
-        _check_dtype(dtype)
+        check_dtype(dtype)
         if dtype is None:
             dtype = torch.bfloat16 if self.down_proj.dtype == torch.float32 else self.down_proj.dtype
         return what_runs(self.backend, self.down_proj.device, dtype, self.num_experts, self.d_model, self.d_expert)
@@ -344,11 +344,6 @@ def _option_of_layer(name: str) -> property:
 MoE.__doc__ = documented(MoE.__doc__)
 for _name in OPTION_NAMES:
     setattr(MoE, _name, _option_of_layer(_name))
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype not in (None, *FLOAT_DTYPES):
-        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
 
 
 def _check_keywords(options: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def test_the_router_s_floors_are_those_of_the_committed_results() -> None:
 
 def test_benchmarks_that_time_as_before_are_those_that_are_here() -> None:
     """What was rewritten is the router's floor, which the two tests above compare with the rows; of the exchange, a path; of
-    models and papers, what no program runs while it is timed."""
+    models, what no program runs while it is timed."""
     files = [path for path in (ROOT / "results").rglob("*.json") if "archive" not in path.parts]
     rows = [row["of"] for path in files for row in identity.rows_in(json.loads(path.read_text()))]
     protocols = {of["protocol_identity"]: of["protocol"] for of in rows if "protocol" in of}

@@ -79,6 +79,12 @@ def check_experts(
         backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
 
 
+def check_dtype(dtype: object) -> None:
+    """TypeError for an argument ``dtype`` that is neither None nor a dtype of tokens and weights."""
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+
+
 def why_refused(
     up: Tensor, down_proj: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, options: Options
 ) -> str:

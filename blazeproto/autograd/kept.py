@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.checks import FLOAT_DTYPES, check_experts
+from blazeproto.autograd.checks import check_dtype, check_experts
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 
@@ -132,8 +132,7 @@ def quantize_weights(
     if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
         got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
         raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
-    if dtype not in (None, *FLOAT_DTYPES):
-        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+    check_dtype(dtype)
     with torch.inference_mode(False):  # or no backward could save what is made
         dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype
         x = torch.empty(0, down_proj.shape[1], dtype=dtype, device=down_proj.device)

@@ -248,8 +248,8 @@ def _numba_identity(kernel: NumbaKernel) -> str:
 
 
 TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure stands
-# The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; floors of models and papers
-# are made by the tables. The models' had the kernels in it that were known then, and large layers are made in less memory now.
+# The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; a model's floor is made by
+# the table, and its rows had the kernels in them that were known then.
 AS_BEFORE = {
     "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure

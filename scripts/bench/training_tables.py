@@ -357,14 +357,16 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
 def plot_runs(figure: Any, record: Record, item: str = "accuracy") -> None:
     """Smoothed training losses of the first seed, over steps, and of the first that was timed, over seconds of training."""
     found = groups(record, item)
-    timed = [row for group in found.values() for row in group.values() if row["ms_a_step"] is not None]
+    timed = {
+        run: row for run, group in found.items() for row in reversed(group.values()) if row["ms_a_step"] is not None
+    }
     axes = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
     for run, group in found.items():
         losses = smoothed(next(iter(group.values()))["losses"])
         (line,) = axes[0].plot(range(1, len(losses) + 1), losses, lw=1, label=RUNS[run].label)
-        for row in [row for row in group.values() if row["ms_a_step"] is not None][:1]:
-            losses = smoothed(row["losses"])
-            seconds = [step * row["ms_a_step"] / 1e3 for step in range(1, len(losses) + 1)]
+        if run in timed:
+            losses = smoothed(timed[run]["losses"])
+            seconds = [step * timed[run]["ms_a_step"] / 1e3 for step in range(1, len(losses) + 1)]
             axes[1].plot(seconds, losses, lw=1, color=line.get_color())
     axes[0].set(xlabel="step", ylabel="training loss, smoothed, nats a byte", yscale="log")
     for axis in axes[1:]:
