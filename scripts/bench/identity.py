@@ -251,10 +251,8 @@ TIMED_BY = ("scripts.", "blazeproto.lab.times")  # where what times a figure sta
 # The router's floor is blazeproto.cost's, to the digit; the exchange's had a checkout's path in it; a model's floor is made by
 # the table, and its rows had the kernels in them that were known then.
 AS_BEFORE = {
-    "0236da071c70b9f4": "944c27ffa1eaf7f0",  # scripts.bench.module.measure
     "0934be240837f86d": "338d3e0ffcef8934",  # scripts.bench.router.measure
     "6fca11a6ce220cd5": "e90fa147c2e681b7",  # scripts.bench.expert_parallel.measure_torchs
-    "99d23c8dda3b8a8c": "0527f1e7f8bda857",  # scripts.bench.models.layers.quack
 }
 """By the identity of an earlier form of a benchmark, that of today's, which times the same and computes the same from it."""
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -258,10 +258,17 @@ def rows_for(record: Record, item: str) -> list[Record]:
     return [row for group in groups(record, item).values() for row in group.values()]
 
 
-def said_of(record: Record, item: str, parts: dict[str, list[float]], digits: int, unit: str) -> str:
-    """ "0.10 % (a), 0.20 % (b, of one seed)" of the largest values that there are."""
+def said_of(
+    record: Record,
+    item: str,
+    parts: dict[str, list[float]],
+    digits: int,
+    unit: str,
+    of: Callable[[list[float]], float] = max,
+) -> str:
+    """ "0.10 % (a), 0.20 % (b, of one seed)", of the seeds' values that there are the largest one or what ``of`` makes."""
     said = [
-        f"{number(max(values), digits)} {unit} ({RUNS[run].label}{', of one seed' if len(values) == 1 else ''})"
+        f"{number(of(values), digits)} {unit} ({RUNS[run].label}{', of one seed' if len(values) == 1 else ''})"
         for run, values in parts.items()
         if values
     ]
@@ -320,10 +327,9 @@ def dense_claim(record: Record) -> str:
 
 
 def more_claim(item: str, what: str, runs: tuple[str, ...], record: Record) -> str:
-    """What is added to ours with top-k's validation loss, part of a sentence."""
-    said = said_of(
-        record, item, {run: pair(record, item, run, OURS, more_validation) for run in runs}, 4, "nats a byte"
-    )
+    """What is added to the validation loss of ours with top-k, in the mean of the seeds; part of a sentence."""
+    more = {run: pair(record, item, run, OURS, more_validation) for run in runs}
+    said = said_of(record, item, more, 4, "nats a byte", statistics.fmean)
     return f"{what} {said}" if said else NOT_MEASURED
 
 
@@ -337,7 +343,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
         partial(
             more_claim,
             "capacity",
-            "with dropped tokens the validation loss is above top-k's (negative: below) by",
+            "with dropped tokens the validation loss, mean of two seeds, is above top-k's (negative: below) by",
             ("dropping_1.0", "dropping_1.5", "dropping_2.0"),
         ),
     ),
@@ -346,7 +352,7 @@ TRAINING_CLAIMS: dict[str, tuple[str, Callable[..., str]]] = {
         partial(
             more_claim,
             "routers",
-            "with other choices the validation loss is above top-k's (negative: below) by",
+            "with other choices the validation loss, mean of two seeds, is above top-k's (negative: below) by",
             ITEMS["routers"].runs[1:],
         ),
     ),

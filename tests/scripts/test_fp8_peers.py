@@ -28,6 +28,22 @@ def test_what_does_not_run_is_a_reason() -> None:
     assert fp8_peers.deep_gemm(SHAPE, 1)["absent"]["DeepGEMM"].startswith("ModuleNotFoundError")
 
 
+def test_a_product_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("dim == 2 or dim == 3")
+
+    def cast(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+        return x, x.amax(1)
+
+    module, math = ModuleType("deep_gemm"), ModuleType("deep_gemm.utils.math")
+    module.m_grouped_fp8_gemm_nt_contiguous = fails  # type: ignore[attr-defined]
+    math.per_token_cast_to_fp8 = math.per_block_cast_to_fp8 = cast  # type: ignore[attr-defined]
+    for each in (module, math):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    row = fp8_peers.deep_gemm(SHAPE, 1, device="cpu")
+    assert row["absent"] == {"DeepGEMM": "RuntimeError: dim == 2 or dim == 3"} and not row["tflops"]
+
+
 def test_torchao_computes_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def product(a: Tensor, b: Tensor, offs: Tensor, pad_token_groups_for_grouped_mm: bool) -> Tensor:
         assert not pad_token_groups_for_grouped_mm
