@@ -290,6 +290,18 @@ def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path) -
     assert "Floors:" not in tables.notes(tables.SHOWN["combine"], record)
 
 
+def test_the_versions_under_a_table_are_those_of_its_programs(measured: Path) -> None:
+    record = record_of(measured, "combine")
+    versions = "torch 2.11.0, sonic-moe 0.1.2, quack-kernels 0.3.11, megablocks 0.11, transformers 5.17.0, liger-kernel 0.8.5"
+    for row in record["rows"]:
+        row["of"]["versions"] = versions
+    assert "; torch 2.11.0; " in tables.notes(tables.SHOWN["combine"], record)
+    record["rows"][0]["programs"]["sonic"] = {}
+    assert "; torch 2.11.0, SonicMoE 0.1.2, QuACK 0.3.11; " in tables.notes(tables.SHOWN["combine"], record)
+    record["rows"][0]["absent"] = {"mb_sparse": "it does not run"}
+    assert "QuACK 0.3.11, MegaBlocks 0.11; " in tables.notes(tables.SHOWN["combine"], record)
+
+
 def test_the_work_of_our_kernels_is_the_layer_s() -> None:
     shape = Sizes(24576, 1536, 256, 128, 8)
     known = kernels.our_kernels(shape)

@@ -266,5 +266,9 @@ SHOWN = {
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
     f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
 } | {"models_layers": ("models/layers", layers)}
+TABLES |= {
+    f"models_{name}_h100": (f"../h100/models/{name}", partial(markdown, SHOWN[name]))
+    for name in ("ratios", "liger", "quack")
+}
 """For docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
 SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {"models_claim": ("models/layers", claim)}

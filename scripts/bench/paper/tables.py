@@ -15,7 +15,14 @@ from scripts.bench.paper import sonicmoe_tables as sonicmoe
 from scripts.bench.paper import steps_tables as steps
 from scripts.bench.paper.cells import Rows, by_program, gpu_of
 
-PACKAGES = ("torch", "sonic-moe", "quack-kernels", "megablocks", "transformers", "liger-kernel")
+PACKAGES = {
+    "sonic": ("sonic-moe", "quack-kernels"),
+    "mb_sparse": ("megablocks",),
+    "grouped_mm": ("transformers",),
+    "liger": ("liger-kernel",),
+    "quack": ("quack-kernels",),
+}
+"""Whose versions stand under a table in which a program is."""
 
 
 class Shown(NamedTuple):
@@ -95,11 +102,13 @@ def notes(shown: Shown, record: Record) -> str:
     rows = record["rows"]
     there = shown.rows(rows) or rows
     absent = {name: reason for row in rows for name, reason in row.get("absent", {}).items()}
+    programs = {name for row in rows for name in (*row.get("programs", {}), *row.get("absent", {}))}
+    packages = [package for name, each in PACKAGES.items() if name in programs for package in each]
     missing = "; ".join(f"{LABELS.get(name, name)} ({reason})" for name, reason in absent.items())
     floors = [rates(gpu) for gpu in sorted(filter(None, {*map(gpu_of, there)}))]
     said = [
         shown.note,
-        origin(there, *PACKAGES),
+        origin(there, "torch", *dict.fromkeys(packages)),
         *(floors if any("floor" in head for head, _ in shown.columns(there)) else ()),
         f"Absent from some rows: {missing}." if missing else "",
     ]
