@@ -6,8 +6,8 @@ out = moe_mlp(x, gate_up_proj, down_proj, ..., precision="fp8", quantized=kept)
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from blazeproto.autograd.checks import check_dtype, check_experts
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
 
-_State = tuple[ref[torch.UntypedStorage], int, int | None]
+_State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
 
 _MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
 """By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Not of an exported program's."""
@@ -32,11 +32,11 @@ def _state(weight: Tensor) -> _State:
     """What changes where a tensor is written to or is another one. Not what a replayed CUDA graph or ``weight.data`` writes;
     tensors that were made in inference mode have no version."""
     version = None if weight.is_inference() else weight._version
-    return ref(weight.untyped_storage()), weight.data_ptr(), version
+    return ref(weight.untyped_storage()), weight.data_ptr(), weight.shape, version
 
 
-_STEPPING: WeakKeyDictionary[Optimizer, set[torch.UntypedStorage]] = WeakKeyDictionary()
-"""The weights that have gradients when a step begins: its own hooks may have dropped them when it ends."""
+_STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
+"""The weights that have gradients when a step begins, with a closure all: its own hooks may have dropped them when it ends."""
 
 
 @cache
@@ -45,22 +45,23 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-def _with_gradients(optimizer: Optimizer) -> set[torch.UntypedStorage]:
-    """Sparse weights, which no expert has, have no storage."""
+def _to_step(optimizer: Optimizer, *, all_trained: bool = False) -> WeakSet[torch.UntypedStorage]:
+    """The weights with gradients. Sparse ones, which no expert has, have no storage."""
     weights = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
-    return {weight.untyped_storage() for weight in weights if weight.grad is not None}
+    return WeakSet(p.untyped_storage() for p in weights if p.grad is not None or (all_trained and p.requires_grad))
 
 
-def _stepping(optimizer: Optimizer, *_: Any) -> None:
+def _stepping(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling() and _MADE_OF:
-        _STEPPING[optimizer] = _with_gradients(optimizer)
+        closure = any(map(callable, (*args[1:], *options.values())))  # args: the optimizer first
+        _STEPPING[optimizer] = _to_step(optimizer, all_trained=closure)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """A fused optimizer writes to weights whose versions stay as they were."""
     if torch.compiler.is_compiling() or not _MADE_OF:
         return
-    stepped = _with_gradients(optimizer) | _STEPPING.pop(optimizer, set())
+    stepped = {*_to_step(optimizer), *_STEPPING.pop(optimizer, ())}
     for record, state in [*_MADE_OF.items()]:
         if state and state[0]() in stepped:
             _MADE_OF[record] = None
@@ -88,10 +89,17 @@ class QuantizedWeights:
     down: Tensor
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
+        for record in (self.up, self.down):
+            _MADE_OF.setdefault(record.untyped_storage())
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes a copy, which a compiled call would else take for a record in an exported program."""
         self.__dict__.update(state)
-        _MADE_OF.update(dict.fromkeys((self.up.untyped_storage(), self.down.untyped_storage())))
+        self.__post_init__()
+
+    def __copy__(self) -> Self:
+        return self  # nothing in it changes
 
     @property
     def nbytes(self) -> int:

@@ -298,7 +298,7 @@ def experts_forward(
         top_k_weights: (T, K) the router's scores, any floating dtype.
         low_rank: factors of the up and the down weight, a (E, r, in) and b (E, out, r),
             in and out in the module's order, E experts of all ranks. For experts that run in place.
-        precision: as in `moe_mlp`, for experts that run in place.
+        precision: as in `moe_mlp`, for experts that run in place, without factors.
 
     Returns:
         (T, d) in the dtype of ``hidden_states``.
@@ -319,7 +319,7 @@ def experts_forward(
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     tensors = (x, up, down, top_k_weights, top_k_index)
     given: dict[str, Any] = {"num_experts": down.shape[0], "up_bias": up_bias, "down_bias": down_bias}
-    given["options"] = Options(activation=str(_activation(experts)), precision=precision)
+    given["options"] = Options(activation=str(_activation(experts)), precision="bf16" if low_rank else precision)
     up_factors, down_factors = low_rank or (None, None)
     if (dispatcher := _dispatcher(experts)) is None:
         out = moe_mlp(*tensors, **given, up_factors=up_factors, down_factors=down_factors)

@@ -26,18 +26,19 @@ def ratios(rows: Sequence[Record]) -> list[float]:
     return [predicted / measured for predicted, measured in map(predicted_and_measured, rows)]
 
 
+def predicted_forward(row: Record) -> float:
+    return cost.predicted_layer_ms(sizes_of(row))[0]
+
+
 def predicted_table(record: Record) -> str:
     """Whole layers: predicted and measured ms on the GPU that was measured, and predicted ones on others."""
-
-    def forward(row: Record) -> float:
-        return cost.predicted_layer_ms(sizes_of(row))[0]
 
     def elsewhere(gpu: str) -> Callable[[Record], str]:
         return lambda row: number(sum(cost.predicted_layer_ms(sizes_of(row), gpu=gpu)))
 
     columns: list[Column] = [("T, d, n, E, K", plain_shape)]
-    columns += [("forward: predicted", lambda row: number(forward(row))), ("measured", figure("ours_fwd_ms"))]
-    columns += [("predicted / measured", lambda row: number(forward(row) / row["ours_fwd_ms"]))]
+    columns += [("forward: predicted", lambda row: number(predicted_forward(row))), ("measured", figure("ours_fwd_ms"))]
+    columns += [("predicted / measured", lambda row: number(predicted_forward(row) / row["ours_fwd_ms"]))]
     columns += [("forward + backward: predicted", lambda row: number(predicted_and_measured(row)[0]))]
     columns += [("measured", figure("ours_fwdbwd_ms")), ("predicted / measured", lambda row: number(ratios([row])[0]))]
     sheets = [gpu for gpu, rates in cost.GPUS.items() if rates.source.startswith("NVIDIA's data sheet")]
@@ -55,12 +56,13 @@ def predicted_claim(module: Record, products: Record) -> str:
     said = [
         f"{sum(abs(ratio - 1) <= CLOSE for ratio in found)} of {len(found)} {what} are predicted within 10 % "
         f"({number(min(found))} to {number(max(found))} of the time measured, geometric mean {number(geometric_mean(found))})"
-        for what, rows in (
-            ("layers, forward + backward,", others),
-            ("sizes of one tiny layer", tiny),
-            ("products", products["rows"]),
+        for what, found in (
+            ("layers, forward + backward,", ratios(others)),
+            ("layers, forward alone,", [predicted_forward(row) / row["ours_fwd_ms"] for row in others]),
+            ("sizes of one tiny layer, forward + backward,", ratios(tiny)),
+            ("products", ratios(products["rows"])),
         )
-        if (found := ratios(rows))
+        if found
     ]
     note = caveat([*module["rows"], *products["rows"]])
     return ". ".join(said) + (f" ({note})." if note else ".")

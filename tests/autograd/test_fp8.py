@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import re
+import weakref
+from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import partial
 from io import BytesIO
@@ -305,6 +309,64 @@ def test_kept_weights_are_not_those_beside_them_in_memory(make_case):
         )
 
 
+@pytest.mark.parametrize(
+    "others", [lambda up, down: (up.view(4, 256, 256), down.view(4, 256, 128)), lambda up, down: (up[:2], down[:2])]
+)
+def test_kept_weights_are_not_the_same_memory_in_another_shape(others):
+    weights = torch.randn(4, 512, 128), torch.randn(4, 128, 256)
+    up, down = others(*weights)
+    tokens = torch.randn(8, down.shape[1]), up, down, torch.rand(8, 1), torch.zeros(8, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="quantized: expected of these weights"):
+        moe_mlp(*tokens, num_experts=len(up), precision="fp8", quantized=quantize_weights(*weights))
+
+
+def test_a_shallow_copy_is_what_it_is_of():
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    assert shallow_copy(layer.quantized) is layer.quantized and shallow_copy(layer)(x)[0].equal(layer(x)[0])
+
+
+def test_copies_of_records_are_refused_in_a_compiled_call_too():
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    kept = layer.quantized
+    layer.quantized = dataclasses.replace(kept, up=kept.up.clone(), down=kept.down.clone())
+    with pytest.raises(ValueError, match="got of others"), torch.no_grad():
+        torch.compile(layer, backend="aot_eager")(x)
+
+
+def test_a_fused_step_whose_closure_makes_the_gradients_is_noticed():
+    layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
+    layer.quantize_weights()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+
+    def closure():
+        loss = layer(x)[0].sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ValueError, match="before they changed"):
+        layer(x)
+
+
+def test_a_step_that_fails_keeps_no_weights():
+    layer = MoE(64, 128, 4, 2, precision="fp8")
+    layer.quantize_weights()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def closure():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    weight, optimizer.param_groups = weakref.ref(layer.down_proj.untyped_storage()), []
+    del layer
+    gc.collect()
+    assert weight() is None
+
+
 def test_copies_of_a_layer_quantize_anew(tmp_path):
     layer, x = MoE(64, 128, 4, 2, precision="fp8"), torch.randn(8, 64)
     layer.quantize_weights()
@@ -336,6 +398,21 @@ def test_weights_are_quantized_in_inference_mode_too():
             each.quantize_weights()
         assert torch.equal(served(x)[0], layer(x)[0])
     layer(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"bias": True}, "neither biases nor factors"),
+        ({"combine": "fused"}, "combine='gather'"),
+        ({"activation": "relu"}, "a gated activation"),
+    ],
+)
+def test_weights_of_a_layer_that_fp8_refuses_are_not_quantized(options, expected):
+    layer = MoE(64, 128, 4, 2, precision="fp8", **options)
+    with pytest.raises(ValueError, match=f"precision: expected {expected}"):
+        layer.quantize_weights()
+    assert layer.quantized is None
 
 
 class Elsewhere:

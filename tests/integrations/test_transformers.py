@@ -17,6 +17,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
 from blazeproto.autograd import backends  # noqa: E402
+from blazeproto.autograd.low_rank import LowRank  # noqa: E402
 from blazeproto.integrations import peft  # noqa: E402
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.runtime import optional  # noqa: E402
@@ -245,6 +246,11 @@ def test_products_in_fp8() -> None:
     weights = (experts.gate_up_proj, experts.down_proj)
     expected = [ours.moe_mlp(x, *weights, scores, ids, num_experts=4, precision=name) for name in ("bf16", "fp8")]
     assert torch.equal(out, expected[1]) and not torch.equal(*expected)
+    factors = (None, LowRank(torch.randn(4, 3, 128), torch.randn(4, 32, 3)))
+    adapted = [
+        ours.experts_forward(experts, x, ids, scores, low_rank=factors, precision=name) for name in ("bf16", "fp8")
+    ]
+    assert torch.equal(*adapted) and not torch.equal(adapted[0], expected[0])
     with pytest.raises(ValueError, match="precision: expected one of"):
         ours.register(precision="fp16")
     path = ours.explain(experts)[""]

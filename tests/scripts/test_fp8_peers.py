@@ -29,7 +29,10 @@ def test_what_does_not_run_is_a_reason() -> None:
 
 
 def test_a_product_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
     def fails(*_: object) -> None:
+        calls.append(1)
         raise RuntimeError("dim == 2 or dim == 3")
 
     def cast(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -41,7 +44,7 @@ def test_a_product_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     for each in (module, math):
         monkeypatch.setitem(sys.modules, each.__name__, each)
     row = fp8_peers.deep_gemm(SHAPE, 1, device="cpu")
-    assert row["absent"] == {"DeepGEMM": "RuntimeError: dim == 2 or dim == 3"} and not row["tflops"]
+    assert row["absent"] == {"DeepGEMM": "RuntimeError: dim == 2 or dim == 3"} and not row["tflops"] and len(calls) == 1
 
 
 def test_torchao_computes_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,10 @@ def test_every_short_form_measures_its_cases(measured: Path) -> None:
 def test_the_pages_are_made_of_the_files(measured: Path) -> None:
     page = (plot_results.DOCS / "results.md").read_text()
     filled = result_tables.fill(page, measured.parent)
-    assert "scripts.bench.models" not in filled and result_tables.fill(filled, measured.parent) == filled
+    assert (
+        "Not measured yet: `python -m scripts.bench.models" not in filled
+        and result_tables.fill(filled, measured.parent) == filled
+    )
     assert "Liger (ModuleNotFoundError" in filled and "SonicMoE (ModuleNotFoundError" in filled
     assert "faster, forward + backward, than transformers' `grouped_mm` on" in filled
     for name, plot, picture in plot_results.PICTURES:
@@ -398,6 +401,13 @@ def test_a_peer_s_table_has_the_versions_of_its_process() -> None:
     assert "Liger (it does not run)" in tables.TABLES["models_liger"][1](
         {"rows": [absent | {"absent": {"liger": "it does not run"}}]}
     )
+
+
+@pytest.mark.parametrize("name", ["ratios", "liger", "quack"])
+def test_what_an_h100_measured_too_has_the_same_table(name: str) -> None:
+    (file, h100), (_, h200) = tables.TABLES[f"models_{name}_h100"], tables.TABLES[f"models_{name}"]
+    record = json.loads((common.RESULTS / f"{file}.json").read_text())
+    assert file == f"../h100/models/{name}" and h100(record) == h200(record) and "NVIDIA H100" in h100(record)
 
 
 def test_few_tokens_have_a_floor_of_the_weights_that_they_read() -> None:

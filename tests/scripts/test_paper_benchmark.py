@@ -292,7 +292,9 @@ def test_the_rates_of_floors_stand_under_tables_that_have_some(measured: Path) -
 
 def test_the_versions_under_a_table_are_those_of_its_programs(measured: Path) -> None:
     record = record_of(measured, "combine")
-    versions = "torch 2.11.0, sonic-moe 0.1.2, quack-kernels 0.3.11, megablocks 0.11, transformers 5.17.0, liger-kernel 0.8.5"
+    versions = (
+        "torch 2.11.0, sonic-moe 0.1.2, quack-kernels 0.3.11, megablocks 0.11, transformers 5.17.0, liger-kernel 0.8.5"
+    )
     for row in record["rows"]:
         row["of"]["versions"] = versions
     assert "; torch 2.11.0; " in tables.notes(tables.SHOWN["combine"], record)

@@ -103,8 +103,10 @@ def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
     table = cost_tables.predicted_table(record)
     assert f"| {predicted:.2f} | {predicted / 1.05:.2f} | 1.05 |" in table and "by data sheet: B200" in table
     said = cost_tables.predicted_claim(record, products)
+    forward = [cost.predicted_layer_ms(Sizes(**each["cfg"]))[0] / each["ours_fwd_ms"] for each in (row, far)]
     assert said.startswith("1 of 2 layers, forward + backward, are predicted within 10 % (1.05 to 7.")
-    assert "0 of 1 sizes of one tiny layer" in said
+    assert f"2 layers, forward alone, are predicted within 10 % ({min(forward):.2f} to " in said
+    assert "0 of 1 sizes of one tiny layer, forward + backward, are" in said
     assert said.endswith(
         "1 of 1 products are predicted within 10 % (1.00 to 1.00 of the time measured, geometric mean 1.00)."
     )

@@ -12,6 +12,7 @@ from blazeproto import cost
 from blazeproto.gemm import Sizes
 from scripts.bench import review_tables
 from scripts.bench.markdown import NOT_MEASURED
+from scripts.bench.training_tables import TRAINING_CLAIMS
 
 OF = {
     "of": {"gpu": "a GPU", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
@@ -68,6 +69,23 @@ def test_recomputing_is_what_cost_predicts() -> None:
 @pytest.mark.parametrize("name", review_tables.REVIEW)
 def test_the_page_has_every_sentence(name: str) -> None:
     assert f"<!-- results:{name} -->" in PAGE.read_text()
+
+
+def test_what_a_choice_costs_is_a_mean_and_how_far_losses_part_a_maximum() -> None:
+    of = {"gpu": "NVIDIA H200, driver 1", "measured": "a day", "versions": "torch 2.11.0", "kernels": []}
+    losses = {"ours": (1.0, 1.0), "dropping_1.0": (1.1, 1.3), "torch_fp32": (1.0, 1.25)}
+    rows = [
+        {"run": run, "length": "whole", "seed": seed, "validation": [[500, loss]], "of": of}
+        for run, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    ]
+    claims = {
+        name: claim({"rows": rows})
+        for name, (_, claim) in TRAINING_CLAIMS.items()
+        if name.startswith(("cap", "training"))
+    }
+    assert "by 0.2000 nats a byte (dropping, capacity factor 1.0)" in claims["capacity_claim"]
+    assert "at most 20.00 % (ours, bf16)" in claims["training_claim"]
 
 
 def test_what_is_not_measured_says_why() -> None:

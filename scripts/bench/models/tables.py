@@ -251,14 +251,14 @@ SHOWN = {
         "liger",
         "Liger",
         partial(peer_columns, OURS, "liger", {"fwd": "forward", "fwdbwd": "forward + backward"}),
-        "Whole layers, by process.",
+        "Whole layers, each program in processes of its own.",
         partial(ran, "liger"),
     ),
     "quack": Shown(
         "quack",
         "QuACK's gated products",
         partial(peer_columns, "our_products", "quack", {"up": "up projection", "dh": "dH"}),
-        "Rows gathered, by process.",
+        "Rows gathered, each program in processes of its own.",
         partial(ran, "quack"),
     ),
 }
