@@ -14,11 +14,14 @@ sums. A floor reads every input once and writes every output once, whatever the 
 gradients and the router's weight too: an fp32 one has 2 bytes an element more. K is the same for every token; where it varies,
 take its mean. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
 
+Every function raises ValueError for a number that is negative, not finite or otherwise impossible, such as K above E, and
+TypeError for what is no number, or no int where a count must be one. T may be 0 where the result says something.
+
 Sources: MoEBlaze; SonicMoE; Soboleva, "MoE at Scale" (Cerebras, 2025), whose formulas are written here in our sizes: b s = T,
 h = d, f h = n; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.blocks import BLOCK
@@ -63,13 +66,34 @@ EXPOSED = 0.4
 fits the products of results/h200/products.json best. Times of whole layers have no part in it."""
 
 
+def _counts(least: int, /, **counts: Any) -> None:
+    for name, value in counts.items():
+        checks.integer(name, value, least)
+
+
+def _check_top_k(name: str, top_k: Any, num_experts: int) -> None:
+    checks.number(name, top_k, least=0)  # no int where it is a mean
+    if top_k > num_experts:
+        raise ValueError(f"{name}: expected at most {num_experts}, the number of experts, got {top_k}")
+
+
+def _checked(sizes: Sizes) -> Sizes:
+    _counts(0, T=sizes.T)
+    _counts(1, d=sizes.d, n=sizes.n, E=sizes.E)
+    _check_top_k("K", sizes.K, sizes.E)
+    if checks.integer("halves", sizes.halves) not in (1, 2):
+        raise ValueError(f"halves: expected 1 or 2, got {sizes.halves}")
+    return sizes
+
+
 # --- Floors ----------------------------------------------------------------------------------------------------------------
 
 
 def known_gpu(device: str) -> str | None:
-    """The name in `GPUS` of a device by its own, "H100" of "NVIDIA H100 80GB HBM3"; None where it isn't there."""
+    """The name in `GPUS` of a device by its own, "H100" of "NVIDIA H100 80GB HBM3"; None where it isn't there.
+    None for PCIe and NVL cards too: the rates are of SXM ones, which are faster."""
     words = device.replace(",", " ").split()
-    return next((name for name in GPUS if name in words), None)
+    return None if {"PCIe", "NVL"} & {*words} else next((name for name in GPUS if name in words), None)
 
 
 def gpu_named(name: str) -> GPU:
@@ -81,31 +105,33 @@ def gpu_named(name: str) -> GPU:
 def floor_ms(operations: float, least_bytes: float, gpu: str = "H200") -> float:
     """Milliseconds that one kernel needs at the least: for its operations or for its bytes, whichever takes longer.
 
-    gpu: a name of `GPUS`. ValueError for another.
+    gpu: a name of `GPUS`. ValueError for another, and for operations or bytes that are negative or not finite.
     """
     return max(_both_ms(operations, least_bytes, gpu))
 
 
 def _both_ms(operations: float, least_bytes: float, gpu: str) -> tuple[float, float]:
     rates = gpu_named(gpu)
+    checks.number("operations", operations, least=0)
+    checks.number("least_bytes", least_bytes, least=0)
     return 1e3 * operations / rates.operations, 1e3 * least_bytes / rates.bytes
 
 
 def product_floor_ms(name: str, sizes: Sizes, gpu: str = "H200") -> float:
     """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` needs at the least. ValueError for a name that isn't there."""
-    checks.one_of("product", name, tuple(PRODUCTS))
-    product = PRODUCTS[name]
-    return floor_ms(product.operations(sizes), product.least_bytes(sizes), gpu)
+    return floor_ms(*_product_work(name, sizes)[2:], gpu)
 
 
 def block_operations(num_blocks: int, size: int) -> float:
-    """Operations of a block-sparse product: each of its 128 x 128 blocks with ``size`` rows or columns (MegaBlocks §5.1)."""
+    """Operations of a block-sparse product: each of its 128 x 128 blocks with ``size`` rows or columns (MegaBlocks §5.1).
+    ValueError for less than 0 of either."""
+    _counts(0, num_blocks=num_blocks, size=size)
     return 2.0 * num_blocks * BLOCK**2 * size
 
 
 def layer_operations(sizes: Sizes) -> tuple[float, float]:
     """(forward, backward) operations of a layer's products: with a gate 6·T·K·n·d and 12·T·K·n·d."""
-    forward, backward = (sum(PRODUCTS[name].operations(sizes) for name in names) for names in (FORWARD, BACKWARD))
+    forward, backward = (sum(_product_work(name, sizes).operations for name in names) for names in (FORWARD, BACKWARD))
     return forward, backward
 
 
@@ -139,7 +165,7 @@ def router_floor_ms(sizes: Sizes, gpu: str = "H200") -> tuple[float, float]:
 
 def _logits_work(sizes: Sizes) -> tuple[float, float]:
     """Operations of the router's product; bytes of x, its weight and fp32 logits."""
-    T, d, E = sizes.T, sizes.d, sizes.E
+    T, d, E = _checked(sizes).T, sizes.d, sizes.E
     return 2.0 * T * d * E, float(BF16_BYTES * (T * d + E * d) + SCORE_BYTES * T * E)
 
 
@@ -158,6 +184,12 @@ class Work(NamedTuple):
     least_bytes: float
 
 
+def _product_work(name: str, sizes: Sizes, phase: str = "") -> Work:
+    checks.one_of("product", name, tuple(PRODUCTS))
+    product = PRODUCTS[name]
+    return Work(phase, name, product.operations(_checked(sizes)), product.least_bytes(sizes))
+
+
 def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:
     """Every step of a forward and backward of `MoE` with a top-k router and an auxiliary loss, in the order in which they run.
 
@@ -165,14 +197,14 @@ def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:
     reads no more than "minimal", as act is written for the down projection anyway, and backward makes its own.
     ValueError for another policy.
     """
-    T, E, pairs = sizes.T, sizes.E, sizes.rows
     product, of_logits = _logits_work(sizes)
+    T, E, pairs = sizes.T, sizes.E, sizes.rows
     logits = float(SCORE_BYTES * T * E)
     x, weight = BF16_BYTES * T * sizes.d, BF16_BYTES * E * sizes.d
     combine = PRODUCTS["combine"].least_bytes(sizes) - ID_BYTES * pairs
 
     def products(phase: str, names: tuple[str, ...]) -> list[Work]:
-        return [Work(phase, n, PRODUCTS[n].operations(sizes), PRODUCTS[n].least_bytes(sizes)) for n in names]
+        return [_product_work(name, sizes, phase) for name in names]
 
     again = [work._replace(name="up_forward again") for work in products("backward", FORWARD[:1])]
     return [
@@ -208,12 +240,14 @@ def saved_bytes(sizes: Sizes, policy: str = "minimal") -> int:
 
     For each token 2d + 12K, and G·2nK for H ("minimal", "paper") and 2nK for act ("paper"); then 4(E+1) of offsets. The count is
     `blazeproto.autograd.saved_bytes`, of which torch is part, so it is imported at a call.
+    ValueError for another policy.
     """
-    from blazeproto.autograd import saved_bytes as saved_by_a_call
+    from blazeproto import autograd
 
-    return saved_by_a_call(
+    checks.one_of("policy", policy, tuple(map(str, autograd.SavePolicy)))
+    return autograd.saved_bytes(
         policy,
-        num_tokens=sizes.T,
+        num_tokens=_checked(sizes).T,
         d_model=sizes.d,
         d_expert=sizes.n,
         num_experts=sizes.E,
@@ -223,18 +257,23 @@ def saved_bytes(sizes: Sizes, policy: str = "minimal") -> int:
 
 
 def dispatch_bytes(num_pairs: int) -> int:
-    """Least bytes of a dispatch of T·K pairs: reads their expert ids, writes the pair of each row and the row of each pair."""
+    """Least bytes to dispatch T·K pairs: reads their expert ids, writes each row's pair, each pair's row. ValueError below 0."""
+    checks.number("num_pairs", num_pairs, least=0)  # no int where K is a mean
     return 3 * ID_BYTES * num_pairs
 
 
 def topk_bytes(num_tokens: int, num_experts: int, top_k: int, itemsize: int) -> int:
-    """Least bytes of the fused top-k: reads (T, E) logits of ``itemsize`` bytes, writes K scores and ids a token."""
-    return num_tokens * (itemsize * num_experts + (SCORE_BYTES + ID_BYTES) * top_k)
+    """Least bytes of the fused top-k: reads (T, E) logits of ``itemsize`` bytes, writes K scores and ids a token.
+    ValueError for K above E, less than 0 of any, or no itemsize."""
+    _counts(0, num_tokens=num_tokens, num_experts=num_experts)
+    _check_top_k("top_k", top_k, num_experts)
+    return num_tokens * (checks.integer("itemsize", itemsize, 1) * num_experts + (SCORE_BYTES + ID_BYTES) * top_k)
 
 
 def topk_backward_bytes(num_tokens: int, num_experts: int, top_k: int, itemsize: int) -> int:
-    """Least bytes of its backward: reads the logits, the ids and the scores' gradients, writes the logits' gradients."""
-    return num_tokens * (2 * itemsize * num_experts + (SCORE_BYTES + ID_BYTES) * top_k)
+    """Least bytes of its backward: reads the logits, the ids and the scores' gradients, writes the logits' gradients.
+    ValueError as for `topk_bytes`."""
+    return topk_bytes(num_tokens, num_experts, top_k, itemsize) + itemsize * num_tokens * num_experts
 
 
 # --- What a step may take --------------------------------------------------------------------------------------------------
@@ -243,7 +282,7 @@ def topk_backward_bytes(num_tokens: int, num_experts: int, top_k: int, itemsize:
 def predicted_ms(operations: float, least_bytes: float, gpu: str = "H200") -> float:
     """Milliseconds that one kernel may take: the longer of its operations and its bytes, and `EXPOSED` times the shorter.
 
-    What a kernel takes to start and to end is not counted.
+    What a kernel takes to start and to end is not counted. ValueError as for `floor_ms`.
     """
     shorter, longer = sorted(_both_ms(operations, least_bytes, gpu))
     return longer + EXPOSED * shorter
@@ -252,20 +291,16 @@ def predicted_ms(operations: float, least_bytes: float, gpu: str = "H200") -> fl
 def predicted_work_ms(work: Work, sizes: Sizes, gpu: str = "H200") -> float:
     """`predicted_ms` of a step, with the rows that its tiles compute: half a tile more an expert in the mean, 64 rows, and 32 in
     a weight gradient, whose reduction goes over rows."""
-    name = work.name.removesuffix(" again")
-    operations = work.operations
-    if name in PRODUCTS and sizes.rows:
+    name, operations, pairs = work.name.removesuffix(" again"), work.operations, _checked(sizes).rows
+    if name in PRODUCTS and pairs:
         rows = BK if name.endswith("_weight") else BM
-        operations *= 1 + min(sizes.E, sizes.rows) * rows / 2 / sizes.rows
+        operations *= 1 + min(sizes.E, pairs) * rows / 2 / pairs
     return predicted_ms(operations, work.least_bytes, gpu)
 
 
 def predicted_product_ms(name: str, sizes: Sizes, gpu: str = "H200") -> float:
     """Milliseconds that a product of `blazeproto.gemm.PRODUCTS` may take. ValueError for a name that isn't there."""
-    checks.one_of("product", name, tuple(PRODUCTS))
-    product = PRODUCTS[name]
-    work = Work("", name, product.operations(sizes), product.least_bytes(sizes))
-    return predicted_work_ms(work, sizes, gpu)
+    return predicted_work_ms(_product_work(name, sizes), sizes, gpu)
 
 
 def predicted_layer_ms(sizes: Sizes, save: str = "minimal", gpu: str = "H200") -> tuple[float, float]:
@@ -283,32 +318,38 @@ def predicted_layer_ms(sizes: Sizes, save: str = "minimal", gpu: str = "H200") -
 
 def arithmetic_intensity(sizes: Sizes) -> float:
     """Operations a byte of one expert's forward with a gate, 3 / (2/d + 2/n + 3/T_e), where T_e = T K / E: SonicMoE equation 4,
-    which leaves out that H is written, and reads every gathered row from memory."""
+    which leaves out that H is written, and reads every gathered row from memory. ValueError for sizes without rows."""
+    checks.number("T K", _checked(sizes).rows, above=0)
     return 3 / (2 / sizes.d + 2 / sizes.n + 3 / rows_per_expert(sizes))
 
 
 def routed_buffer_bytes(num_tokens: int, d_model: int, top_k: int) -> int:
     """2 L d k: the tokens copied for their experts, which the index lists replace (MoEBlaze §2.1).
 
-    98 GB for the paper's L = 2 million, d = 6144, k = 4. The paper prints 94 GB.
+    98 GB for the paper's L = 2 million, d = 6144, k = 4. The paper prints 94 GB. ValueError for less than 0 of any.
     """
+    _counts(0, num_tokens=num_tokens, d_model=d_model, top_k=top_k)
     return BF16_BYTES * num_tokens * d_model * top_k
 
 
 def intermediate_bytes(num_tokens: int, d_hidden: int) -> int:
-    """2 L h: one intermediate of the expert MLP (MoEBlaze §2.2). 98 GB for the paper's L = 2 million, h = 24576."""
+    """2 L h: one intermediate of the expert MLP (MoEBlaze §2.2). 98 GB for L = 2 million, h = 24576. ValueError below 0."""
+    _counts(0, num_tokens=num_tokens, d_hidden=d_hidden)
     return BF16_BYTES * num_tokens * d_hidden
 
 
 def weight_bytes(sizes: Sizes, layers: int = 1, bytes_a_parameter: int = 4) -> int:
     """3 h f h E a layer, with a gate ("MoE at Scale", GPU). bytes_a_parameter: 4 for weights and gradients in bf16, 16 for mixed
-    precision with Adam's states."""
-    return (sizes.halves + 1) * sizes.n * sizes.d * sizes.E * layers * bytes_a_parameter
+    precision with Adam's states. ValueError for less than 0 layers or 1 byte."""
+    a_layer = (_checked(sizes).halves + 1) * sizes.n * sizes.d * sizes.E
+    return a_layer * checks.integer("layers", layers, 0) * checks.integer("bytes_a_parameter", bytes_a_parameter, 1)
 
 
 def activation_bytes(sizes: Sizes, layers: int = 1) -> int:
-    """2 b s h (1 + 3 k f) a layer, with a gate: x, H and act ("MoE at Scale", GPU). Ours are `saved_bytes`."""
-    return BF16_BYTES * sizes.T * (sizes.d + (sizes.halves + 1) * sizes.K * sizes.n) * layers
+    """2 b s h (1 + 3 k f) a layer, with a gate: x, H and act ("MoE at Scale", GPU). Ours are `saved_bytes`.
+    ValueError for less than 0 layers."""
+    layers = checks.integer("layers", layers, 0)
+    return BF16_BYTES * _checked(sizes).T * (sizes.d + (sizes.halves + 1) * sizes.K * sizes.n) * layers
 
 
 def expert_parallel_ms(
@@ -328,10 +369,11 @@ def expert_parallel_ms(
 
     The article takes the forward and backward of eight GPUs, but the two exchanges of a forward, and sends all tokens over one
     GPU's link: 77 % of the time for Qwen3. Tokens of eight GPUs have eight links, and backward has two exchanges more: 45 %.
-    ValueError for less than one GPU, exchange or sender.
+    ValueError for less than one GPU, exchange or sender, and for rates that are not above 0.
     """
-    for name, value in (("gpus", gpus), ("exchanges", exchanges), ("senders", senders)):
-        checks.integer(name, value, 1)
+    _counts(1, gpus=gpus, exchanges=exchanges, senders=senders)
+    checks.number("operations", operations, above=0)
+    checks.number("link_bytes", link_bytes, above=0)
     computed = 1e3 * sum(layer_operations(sizes)) / (gpus * operations)
     return computed, 1e3 * exchanges * BF16_BYTES * sizes.rows * sizes.d / (senders * link_bytes)
 
@@ -340,9 +382,9 @@ def rows_per_expert(sizes: Sizes, tiles: int = 1) -> float:
     """b k / E, the rows of an expert in the mean, of a batch of T tokens.
 
     tiles: G of Batch Tiling on Attention: attention takes T tokens at a time, the experts G T at once, so each has G b k / E
-    ("MoE at Scale", Cerebras WSE).
+    ("MoE at Scale", Cerebras WSE). ValueError for less than 1.
     """
-    return checks.integer("tiles", tiles, 1) * sizes.T * sizes.K / sizes.E
+    return checks.integer("tiles", tiles, 1) * _checked(sizes).rows / sizes.E
 
 
 def attention_bytes(batch: int, sequence: int, d_model: int, heads: int, tiles: int = 1) -> float:
@@ -350,8 +392,9 @@ def attention_bytes(batch: int, sequence: int, d_model: int, heads: int, tiles: 
 
     batch, sequence, d_model, heads: b, s, h, a.  tiles: G, of which one is kept at a time.  The term in s² is of scores, their
     softmax and its dropout mask; FlashAttention keeps none of them.
-    ValueError for tiles that do not divide the batch.
+    ValueError for tiles that do not divide the batch, and for less than 0 of the others.
     """
-    if checks.integer("batch", batch) % checks.integer("tiles", tiles, 1):
+    _counts(0, batch=batch, sequence=sequence, d_model=d_model, heads=heads)
+    if batch % checks.integer("tiles", tiles, 1):
         raise ValueError(f"tiles: expected a divisor of batch={batch}, got {tiles}")
     return batch / tiles * sequence * (11 * d_model + 5 * heads * sequence)

@@ -7,7 +7,9 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -298,6 +300,107 @@ def test_attention_s_memory_is_quadratic_in_the_sequence() -> None:
     assert cost.attention_bytes(8, 4096, 2048, 32, tiles=4) == once / 4 == cost.attention_bytes(2, 4096, 2048, 32)
     with pytest.raises(ValueError, match="tiles: expected a divisor of batch=8, got 3"):
         cost.attention_bytes(8, 4096, 2048, 32, tiles=3)
+
+
+# --- What can't be -----------------------------------------------------------------------------------------------------------
+
+GOOD = Sizes(T=96, d=64, n=40, E=5, K=3)
+OF_SIZES: dict[str, Callable[[Sizes], Any]] = {
+    "product_floor_ms": lambda s: cost.product_floor_ms("up_forward", s),
+    "layer_operations": cost.layer_operations,
+    "layer_floor_ms": cost.layer_floor_ms,
+    "router_floor_ms": cost.router_floor_ms,
+    "layer_work": cost.layer_work,
+    "saved_bytes": cost.saved_bytes,
+    "predicted_work_ms": lambda s: cost.predicted_work_ms(cost.Work("forward", "top-k", 1.0, 1.0), s),
+    "predicted_product_ms": lambda s: cost.predicted_product_ms("up_forward", s),
+    "predicted_layer_ms": cost.predicted_layer_ms,
+    "arithmetic_intensity": cost.arithmetic_intensity,
+    "weight_bytes": cost.weight_bytes,
+    "activation_bytes": cost.activation_bytes,
+    "expert_parallel_ms": cost.expert_parallel_ms,
+    "rows_per_expert": cost.rows_per_expert,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"T": -1}, "T: expected at least 0, got -1"),
+        ({"T": math.nan}, "T: expected an int, got float"),
+        ({"T": 10.5}, "T: expected an int, got float"),
+        ({"T": "5"}, "T: expected an int, got str"),
+        ({"d": 0}, "d: expected at least 1, got 0"),
+        ({"n": 0}, "n: expected at least 1, got 0"),
+        ({"E": 0}, "E: expected at least 1, got 0"),
+        ({"K": -1}, "K: expected a finite number, at least 0, got -1"),
+        ({"K": math.nan}, "K: expected a finite number, at least 0, got nan"),
+        ({"K": 6}, "K: expected at most 5, the number of experts, got 6"),
+        ({"halves": 3}, "halves: expected 1 or 2, got 3"),
+        ({"halves": 0}, "halves: expected 1 or 2, got 0"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_sizes_that_cannot_be_are_refused(name: str, wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(expected)}$"):
+        OF_SIZES[name](GOOD._replace(**wrong))
+
+
+@pytest.mark.parametrize("name", [name for name in OF_SIZES if name != "arithmetic_intensity"])
+def test_layers_without_tokens_and_means_of_experts_are_none_of_them(name: str) -> None:
+    for sizes in (GOOD._replace(T=0), GOOD._replace(K=0), GOOD._replace(K=2.5)):
+        OF_SIZES[name](sizes)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: cost.floor_ms(-1, 2), "operations: expected a finite number, at least 0, got -1"),
+        (lambda: cost.floor_ms(math.nan, 1), "operations: expected a finite number, at least 0, got nan"),
+        (lambda: cost.floor_ms(1, math.nan), "least_bytes: expected a finite number, at least 0, got nan"),
+        (lambda: cost.predicted_ms(1, -2), "least_bytes: expected a finite number, at least 0, got -2"),
+        (lambda: cost.block_operations(-1, 5), "num_blocks: expected at least 0, got -1"),
+        (lambda: cost.block_operations(5, -1), "size: expected at least 0, got -1"),
+        (lambda: cost.saved_bytes(GOOD, "x"), "policy: expected one of ('minimal', 'paper', 'recompute'), got 'x'"),
+        (lambda: cost.dispatch_bytes(-1), "num_pairs: expected a finite number, at least 0, got -1"),
+        (lambda: cost.topk_bytes(-1, 8, 8, 4), "num_tokens: expected at least 0, got -1"),
+        (lambda: cost.topk_bytes(1, -8, 0, 4), "num_experts: expected at least 0, got -8"),
+        (lambda: cost.topk_bytes(1, 8, 9, 4), "top_k: expected at most 8, the number of experts, got 9"),
+        (lambda: cost.topk_backward_bytes(1, 8, 8, 0), "itemsize: expected at least 1, got 0"),
+        (lambda: cost.arithmetic_intensity(GOOD._replace(T=0)), "T K: expected a finite number above 0, got 0"),
+        (lambda: cost.arithmetic_intensity(GOOD._replace(K=0)), "T K: expected a finite number above 0, got 0"),
+        (lambda: cost.routed_buffer_bytes(1, -1, 1), "d_model: expected at least 0, got -1"),
+        (lambda: cost.intermediate_bytes(1, -1), "d_hidden: expected at least 0, got -1"),
+        (lambda: cost.weight_bytes(GOOD, -1), "layers: expected at least 0, got -1"),
+        (lambda: cost.weight_bytes(GOOD, 1, 0), "bytes_a_parameter: expected at least 1, got 0"),
+        (lambda: cost.activation_bytes(GOOD, -1), "layers: expected at least 0, got -1"),
+        (lambda: cost.expert_parallel_ms(GOOD, operations=0), "operations: expected a finite number above 0, got 0"),
+        (lambda: cost.expert_parallel_ms(GOOD, link_bytes=-1), "link_bytes: expected a finite number above 0, got -1"),
+        (lambda: cost.attention_bytes(-6, 1, 5, 1, tiles=3), "batch: expected at least 0, got -6"),
+        (lambda: cost.attention_bytes(6, 1, 5, -1), "heads: expected at least 0, got -1"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(call: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 80GB HBM3, driver 580.159.04", "H100"),
+        ("NVIDIA H200, driver 580.159.04", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL, driver 580.159.04", None),
+        ("NVIDIA H200 NVL", None),
+        ("2 CPU cores, Python 3.11", None),
+    ],
+)
+def test_cards_of_other_rates_have_no_name(device: str, name: str | None) -> None:
+    assert cost.known_gpu(device) == name
 
 
 def test_floors_need_no_torch() -> None:
