@@ -82,7 +82,7 @@ class QuantizedWeights:
     """Both weights of an expert MLP in fp8, each in forward's order and transposed: what `quantize_weights` made.
 
     up, down: records (2, E, bytes), uint8, see `blazeproto.autograd.records`.  dtype: of x, to which weights were rounded first.
-    A copy, and one that was saved and loaded, is of no weights.
+    One that was made by hand, copied deeply, or saved and loaded, is of no weights: a forward with it raises ValueError.
     """
 
     up: Tensor
