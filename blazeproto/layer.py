@@ -143,11 +143,16 @@ class MoE(nn.Module, Shown):
         """``gate_up_proj``, or ``up_proj`` of an ungated layer."""
         return getattr(self, self.up_name)
 
+    @property
+    def up_bias(self) -> nn.Parameter | None:
+        """Its bias, or None."""
+        return getattr(self, f"{self.up_name}_bias")
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Each expert as nn.Linear starts: uniform within 1 / sqrt(fan in), biases too. The router is left as it is."""
-        up_bias, d, n = getattr(self, f"{self.up_name}_bias"), self.d_model, self.d_expert
-        weights = (self.up_proj_weight, up_bias, self.down_proj, self.down_proj_bias)
+        d, n = self.d_model, self.d_expert
+        weights = (self.up_proj_weight, self.up_bias, self.down_proj, self.down_proj_bias)
         for parameter, fan_in in zip(weights, (d, d, n, n), strict=True):
             if parameter is not None:
                 parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5)
@@ -178,7 +183,7 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"mask: expected a router whose Routing has it, got None from {type(self.router).__name__}")
         if self.shared_expert is not None and torch.compiler.is_compiling():
             tokens = gradient_rounded(tokens)  # of the experts and the shared one, before the router's comes on top
-        biases = {"up_bias": getattr(self, f"{self.up_name}_bias"), "down_bias": self.down_proj_bias}
+        biases = {"up_bias": self.up_bias, "down_bias": self.down_proj_bias}
         lists = {"pair_tokens": routing.pair_tokens, "token_offsets": routing.token_offsets}
         of_call: dict[str, Any] = {"num_experts": self.num_experts, "options": self.options, **biases, **lists}
         tensors = (tokens, self.up_proj_weight, self.down_proj, routing.scores, routing.experts)
@@ -212,8 +217,7 @@ class MoE(nn.Module, Shown):
         refuse_ranks(self.dispatcher, "quantize_weights")
         if self.precision != "fp8":
             raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
-        biases = (getattr(self, f"{self.up_name}_bias"), self.down_proj_bias)
-        if why := why_refused(self.up_proj_weight, self.down_proj, *biases, self.options):
+        if why := why_refused(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options):
             raise ValueError(why)
         self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
 

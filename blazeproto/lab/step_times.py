@@ -76,8 +76,7 @@ def _experts(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[s
     masters = [layer.up_proj_weight.detach().contiguous(), layer.down_proj.detach().contiguous()]
     up, down = (weight.to(dtype) for weight in masters)
     up_bias, down_bias = (
-        None if bias is None else bias.detach().to(dtype).contiguous()
-        for bias in (getattr(layer, f"{layer.up_name}_bias"), layer.down_proj_bias)
+        None if bias is None else bias.detach().to(dtype).contiguous() for bias in (layer.up_bias, layer.down_proj_bias)
     )
     dispatch, scores = _dispatch(layer, routing), routing.scores.detach().float().contiguous().flatten()
     case = Case(x, up, down, scores, torch.randn_like(x), dispatch, layer.activation, up_bias, down_bias)

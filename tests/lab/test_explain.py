@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,17 @@ def test_float32_weights_are_cast_and_get_float32_gradients() -> None:
     assert [step.phase for step in made.rows if step.name == "weights to x's dtype"] == ["forward", "backward"]
     gradient = next(step for step in made.rows if step.name == "up_backward_weight")
     assert gradient.bytes_written == 4 * layer.gate_up_proj.numel()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"), [((64, 96), {}), ((64, 128), {"bias": True}), ((64, 128), {"save": "paper"})]
+)
+def test_a_layer_whose_forward_raises_is_refused(sizes: tuple[int, int], options: dict[str, Any]) -> None:
+    layer, x = MoE(*sizes, 8, 2, precision="fp8", **options), torch.randn(96, 64)
+    with pytest.raises(ValueError, match="precision: expected") as by_forward:
+        layer(x)
+    with pytest.raises(ValueError, match=re.escape(str(by_forward.value))):
+        explain(layer, x)
 
 
 class EvenRouter(nn.Module):
