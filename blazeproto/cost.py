@@ -15,7 +15,7 @@ gradients and the router's weight too: an fp32 one has 2 bytes an element more. 
 take its mean. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
 
 Every function raises ValueError for a number that is negative, not finite or otherwise impossible, such as K above E, and
-TypeError for what is no number, or no int where a count must be one. T may be 0 where the result says something.
+TypeError for what is no number, or no int where a count must be one. T may be 0, but where a result is by row.
 
 Sources: MoEBlaze; SonicMoE; Soboleva, "MoE at Scale" (Cerebras, 2025), whose formulas are written here in our sizes: b s = T,
 h = d, f h = n; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).

@@ -17,7 +17,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
-from blazeproto.autograd.checks import check_dtype, why_refused
+from blazeproto.autograd.checks import check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
@@ -145,7 +145,7 @@ class MoE(nn.Module, Shown):
 
     @property
     def up_bias(self) -> nn.Parameter | None:
-        """Its bias, or None."""
+        """``gate_up_proj_bias``, or ``up_proj_bias`` of an ungated layer; None without biases."""
         return getattr(self, f"{self.up_name}_bias")
 
     @torch.no_grad()
@@ -217,8 +217,7 @@ class MoE(nn.Module, Shown):
         refuse_ranks(self.dispatcher, "quantize_weights")
         if self.precision != "fp8":
             raise ValueError(f"precision: expected 'fp8' for quantize_weights, got {self.precision!r}")
-        if why := why_refused(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options):
-            raise ValueError(why)
+        check_weights(self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias, self.options)
         self.quantized = quantize_weights(self.up_proj_weight, self.down_proj, dtype=dtype, backend=self.backend)
 
     def prepare(self, num_tokens: int) -> None:

@@ -85,13 +85,18 @@ def check_dtype(dtype: object) -> None:
         raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
 
 
-def why_refused(
+def check_weights(
     up: Tensor, down_proj: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, options: Options
-) -> str:
-    """What `check_experts` says of these weights before there are tokens; "": nothing."""
+) -> None:
+    """`check_experts` before there are tokens."""
     x = down_proj.new_empty(0, down_proj.shape[1])
+    check_experts(x, (up,), down_proj, up_bias, down_bias, None, None, num_experts=len(down_proj), options=options)
+
+
+def why_refused(*weights_and_options: Any) -> str:
+    """What `check_weights` says; "": nothing."""
     try:
-        check_experts(x, (up,), down_proj, up_bias, down_bias, None, None, num_experts=len(down_proj), options=options)
+        check_weights(*weights_and_options)
     except ValueError as error:
         return str(error)
     return ""

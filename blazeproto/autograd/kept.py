@@ -25,7 +25,7 @@ from blazeproto.autograd.options import Options
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
 
 _MADE_OF: WeakKeyDictionary[torch.UntypedStorage, _State | None] = WeakKeyDictionary()
-"""By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Not of an exported program's."""
+"""By a record's memory: the weight then; None: an optimizer has stepped since, or it is a copy. Without an exported program's."""
 
 
 def _state(weight: Tensor) -> _State:
@@ -36,7 +36,8 @@ def _state(weight: Tensor) -> _State:
 
 
 _STEPPING: WeakKeyDictionary[Optimizer, WeakSet[torch.UntypedStorage]] = WeakKeyDictionary()
-"""The weights that have gradients when a step begins, with a closure all: its own hooks may have dropped them when it ends."""
+"""The weights that a step which has begun may write to: those with gradients, which the optimizer's own hooks may drop before it
+ends, and with a closure, which makes the gradients, all."""
 
 
 @cache

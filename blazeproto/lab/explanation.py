@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
-from blazeproto.autograd.checks import why_refused
+from blazeproto.autograd.checks import check_weights
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.dispatcher import refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype
@@ -123,8 +123,8 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     inputs, unless ``measure`` is False; with precision="fp8" none is. That takes memory for all arrays of the layer at once.
     The layer is left as it was.
 
-    TypeError or ValueError for another layer or x, and for a layer whose forward would raise; those of `blazeproto.blocksparse`
-    are other layers. RuntimeError for a layer with a dispatcher.
+    TypeError or ValueError for another layer or x, and for weights and options that forward refuses; those of
+    `blazeproto.blocksparse` are other layers. RuntimeError for a layer with a dispatcher.
     """
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
@@ -135,8 +135,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         raise ValueError(f"x: expected shape (..., {layer.d_model}), got {tuple(x.shape)}")
     if x.device != layer.down_proj.device:
         raise ValueError(f"x: expected device {layer.down_proj.device} (the layer's), got {x.device}")
-    if why := why_refused(layer.up_proj_weight, layer.down_proj, layer.up_bias, layer.down_proj_bias, layer.options):
-        raise ValueError(why)
+    check_weights(layer.up_proj_weight, layer.down_proj, layer.up_bias, layer.down_proj_bias, layer.options)
     tokens = x.detach().reshape(-1, layer.d_model)
     routing = layer.router(tokens) if token_ids is None else layer.router(tokens, token_ids)
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
