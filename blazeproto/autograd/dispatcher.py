@@ -40,6 +40,9 @@ class Arrived(NamedTuple):
 class Dispatcher(Protocol):
     """Takes tokens to the ranks of their experts, and partial sums back. ``MoE.dispatcher`` is one, or None on one rank.
 
+    It may say what it was made for: ``num_experts`` of all ranks, ``ranks``, their ``group``, ``d_model``, ``device``. Each of
+    these is compared with the layer's by `check_dispatcher`.
+
     All ranks call `dispatch` and `combine`, and run their backward, as often and in the same order, those without a token too.
     Gradients travel the way back: of x and scores through `dispatch`, of the partial sums through `combine`. ValueError is raised
     by `check` alone.
@@ -70,6 +73,41 @@ class Dispatcher(Protocol):
         `check` lets one pass."""
 
 
+def check_dispatcher(
+    dispatcher: Any, options: Options, num_experts: int, experts_here: int, d_model: int, mesh: Any = None
+) -> None:
+    """Raises TypeError unless ``dispatcher`` has a `Dispatcher`'s functions, ValueError unless it was made for these experts.
+
+    experts_here: of ``num_experts``, those whose weights this rank has.  mesh: a DeviceMesh whose last dimension shares them.
+    ``dispatcher.check`` is asked too.
+    """
+    functions = [getattr(dispatcher, name, None) for name in ("check", "dispatch", "combine")]
+    if isinstance(dispatcher, type) or not all(map(callable, functions)):
+        got = f"the class {dispatcher.__name__}" if isinstance(dispatcher, type) else repr(dispatcher)
+        raise TypeError(f"dispatcher: expected an object with check, dispatch and combine, as AllToAll, got {got}")
+    dispatcher.check(options)
+    for name, value in (("num_experts", num_experts), ("d_model", d_model)):
+        if getattr(dispatcher, name, value) != value:
+            raise ValueError(f"dispatcher: expected one for {name}={value}, as the layer has, got {dispatcher}")
+    if experts_here * getattr(dispatcher, "ranks", num_experts // experts_here) != num_experts:
+        expected = f"one whose ranks have {experts_here} of {num_experts} experts each, as this one has"
+        raise ValueError(f"dispatcher: expected {expected}, got {dispatcher}")
+    if mesh is None:
+        return
+    from torch.distributed import ProcessGroup, get_process_group_ranks
+
+    own, group = mesh.get_group(mesh.ndim - 1), getattr(dispatcher, "group", None)
+    if isinstance(group, ProcessGroup) and group is not own:
+        ranks, others = map(get_process_group_ranks, (own, group))
+        if ranks != others:
+            raise ValueError(
+                f"dispatcher: expected one of ranks {ranks}, which share the experts, got one of ranks {others}"
+            )
+    device = getattr(dispatcher, "device", None)
+    if device is not None and torch.device(device).type != mesh.device_type:
+        raise ValueError(f"dispatcher: expected one on {mesh.device_type}, where the experts are, got one on {device}")
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def dispatched_mlp(
     dispatcher: Dispatcher,
@@ -94,14 +132,15 @@ def dispatched_mlp(
 
     Returns out (T, d), and the pairs that a ``row_capacity`` left out on all ranks, (1,) int32; None without one.
 
-    Raises what `moe_mlp` raises, and what ``dispatcher.check`` does, before a token leaves.
+    Raises what `moe_mlp` raises, and what `check_dispatcher` does, before a token leaves.
     """
-    dispatcher.check(options)
+    mesh = getattr(down_proj, "device_mesh", None)
     up_proj, down_proj, up_bias, down_bias = map(_local, (up_proj, down_proj, up_bias, down_bias))
     factors = tensors_of(up_factors, down_factors)
     refuse_transforms("moe_mlp", (x, up_proj, down_proj, up_bias, down_bias, scores, *factors))
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     check_experts(x, (up_proj,), *weights, num_experts=len(down_proj), options=options)
+    check_dispatcher(dispatcher, options, num_experts, len(down_proj), x.shape[1], mesh)
     choice = (topk_experts, None, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     x, scores = as_experts_see(x, scores)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from blazeproto.autograd import moe_mlp
-from blazeproto.autograd.dispatcher import Dispatcher
+from blazeproto.autograd.dispatcher import Dispatcher, check_dispatcher
 from blazeproto.distributed.all_to_all import AllToAll
 from blazeproto.layer import MoE
 
@@ -32,7 +32,7 @@ def expert_parallel(
         moe: a `MoE`, before DDP and FSDP wrap it; changed, and returned.
         mesh_or_group: a process group or a mesh of one dimension, ``ep``; or a mesh of two, ``(dp, ep)``: then experts are
             copied along dp, and a backward sums their gradients over it. For ``fully_shard`` to do that, give ``mesh["ep"]``.
-        dispatcher: another one for these ranks; default: an `AllToAll`.
+        dispatcher: another one, made for these ranks and this layer's sizes; default: an `AllToAll`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; it is named, with what was expected and what came, and the layer is as
@@ -53,7 +53,7 @@ def expert_parallel(
     if moe.num_experts % ranks:
         raise ValueError(f"moe: expected num_experts to be a multiple of {ranks} ranks, got {moe.num_experts}")
     dispatcher = AllToAll(mesh.get_group(mesh.ndim - 1), moe.num_experts) if dispatcher is None else dispatcher
-    dispatcher.check(moe.options)
+    check_dispatcher(dispatcher, moe.options, moe.num_experts, moe.num_experts // ranks, moe.d_model, mesh)
     keep_own_experts(moe, weights, mesh)
     moe.dispatcher = dispatcher
     return moe
@@ -84,8 +84,12 @@ def mesh_of(mesh_or_group: object, device_type: str) -> DeviceMesh:
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh_or_group: expected a mesh of one dimension or (dp, ep), got {mesh.ndim} dimensions")
-    if mesh.get_coordinate() is None:
+    if (coordinate := mesh.get_coordinate()) is None:
         raise ValueError(f"mesh_or_group: expected a mesh that this rank is in, got ranks {mesh.mesh.tolist()}")
     if device_type not in (mesh.device_type, "meta"):
         raise ValueError(f"mesh_or_group: expected one for {device_type}, where moe is, got one for {mesh.device_type}")
+    own = mesh.mesh[tuple(coordinate[:-1])].tolist()
+    if own != (ranks := dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))):
+        # A DTensor's place follows the mesh, the exchange the group.
+        raise ValueError(f"mesh_or_group: expected the ranks of ep in their group's order, {ranks}, got {own}")
     return mesh

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from blazeproto.autograd.backends import missing_for_hopper
+from blazeproto.autograd.backends import check_device, missing_for_hopper
 from blazeproto.autograd.dispatcher import Arrived
 from blazeproto.autograd.options import Options
 from blazeproto.autograd.peers import EXCHANGES, PeersNamed
@@ -76,7 +76,8 @@ class Symmetric:
         self.num_experts = checks.integer("num_experts", num_experts, least=1)
         if num_experts % self.ranks:
             raise ValueError(f"num_experts: expected a multiple of the group's {self.ranks} ranks, got {num_experts}")
-        if checks.integer("d_model", d_model, least=1) % CHUNK:
+        self.d_model = checks.integer("d_model", d_model, least=1)
+        if d_model % CHUNK:
             raise ValueError(f"d_model: expected a multiple of {CHUNK}, got {d_model}")
         checks.integer("max_tokens", max_tokens, least=1)
         checks.integer("max_pairs", max_pairs, least=1)
@@ -85,7 +86,10 @@ class Symmetric:
             raise ValueError(f"overflow: expected 'raise' or 'drop', got {overflow!r}")
         self.overflow_is, self.layout = overflow, MemoryLayout(self.ranks, max_tokens, max_pairs, d_model)
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+        check_device(device)
         self.device = torch.device(device or ("cuda" if on_gpu else "cpu"))
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: expected cpu or cuda, got {self.device}")
         self._exchange: PeerExchange | GatheredExchange
         if self.device.type == "cuda":
             if (hosts := len(hosts_of(group))) > 1:
@@ -228,8 +232,17 @@ def check_overflow(module: nn.Module, group: dist.ProcessGroup | None = None) ->
     device. A forward pass that a checkpoint runs again counts once.
 
     Raises OverflowError where a dispatcher with overflow="raise" has left out any: then no rank's optimizer has stepped.
+    TypeError or ValueError for an argument that does not fit, as a ``group`` without some of a dispatcher's ranks.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup that this rank is in, or None, got {type(group).__name__}")
     found = {id(d): d for each in module.modules() if isinstance(d := getattr(each, "dispatcher", None), Symmetric)}
+    for dispatcher in found.values() if group is not None else ():
+        ranks, among = map(dist.get_process_group_ranks, (dispatcher.group, group))
+        if not {*ranks} <= {*among}:  # its count might be of a rank that is not asked
+            raise ValueError(f"group: expected one with ranks {ranks}, of {dispatcher}, got ranks {among}")
     counts = {dispatcher: dispatcher.take_overflow(group) for dispatcher in found.values()}
     for dispatcher, pairs in counts.items():
         if pairs and dispatcher.overflow_is == "raise":

@@ -30,7 +30,7 @@ from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
-from blazeproto.autograd.dispatcher import dispatched_mlp, own_factors
+from blazeproto.autograd.dispatcher import check_dispatcher, dispatched_mlp, own_factors
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.runtime.optional import need
@@ -373,7 +373,8 @@ def expert_parallel(
                 f"model: expected {name or 'experts'} to be a multiple of {ranks} ranks, got {num_experts}"
             )
         own = AllToAll(mesh.get_group(mesh.ndim - 1), num_experts) if dispatcher is None else dispatcher
-        own.check(Options())
+        d_model = experts.down_proj.shape[2 if experts.is_transposed else 1]
+        check_dispatcher(own, Options(), num_experts, num_experts // ranks, d_model, mesh)
         made.append((experts, mesh, own))
     for experts, mesh, own in made:
         keep_own_experts(experts, {name: getattr(experts, name) for name in _names(experts)}, mesh)

@@ -486,6 +486,30 @@ def ids_beyond_int32(rank: int, folder: Path) -> None:
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def ranks_that_differ(rank: int, folder: Path) -> None:
+    """A dispatcher of other ranks than those that share the experts is refused, then and later; so are counts of some ranks."""
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "ep"))
+    others = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("ep", "dp"))["ep"]  # as many, every second rank
+    layer = build()
+    for where, what in ((others, "of ranks"), (dist.group.WORLD, "whose ranks have")):
+        for made in (symmetric(where), AllToAll(symmetric(where).group, E)):
+            with pytest.raises(ValueError, match=f"dispatcher: expected one {what}"):
+                expert_parallel(layer, mesh, dispatcher=made)
+    layer = expert_parallel(layer, mesh)
+    layer.dispatcher = symmetric(others)
+    with pytest.raises(ValueError, match="dispatcher: expected one of ranks"):
+        layer(batch(rank)[0])
+    with pytest.raises(ValueError, match="group: expected one with ranks"):
+        check_overflow(layer, mesh.get_group("ep"))
+    alone = build()
+    alone.dispatcher = AllToAll(dist.group.WORLD, E)  # its weights are still all ranks'
+    with pytest.raises(ValueError, match=f"dispatcher: expected one whose ranks have {E} of {E} experts each"):
+        alone(batch(rank)[0])
+    order = DeviceMesh("cpu", [*reversed(range(RANKS))])
+    with pytest.raises(ValueError, match=r"mesh_or_group: expected the ranks of ep in their group's order, \[0, 1"):
+        expert_parallel(build(), order)
+
+
 CASES = (
     choices_that_are_given,
     routers,
@@ -502,6 +526,7 @@ CASES = (
     a_checkpoint_counts_once,
     copies_of_a_layer,
     ids_beyond_int32,
+    ranks_that_differ,
     refusals,
 )
 

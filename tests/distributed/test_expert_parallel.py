@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ep_ranks import ANY_NUMBER, CASES, EIGHT, TOKENS, batch, build, run_rank, step
+from ep_ranks import ANY_NUMBER, CASES, EIGHT, TOKENS, D, E, batch, build, run_rank, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -108,6 +108,61 @@ def test_refusals(group: dist.ProcessGroup) -> None:
     assert "save" not in view(layer).facts
     with pytest.raises(ValueError, match="max_norm: expected a finite number, at least 0, got -1"):
         clip_grad_norm_(layer.parameters(), -1)
+
+
+def test_a_dispatcher_of_other_sizes_is_refused(group: dist.ProcessGroup) -> None:
+    """Where it is given, and where it is assigned later; else pairs would vanish."""
+    room = {"max_tokens": 32, "max_pairs": 128}
+    others = {
+        f"num_experts={E}": [AllToAll(group, E // 2), Symmetric(group, 2 * E, d_model=D, **room)],
+        f"d_model={D}": [Symmetric(group, E, d_model=2 * D, **room)],
+    }
+    layer, x = build(), batch(0)[0]
+    later = expert_parallel(build(), group)
+    for wanted, made in others.items():
+        for dispatcher in made:
+            with pytest.raises(ValueError, match=f"dispatcher: expected one for {wanted}, as the layer has, got "):
+                expert_parallel(layer, group, dispatcher=dispatcher)
+            later.dispatcher = dispatcher
+            with pytest.raises(ValueError, match=f"dispatcher: expected one for {wanted}, as the layer has, got "):
+                later(x)
+    assert layer.dispatcher is None and type(layer.down_proj) is nn.Parameter
+    elsewhere = Symmetric(group, E, d_model=D, **room)
+    elsewhere.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="dispatcher: expected one on cpu, where the experts are, got one on cuda"):
+        expert_parallel(layer, group, dispatcher=elsewhere)
+
+
+@pytest.mark.parametrize("given", ["all_to_all", AllToAll, 3])
+def test_what_is_no_dispatcher_is_refused(group: dist.ProcessGroup, given: Any) -> None:
+    with pytest.raises(
+        TypeError, match="dispatcher: expected an object with check, dispatch and combine, as AllToAll, got "
+    ):
+        expert_parallel(build(), group, dispatcher=given)
+    layer = build()
+    layer.dispatcher = given
+    with pytest.raises(
+        TypeError, match="dispatcher: expected an object with check, dispatch and combine, as AllToAll, got "
+    ):
+        layer(batch(0)[0])
+
+
+def test_clipping_takes_one_tensor_or_any_iterable() -> None:
+    """As torch's does; what iterates over something else is refused."""
+    for wrap in (lambda p: p, lambda p: [p], lambda p: (each for each in [p]), lambda p: {p}):
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), 10.0)
+        assert float(clip_grad_norm_(wrap(parameter), 1.0)) == pytest.approx(300**0.5)
+        assert float(parameter.grad.norm()) == pytest.approx(1.0)
+    assert float(clip_grad_norm_([], 1.0)) == 0 == float(clip_grad_norm_(nn.Parameter(torch.zeros(3)), 1.0))
+    for wrong, got in (
+        ({"weight": parameter}, "str"),
+        ("weight", "str"),
+        (nn.Linear(2, 2), "Linear"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(TypeError, match=f"parameters: expected a Tensor or an iterable of Tensors, got {got}"):
+            clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("option", ["row_capacity", "workspace_bytes"])

@@ -35,6 +35,13 @@ def group() -> Iterator[dist.ProcessGroup]:
         ({"max_pairs": 1.5}, TypeError, "max_pairs: expected an int, got float"),
         ({"overflow": "ignore"}, ValueError, "overflow: expected 'raise' or 'drop', got 'ignore'"),
         ({"timeout": -1}, ValueError, "timeout: expected a finite number, at least 0, got -1"),
+        ({"device": "tpu"}, ValueError, "device: expected one that torch can use here, got 'tpu'"),
+        (
+            {"device": f"cuda:{torch.cuda.device_count()}"},
+            ValueError,
+            "device: expected one that torch can use here, got 'cuda:",
+        ),
+        ({"device": "meta"}, ValueError, "device: expected cpu or cuda, got meta"),
     ],
 )
 def test_an_argument_that_does_not_fit(
@@ -68,6 +75,7 @@ def test_ranks_of_several_hosts(group: dist.ProcessGroup, monkeypatch: pytest.Mo
         dist, "all_gather_object", lambda hosts, own, group: hosts.__setitem__(slice(None), [own, "other"])
     )
     symmetric(group)
+    monkeypatch.setattr("blazeproto.distributed.symmetric.check_device", lambda device: None)
     with pytest.raises(ValueError, match="group: expected ranks of one host, got ranks of 2 hosts"):
         symmetric(group, device="cuda")
 
@@ -148,3 +156,7 @@ def test_overflow_of_two_layers(group: dist.ProcessGroup) -> None:
         layer(x)
     assert check_overflow(layers) == 8 + 5
     assert check_overflow(layers) == 0
+    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got list"):
+        check_overflow([*layers])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group: expected a ProcessGroup that this rank is in, or None, got str"):
+        check_overflow(layers, "world")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 pytest.importorskip("peft", reason="needs peft 0.20 to 0.21")
 
+from blazeproto.distributed import AllToAll, Symmetric
 from blazeproto.integrations.transformers import expert_parallel, register
 from tests.integrations.families import experts_of, is_newest
 from tests.integrations.model_ranks import RANKS, model_of, run_rank
@@ -42,6 +43,13 @@ def test_refusals(group: dist.ProcessGroup) -> None:
         expert_parallel(3, group)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mesh_or_group: expected a DeviceMesh or a ProcessGroup that this rank is in"):
         expert_parallel(model, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dispatcher: expected one for num_experts=4, as the layer has, got AllToAll"):
+        expert_parallel(model, group, dispatcher=AllToAll(group, 2))
+    room = {"max_tokens": 8, "max_pairs": 16}
+    with pytest.raises(ValueError, match="dispatcher: expected one for d_model=32, as the layer has, got Symmetric"):
+        expert_parallel(model, group, dispatcher=Symmetric(group, 4, d_model=64, **room))
+    with pytest.raises(TypeError, match="dispatcher: expected an object with check, dispatch and combine"):
+        expert_parallel(model, group, dispatcher="all_to_all")  # type: ignore[arg-type]
     first, *_ = names = [*experts_of(model)]
     last = model.get_submodule(names[-1])
     last.act_fn = nn.Tanh()
