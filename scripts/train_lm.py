@@ -13,10 +13,10 @@
 
 The settings are in scripts/lm/settings.py, the model and the text in scripts/lm/model.py. A run is a folder, runs/NAME/, which
 one process at a time may use, and which is never part of the text:
-    config.json      every setting
+    config.json      every setting, and their checksum
     metrics.jsonl    a line a step: step, loss, aux_loss, balance, lr, tokens_per_s, and val_loss where validated
     loss.png         both losses, in nats a byte
-    checkpoint.pt    weights, the best weights so far, optimizer, random state
+    checkpoint.pt    weights, the best weights so far, optimizer, random state, checksums of the other files that --resume reads
     shards-STEP/     of a run with --parallel, these but for the random state: each rank writes its part
     summary.json     how it ended, with the sample
 
@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import re
@@ -43,6 +42,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,17 @@ from scripts.command import argument_parser, positive
 from scripts.lm import run_folder, sharding
 from scripts.lm.model import GPT, Batches, load_data
 from scripts.lm.ranks import Ranks, joined
-from scripts.lm.run_folder import CHECKPOINT, CONFIG, METRICS, PICTURE, SUMMARY, CheckpointError
-from scripts.lm.settings import PRESETS, Config, add_options, device_named
+from scripts.lm.run_folder import (
+    CHECKPOINT,
+    CHECKSUMS,
+    CONFIG,
+    METRICS,
+    PICTURE,
+    SUMMARY,
+    CheckpointError,
+    SaveError,
+)
+from scripts.lm.settings import PRESETS, Config, add_options, check_acts, device_named
 
 SAMPLE_BYTES = 400
 RESUMED_WITH = {
@@ -177,6 +186,7 @@ class Trainer:
         self.metrics: list[dict[str, Any]] = []
 
     def save(self) -> None:
+        """Write a checkpoint. SaveError on all ranks if that fails; then the one before is there, and no part of a new one."""
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -188,8 +198,7 @@ class Trainer:
         if self.sharded:
             shards = {"model": state["model"], "best": self.best["model"]}
             shards["optimizer"] = sharding.optimizer_state(self.model, self.optimizer)
-            name = sharding.save_shards(self.folder, self.step, shards, self.ranks)
-            state = {"model": {}, "best": self.best | {"model": {}}, "optimizer": {}, "shards": name}
+            state = {"model": {}, "best": self.best | {"model": {}}, "optimizer": {}}
         state |= {
             "step": self.step,
             "random": random,
@@ -198,10 +207,13 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "data": self.data,
         }
-        if self.ranks.first:
-            run_folder.save_checkpoint(self.folder / CHECKPOINT, state)
+        with ExitStack() as written:
+            checksums = {METRICS: run_folder.checksum_of(self.metrics)}
             if self.sharded:
-                sharding.keep_only(self.folder, name)
+                made = written.enter_context(sharding.written_shards(self.folder, self.step, shards, self.ranks))
+                state, checksums = state | made, checksums | made[CHECKSUMS]
+            state[CHECKSUMS] = checksums
+            self.ranks.of_first(partial(run_folder.save_checkpoint, self.folder / CHECKPOINT, state))
 
     def load(self) -> None:
         """Go back to where the checkpoint was made. CheckpointError if it cannot be read or does not fit this run."""
@@ -215,6 +227,14 @@ class Trainer:
         differing = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)} - RESUMED_WITH
         if differing:
             raise CheckpointError(f"checkpoint: {path} and {CONFIG} differ in {', '.join(sorted(differing))}")
+        if CHECKSUMS in state:
+            run_folder.read_config(self.folder / CONFIG, checked=True)
+        elif self.ranks.first:
+            run_folder.warn_of_no_checksums(path)
+        checksum = state.get(CHECKSUMS, {}).get(METRICS)
+        self.metrics = self.ranks.of_first(
+            lambda: run_folder.read_metrics(self.folder / METRICS, state["step"], checksum)
+        )
         if self.sharded:
             self.load_shards(state)
         try:
@@ -233,15 +253,15 @@ class Trainer:
         if then["attention_tiles"] == now["attention_tiles"]:  # else the next step counts them
             self.saved_bytes = state["saved_bytes"]
         self.best = state["best"]
-        if self.ranks.first:
-            self.metrics = run_folder.read_metrics(self.folder / METRICS, self.step)
+        if self.sharded and self.ranks.first:  # what a killed process has left takes space
+            sharding.keep_only(self.folder, state["shards"])
 
     def load_shards(self, state: dict[str, Any]) -> None:
         """Put this rank's part of a sharded checkpoint where ``state`` of one process has the whole."""
         shards = {"model": self.model.state_dict(), "optimizer": sharding.optimizer_state(self.model, self.optimizer)}
         if state["best"]["step"]:  # of a validation
             shards["best"] = sharding.clones(shards["model"])
-        sharding.load_shards(self.folder / str(state.get("shards")), shards)
+        sharding.load_shards(self.folder, state, shards, self.ranks)
         sharding.set_optimizer_state(self.model, self.optimizer, shards["optimizer"])
         state["model"], state["best"]["model"] = shards["model"], shards.get("best", {})
         state["optimizer"] = self.optimizer.state_dict()
@@ -300,14 +320,12 @@ class Trainer:
 
     def run(self, display: Display) -> bool:
         """Train to the last step, or until interrupted. Returns whether it is done."""
-        config, first = self.config, self.ranks.first
+        config = self.config
         waiting: list[Tensor] = []  # numbers still on the device: reading them waits for it, so they are read together
         since = time.perf_counter()
         began = since - self.seconds
-        if first:
-            run_folder.write_lines(self.folder / METRICS, self.metrics)
-        log_file = self.folder / METRICS if first else Path(os.devnull)
-        with Interrupt() as interrupt, display.progress, log_file.open("a") as log:
+        self.ranks.of_first(partial(run_folder.write_lines, self.folder / METRICS, self.metrics))
+        with Interrupt() as interrupt, display.progress:
             while self.step < config.steps:
                 waiting.append(self.train_step())
                 last = self.step == config.steps or self.ranks.any(interrupt.asked)
@@ -327,8 +345,7 @@ class Trainer:
                     if val_loss < self.best["val_loss"]:
                         weights = sharding.clones(self.model.state_dict())
                         self.best = {"val_loss": val_loss, "step": self.step, "model": weights}
-                log.writelines(json.dumps(line) + "\n" for line in lines)
-                log.flush()
+                self.ranks.of_first(partial(run_folder.append_lines, self.folder / METRICS, lines))
                 self.metrics += lines
                 display.update(lines[-1], self.saved_bytes)
                 if not math.isfinite(loss := lines[-1]["loss"] + lines[-1].get("val_loss", 0.0)):
@@ -341,8 +358,7 @@ class Trainer:
                 if last:
                     break
                 since = time.perf_counter()
-        if first:
-            run_folder.plot(self.folder / PICTURE, self.metrics)
+        self.ranks.of_first(partial(run_folder.plot, self.folder / PICTURE, self.metrics))
         return self.step == config.steps
 
     def finish(self) -> dict[str, Any]:
@@ -360,8 +376,7 @@ class Trainer:
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "sample": text[1:].decode(errors="replace"),
         }
-        if self.ranks.first:
-            run_folder.write_lines(self.folder / SUMMARY, [summary], indent=2)
+        self.ranks.of_first(partial(run_folder.write_lines, self.folder / SUMMARY, [summary], indent=2))
         return summary
 
 
@@ -371,7 +386,7 @@ class Trainer:
 def options() -> argparse.ArgumentParser:
     parser = argument_parser("scripts.train_lm", __doc__)
     parser.add_argument("--preset", choices=[*PRESETS], help="hopper where there is such a GPU, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs [default runs]")
+    parser.add_argument("--out", type=Path, help="folder of the runs [default runs]")
     parser.add_argument("--name", help="of the run's folder [default the preset's, with a number if it is taken]")
     parser.add_argument("--resume", action="store_true", help="go on from a checkpoint, with the run's own settings")
     parser.add_argument(
@@ -380,7 +395,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", help="what the text of --sample begins with [default the beginning of a file]")
     parser.add_argument("--device", help="cpu, cuda or cuda:N [default cuda where there is one, else cpu]")
     wait = "seconds that a rank waits for another under torchrun [default 300]"
-    parser.add_argument("--timeout", type=positive, default=300, metavar="N", help=wait)
+    parser.add_argument("--timeout", type=positive, metavar="N", help=wait)
     add_options(parser)
     return parser
 
@@ -395,14 +410,17 @@ def opened_run(args: argparse.Namespace, ranks: Ranks) -> Iterator[Trainer]:
     """
     if args.prompt is not None:
         raise ValueError("prompt: expected none without --sample")
+    if args.timeout is not None and ranks.size == 1:
+        raise ValueError(f"timeout: expected none on one rank, which waits for no other, got {args.timeout}")
     with ExitStack() as held:
         folder, config = ranks.of_first(lambda: held.enter_context(locked_run(args, ranks.device)))
         trainer = Trainer(config, folder, ranks)
         if args.resume:
             trainer.load()
             given = given_settings(args)
-            if ranks.first and given.keys() & (RESUMED_WITH - {"data"}):
-                run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(trainer.config)], indent=2)
+            if given.keys() & (RESUMED_WITH - {"data"}):
+                settings = dataclasses.asdict(trainer.config)
+                ranks.of_first(partial(run_folder.write_config, folder / CONFIG, settings))
             if ranks.first and "steps" in given:
                 (folder / SUMMARY).unlink(missing_ok=True)  # it goes on
         yield trainer
@@ -426,8 +444,9 @@ def locked_run(args: argparse.Namespace, device: torch.device) -> Iterator[tuple
         return
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     config = dataclasses.replace(PRESETS[preset := args.preset or ("hopper" if hopper else "cpu")], **given)
+    check_acts(config, given)
     with run_folder.new_run(args.out, args.name, preset) as folder:
-        run_folder.write_lines(folder / CONFIG, [dataclasses.asdict(config)], indent=2)
+        run_folder.write_config(folder / CONFIG, dataclasses.asdict(config))
         yield folder, config
 
 
@@ -439,8 +458,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 def settings_of(folder: Path, given: dict[str, Any]) -> Config:
     """What a run began with. Options that are given must say the same, but for those of RESUMED_WITH."""
     try:
-        config = Config(**json.loads((folder / CONFIG).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        config = Config(**run_folder.read_config(folder / CONFIG))
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint: {folder / CONFIG} cannot be read ({error})") from error
     least = config.steps + (folder / SUMMARY).exists()
     if given.get("steps", least) < least:
@@ -451,6 +470,7 @@ def settings_of(folder: Path, given: dict[str, Any]) -> Config:
     for name, value in given.items():
         if value != getattr(config, name) and name not in RESUMED_WITH:
             raise CheckpointError(f"{name}: expected {getattr(config, name)!r} as {folder} began, got {value!r}")
+    check_acts(config, given)
     return dataclasses.replace(config, **given)
 
 
@@ -482,7 +502,8 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
 
 def sample(args: argparse.Namespace) -> None:
     """Print text by the best weights of a checkpoint, whatever device and backend they were trained on."""
-    others = {"resume": args.resume or None, "preset": args.preset, "name": args.name} | given_settings(args)
+    others = {"resume": args.resume or None, "preset": args.preset, "name": args.name, "out": args.out}
+    others |= {"timeout": args.timeout} | given_settings(args)
     for name, value in others.items():
         if value is not None and name != "seed":
             raise ValueError(f"{name}: expected none with --sample, got {value!r}")
@@ -496,8 +517,10 @@ def sample(args: argparse.Namespace) -> None:
         model = GPT(config).to(device)
         weights = state["best"]["model"] or state["model"]  # none is the best before it is validated
         if "shards" in state:
+            if CHECKSUMS not in state:
+                run_folder.warn_of_no_checksums(path)
             shards = {"best" if state["best"]["step"] else "model": model.state_dict()}
-            sharding.load_shards(path.parent / state["shards"], shards, alone=True)
+            sharding.load_shards(path.parent, state, shards, Ranks(device), alone=True)
             (weights,) = shards.values()
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -519,7 +542,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.sample is not None:
             sample(args)
             return 0
-        with joined(args.device, args.timeout) as ranks, opened_run(args, ranks) as trainer:
+        args.out = args.out or Path("runs")
+        with joined(args.device, args.timeout or 300) as ranks, opened_run(args, ranks) as trainer:
             train(trainer, args)
         return 0
     except (ValueError, CheckpointError) as error:
@@ -528,7 +552,7 @@ def main(arguments: list[str] | None = None) -> int:
         code, line = 2, str(error)
     except (FloatingPointError, OverflowError) as error:
         code, line = 1, str(error)
-    except OSError as error:
+    except (OSError, SaveError) as error:
         code, line = 1, str(error) + go_on(trainer, args)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search("allocate memory|out of memory", str(error)):
@@ -543,8 +567,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def go_on(trainer: Trainer | None, args: argparse.Namespace) -> str:
-    if trainer is None or not (trainer.folder / CHECKPOINT).exists():
+    if trainer is None or not trainer.folder.exists():
         return ""
+    if not (trainer.folder / CHECKPOINT).exists():
+        return f"; it has no checkpoint yet: to start it again remove {trainer.folder}"
     return f"; to go on from the last checkpoint: {resume_command(trainer, args)}"
 
 

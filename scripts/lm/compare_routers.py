@@ -19,6 +19,7 @@ from pathlib import Path
 
 from blazeproto.router import ROUTERS
 from scripts.command import argument_parser, positive, refuse, run_module
+from scripts.lm.run_folder import read_config
 from scripts.lm.settings import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def read_run(folder: Path) -> dict[str, float] | None:
 
 def is_preset(folder: Path, name: str) -> bool:
     """Whether a run had the settings of the CPU preset, but for its router."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder / "config.json")
     return bool(config == dataclasses.asdict(dataclasses.replace(PRESETS["cpu"], router=name)))
 
 

@@ -52,7 +52,7 @@ from scripts.bench.training_tables import TRAINING
 from scripts.command import argument_parser, need_hopper, some_of
 from scripts.lm.gradients import cosines
 from scripts.lm.run_folder import CHECKPOINT, METRICS, SUMMARY
-from scripts.lm.settings import Config
+from scripts.lm.settings import PRESETS, Config
 from scripts.lm.training_items import ITEMS, RUNS, config_of
 
 Row = dict[str, Any]
@@ -94,10 +94,12 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 
 def options_of(config: Config) -> list[str]:
-    """As the command line of train_lm takes them."""
+    """What it has other than the Hopper preset, as the command line of train_lm takes it."""
     words = []
     for name, value in dataclasses.asdict(config).items():
         flag = name.replace("_", "-")
+        if value == getattr(PRESETS["hopper"], name):
+            continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value != "":

@@ -4,6 +4,7 @@
         ranks.rank, ranks.size, ranks.device
         ranks.mean(loss), ranks.sum(loads)               # in place, on the device
         folder = ranks.of_first(make_folder)             # rank 0 does it, all have what it returned or raised
+        sums = ranks.of_each(sum_of_own)                 # all do it, and all have what all returned, or what one raised
 
 CPU tensors travel by gloo and CUDA tensors by NCCL, in one process group, and no wait for another rank is longer than the group's
 timeout. Beside that each rank tells torchrun's store twice a second that it is there. A rank that is killed falls silent, and the
@@ -138,17 +139,25 @@ class Ranks:
 
     def of_first(self, make: Callable[[], Made]) -> Made:
         """What rank 0's ``make`` returns, on all ranks; or what it raises, on all."""
-        made: Any = None
-        error: Exception | None = None
-        if self.first:
-            try:
-                made = make()
-            except Exception as raised:  # noqa: BLE001  every rank has to end by it
-                error = raised
-        made, error = self.told((made, error))
+        made, error = self.told(_tried(make) if self.first else (None, None))
         if error is not None:
             raise error
         return made
+
+    def of_each(self, make: Callable[[], Made]) -> list[Made]:
+        """What each rank's ``make`` returns, on all ranks, in their order; or what the first that raised did, on all."""
+        tried = [_tried(make)]
+        if self.size > 1:
+            (own,), tried = tried, tried * self.size
+            dist.all_gather_object(tried, own)
+        for _, error in tried:
+            if error is not None:
+                raise error
+        return [made for made, _ in tried]
+
+    def share(self, names: list[str]) -> list[str]:
+        """This rank's of names that all ranks have alike."""
+        return names[self.rank :: self.size]
 
     def rows(self, tensor: Tensor, parts: int = 1) -> list[Tensor]:
         """This rank's rows of each of ``parts`` equal parts of a batch."""
@@ -163,6 +172,14 @@ class Ranks:
                 return True
             time.sleep(0.1)
         return False
+
+
+def _tried(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What ``make`` returns, and what it raises, by which every rank has to end."""
+    try:
+        return make(), None
+    except Exception as error:  # noqa: BLE001
+        return None, error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ import torch
 
 CHECKPOINT, METRICS, CONFIG = "checkpoint.pt", "metrics.jsonl", "config.json"
 SUMMARY, PICTURE, LOCK = "summary.json", "loss.png", "train_lm.lock"
+CHECKSUM, CHECKSUMS = "checksum", "checksums"  # in config.json; in checkpoint.pt, by file
 FOLDER = 0x10  # of a record's attributes in a zip file
 OF_FORMATS = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 UNREADABLE = (
@@ -43,6 +45,10 @@ FIELDS = {
 
 class CheckpointError(Exception):
     """A checkpoint cannot be read, or belongs to something else, or its run is in use."""
+
+
+class SaveError(Exception):
+    """A file of a run cannot be written. What was there is there still, and nothing half-written."""
 
 
 # ---- folders -----------------------------------------------------------------------------------------------------
@@ -141,25 +147,33 @@ def newest(runs: Path, *, ended: bool) -> Path:
 def written_whole(path: Path) -> Iterator[Path]:
     """A file beside ``path`` to write to. It takes that place when all is written, and goes if writing fails.
 
-    OSError, which names ``path``: the disk is full, or the like. What was there is there still.
+    SaveError, which names ``path``: the disk is full, or the like. What was there is there still.
     """
     beside = path.with_suffix(".tmp")
     try:
         yield beside
         os.replace(beside, path)
     except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        with suppress(OSError):
+            beside.unlink()
+        if isinstance(error, Exception):
+            raise not_written(path, error) from error
         raise
 
 
+def not_written(path: Path, error: BaseException) -> SaveError:
+    """The error that says so in one line. A library may raise another class over the system's OSError, whose words are wanted."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = str(cause or error).splitlines() or [type(error).__name__]
+    return SaveError(f"{path} cannot be written ({reason[0]}); free space there, or see to its permissions")
+
+
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Whenever the program ends, there is one whole checkpoint."""
-    with (
-        written_whole(path) as beside,
-        beside.open("wb") as file,
-    ):  # a full disk is an OSError in a file that Python opened
+    """Whenever the program ends, there is one whole checkpoint. SaveError if there is no new one."""
+    # In a file that Python opened a full disk is an OSError, if under torch's RuntimeError.
+    with written_whole(path) as beside, beside.open("wb") as file:
         torch.save(state, file)
 
 
@@ -188,11 +202,55 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
-    """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again.
+def checksum_of_file(path: Path) -> int:
+    """CRC-32 of its bytes, as each record of checkpoint.pt has one."""
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def checksum_of(value: Any) -> int:
+    """CRC-32 of a value as JSON, by which it comes through a file unchanged."""
+    return zlib.crc32(json.dumps(value).encode())
+
+
+def write_config(path: Path, settings: dict[str, Any]) -> None:
+    """config.json, with the checksum of its settings. SaveError if it cannot be written."""
+    write_lines(path, [settings | {CHECKSUM: checksum_of(settings)}], indent=2)
+
+
+def read_config(path: Path, *, checked: bool = False) -> dict[str, Any]:
+    """The settings of config.json. checked: it must have a checksum, as earlier versions wrote none.
 
     Raises:
-        CheckpointError: a line is no step's. The last one may be torn: it was being written when the program was killed.
+        CheckpointError: it cannot be read, or is not as it was written.
+    """
+    try:
+        settings: dict[str, Any] = dict(json.loads(path.read_text()))
+        checksum = settings.pop(CHECKSUM, None)
+        if (checked or checksum is not None) and checksum != checksum_of(settings):
+            raise ValueError("its checksum does not match, it seems damaged or edited")
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint: {path} cannot be read ({error})") from error
+    return settings
+
+
+def warn_of_no_checksums(path: Path) -> None:
+    """On standard error."""
+    told = f"{path} is of an earlier version, without checksums of the other files: damage to them is not noticed"
+    print(f"warning: checkpoint: {told}", file=sys.stderr)
+
+
+def read_metrics(path: Path, steps: int, checksum: int | None = None) -> list[dict[str, Any]]:
+    """The lines of the steps before ``steps``. Later ones came after the checkpoint, and are made again.
+
+    checksum: of these lines, which the checkpoint has; None in one of an earlier version.
+
+    Raises:
+        CheckpointError: a line is no step's, or the checksum is another. The last line may be torn: it was being written when the
+            program was killed.
     """
     metrics: list[dict[str, Any]] = []
     texts = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -208,17 +266,34 @@ def read_metrics(path: Path, steps: int) -> list[dict[str, Any]]:
             raise CheckpointError(f"checkpoint: line {number} of {path} is expected to be of a step, got {text[:60]!r}")
         if line["step"] < steps:
             metrics.append(line)
+    if path.exists() and checksum not in (None, checksum_of(metrics)):
+        raise CheckpointError(
+            f"checkpoint: {path} seems damaged, the checksum of its first {steps} steps does not match; "
+            "without this file the run goes on"
+        )
     return metrics
 
 
+def append_lines(path: Path, values: Sequence[Any]) -> None:
+    """Each value as a line of JSON behind what is there, all or none. SaveError if that fails."""
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, before)
+        raise not_written(path, error) from error
+
+
 def write_lines(path: Path, values: Sequence[Any], indent: int | None = None) -> None:
-    """Each value as JSON, whole or not at all."""
+    """Each value as JSON, whole or not at all. SaveError if that fails."""
     with written_whole(path) as beside:
         beside.write_text("".join(json.dumps(value, indent=indent) + "\n" for value in values))
 
 
 def plot(path: Path, metrics: list[dict[str, Any]]) -> None:
-    """Training and validation loss over steps."""
+    """Training and validation loss over steps. SaveError if the picture cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,8 @@ def setting(default: Any, text: str, interval: str = "", *, names: Sequence[str]
 
 # ---- the experts' formulations ------------------------------------------------------------------------------------
 
-ROUNDING = [name for name, options in ROUTERS.items() if options.get("choose") == "token_rounding"]
+ROUNDING = tuple(name for name, options in ROUTERS.items() if options.get("choose") == "token_rounding")
+BALANCED = tuple(name for name, options in ROUTERS.items() if options.get("aux_loss"))
 
 # The layer of each, and which of the settings that not all of them have it takes. A line here is a formulation of train_lm.
 FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -84,6 +85,30 @@ FORMULATIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 PARALLEL = ("none", "fsdp", "hsdp", "ep", "ep+fsdp")  # scripts/lm/sharding.py
+
+# Settings that act in some runs only: the setting that decides it, and its values there.
+ACTS_WITH: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("rounding_tile", "router", ROUNDING),
+    *(
+        (setting, "formulation", tuple(name for name, (_, others) in FORMULATIONS.items() if setting in others))
+        for setting in dict.fromkeys(setting for _, settings in FORMULATIONS.values() for setting in settings)
+    ),
+    ("group_size", "parallel", ("hsdp", "ep+fsdp")),
+    ("reshard", "parallel", ("fsdp", "hsdp", "ep+fsdp")),
+    ("dispatcher", "parallel", ("ep", "ep+fsdp")),
+    ("aux_over", "parallel", PARALLEL[1:]),
+    ("aux_over", "router", BALANCED),
+    ("aux_over", "formulation", tuple(name for name in FORMULATIONS if name != "dense")),
+)
+
+
+def check_acts(config: GPTConfig, names: Collection[str]) -> None:
+    """ValueError for a setting of ``names`` that does nothing in a run of ``config``."""
+    for name, other, values in ACTS_WITH:
+        if name in names and (got := getattr(config, other)) not in values:
+            take = "takes" if len(values) == 1 else "take"
+            raise ValueError(f"{name}: expected none with {other} {got}, as {', '.join(values)} {take} it")
+
 
 # ---- the settings ------------------------------------------------------------------------------------------------
 
@@ -131,10 +156,6 @@ class GPTConfig:
             raise ValueError(f"d_model: expected a multiple of 2 * heads = {2 * self.heads}, got {self.d_model}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
-        if self.router not in ROUNDING and self.rounding_tile != GPTConfig.rounding_tile:
-            raise ValueError(
-                f"rounding_tile: expected none with router {self.router}, as {', '.join(ROUNDING)} take it"
-            )
         if self.formulation == "dense" and self.router != GPTConfig.router:
             raise ValueError(
                 f"router: expected none with formulation dense, which does not choose, got {self.router!r}"
@@ -148,12 +169,8 @@ class GPTConfig:
             ):
                 if not fits:
                     raise ValueError(f"{name}: expected {expected} with precision fp8, got {getattr(self, name)}")
-        for field in dataclasses.fields(GPTConfig):
-            takers = [name for name, (_, settings) in FORMULATIONS.items() if field.name in settings]
-            if takers and self.formulation not in takers and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name}: expected none with formulation {self.formulation}, as {', '.join(takers)} takes it"
-                )
+        # Those of several ranks may be set for runs of several modes; `check_acts` refuses them on the command line.
+        check_acts(self, {f.name for f in dataclasses.fields(GPTConfig) if getattr(self, f.name) != f.default})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ with reshard=False, after its backward, which then need not gather them again; g
 are small and decide much: they stay in fp32, whole. ep is `blazeproto.distributed.expert_parallel`: tokens travel instead of
 weights. Every gradient becomes that of the mean of the ranks' losses.
 
-A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks.
+A checkpoint is a folder that `torch.distributed.checkpoint` writes, each rank its shards, and reads on any number of ranks. The
+checksums of its files are in checkpoint.pt, which has its own, and are compared before anything is loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import logging
 import math
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,15 @@ from blazeproto.router import Routing, fallback
 from blazeproto.router.router import Router
 from scripts.lm.model import GPT
 from scripts.lm.ranks import Ranks, join
-from scripts.lm.run_folder import UNREADABLE, CheckpointError
+from scripts.lm.run_folder import (
+    CHECKSUMS,
+    METRICS,
+    UNREADABLE,
+    CheckpointError,
+    SaveError,
+    checksum_of_file,
+    not_written,
+)
 from scripts.lm.settings import Config
 
 PREFIX = "shards-"  # and the step
@@ -164,24 +175,71 @@ def dispatcher_of(model: GPT, config: Config, group: dist.ProcessGroup, ranks: R
 # ---- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def save_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks) -> str:
-    """Write a state of DTensors and tensors; all ranks call it. Returns the name of the new folder, which is whole."""
-    name = f"{PREFIX}{step}"
-    if ranks.first:  # what a killed run has left, perhaps of another number of ranks
-        shutil.rmtree(folder / name, ignore_errors=True)
-    ranks.any(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder / name)
-    return name
+@contextmanager
+def written_shards(folder: Path, step: int, state: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """A new folder with a state of DTensors and tensors; all ranks write it. Yields what checkpoint.pt is to say of it.
 
-
-def load_shards(place: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Fill the tensors of ``state``. alone: without the other ranks.
+    When that is written, the shards of earlier checkpoints go; if anything fails, the new ones.
 
     Raises:
-        CheckpointError: they cannot be read, or are of another model.
+        SaveError: the disk is full, or the like, on any rank.
     """
+    place = folder / f"{PREFIX}{step}"
+    if ranks.first:  # what a killed run has left, perhaps of another number of ranks
+        shutil.rmtree(place, ignore_errors=True)
+    ranks.any(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=place)
+        files = ranks.of_first(lambda: sorted(path.name for path in place.iterdir()))
+        own = ranks.of_each(
+            lambda: {f"{place.name}/{name}": checksum_of_file(place / name) for name in ranks.share(files)}
+        )
+        yield {"shards": place.name, CHECKSUMS: {name: checksum for each in own for name, checksum in each.items()}}
+    except BaseException as error:
+        if ranks.first:
+            shutil.rmtree(place, ignore_errors=True)
+        if isinstance(error, CheckpointException):  # raised on all ranks
+            failure, _ = next(iter(error.failures.values()))
+            raise SaveError(ranks.told(str(not_written(place, failure)))) from error
+        raise
+    if ranks.first:
+        keep_only(folder, place.name)
+
+
+def check_shards(folder: Path, saved: dict[str, Any], ranks: Ranks) -> None:
+    """CheckpointError on all ranks unless the shards of a checkpoint are as they were written. Each rank reads some of them.
+
+    saved: what checkpoint.pt holds; without checksums, of an earlier version, nothing is compared.
+    """
+    expected = {name: checksum for name, checksum in saved.get(CHECKSUMS, {}).items() if name != METRICS}
+
+    def compare() -> None:
+        for name in ranks.share(sorted(expected)):
+            try:
+                checksum = checksum_of_file(folder / name)
+            except OSError as error:
+                raise CheckpointError(f"checkpoint: {folder / name} cannot be read ({error})") from error
+            if checksum != expected[name]:
+                raise CheckpointError(
+                    f"checkpoint: {folder / name} cannot be read, it seems damaged (its checksum does not match)"
+                )
+
+    ranks.of_each(compare)
+
+
+def load_shards(
+    folder: Path, saved: dict[str, Any], state: dict[str, Any], ranks: Ranks, *, alone: bool = False
+) -> None:
+    """Fill the tensors of ``state`` from the shards of a checkpoint. saved: what checkpoint.pt holds.  alone: without the other
+    ranks.
+
+    Raises:
+        CheckpointError: they cannot be read, are damaged, or are of another model.
+    """
+    check_shards(folder, saved, ranks)
+    place = folder / str(saved.get("shards"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from blazeproto.blocksparse import DroppingMoE, SequentialMoE
 from blazeproto.router import ROUTERS, Routing
 from scripts.lm import settings
 from scripts.lm.model import GPT
+from scripts.lm.run_folder import read_config
 
 D, N, E = 6, 5, 4
 FACTORS = (0.5, 1, 1.5, 2, None)
@@ -347,7 +349,7 @@ def test_train_lm_trains_each_formulation(name: str, main: Any, tmp_path: Path) 
     start = [*TINY.split(), "--data", tmp_path / "text", "--name", name]
     assert main(*start, "--formulation", name, *given) == 0
     config = torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["config"]
-    assert config == json.loads((tmp_path / name / "config.json").read_text())
+    assert config == read_config(tmp_path / name / "config.json")
     assert config["formulation"] == name and config.items() >= FORMULATIONS[name].items()
     assert main("--resume", "--steps", 4, "--name", name, "--device", "cpu") == 0
     assert main("--resume", "--steps", 5, "--name", name, "--formulation", "other") == 2
@@ -356,19 +358,27 @@ def test_train_lm_trains_each_formulation(name: str, main: Any, tmp_path: Path) 
 
 
 def test_a_dense_model_is_sharded_too(main: Any, tmp_path: Path) -> None:
-    options = ["--formulation", "dense", "--parallel", "fsdp", "--aux-over", "global"]
+    options = ["--formulation", "dense", "--parallel", "fsdp"]
     assert main(*TINY.split(), "--data", tmp_path / "text", *options) == 0
 
 
-def test_a_checkpoint_of_before_there_were_formulations_is_moes(main: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_before_there_were_formulations_is_moes(
+    main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And checksums, which is said."""
     assert main(*TINY.split(), "--data", tmp_path / "text", "--name", "old") == 0
     folder = tmp_path / "old"
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     for config in (state["config"], of_file := json.loads((folder / "config.json").read_text())):
         del config["formulation"], config["capacity_factor"]
+    del state["checksums"], of_file["checksum"]
     torch.save(state, folder / "checkpoint.pt")
     (folder / "config.json").write_text(json.dumps(of_file))
+    capsys.readouterr()
     assert main("--resume", "--steps", 4, "--name", "old", "--device", "cpu") == 0
+    assert re.search(
+        "^warning: checkpoint: .*checkpoint.pt is of an earlier version, without checksums", capsys.readouterr().err
+    )
 
 
 def test_formulations_of_a_model() -> None:

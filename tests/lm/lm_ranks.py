@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from dataclasses import replace
 from datetime import timedelta
@@ -15,11 +16,14 @@ import torch.distributed as dist
 
 class Run(NamedTuple):
     """options: of the command line.  stop: the number of steps after which the last rank alone hears a Ctrl-C, or 0.
-    code: what it ends with, on all ranks."""
+    code: what it ends with, on all ranks.  damaged: a file of which a bit is flipped before.  full: the number of steps after
+    which the last rank's disk alone is full, or 0."""
 
     options: list[str]
     stop: int = 0
     code: int = 0
+    damaged: Path | None = None
+    full: int = 0
 
 
 def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | None) -> None:
@@ -33,14 +37,22 @@ def run_rank(rank: int, ranks: int, place: str, runs: list[Run], bench: Path | N
     train_lm.SAMPLE_BYTES = 10
     train_step = train_lm.Trainer.train_step
     for run in runs:
+        _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def with_event(trainer: Any, stop: int = run.stop) -> Any:
+        def with_event(trainer: Any, stop: int = run.stop, full: int = run.full, hard: int = hard) -> Any:
             if stop and rank == ranks - 1 and trainer.step == stop - 1:
                 signal.raise_signal(signal.SIGINT)
+            if full and rank == ranks - 1 and trainer.step == full - 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
             return train_step(trainer)
 
+        if run.damaged and rank == 0:
+            content = bytearray(run.damaged.read_bytes())
+            content[len(content) // 2] ^= 4
+            run.damaged.write_bytes(content)
         train_lm.Trainer.train_step = with_event  # type: ignore[method-assign]
         assert train_lm.main(run.options) == run.code, run
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if bench:
         train_lm.Trainer.train_step = train_step  # type: ignore[method-assign]
         data = runs[0].options[runs[0].options.index("--data") + 1]

@@ -74,9 +74,13 @@ def test_two_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> 
         Run(named(plain, out, "full", *peers, "--row-capacity", "0.9"), code=1),
         Run(named(plain, out, "none", *ep, "--row-capacity", "2"), code=2),
         Run(named(plain, out, "two", "--parallel", "fsdp"), stop=10),
+        Run(named(plain, out, "disk", *ep, "--checkpoint-every", "4"), full=7, code=1),
+        resumed(out, "disk", "--steps", "21")._replace(damaged=out / "disk" / "shards-4" / "__1_0.distcp", code=2),
     ]
     start(2, out, runs)
     one = losses(metrics, out / "one")
+    assert [path.name for path in (out / "disk").glob("shards-*")] == ["shards-4"]  # no part of those of step 8
+    assert not (out / "disk" / "summary.json").exists() and "21" not in (out / "disk" / "config.json").read_text()
     assert largest_difference(losses(metrics, out / "fsdp"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "ep"), one)[0] < 0.01
     assert largest_difference(losses(metrics, out / "roomy"), one)[0] < 0.01
@@ -153,10 +157,11 @@ def test_four_ranks(plain: list[str], out: Path, metrics: Metrics) -> None:
 @pytest.mark.full
 def test_eight_ranks(plain: list[str], out: Path, metrics: Metrics, run: Main) -> None:
     """An expert and a sequence a rank; groups of four."""
-    options = [*plain, "--num-experts", "8", "--batch", "8", "--group-size", "4"]
+    options = [*plain, "--num-experts", "8", "--batch", "8"]
     assert run(*named(options, out, "eighth"))[0] == 0
     modes = ("fsdp", "hsdp", "ep", "ep+fsdp")
-    start(8, out, [Run(named(options, out, f"eight-{mode}", "--parallel", mode)) for mode in modes])
+    groups = {mode: ["--group-size", "4"] * (mode in ("hsdp", "ep+fsdp")) for mode in modes}
+    start(8, out, [Run(named(options, out, f"eight-{mode}", "--parallel", mode, *groups[mode])) for mode in modes])
     one = losses(metrics, out / "eighth")
     for mode in modes:
         assert largest_difference(losses(metrics, out / f"eight-{mode}"), one)[0] < 0.01, mode

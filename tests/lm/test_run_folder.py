@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
+import resource
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.lm import run_folder
 from scripts.lm.model import load_data
 
 Run = Callable[..., tuple[int, str]]
@@ -116,25 +118,66 @@ def test_the_command_to_go_on_can_be_pasted(
     assert (runs / "ü $HOME 'x'" / "summary.json").exists() and not (runs / "cpu" / "summary.json").exists()
 
 
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk with room for so many bytes a file: libraries write to it as to a full one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("parallel", ["none", "fsdp"])
 def test_a_full_disk_leaves_the_checkpoint_before(
-    tiny: list[str], run: Run, at_step: AtStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: str, tiny: list[str], run: Run, at_step: AtStep, tmp_path: Path
 ) -> None:
-    save = torch.save
-
-    def half(state: object, file: Any) -> None:
-        where = file if hasattr(file, "write") else Path(file).open("wb")  # noqa: SIM115
-        where.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    at_step(5, lambda: monkeypatch.setattr(torch, "save", half))
-    code, printed = run(*tiny, "--checkpoint-every", 4, "--out", tmp_path)
-    assert code == 1
-    last = printed.splitlines()[-1]
-    assert last.startswith("error: [Errno 28] No space left on device") and "cpu/checkpoint.pt" in last
-    assert not [*tmp_path.rglob("*.tmp")]
-    monkeypatch.setattr(torch, "save", save)
+    """And no part of the new one, which would take the space; one line says how to go on."""
+    with ExitStack() as full:
+        at_step(5, lambda: full.enter_context(files_up_to(30_000)))
+        code, printed = run(*tiny, "--parallel", parallel, "--checkpoint-every", 4, "--out", tmp_path)
+    file = "checkpoint.pt" if parallel == "none" else "shards-8"
+    line = (
+        rf"error: .*cpu/{file} cannot be written \(.*File too large.*\); free space there, or see to its permissions; "
+    )
+    assert code == 1 and re.fullmatch(line + "to go on from the last checkpoint: (.*)", printed.splitlines()[-1]), (
+        printed
+    )
+    assert "Traceback" not in printed
+    kept = {path.name for path in (tmp_path / "cpu").iterdir() if path.suffix in (".tmp", ".pt") or path.is_dir()}
+    assert kept == ({"checkpoint.pt"} if parallel == "none" else {"checkpoint.pt", "shards-4"})
     assert torch.load(tmp_path / "cpu" / "checkpoint.pt", weights_only=True)["step"] == 4
-    assert run("--resume", "--out", tmp_path, "--device", "cpu")[0] == 0
+    assert run(*shlex.split(printed.splitlines()[-1].partition("scripts.train_lm ")[2]))[0] == 0
+
+
+def test_a_full_disk_before_the_first_checkpoint(tiny: list[str], run: Run, at_step: AtStep, tmp_path: Path) -> None:
+    with ExitStack() as full:
+        at_step(5, lambda: full.enter_context(files_up_to(30_000)))
+        code, printed = run(*tiny, "--out", tmp_path)
+    assert code == 1 and printed.endswith(f"it has no checkpoint yet: to start it again remove {tmp_path / 'cpu'}\n")
+
+
+def test_what_cannot_be_written_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, picture, summary, settings; whatever a library raises."""
+    lines = [{"step": step, "loss": 5.0 - step} for step in range(3)]
+    monkeypatch.undo()  # the picture is drawn
+    writers: dict[str, Callable[[Path], None]] = {
+        "metrics.jsonl": lambda path: run_folder.append_lines(path, 1000 * lines),
+        "loss.png": lambda path: run_folder.plot(path, lines),
+        "summary.json": lambda path: run_folder.write_lines(path, 1000 * lines),
+        "config.json": lambda path: run_folder.write_config(path, {"data": 5000 * "a"}),
+    }
+    for name, write in writers.items():
+        path = tmp_path / name
+        path.write_text("before\n")
+        with files_up_to(4096), pytest.raises(run_folder.SaveError, match=rf"^{path} cannot be written \(.*too large"):
+            write(path)
+        assert path.read_text() == "before\n" and not [*tmp_path.glob("*.tmp")]
+    with pytest.raises(run_folder.SaveError, match=r"checkpoint.pt cannot be written \(Can't (get|pickle) "):
+        run_folder.save_checkpoint(tmp_path / "checkpoint.pt", {"model": lambda: None})
+    run_folder.append_lines(tmp_path / "metrics.jsonl", lines)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
 
 
 def test_a_loss_that_is_no_number_is_said(tiny: list[str], run: Run, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.lm.settings import PRESETS, Config, add_options, in_words
+from scripts.lm.settings import PRESETS, Config, add_options, check_acts, in_words
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("steps", 0, "steps: expected at least 1, got 0"),
@@ -82,6 +82,44 @@ def test_a_setting_of_another_type_is_refused(name: str, value: Any) -> None:
 def test_settings_that_exclude_each_other_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"group_size": 4, "parallel": "fsdp"},
+            "group_size: expected none with parallel fsdp, as hsdp, ep+fsdp take it",
+        ),
+        (
+            {"reshard": True, "parallel": "ep"},
+            "reshard: expected none with parallel ep, as fsdp, hsdp, ep+fsdp take it",
+        ),
+        (
+            {"dispatcher": "auto", "parallel": "hsdp"},
+            "dispatcher: expected none with parallel hsdp, as ep, ep+fsdp take it",
+        ),
+        ({"aux_over": "global"}, "aux_over: expected none with parallel none, as fsdp, hsdp, ep, ep+fsdp take it"),
+        (
+            {"aux_over": "global", "parallel": "ep", "router": "hash"},
+            "aux_over: expected none with router hash, as top_k, ",
+        ),
+        (
+            {"aux_over": "rank", "parallel": "fsdp", "formulation": "dense"},
+            "aux_over: expected none with formulation dense",
+        ),
+        (
+            {"combine": "gather", "formulation": "dense"},
+            "combine: expected none with formulation dense, as moe takes it",
+        ),
+    ],
+)
+def test_what_does_nothing_in_a_run_is_refused_where_it_is_asked_for(given: dict[str, Any], message: str) -> None:
+    """Its default too; it is no error in a preset, which serves runs of several modes."""
+    with pytest.raises(ValueError) as error:
+        check_acts(Config(**given), given)
+    assert str(error.value).startswith(message)
+    check_acts(Config(**given), {"parallel", "router", "formulation"})
 
 
 def test_the_ends_of_ranges() -> None:

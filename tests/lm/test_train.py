@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import zipfile
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.lm.conftest import TINY, keeping_handlers
 
 Run = Callable[..., tuple[int, str]]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -216,6 +219,8 @@ def test_a_checkpoint_before_the_first_validation_writes_text(
         (["--sample", "{tmp}"], "sample: expected a checkpoint, or the folder of a run with one, got "),
         (["--sample", "{run}", "--resume"], "resume: expected none with --sample, got True"),
         (["--sample", "{run}", "--steps", "3"], "steps: expected none with --sample, got 3"),
+        (["--sample", "{run}", "--out", "runs"], "out: expected none with --sample, got .*runs"),
+        (["--sample", "{run}", "--timeout", "3"], "timeout: expected none with --sample, got 3"),
         (["--sample", "{run}/config.json"], "checkpoint: .*config.json cannot be read, it seems damaged"),
         (["--prompt", "abc"], "prompt: expected none without --sample"),
     ],
@@ -258,6 +263,12 @@ def test_there_is_no_validation_loss_before_the_first(tiny: list[str], run: Run,
         (["--heads", "3"], r"d_model: expected a multiple of 2 \* heads = 6, got 32"),
         (["--attention-tiles", "3"], "attention_tiles: expected a divisor of batch=4, got 3"),
         (["--parallel", "hsdp"], "group_size: expected a divisor of the 1 ranks, got 2"),
+        (["--group-size", "2"], r"group_size: expected none with parallel none, as hsdp, ep\+fsdp take it"),
+        (
+            ["--parallel", "fsdp", "--group-size", "4"],
+            r"group_size: expected none with parallel fsdp, as hsdp, ep\+fsdp take it",
+        ),
+        (["--timeout", "9"], "timeout: expected none on one rank, which waits for no other, got 9"),
         (
             ["--parallel", "ep", "--formulation", "dropping"],
             "parallel: expected none, fsdp or hsdp with formulation dropping",
@@ -342,6 +353,77 @@ def test_a_record_that_a_flipped_bit_makes_a_folder_is_said(finished: Path, run:
     content[directory + 38] ^= 0x10  # attributes of the first record
     path.write_bytes(content)
     refused(run, finished, "checkpoint: .*checkpoint.pt cannot be read, it seems damaged .*marked as a folder")
+
+
+@pytest.fixture(scope="module")
+def sharded_once(script: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sharded")
+    with keeping_handlers():
+        options = [*TINY.split(), "--parallel", "fsdp", "--steps", "6", "--data", str(text), "--out", str(out)]
+        assert script.main([*options, "--name", "cpu"]) == 0
+    return out / "cpu"
+
+
+@pytest.fixture
+def sharded(sharded_once: Path, tmp_path: Path) -> Path:
+    """The folder of a run with --parallel, cut short; a copy for each test."""
+    shutil.copytree(sharded_once, tmp_path / "sharded" / "cpu")
+    cut_short(tmp_path / "sharded" / "cpu")
+    return tmp_path / "sharded" / "cpu"
+
+
+@pytest.mark.parametrize("kind", [".metadata", "*.distcp"])
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
+def test_a_flipped_bit_of_shards_is_said(kind: str, place: float, sharded: Path, run: Run) -> None:
+    """By --resume and by --sample: any number is right for a tensor."""
+    (path,) = sharded.glob(f"shards-6/{kind}")
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 4
+    path.write_bytes(content)
+    message = f"checkpoint: .*{re.escape(path.name)} cannot be read, it seems damaged .its checksum does not match"
+    refused(run, sharded, message)
+    code, printed = run("--sample", sharded, "--device", "cpu")
+    assert code == 2 and re.fullmatch(f"error: {message}.*\n", printed), printed
+    path.unlink()
+    refused(run, sharded, f"checkpoint: .*{re.escape(path.name)} cannot be read .*No such file")
+
+
+def test_shards_of_a_version_without_checksums(sharded: Path, run: Run) -> None:
+    state = torch.load(sharded / "checkpoint.pt", weights_only=True)
+    del state["checksums"]
+    torch.save(state, sharded / "checkpoint.pt")
+    for options in (["--sample", sharded], ["--resume", "--out", sharded.parent]):
+        code, printed = run(*options, "--device", "cpu")
+        assert code == 0 and re.search("^warning: checkpoint: .* of an earlier version", printed, re.MULTILINE), printed
+
+
+def test_shards_that_a_killed_process_has_left_go(sharded: Path, run: Run, at_step: AtStep) -> None:
+    """Before there are new ones: they may be what fills the disk."""
+    (sharded / "shards-9").mkdir()
+    at_step(6, lambda: names.extend(path.name for path in sharded.glob("shards-*")))
+    names: list[str] = []
+    assert run("--resume", "--steps", 7, "--out", sharded.parent, "--device", "cpu")[0] == 0
+    assert names == ["shards-6"]
+
+
+def test_settings_or_metrics_that_changed_on_disk_are_said(finished: Path, run: Run) -> None:
+    """Each is restored before the next."""
+    cut_short(finished)
+    config, metrics = finished / "config.json", finished / "metrics.jsonl"
+    settings, lines = config.read_text(), metrics.read_text()
+    for changed in (settings.replace('"steps": 20', '"steps": 28'), re.sub(r',\s*"checksum": \d+', "", settings)):
+        assert changed != settings
+        config.write_text(changed)
+        refused(run, finished, r"checkpoint: .*config.json cannot be read .its checksum does not match")
+    config.write_text(settings)
+    first = json.loads(lines.splitlines()[0])
+    metrics.write_text(json.dumps(first | {"loss": 5.0}) + lines[lines.index("\n") :])
+    refused(
+        run, finished, "checkpoint: .*metrics.jsonl seems damaged, the checksum of its first 20 steps does not match"
+    )
+    metrics.unlink()
+    assert run("--resume", "--steps", 22, "--out", finished.parent, "--device", "cpu")[0] == 0
+    assert len(metrics.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
