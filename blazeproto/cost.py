@@ -15,7 +15,7 @@ gradients and the router's weight too: an fp32 one has 2 bytes an element more. 
 take its mean. Only blazeproto.lab, the scripts and the tests import this module: no kernel is chosen by it.
 
 Every function raises ValueError for a number that is negative, not finite or otherwise impossible, such as K above E, and
-TypeError for what is no number, or no int where a count must be one. T may be 0, but where a result is by row.
+TypeError for what is of another type, as a count that is no int. T may be 0, but where a result is by row.
 
 Sources: MoEBlaze; SonicMoE; Soboleva, "MoE at Scale" (Cerebras, 2025), whose formulas are written here in our sizes: b s = T,
 h = d, f h = n; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
@@ -78,6 +78,7 @@ def _check_top_k(name: str, top_k: Any, num_experts: int) -> None:
 
 
 def _checked(sizes: Sizes) -> Sizes:
+    checks.instance("sizes", sizes, Sizes)
     _counts(0, T=sizes.T)
     _counts(1, d=sizes.d, n=sizes.n, E=sizes.E)
     _check_top_k("K", sizes.K, sizes.E)
@@ -91,9 +92,10 @@ def _checked(sizes: Sizes) -> Sizes:
 
 def known_gpu(device: str) -> str | None:
     """The name in `GPUS` of a device by its own, "H100" of "NVIDIA H100 80GB HBM3"; None where it isn't there.
-    None for PCIe and NVL cards too: the rates are of SXM ones, which are faster."""
+    None for PCIe and NVL cards and MIG slices too: the rates are those of whole SXM cards, which are faster."""
+    checks.instance("device", device, str)
     words = device.replace(",", " ").split()
-    return None if {"PCIe", "NVL"} & {*words} else next((name for name in GPUS if name in words), None)
+    return None if {"PCIe", "NVL", "MIG"} & {*words} else next((name for name in GPUS if name in words), None)
 
 
 def gpu_named(name: str) -> GPU:
@@ -104,9 +106,7 @@ def gpu_named(name: str) -> GPU:
 
 def floor_ms(operations: float, least_bytes: float, gpu: str = "H200") -> float:
     """Milliseconds that one kernel needs at the least: for its operations or for its bytes, whichever takes longer.
-
-    gpu: a name of `GPUS`. ValueError for another, and for operations or bytes that are negative or not finite.
-    """
+    gpu: a name of `GPUS`. ValueError for another, and for operations or bytes that are negative or not finite."""
     return max(_both_ms(operations, least_bytes, gpu))
 
 
@@ -227,12 +227,11 @@ def layer_work(sizes: Sizes, save: str = "minimal") -> list[Work]:
 
 
 def _recomputes(save: str) -> bool:
-    if save == "minimal":
-        return False
-    from blazeproto.autograd import SavePolicy  # torch is part of it
+    if not isinstance(save, str) or save != "minimal":
+        from blazeproto.autograd import SavePolicy  # torch is part of it
 
-    checks.one_of("save", save, tuple(map(str, SavePolicy)))
-    return save == SavePolicy.RECOMPUTE
+        checks.one_of("save", save, tuple(map(str, SavePolicy)))
+    return save == "recompute"
 
 
 def saved_bytes(sizes: Sizes, policy: str = "minimal") -> int:
@@ -291,7 +290,8 @@ def predicted_ms(operations: float, least_bytes: float, gpu: str = "H200") -> fl
 def predicted_work_ms(work: Work, sizes: Sizes, gpu: str = "H200") -> float:
     """`predicted_ms` of a step, with the rows that its tiles compute: half a tile more an expert in the mean, 64 rows, and 32 in
     a weight gradient, whose reduction goes over rows."""
-    name, operations, pairs = work.name.removesuffix(" again"), work.operations, _checked(sizes).rows
+    checks.instance("work", work, Work)
+    name, operations, pairs = f"{work.name}".removesuffix(" again"), work.operations, _checked(sizes).rows
     if name in PRODUCTS and pairs:
         rows = BK if name.endswith("_weight") else BM
         operations *= 1 + min(sizes.E, pairs) * rows / 2 / pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -11,10 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from blazeproto import cost
 from blazeproto.gemm import PRODUCTS, Sizes
+from blazeproto.lab.calls import CALLS
+from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
 from scripts.bench import identity
 from scripts.bench.common import SHAPES
 
@@ -28,7 +34,7 @@ def floors_by_hand(s: Sizes) -> tuple[float, float]:
     of_up, of_down = 4.0 * s.rows * s.n * s.d, 2.0 * s.rows * s.n * s.d
     forward = [(of_up, x + up + h + act), (of_down, act + down + y), (0.0, y + 4 * s.rows + x)]
     backward = [
-        (of_down, x + down + h + h + act),
+        (of_down, x + down + h + h + act + 8 * s.rows),
         (of_down, act + x + down),
         (of_up, h + up + y),
         (of_up, h + x + up),
@@ -49,7 +55,7 @@ def test_layer_floors_are_the_eight_kernels(shape: Sizes) -> None:
 @pytest.mark.parametrize(
     ("sizes", "forward", "backward"),
     [
-        (Sizes(40960, 768, 256, 128, 8), 0.6323, 1.1788),
+        (Sizes(40960, 768, 256, 128, 8), 0.6323, 1.1794),
         (Sizes(65536, 1024, 4096, 16, 4), 8.5624, 16.9661),
         (Sizes(8192, 256, 256, 128, 4), 0.0376, 0.0752),
     ],
@@ -118,6 +124,23 @@ def test_operations_of_a_layer(halves: int) -> None:
 def test_a_floor_is_the_longer_of_the_two() -> None:
     assert cost.floor_ms(785e9, 1.0) == pytest.approx(1.0)
     assert cost.floor_ms(1.0, 4.24e9) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_least_bytes_are_those_of_a_call_s_arrays(name: str) -> None:
+    """Every array that the call is given and every one that it fills, and the lists of a pair each that it states beside them."""
+    sizes, call, product = Sizes(T=40, d=16, n=8, E=4, K=2), CALLS[name], PRODUCTS[name]
+    case = make_case(sizes, biases=bool(call.needs), device="cpu")
+    given = evaluate(YARDSTICK, case)
+    made = {each: torch.empty(out.shape, dtype=out.dtype) for each, out in call.outputs(case, given).items()}
+    arrays = {each: value for each, value in call.arguments(case, given, made).items() if isinstance(value, Tensor)}
+    if not call.needs:
+        assert not any("bias" in each for each in arrays)
+    assert product.least_bytes(sizes) == sum(map(nbytes, arrays.values())) + 4 * sizes.rows * len(product.spec.by_pair)
+
+
+def nbytes(array: Tensor) -> int:
+    return array.numel() * array.element_size()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -396,11 +419,46 @@ def test_counts_that_cannot_be_are_refused(call: Callable[[], Any], expected: st
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL, driver 580.159.04", None),
         ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H200 MIG 3g.71gb, driver 580.159.04", None),
         ("2 CPU cores, Python 3.11", None),
     ],
 )
 def test_cards_of_other_rates_have_no_name(device: str, name: str | None) -> None:
     assert cost.known_gpu(device) == name
+
+
+COST = {
+    name: function
+    for name, function in inspect.getmembers(cost, inspect.isfunction)
+    if function.__module__ == cost.__name__ and not name.startswith("_")
+}
+RIGHT = {
+    "sizes": GOOD,
+    "work": cost.Work("forward", "top-k", 1.0, 1.0),
+    "name": "up_forward",
+    "device": "NVIDIA H200",
+    "gpu": "H200",
+    "save": "minimal",
+    "policy": "minimal",
+}
+SHOWN_AS = {"name": "gpu|product", "sizes": "sizes|[TdnEK]|halves|T K"}  # by an error
+
+
+@pytest.mark.parametrize("name", COST)
+def test_what_is_of_a_wrong_type_is_named(name: str) -> None:
+    """In place of each argument, whatever its type: an error that begins with the argument's name, or none where it fits."""
+    function = COST[name]
+    parameters = inspect.signature(function).parameters.values()
+    right = {each.name: RIGHT.get(each.name, 4) for each in parameters if each.default is each.empty}
+    right |= {"name": "H200"} if name == "gpu_named" else {}
+    function(**right)
+    for each in (each.name for each in parameters):
+        for wrong in (None, object(), "x", b"x", [], {}, (1, 2), int, 1j, np.ones(3), torch.ones(3)):
+            if each == "device" and isinstance(wrong, str):
+                continue
+            with pytest.raises((TypeError, ValueError), match=f"^({SHOWN_AS.get(each, each)}): expected"):
+                function(**right | {each: wrong})
 
 
 def test_floors_need_no_torch() -> None:

@@ -37,7 +37,7 @@ class Array:
     over: the input whose memory an output may take, element for element.
     added: an output that must be given, zeroed or with what it is added to.
     f32: an output that may be fp32 if it is given, as it must be to ``accumulate``.
-    counted: what `counts` is where it is not the contrary of ``optional``.
+    counted: an optional input that is among the least bytes all the same.
     tile: the lines and columns of an output that one CTA stores at a time, by tiles and G; None where no tiles are.
     """
 
@@ -52,7 +52,7 @@ class Array:
     over: str = ""
     added: bool = False
     f32: bool = False
-    counted: bool | None = None
+    counted: bool = False
     tile: Callable[[TileConfig, int], tuple[int, int]] | None = None
 
     @property
@@ -63,7 +63,7 @@ class Array:
     @property
     def counts(self) -> bool:
         """Whether its bytes are among the least that a call moves."""
-        return not self.optional if self.counted is None else self.counted
+        return self.counted or not self.optional
 
     def shape_in(self, call: Mapping[str, Any]) -> str:
         """Its shape with the options of a call."""

@@ -129,6 +129,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     refuse_ranks(layer.dispatcher, "explain")
+    checks.boolean("measure", measure)
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.dim() == 0 or x.shape[-1] != layer.d_model:

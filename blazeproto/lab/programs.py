@@ -137,7 +137,14 @@ def run_together(
         how["resident"] = checks.integer("resident", resident, least=1)
     if not isinstance(streams, list | tuple) or not all(isinstance(stream, list | tuple) for stream in streams):
         raise TypeError("streams: expected a list of each GPU's list of launches")
-    whole = {"shared": 0, "cluster": 1, "entry": None}
+    needed, whole = {"kernel", "grid", "block", "arguments"}, {"shared": 0, "cluster": 1, "entry": None}
+    for launch in (launch for stream in streams for launch in stream):
+        if not isinstance(launch, Mapping):
+            raise TypeError(f"streams: expected each launch as a dict, got {type(launch).__name__}")
+        if not needed <= launch.keys() <= needed | whole.keys():
+            raise TypeError(
+                f"streams: expected launches of {sorted(needed)} and, if need be, {[*whole]}, got {[*launch]}"
+            )
     made = [[_launch(machine, **{**whole, **launch}) for launch in stream] for stream in streams]
     return run_of_all(made, **how)
 
@@ -230,6 +237,8 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
         text = _text(kernel)
     else:
         raise TypeError(f"kernel: expected text, a path, a Kernel or a NumbaKernel, got {type(kernel).__name__}")
+    if entry is not None and not isinstance(entry, str):
+        raise TypeError(f"entry: expected a kernel's name or None, got {type(entry).__name__}")
     program = Program.read(text)
     return program, program.entry(entry).name
 

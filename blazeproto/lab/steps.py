@@ -1,8 +1,7 @@
 """The steps of one forward and backward of a layer: what each reads, writes, computes and keeps, by shapes alone.
 
 Steps, in the order in which they run, with the bytes that each must move at the least, as `blazeproto.cost` counts them: every
-input once, every output once, index lists in the products not at all. Scores are counted wherever they are read or made, which
-`blazeproto.gemm.PRODUCTS` leaves out of `down_backward_act`. Where the layer runs in chunks (``workspace_bytes``)
+input once, every output once, index lists in the products not at all. Where the layer runs in chunks (``workspace_bytes``)
 weights are read once a chunk, which is not counted. The products' steps are made of their specifications.
 """
 

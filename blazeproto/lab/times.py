@@ -79,30 +79,33 @@ def interleaved_ms(
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def gpu_here() -> str:
-    """The name in `blazeproto.cost.GPUS` of the GPU that is here; an H200's where it isn't there."""
-    return cost.known_gpu(torch.cuda.get_device_name()) or "H200"
+def gpu_here() -> str | None:
+    """The name in `blazeproto.cost.GPUS` of the GPU that is here; None where it isn't there."""
+    return cost.known_gpu(torch.cuda.get_device_name())
 
 
 @dataclass(frozen=True, repr=False)
 class Times:
     """Milliseconds of one call, by CUDA-graph replay: medians over rounds in turn.
 
-    floor_ms: at the rates that `blazeproto.cost.GPUS` has of this GPU.  share: of the floor's speed, 1 being as fast as can be.
+    floor_ms: at the rates that `blazeproto.cost.GPUS` has of this GPU; None where it has none.
+    share: of the floor's speed, 1 being as fast as can be.
     unedited_ms: of the package's own kernel, if it is edited.
     """
 
     product: str
     ms: float
-    floor_ms: float
+    floor_ms: float | None
     unedited_ms: float | None = None
 
     @property
-    def share(self) -> float:
-        return self.floor_ms / self.ms
+    def share(self) -> float | None:
+        return None if self.floor_ms is None else self.floor_ms / self.ms
 
     def __repr__(self) -> str:
-        line = f"{self.product}: {self.ms:.4f} ms, {self.share:.0%} of the floor's speed ({self.floor_ms:.4f} ms)"
+        line = f"{self.product}: {self.ms:.4f} ms"
+        if self.floor_ms is not None:
+            line += f", {self.share:.0%} of the floor's speed ({self.floor_ms:.4f} ms)"
         if self.unedited_ms is None:
             return line
         ratio = self.ms / self.unedited_ms

@@ -258,7 +258,8 @@ class Workbench:
         self._compiled(*builds.values())
         graphs = {name: self._graph(build) for name, build in builds.items()}
         measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
-        return Times(self.product, floor_ms=self._floor_ms(gpu_here()), **measured)
+        gpu = gpu_here()
+        return Times(self.product, floor_ms=None if gpu is None else self._floor_ms(gpu), **measured)
 
     def _floor_ms(self, gpu: str) -> float:
         return cost.product_floor_ms(self.product, self.setting.sizes, gpu)
@@ -298,6 +299,8 @@ class Workbench:
 
         debug: further macros (ptx.cuh). Without a Hopper GPU on the machine; MachineError then for what a kernel may not do.
         """
+        for macro in debug:
+            checks.instance("debug", macro, str)
         build = self._build(*debug)
         self._compiled(build)
         self._run(build, None if self.on_gpu else Machine())

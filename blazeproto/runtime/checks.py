@@ -30,6 +30,12 @@ def number(name: str, value: Any, *, least: float | None = None, above: float | 
         raise ValueError(f"{name}: expected a finite number{bound}, got {value}")
 
 
+def instance(name: str, value: object, kind: type) -> None:
+    """TypeError unless ``value`` is an object of the class ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+
+
 def boolean(name: str, value: object) -> None:
     """TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
@@ -44,5 +50,5 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """ValueError unless ``value`` is among the ``allowed`` names, with the nearest of them."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # an array is equal to no name
         raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{nearest(value, allowed)}")

@@ -158,10 +158,12 @@ def test_the_floor_is_that_of_the_sources() -> None:
 
 def test_a_time_stands_beside_the_floor_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = BlockWorkbench("SDD", np.ones((2, 3), bool), k=64, device="cpu")
-    for name, known in (("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200")):
+    for name, known in (("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA H100 PCIe", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert times.gpu_here() == known
     assert bench._floor_ms("H100") == pytest.approx(bench._floor_ms("H200") * 4.24 / 3.35)
+    assert repr(times.Times("sdd", 0.5, 0.25)) == "sdd: 0.5000 ms, 50% of the floor's speed (0.2500 ms)"
+    assert repr(times.Times("sdd", 0.5, None)) == "sdd: 0.5000 ms"
     combine = Workbench("combine", T=64, d=64, n=64, E=4, K=2, device="cpu")
     assert combine._floor_ms("H100") == pytest.approx(combine._floor_ms("H200") * 4.24 / 3.35)
 

@@ -179,6 +179,7 @@ def test_a_struct_lies_as_in_c() -> None:
         ({"kernel": "int main() {}"}, ValueError, "__global__ function"),
         ({"kernel": "nowhere.cu"}, FileNotFoundError, "got 'nowhere.cu'"),
         ({"kernel": 3}, TypeError, "kernel: expected text"),
+        ({"entry": ["saxpy"]}, TypeError, "entry: expected a kernel's name or None, got list"),
         ({"entry": "saxpi"}, PtxError, "expected one of saxpy, got 'saxpi'"),
         ({"grid": 0}, ValueError, "grid: expected at least 1, got 0"),
         ({"grid": (1, 1, 1, 1)}, ValueError, "grid: expected one to three sizes"),
@@ -207,6 +208,20 @@ def test_bad_input_is_refused_before_anything_runs(change: dict, error: type[Exc
     with pytest.raises(error, match=said):
         lab.run(**{"arguments": arguments, **given})
     assert not y.any()
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (SAXPY, "streams: expected each launch as a dict, got str"),
+        ({"kernel": SAXPY, "grid": 1}, r"streams: expected launches of \['arguments', 'block', 'grid', 'kernel'\]"),
+        ({"kernel": SAXPY, "grid": 1, "block": 32, "arguments": [], "blok": 1}, "streams: expected .* 'blok'"),
+    ],
+    ids=["text", "less", "more"],
+)
+def test_what_is_no_launch_is_refused(launch: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        lab.run_together([[launch]])
 
 
 @pytest.mark.parametrize(

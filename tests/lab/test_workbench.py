@@ -377,6 +377,11 @@ def test_what_needs_a_gpu_says_so(what: str) -> None:
         getattr(Workbench("up_forward", T=64, d=64, n=64, E=4, K=2), what)()
 
 
+def test_a_macro_that_is_no_text_is_refused(bench: Workbench) -> None:
+    with pytest.raises(TypeError, match="debug: expected a str, got int"):
+        bench.run(1)  # type: ignore[arg-type]
+
+
 def test_use_before_edit_is_refused(bench: Workbench) -> None:
     with pytest.raises(RuntimeError, match=r"call edit\(folder\) first"), bench.use():
         pass
