@@ -146,6 +146,11 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def narrow_ids(experts: Tensor) -> Tensor:
+    """Expert ids in int32. An id that int32 has no room for is no expert's either way."""
+    return experts if experts.dtype == torch.int32 else experts.clamp(-1, torch.iinfo(torch.int32).max).int()
+
+
 def dense(weight: Tensor) -> Tensor:
     """A weight (E, out, in), contiguous or a transposed view of what is; a copy if it is neither."""
     return weight if weight.mT.is_contiguous() else weight.contiguous()

@@ -26,7 +26,7 @@ from blazeproto import gemm
 from blazeproto.activations import activation_named
 from blazeproto.autograd.checks import check_choice, check_experts
 from blazeproto.autograd.hopper_backend import ready
-from blazeproto.autograd.operators import as_experts_see, cast
+from blazeproto.autograd.operators import as_experts_see, cast, narrow_ids
 from blazeproto.autograd.options import Options
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.blocksparse.build import topology_of
@@ -124,7 +124,7 @@ class dMoE(PlainMoE):
         runs = self.runs_on(x.dtype)
         if runs.startswith("nothing"):
             raise RuntimeError(f"backend: expected one that runs here, got {options.backend!r}: {runs}")
-        on_gpu, ids = runs.startswith("hopper"), experts.clamp(-1, num_experts).to(torch.int32)  # int64 may not fit
+        on_gpu, ids = runs.startswith("hopper"), narrow_ids(experts)
         lists: Any = (ids,) if pair_tokens is None else (ids, pair_tokens, token_offsets)
         build: Any = build_dispatch if pair_tokens is None else build_dispatch_varying
         dispatch = build(*(ready(each) if on_gpu else each.cpu() for each in lists), num_experts)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blazeproto.autograd.hopper_backend import ready
+from blazeproto.autograd.operators import narrow_ids
 from blazeproto.autograd.torch_formulas import outputs
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.distributed.peer_memory import BLOCKS, PROGRESS_BYTES, MemoryLayout, PeerMemory
@@ -70,7 +71,7 @@ class PeerExchange:
         num_tokens: int,
         experts_here: int,
     ) -> SharedChoice:
-        experts, scores, top_k = _narrow(experts).contiguous(), scores.contiguous(), _top_k(experts)
+        experts, scores, top_k = narrow_ids(experts).contiguous(), scores.contiguous(), _top_k(experts)
         token_ranks = experts.new_empty(num_tokens)
         given = [t if t is None else t.contiguous() for t in (pair_tokens, token_offsets)]
         addresses = [0 if t is None else t.data_ptr() for t in (experts, scores, *given, token_ranks)]
@@ -147,7 +148,7 @@ class GatheredExchange:
         num_tokens: int,
         experts_here: int,
     ) -> SharedChoice:
-        experts, layout = _narrow(experts), self.layout
+        experts, layout = narrow_ids(experts), self.layout
         known = (experts >= 0) & (experts < experts_here * layout.ranks)
         ranks = torch.where(known, experts // experts_here, layout.ranks).long()
         tokens = torch.arange(num_tokens)[:, None].expand(ranks.shape) if pair_tokens is None else pair_tokens.long()
@@ -193,11 +194,6 @@ class GatheredExchange:
     def send_back(self, values: Tensor, here: Tensor) -> Tensor:
         of_ranks = self._gathered(values.masked_fill(~here, 0).flatten(), values.numel(), 0)
         return of_ranks.unflatten(1, (self.layout.ranks, -1))[:, self.rank].sum(0)  # one of them is not zero
-
-
-def _narrow(experts: Tensor) -> Tensor:
-    """Ids in int32. One that int32 has no room for is no expert's either way."""
-    return experts if experts.dtype == torch.int32 else experts.clamp(-1, torch.iinfo(torch.int32).max).int()
 
 
 def _top_k(experts: Tensor) -> int:

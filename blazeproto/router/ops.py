@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd.backends import has_dispatch_kernels
-from blazeproto.autograd.operators import Operator, define
+from blazeproto.autograd.operators import Operator, define, narrow_ids
 from blazeproto.autograd.private import unobserved
 from blazeproto.router import fallback, hashing, losses, pairs, topk
 from blazeproto.router.choices import varying_choice
@@ -171,7 +171,7 @@ def routing_losses(
     if _kernels_take(logits) and len(logits):
         balance_loss, z_loss, load = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
-        ids = experts.to(torch.int32).contiguous()
+        ids = narrow_ids(experts).contiguous()
         losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
         load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, losses.OPTIONS))

@@ -137,6 +137,16 @@ def test_pairs_that_are_not_here(make_case):
     assert (d_scores[away] == 0).all() and (d_scores[~away] != 0).all()
 
 
+def test_an_id_that_int32_has_no_room_for_is_not_here(make_case):
+    """Whatever its lower half is: some expert's, at most of them."""
+    case = make_case(sentinels=True)
+    away = (case.topk_experts < 0) | (case.topk_experts >= 5)
+    expected = case.run()
+    wide = torch.tensor([2**32, 2**32 + 4, 1 - 2**32, -(2**63), 2**63 - 1])
+    case.topk_experts = case.topk_experts.long().masked_scatter(away, wide.repeat(40))
+    assert all(torch.equal(a, b) for a, b in zip(case.run(), expected, strict=True))
+
+
 def test_one_bad_token_shows_in_its_own_output_alone(make_case):
     case = make_case()
     with torch.no_grad():

@@ -86,6 +86,18 @@ def test_few_tokens(tokens: int) -> None:
     assert tokens or not any(g.any() for g in found)
 
 
+def test_an_id_that_int32_has_no_room_for_is_not_here() -> None:
+    layer = dMoE(D, N, E, 2, router="topk_softmax")
+    x, scores = torch.randn(3, D), torch.ones(3, 2)
+    ids = torch.tensor([[0, 2**32 + 1], [-(2**63), 1], [2**63 - 1, 2**32]])
+    up, down, given = layer.up_proj_weight, layer.down_proj, {"num_experts": E, "options": layer.options}
+    made, expected = (
+        layer._experts(x, up, down, scores, each, **given, pair_tokens=None, token_offsets=None)
+        for each in (ids, ids.where((ids >= 0) & (ids < E), -1).int())
+    )
+    assert torch.equal(made, expected) and not made[2].any() and made[:2].any(1).all()
+
+
 def test_its_backward_is_the_derivative() -> None:
     """What `BlockExperts` does, by the twins in float64, against torch's derivative of the torch operations."""
     layer = dMoE(D, N, E, 2, router="topk_softmax", dtype=torch.float64)

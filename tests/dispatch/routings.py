@@ -32,6 +32,8 @@ def make_routing(kind: str, num_tokens: int, num_experts: int, top_k: int, seed:
     ids = ids.astype(dtype)
     if kind == "sentinels":  # every way of not being in [0, E)
         outside = np.array([-1, num_experts, num_experts + 7, -(2**31), 2**31 - 1])
+        if dtype == "int64":  # some whose lower half is an expert's id
+            outside = np.append(outside, [2**32, 2**32 + num_experts - 1, 1 - 2**32, -(2**63), 2**63 - 1])
         ids = np.where(rng.random(ids.shape) < 0.4, rng.choice(outside, ids.shape), ids).astype(dtype)
     if kind == "nobody_here":
         ids[...] = -1

@@ -179,6 +179,16 @@ def check_few() -> Iterator[str]:
         yield from check_method(method, FEW)
 
 
+def check_wide_ids(method: str) -> Iterator[str]:
+    """An int64 id outside [0, E) is not here, whatever its lower 32 bits are."""
+    ids = make_routing("sentinels", 40, 8, 4, dtype="int64")
+    expected = reference.build_dispatch(ids, 8)
+    here = ids[(ids >= 0) & (ids < 8)]
+    if expected.expert_token_offsets.tolist() != [0, *np.cumsum(np.bincount(here, minlength=8))]:
+        yield "wide ids: the twin counts pairs that are not here"
+    yield from (f"wide ids: {line}" for line in differences(build_dispatch(ids, 8, method=method), expected))
+
+
 def check_input() -> Iterator[str]:
     """Read-only ids are read; what the simulator cannot take is refused by name."""
     ids = make_routing("random", 20, 8, 2)
@@ -186,6 +196,8 @@ def check_input() -> Iterator[str]:
     ids.flags.writeable = False
     for method in ("tiled", "dense"):
         yield from differences(build_dispatch(ids, 8, method=method, validate=True), expected)
+    for method in ("tiled", "dense"):
+        yield from check_wide_ids(method)
     varying = make_varying(40, 9)
     for array in varying:
         array.flags.writeable = False

@@ -69,6 +69,23 @@ def test_losses_and_their_gradient_are_torch_s(score, balance, z, by_kernels, mo
     torch.testing.assert_close(d_values, expected, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_an_id_that_int32_has_no_room_for_counts_nowhere(kernels, monkeypatch):
+    values, experts = draw()
+    with torch.no_grad():
+        experts = experts.long()
+        experts[0, 0], experts[1, 0], experts[2, 1] = 2**32, -(2**63), 2**63 - 1
+    expected = ops.routing_losses(
+        values, experts.where((experts >= 0) & (experts < 7), -1).int(), "sigmoid", 0.5, 0.1, False
+    )
+    launched = play_kernels(monkeypatch) if kernels else set()
+    if kernels:
+        monkeypatch.setattr(ops, "_kernels_take", lambda logits: True)
+    made = ops.routing_losses(values, experts, "sigmoid", 0.5, 0.1, False)
+    assert launched == ({"routing_losses"} if kernels else set())
+    assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+
+
 def test_operators_are_sound():
     values, experts = draw(num_tokens=5)
     torch.library.opcheck(torch.ops.blazeproto.routing_losses.default, (values, experts, "sigmoid", 0.5, 0.1, True))
