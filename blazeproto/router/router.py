@@ -54,8 +54,9 @@ class Router(nn.Module):
     Args:
         d_model, num_experts, top_k: d, E and K, 1 <= K <= E.
         score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `scores` says what they are.
-        renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3) and for token
-            rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself.
+        renormalize: make a token's scores sum to one. None: with K > 1 True for sigmoid (DeepSeek-V3) and for token
+            rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself. With K = 1 a score of 1
+            would leave the router without the task's gradient.
         scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
             ``expert_bias``.
@@ -111,8 +112,13 @@ class Router(nn.Module):
             raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {name}, where scores do not make the load")
 
         self.score = score
-        by_choice = renormalize is None and self.choice is not None and self.choice.RENORMALIZES
-        self.renormalize = by_choice or renormalizes(score, renormalize)
+        by_choice = renormalize is None and top_k > 1 and self.choice is not None and self.choice.RENORMALIZES
+        self.renormalize = by_choice or renormalizes(score, renormalize, top_k)
+        if top_k == 1 and kind.over_chosen and not renormalize and not isinstance(self.choice, Hash):
+            checks.warn_once(
+                f"score: {score!r} with top_k=1 makes every score 1, so that the router has no gradient of the task; "
+                "score='softmax_topk' (router='top_k') has"
+            )
         self.scale = float(scale)
         self.bias_update_rate = float(bias_update_rate)
         self.aux_loss, self.z_loss = float(aux_loss), float(z_loss)
@@ -319,7 +325,7 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
         return stats
 
 
-# What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`.
+# What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`; `make_router` knows K = 1.
 _BALANCED: dict[str, Any] = {"aux_loss": 0.01}  # Switch Transformer §2.2
 ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"renormalize": True, **_BALANCED},
@@ -344,4 +350,5 @@ def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrid
     unknown keyword.
     """
     checks.one_of("router", name, sorted(ROUTERS))
-    return Router(d_model, num_experts, top_k, **(ROUTERS[name] | overrides))
+    named = ROUTERS[name] | ({"renormalize": None} if top_k == 1 else {})
+    return Router(d_model, num_experts, top_k, **(named | overrides))
