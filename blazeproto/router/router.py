@@ -64,8 +64,9 @@ class Router(nn.Module):
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
-    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None, and stays fp32,
-    its values untouched, when the module is cast: rounded to bf16 it would choose other experts.
+    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None. Rounded to bf16 it
+    would choose other experts. It stays fp32, its values untouched, when the module is cast; where something assigns a rounded
+    copy to its ``data``, as FSDP1's ``buffer_dtype`` does, it is fp32 with its values again at the next use.
 
     Raises TypeError or ValueError that names the argument, what was expected and what came; for an unknown keyword, the
     nearest that exists.
@@ -126,6 +127,7 @@ class Router(nn.Module):
         with_bias = kind.elementwise or bias_update_rate > 0
         bias = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if with_bias else None
         self.register_buffer("expert_bias", bias)
+        self._bias()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -135,19 +137,40 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
+    def _bias(self) -> Tensor | None:
+        """``expert_bias`` in fp32. Its attribute ``exact`` is its memory; should its ``data`` become a rounded copy, the numbers
+        there that are the rounding of the exact ones count as these."""
+        bias = self.expert_bias
+        if bias is None:
+            return None
+        exact: Tensor | None = getattr(bias, "exact", None)
+        if torch.compiler.is_compiling() or type(bias) is not Tensor:
+            return bias if bias.dtype == torch.float32 or exact is None else exact.to(bias.device)
+        if bias.dtype != torch.float32:
+            with torch.inference_mode(False), torch.no_grad():
+                bias.data = _unrounded(bias, exact)
+        if exact is None or exact.data_ptr() != bias.data_ptr():
+            vars(bias)["exact"] = bias.detach()
+        return bias
+
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
-        bias = self.expert_bias
+        bias = self._bias()
         super()._apply(fn, recurse)
         moved = self.expert_bias
         if bias is not None and moved is not None and moved.dtype != torch.float32:
-            self.expert_bias = (moved if bias.is_meta else bias).to(moved.device, torch.float32)
+            self.expert_bias = _unrounded(moved, bias)
+        self._bias()
         return self
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._bias()
+        super()._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._bias()
         super()._load_from_state_dict(*args, **kwargs)
-        if self.expert_bias is not None:  # assign=True takes the checkpoint's tensor, of whatever dtype
-            self.expert_bias = self.expert_bias.float()
+        self._bias()  # with assign=True the checkpoint's tensor, of whatever dtype
 
     def extra_repr(self) -> str:
         """Sizes, score and choice, for the module's repr."""
@@ -177,10 +200,10 @@ class Router(nn.Module):
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
             route = ops.route_top_k.entry((logits,), unobserved=hidden)
-            scores, experts = route(logits, self.expert_bias, self.top_k, *options)
+            scores, experts = route(logits, self._bias(), self.top_k, *options)
             chosen = experts
         else:
-            keys = fallback.selection_keys(logits, self.score, self.expert_bias)
+            keys = fallback.selection_keys(logits, self.score, self._bias())
             # The token choice: experts alone, which do not depend on the kind of scores.
             chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
             ranked = SCORES[self.score].value(logits.detach())
@@ -209,7 +232,7 @@ class Router(nn.Module):
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
         checkpointing runs twice. TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
         """
-        bias = self.expert_bias
+        bias = self._bias()
         check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is None:
             raise ValueError(
@@ -240,6 +263,15 @@ class Router(nn.Module):
             raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
         if token_ids.device != x.device:
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+
+
+def _unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:
+    """fp32 on the device of ``rounded``: its numbers, or the exact ones where it has their rounding."""
+    wide = rounded.float()
+    if exact is None or exact.is_meta or wide.is_meta:
+        return wide
+    exact = exact.to(wide.device)
+    return torch.where(exact.to(rounded.dtype) == rounded, exact, wide)
 
 
 def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
