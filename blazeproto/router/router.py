@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device
+from blazeproto.autograd.checkpoint import refuse_another_bias
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
@@ -190,7 +191,9 @@ class Router(nn.Module):
         mask = None if mask is None else mask.flatten()
         padding = None if mask is None else ~mask[:, None]
         logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight, mask)
-        options, choice = (self.score, self.renormalize, self.scale), self.choice
+        options, choice, bias = (self.score, self.renormalize, self.scale), self.choice, self._bias()
+        if bias is not None:
+            refuse_another_bias(self, bias)
         pair_tokens = token_offsets = load = None
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
@@ -200,10 +203,10 @@ class Router(nn.Module):
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
             route = ops.route_top_k.entry((logits,), unobserved=hidden)
-            scores, experts = route(logits, self._bias(), self.top_k, *options)
+            scores, experts = route(logits, bias, self.top_k, *options)
             chosen = experts
         else:
-            keys = fallback.selection_keys(logits, self.score, self._bias())
+            keys = fallback.selection_keys(logits, self.score, bias)
             # The token choice: experts alone, which do not depend on the kind of scores.
             chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
             ranked = SCORES[self.score].value(logits.detach())
@@ -230,7 +233,8 @@ class Router(nn.Module):
 
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
-        checkpointing runs twice. TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
+        checkpointing runs twice: after such a forward call it behind backward, or backward raises RuntimeError.
+        TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
         """
         bias = self._bias()
         check_load(load, self.num_experts, None if bias is None else bias.device)
