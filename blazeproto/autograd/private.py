@@ -76,6 +76,17 @@ def hooks_see_saved_tensors() -> bool:
     return not AVAILABLE or _top_saved_tensors_default_hooks(False) is not None
 
 
+def saved_tensors_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The hooks that are given what autograd nodes save, and give it back: the innermost pair first."""
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    while AVAILABLE and (pair := _top_saved_tensors_default_hooks(False)) is not None:
+        pairs.append(pair)
+        _pop_saved_tensors_default_hooks()
+    for pair in reversed(pairs):
+        _push_saved_tensors_default_hooks(*pair)
+    return pairs
+
+
 def graph_is_kept() -> bool:
     """In a backward: whether the graph is kept for another one."""
     return not AVAILABLE or _get_current_graph_task_keep_graph()

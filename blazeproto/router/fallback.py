@@ -62,7 +62,7 @@ def chosen_scores(logits: Tensor, experts: Tensor, score: str, renormalize: bool
     ``renormalize`` makes a token's scores sum to one, then ``scale`` (DeepSeek-V3's routed scaling factor) multiplies.
     """
     index = experts.long()
-    if sums_to_one(score, renormalize):
+    if sums_to_one(score, renormalize, experts.shape[1]):
         return score_named(score).logarithm(logits.gather(1, index)).softmax(dim=1) * scale
     return score_named(score).value(logits).gather(1, index) * scale
 

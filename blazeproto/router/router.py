@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device
+from blazeproto.autograd.checkpoint import refuse_another_bias
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
@@ -54,8 +55,9 @@ class Router(nn.Module):
     Args:
         d_model, num_experts, top_k: d, E and K, 1 <= K <= E.
         score: ``softmax_topk``, ``topk_softmax`` or ``sigmoid``; `scores` says what they are.
-        renormalize: make a token's scores sum to one. None: True for sigmoid (DeepSeek-V3) and for token
-            rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself.
+        renormalize: make a token's scores sum to one. None: with K > 1 True for sigmoid (DeepSeek-V3) and for token
+            rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself. With K = 1 a score of 1
+            would leave the router without the task's gradient.
         scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
             ``expert_bias``.
@@ -63,8 +65,9 @@ class Router(nn.Module):
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
-    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None, and stays fp32,
-    its values untouched, when the module is cast: rounded to bf16 it would choose other experts.
+    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None. Rounded to bf16 it
+    would choose other experts. It stays fp32, its values untouched, when the module is cast; where something assigns a rounded
+    copy to its ``data``, as FSDP1's ``buffer_dtype`` does, it is fp32 with its values again at the next use.
 
     Raises TypeError or ValueError that names the argument, what was expected and what came; for an unknown keyword, the
     nearest that exists.
@@ -111,8 +114,13 @@ class Router(nn.Module):
             raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {name}, where scores do not make the load")
 
         self.score = score
-        by_choice = renormalize is None and self.choice is not None and self.choice.RENORMALIZES
-        self.renormalize = by_choice or renormalizes(score, renormalize)
+        by_choice = renormalize is None and top_k > 1 and self.choice is not None and self.choice.RENORMALIZES
+        self.renormalize = by_choice or renormalizes(score, renormalize, top_k)
+        if top_k == 1 and kind.over_chosen and not renormalize and not isinstance(self.choice, Hash):
+            checks.warn_once(
+                f"score: {score!r} with top_k=1 makes every score 1, so that the router has no gradient of the task; "
+                "score='softmax_topk' (router='top_k') has"
+            )
         self.scale = float(scale)
         self.bias_update_rate = float(bias_update_rate)
         self.aux_loss, self.z_loss = float(aux_loss), float(z_loss)
@@ -120,6 +128,7 @@ class Router(nn.Module):
         with_bias = kind.elementwise or bias_update_rate > 0
         bias = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if with_bias else None
         self.register_buffer("expert_bias", bias)
+        self._bias()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -129,19 +138,40 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
+    def _bias(self) -> Tensor | None:
+        """``expert_bias`` in fp32. Its attribute ``exact`` is its memory; should its ``data`` become a rounded copy, the numbers
+        there that are the rounding of the exact ones count as these."""
+        bias = self.expert_bias
+        if bias is None:
+            return None
+        exact: Tensor | None = getattr(bias, "exact", None)
+        if torch.compiler.is_compiling() or type(bias) is not Tensor:
+            return bias if bias.dtype == torch.float32 or exact is None else exact.to(bias.device)
+        if bias.dtype != torch.float32:
+            with torch.inference_mode(False), torch.no_grad():
+                bias.data = _unrounded(bias, exact)
+        if exact is None or exact.data_ptr() != bias.data_ptr():
+            vars(bias)["exact"] = bias.detach()
+        return bias
+
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
-        bias = self.expert_bias
+        bias = self._bias()
         super()._apply(fn, recurse)
         moved = self.expert_bias
         if bias is not None and moved is not None and moved.dtype != torch.float32:
-            self.expert_bias = (moved if bias.is_meta else bias).to(moved.device, torch.float32)
+            self.expert_bias = _unrounded(moved, bias)
+        self._bias()
         return self
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._bias()
+        super()._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._bias()
         super()._load_from_state_dict(*args, **kwargs)
-        if self.expert_bias is not None:  # assign=True takes the checkpoint's tensor, of whatever dtype
-            self.expert_bias = self.expert_bias.float()
+        self._bias()  # with assign=True the checkpoint's tensor, of whatever dtype
 
     def extra_repr(self) -> str:
         """Sizes, score and choice, for the module's repr."""
@@ -161,7 +191,9 @@ class Router(nn.Module):
         mask = None if mask is None else mask.flatten()
         padding = None if mask is None else ~mask[:, None]
         logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight, mask)
-        options, choice = (self.score, self.renormalize, self.scale), self.choice
+        options, choice, bias = (self.score, self.renormalize, self.scale), self.choice, self._bias()
+        if bias is not None:
+            refuse_another_bias(self, bias)
         pair_tokens = token_offsets = load = None
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
@@ -171,10 +203,10 @@ class Router(nn.Module):
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
             route = ops.route_top_k.entry((logits,), unobserved=hidden)
-            scores, experts = route(logits, self.expert_bias, self.top_k, *options)
+            scores, experts = route(logits, bias, self.top_k, *options)
             chosen = experts
         else:
-            keys = fallback.selection_keys(logits, self.score, self.expert_bias)
+            keys = fallback.selection_keys(logits, self.score, bias)
             # The token choice: experts alone, which do not depend on the kind of scores.
             chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
             ranked = SCORES[self.score].value(logits.detach())
@@ -201,9 +233,10 @@ class Router(nn.Module):
 
         Call it once an optimizer step with the load (E,) of the whole batch: `Routing.load`, summed over accumulation
         steps and ranks, integers or floating point, on the bias's device. It is no part of forward, which activation
-        checkpointing runs twice. TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
+        checkpointing runs twice: after such a forward call it behind backward, or backward raises RuntimeError.
+        TypeError or ValueError for another load, also at rate 0; ValueError where there is no bias.
         """
-        bias = self.expert_bias
+        bias = self._bias()
         check_load(load, self.num_experts, None if bias is None else bias.device)
         if bias is None:
             raise ValueError(
@@ -234,6 +267,15 @@ class Router(nn.Module):
             raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
         if token_ids.device != x.device:
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
+
+
+def _unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:
+    """fp32 on the device of ``rounded``: its numbers, or the exact ones where it has their rounding."""
+    wide = rounded.float()
+    if exact is None or exact.is_meta or wide.is_meta:
+        return wide
+    exact = exact.to(wide.device)
+    return torch.where(exact.to(rounded.dtype) == rounded, exact, wide)
 
 
 def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -319,7 +361,7 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
         return stats
 
 
-# What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`.
+# What `scripts/train_lm.py --router NAME` and `MoE(router=NAME)` offer, as options of `Router`; `make_router` knows K = 1.
 _BALANCED: dict[str, Any] = {"aux_loss": 0.01}  # Switch Transformer §2.2
 ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"renormalize": True, **_BALANCED},
@@ -344,4 +386,5 @@ def make_router(name: str, d_model: int, num_experts: int, top_k: int, **overrid
     unknown keyword.
     """
     checks.one_of("router", name, sorted(ROUTERS))
-    return Router(d_model, num_experts, top_k, **(ROUTERS[name] | overrides))
+    named = ROUTERS[name] | ({"renormalize": None} if top_k == 1 else {})
+    return Router(d_model, num_experts, top_k, **(named | overrides))

@@ -115,11 +115,12 @@ def score_named(name: str) -> ScoreFunction:
     return SCORES[name]
 
 
-def renormalizes(score: str, renormalize: bool | None) -> bool:
-    """Whether a token's scores are divided by their sum: as asked for; where nothing is asked, as the score does by itself."""
-    return score_named(score).renormalized if renormalize is None else bool(renormalize)
+def renormalizes(score: str, renormalize: bool | None, top_k: int | None = None) -> bool:
+    """Whether a token's scores are divided by their sum: as asked for; where nothing is asked, as the score does by itself,
+    and never with one expert a token, whose score would be 1 and its gradient 0."""
+    return score_named(score).renormalized and top_k != 1 if renormalize is None else bool(renormalize)
 
 
-def sums_to_one(score: str, renormalize: bool | None) -> bool:
+def sums_to_one(score: str, renormalize: bool | None, top_k: int | None = None) -> bool:
     """Whether a token's scores sum to one before scaling."""
-    return score_named(score).over_chosen or renormalizes(score, renormalize)
+    return score_named(score).over_chosen or renormalizes(score, renormalize, top_k)

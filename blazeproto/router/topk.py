@@ -102,7 +102,8 @@ def check_scoring(call: dict[str, Any]) -> None:
 
 
 def scoring(call: dict[str, Any]) -> tuple[str, bool, float]:
-    return call["score"], renormalizes(call["score"], call["renormalize"]), float(call["scale"])
+    top_k = call.get("top_k", call.get("K"))
+    return call["score"], renormalizes(call["score"], call["renormalize"], top_k), float(call["scale"])
 
 
 @public(
@@ -131,7 +132,8 @@ def topk_route(
 
     top_k: K, up to 16; E up to 1024.  score: "softmax_topk", "topk_softmax" or "sigmoid"; scores.py says what they are.
     bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
-    renormalize: divide a token's scores by their sum; default: with sigmoid alone.  scale: multiplies the scores at the end.
+    renormalize: divide a token's scores by their sum; default: with sigmoid and K > 1 alone.  scale: multiplies the scores at the
+    end.
     Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
     notices.
     out: (scores, experts) to fill.

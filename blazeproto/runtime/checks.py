@@ -2,7 +2,9 @@
 
 import difflib
 import math
+import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -52,3 +54,9 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """ValueError unless ``value`` is among the ``allowed`` names, with the nearest of them."""
     if not isinstance(value, str) or value not in allowed:  # an array is equal to no name
         raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{nearest(value, allowed)}")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """A warning of this text, once a process."""
+    warnings.warn(message, stacklevel=3)

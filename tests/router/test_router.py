@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blazeproto.router import fallback
+from blazeproto.router import fallback, topk
 from blazeproto.router.choices import TokenRounding
 from blazeproto.router.router import ROUTERS, Router, Routing, make_router, routing_stats
+from blazeproto.router.scores import SCORES
+from blazeproto.runtime import checks
 
 VARYING = [name for name in ROUTERS if name.startswith(("token_rounding", "expert_choice", "capacity"))]
 
@@ -164,6 +167,57 @@ def test_scores_of_a_token_sum_to_one_when_renormalised() -> None:
     total = torch.zeros(50).index_add(0, routing.pair_tokens, routing.scores)
     has_any = routing.token_offsets.diff() > 0
     torch.testing.assert_close(total[has_any], torch.ones(int(has_any.sum())))
+
+
+LEARNS = [name for name in ROUTERS if name not in ("topk_softmax", "hash")]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", LEARNS)
+def test_with_one_expert_a_token_the_score_is_the_probability(name: str, training: bool) -> None:
+    """A score of 1, whatever the logits, would leave the router without a gradient of the task."""
+    router = named(name, 16, 4, 1, dtype=torch.float64).train(training)
+    routing = router(torch.randn(40, 16, dtype=torch.float64))
+    values = SCORES[router.score].value(routing.logits)
+    tokens = torch.arange(40) if routing.pair_tokens is None else routing.pair_tokens
+    used = routing.experts.flatten() >= 0
+    assert not router.renormalize and used.any()
+    expected = values[tokens.long(), routing.experts.flatten().long()][used]
+    torch.testing.assert_close(routing.scores.flatten()[used], expected)
+    (gradient,) = torch.autograd.grad(routing.scores.sum(), router.weight)
+    assert gradient.norm() > 1e-3
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_renormalize_is_kept_where_it_is_asked_for(name: str) -> None:
+    assert make_router(name, 16, 4, 1, renormalize=True).renormalize
+    assert make_router(name, 16, 4, 2).renormalize == (name != "expert_choice")
+
+
+def test_a_choice_and_a_score_know_one_expert_too() -> None:
+    """A router made without a name, and the kernels' functions."""
+    assert not Router(16, 4, 1, score="sigmoid").renormalize
+    assert not Router(16, 4, 1, choose=TokenRounding(8)).renormalize
+    logits, d_scores = torch.randn(9, 4, dtype=torch.float64), torch.ones(9, 1, dtype=torch.float64)
+    scores, experts = fallback.topk_route(logits, 1, score="sigmoid")
+    torch.testing.assert_close(scores, logits.sigmoid().amax(dim=1, keepdim=True))
+    assert fallback.topk_route_backward(logits, experts, d_scores, score="sigmoid").any()
+    assert topk.scoring({"score": "sigmoid", "renormalize": None, "scale": 1, "top_k": 1}) == ("sigmoid", False, 1.0)
+    assert topk.scoring({"score": "sigmoid", "renormalize": None, "scale": 1, "K": 2}) == ("sigmoid", True, 1.0)
+
+
+def test_a_softmax_of_one_logit_warns_once() -> None:
+    checks.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="score: 'topk_softmax' with top_k=1 .*score='softmax_topk'"):
+        router = make_router("topk_softmax", 16, 4, 1)
+    assert router(torch.randn(3, 16)).scores.tolist() == [[1.0]] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_router("topk_softmax", 16, 4, 1)  # the second time
+        checks.warn_once.cache_clear()
+        make_router("hash", 16, 4, 1)
+        make_router("topk_softmax", 16, 4, 1, renormalize=True)
+        make_router("topk_softmax", 16, 4, 2)
 
 
 def test_arithmetic_is_fp32_under_autocast_and_in_a_bf16_model() -> None:
