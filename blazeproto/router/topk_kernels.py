@@ -16,6 +16,9 @@ to sort, and ties go to the lower id. Where two neighbours among the best K + 1 
 isn't certain: the warp then asks again, for each choice that isn't, which whole number comes after the one before. For
 normal fp32 logits that is one token in 1700 (E = 128, K = 8); for bf16 never, since its lower 16 bits are free.
 
+With groups (DeepSeek-V3 §2.1.2) the best of them are found first, of the values as they are, and an expert of another group
+counts as one beyond E.
+
 Afterwards the lanes share the K choices: each reads its logits again (they are in the cache) and computes their scores.
 A token with a NaN or an infinite logit gets experts 0 … K-1 and NaN scores, and passes no gradient; no other token
 notices.
