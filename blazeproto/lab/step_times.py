@@ -124,7 +124,8 @@ def _router(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[st
     losses = (router.score, router.aux_loss, router.z_loss, False)
     experts, load, top_k = routing.experts, routing.load, layer.top_k
     d_scores, one = torch.randn_like(routing.scores), logits.new_ones(())
-    calls["forward", "top-k"] = lambda: ops.route_top_k.kernel(logits, router.expert_bias, top_k, *score)
+    groups = router.num_groups, router.top_groups
+    calls["forward", "top-k"] = lambda: ops.route_top_k.kernel(logits, router.expert_bias, top_k, *score, *groups)
     calls["forward", "load and losses"] = lambda: ops.routing_losses.kernel(logits, experts, *losses)
     calls["backward", "top-k"] = lambda: ops.route_top_k_backward.kernel(logits, experts, d_scores, *score)
     if of.losses:

@@ -1,22 +1,41 @@
 """The K best of many keys in one thread's registers: sorted lists, and nothing but `min` and `max`.
 
-Keys come in groups of eight. A group is sorted, then merged into the list of the best so far, which is sorted too:
+Keys come in eights. Eight are sorted, then merged into the list of the best so far, which is sorted too:
 
     best      9  7  6  4        max of a pair stays:      9  7  6  8      min of a pair is lost:  1  2  5  4
-    group     8  5  2  1        (9,1) (7,2) (6,5) (4,8)   it falls, then rises; ordering the pairs at
+    eight     8  5  2  1        (9,1) (7,2) (6,5) (4,8)   it falls, then rises; ordering the pairs at
                                                           distance 2, then 1, sorts it:             9  8  7  6
 
 That is Batcher's bitonic merge (Knuth, The Art of Computer Programming 3, 5.3.4) without its lower half. What the keys
 are never decides what is executed, so threads of a warp never part, and ptxas makes each min and max one instruction.
+
+The two best keys of each group of experts are kept likewise, with the keys as they are, so that their sum is exact but for one
+rounding: DeepSeek-V3 §2.1.2 ranks groups by it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+import math
 from typing import Any
 
-from blazeproto.runtime.numba import uint32
-from blazeproto.runtime.warp import device
+from blazeproto.runtime.numba import cuda, float32, int32, uint32
+from blazeproto.runtime.warp import bits_float, device, float_bits
 
-GROUP = 8  # keys
+EIGHT = 8  # keys
+
+
+@device
+def sortable(value):
+    """An integer that orders as fp32 values do, above 0 for every number; -0 equals +0."""
+    bits = float_bits(value + float32(0.0))
+    negative = uint32(int32(bits) >> int32(31))  # all ones or none
+    return uint32(bits ^ (negative | uint32(0x80000000)))
+
+
+@device
+def from_sortable(key):
+    """The value that `sortable` made this of."""
+    positive = uint32(int32(key) >> int32(31))
+    return bits_float(uint32(key ^ (~positive | uint32(0x80000000))))
 
 
 @device
@@ -27,7 +46,7 @@ def order(keys, i, j):
 
 
 @device
-def sort_group(keys):
+def sort_eight(keys):
     """Eight keys, largest first, by Batcher's odd-even merge sort (Knuth 3, 5.3.4): pairs, merged to fours, merged to eight.
 
     19 pairs are ordered, the fewest that can do.
@@ -79,3 +98,54 @@ def merge_of(size: int, used: int) -> Any:
         return lost
 
     return merge
+
+
+@device
+def add_two(firsts, seconds, group, first, second):
+    """Two more keys, the first the larger one, for the two best of a group."""
+    seconds[group] = max(min(firsts[group], first), max(seconds[group], second))
+    firsts[group] = max(firsts[group], first)
+
+
+def best_groups_of(num_groups: int, top_groups: int, size: int, lanes: int, per_lane: int, partner: Any) -> Any:
+    """``best_groups(values, lane)``: a bit for each of a token's ``top_groups`` best of ``num_groups`` groups.
+
+    A group is ``size`` experts. Groups rank by the sum of their two largest values, ties to the lower group. Every lane gets
+    the same.
+    values: this lane's ``per_lane`` of the token's values, as topk_kernels.py spreads them.  partner: of `warp.group_of`.
+    """
+    unit = math.gcd(size, EIGHT)  # neighbours in a lane that are of one group, whichever lane it is
+    steps = lanes.bit_length() - 1
+
+    @device
+    def best_groups(values, lane):
+        firsts = cuda.local.array(num_groups, uint32)  # registers
+        seconds = cuda.local.array(num_groups, uint32)
+        for g in range(num_groups):
+            firsts[g], seconds[g] = uint32(0), uint32(0)
+        for begin in range(0, per_lane, unit):
+            first, second = uint32(0), uint32(0)
+            for i in range(unit):
+                key = sortable(values[begin + i])
+                second = max(second, min(first, key))
+                first = max(first, key)
+            group = int32((begin // EIGHT * lanes + lane) * EIGHT + begin % EIGHT) // size  # beyond E none
+            for g in range(num_groups):
+                add_two(firsts, seconds, g, first if group == g else uint32(0), second if group == g else uint32(0))
+        for g in range(num_groups):
+            for step in range(steps):
+                first, second = partner(firsts[g], 1 << step), partner(seconds[g], 1 << step)
+                add_two(firsts, seconds, g, first, second)
+            both = from_sortable(firsts[g])
+            if size > 1:
+                both += from_sortable(seconds[g])
+            firsts[g] = sortable(both)
+        kept = uint32(0)
+        for g in range(num_groups):
+            better = int32(0)
+            for other in range(num_groups):
+                better += firsts[other] >= firsts[g] if other < g else firsts[other] > firsts[g]
+            kept |= uint32(better < top_groups) << uint32(g)
+        return kept
+
+    return best_groups

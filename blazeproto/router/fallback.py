@@ -90,17 +90,32 @@ def pair_scores(
     return F.pad(scores.flatten(), (0, 1)).gather(0, entry) * scale
 
 
-def selection_keys(logits: Tensor, score: str, bias: Tensor | None) -> Tensor:
-    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient."""
+def selection_keys(logits: Tensor, score: str, bias: Tensor | None, grouped: bool = False) -> Tensor:
+    """What top-k ranks: the logits, or scores plus the balancing bias (DeepSeek-V3 §2.1.2). (T, E), no gradient.
+
+    grouped: rank elementwise scores also without a bias, since groups add them up.
+    """
     logits = logits.detach()
-    return logits if bias is None else score_named(score).value(logits) + bias
+    if bias is None and not (grouped and score_named(score).elementwise):
+        return logits
+    keys = score_named(score).value(logits)
+    return keys if bias is None else keys + bias
 
 
-def choose_top_k(keys: Tensor, top_k: int) -> Tensor:
+def choose_top_k(keys: Tensor, top_k: int, num_groups: int | None = None, top_groups: int | None = None) -> Tensor:
     """The experts with the K largest keys of each token, largest first, ties to the lower expert id.
 
     keys (T, E) floating point; returns (T, K) int32, distinct in each row whatever the keys hold (NaN ranks last).
+    num_groups, top_groups: choose among the experts of a token's best groups, as `topk.topk_route` says.
     """
+    if num_groups is not None and num_groups != top_groups:
+        grouped = keys.unflatten(1, (num_groups, keys.shape[1] // num_groups))
+        size = grouped.shape[2]
+        sums = grouped.topk(min(2, size), dim=2).values.sum(dim=2)
+        groups = choose_top_k(sums, top_groups or 1).long().sort(dim=1).values  # so that ties go to the lower id
+        kept = grouped.gather(1, groups[:, :, None].expand(-1, -1, size)).flatten(1)
+        places = choose_top_k(kept, top_k).long()
+        return (groups.gather(1, places // size) * size + places % size).to(torch.int32)
     lowest, highest = torch.finfo(keys.dtype).min, torch.finfo(keys.dtype).max
     left = torch.nan_to_num(keys, nan=lowest, posinf=highest, neginf=lowest)  # a copy
     chosen = torch.empty(keys.shape[0], top_k, dtype=torch.int64, device=keys.device)
@@ -121,14 +136,17 @@ def topk_route(
     bias: Tensor | None = None,
     renormalize: bool | None = None,
     scale: float = 1.0,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
     out: Any = None,
     stream: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """scores (T, K) of the logits' dtype and experts (T, K) int32 of logits (T, E)."""
     finite = _finite(logits)
     logits = logits.where(finite, 0)
-    keys = selection_keys(logits, score, bias).where(finite, 0)  # ties throughout: experts 0 ... K-1
-    experts = choose_top_k(keys, top_k)
+    keys = selection_keys(logits, score, bias, num_groups != top_groups)
+    keys = keys.where(finite, 0)  # ties throughout: experts 0 ... K-1
+    experts = choose_top_k(keys, top_k, num_groups, top_groups)
     return chosen_scores(logits, experts, score, renormalize, scale).masked_fill(~finite, torch.nan), experts
 
 

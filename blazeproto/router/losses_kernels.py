@@ -23,8 +23,8 @@ the product that made them the logits lie in L2.
 import math
 from typing import Any
 
+from blazeproto.router.best import from_sortable, sortable
 from blazeproto.router.scores import LOG2_E, SCORES
-from blazeproto.router.topk_kernels import from_sortable, sortable
 from blazeproto.runtime.numba import cuda, float32, int32, int64
 from blazeproto.runtime.warp import device, fast_exp2, group_of
 

@@ -40,7 +40,10 @@ def _kernels_take(matrix: Tensor, top_k: int = 1) -> bool:
     )
 
 
-def _named(options: Sequence[Any], names: Sequence[str] = ("score", "renormalize", "scale")) -> dict[str, Any]:
+SCORING = "score", "renormalize", "scale"
+
+
+def _named(options: Sequence[Any], names: Sequence[str] = SCORING) -> dict[str, Any]:
     return dict(zip(names, options, strict=True))
 
 
@@ -92,20 +95,30 @@ def _route_fake(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> tup
 
 
 @define(
-    "route_top_k(Tensor logits, Tensor? bias, SymInt top_k, str score, bool renormalize, float scale) "
-    "-> (Tensor scores, Tensor experts)",
+    "route_top_k(Tensor logits, Tensor? bias, SymInt top_k, str score, bool renormalize, float scale, "
+    "int num_groups=1, int top_groups=1) -> (Tensor scores, Tensor experts)",
     _route_fake,
     chooses=True,
-    **_derivative(route_top_k_backward, 1, lambda inputs, output: ((inputs[0], output[1]), inputs[3:])),
+    **_derivative(route_top_k_backward, 1, lambda inputs, output: ((inputs[0], output[1]), inputs[3:6])),
 )
-def route_top_k(logits: Tensor, bias: Tensor | None, top_k: int, *options: Any) -> tuple[Tensor, Tensor]:
+def route_top_k(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    score: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
     """Token choice: the scores (T, K) and the experts (T, K) int32 of logits (T, E), in falling order of the keys.
 
     The scores are differentiable in the logits; backward keeps the logits and the experts.
     """
-    takes_bias = bias is None or (SCORES[options[0]].elementwise and bias.dtype == torch.float32)
-    if not (takes_bias and _kernels_take(logits, top_k)):
-        return fallback.topk_route(logits, top_k, bias=bias, **_named(options))
+    options = score, renormalize, scale, num_groups, top_groups
+    takes_bias = bias is None or (SCORES[score].elementwise and bias.dtype == torch.float32)
+    if not (takes_bias and num_groups <= topk.MAX_GROUPS and _kernels_take(logits, top_k)):
+        return fallback.topk_route(logits, top_k, bias=bias, **_named(options, (*SCORING, "num_groups", "top_groups")))
     kernel = topk.route_kernel(logits, top_k, bias is not None, *options)
     given, made = (logits, logits if bias is None else bias), _route_fake(logits, bias, top_k)
     return kernel.over(len(logits), place_of(logits), given, made=made)

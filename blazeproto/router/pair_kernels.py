@@ -21,8 +21,8 @@ where scores are a softmax over all experts) and writes 4·P; its backward write
 import math
 from typing import Any
 
+from blazeproto.router.best import from_sortable, sortable
 from blazeproto.router.scores import SCORES
-from blazeproto.router.topk_kernels import from_sortable, sortable
 from blazeproto.runtime.numba import cuda, float32, int32, int64, uint32
 from blazeproto.runtime.warp import block_scan, device, group_of, warp_barrier
 

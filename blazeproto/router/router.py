@@ -1,7 +1,7 @@
 """The router: a token's features in, its experts and their scores out.
 
     router = Router(d_model, num_experts=64, top_k=4, aux_loss=0.01)                  # softmax, top-k
-    router = Router(d_model, 64, 4, score="sigmoid", bias_update_rate=1e-3)           # DeepSeek-V3
+    router = Router(d_model, 64, 4, score="sigmoid", bias_update_rate=1e-3)           # DeepSeek-V3, its groups: below
     router = Router(d_model, 64, 4, choose="token_rounding", tile=128, rule="nr_f")   # SonicMoE
     router = make_router("token_rounding", d_model, 64, 4)                            # by name, as scripts do
     routing = router(x)                                                               # x (T, d)
@@ -26,6 +26,7 @@ from blazeproto.router.choices import Choice, Hash, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
 from blazeproto.router.scores import SCORES, renormalizes, score_named
+from blazeproto.router.topk import check_groups
 from blazeproto.runtime import checks
 
 
@@ -59,6 +60,9 @@ class Router(nn.Module):
             rounding (SonicMoE §6.3.1), False otherwise; ``topk_softmax`` sums to one by itself. With K = 1 a score of 1
             would leave the router without the task's gradient.
         scale: multiplies the scores (DeepSeek-V3's routed scaling factor).
+        num_groups, top_groups: group-limited routing (DeepSeek-V3 §2.1.2, with 8 and 4), for sigmoid scores; both or neither.
+            The experts are num_groups groups of neighbours. A token chooses among its top_groups best, by the sum of a group's
+            two largest ``score + expert_bias``.
         bias_update_rate: the step of `update_bias`; above 0, or with sigmoid scores, the choice is made by score plus
             ``expert_bias``.
         aux_loss, z_loss: coefficients of `fallback.load_balancing_loss` and `fallback.z_loss`; 0 leaves one out.
@@ -85,6 +89,8 @@ class Router(nn.Module):
         score: str = "softmax_topk",
         renormalize: bool | None = None,
         scale: float = 1.0,
+        num_groups: int | None = None,
+        top_groups: int | None = None,
         bias_update_rate: float = 0.0,
         aux_loss: float = 0.0,
         z_loss: float = 0.0,
@@ -103,6 +109,9 @@ class Router(nn.Module):
         if renormalize is not None:
             checks.boolean("renormalize", renormalize)
         checks.number("scale", scale)
+        self.num_groups, self.top_groups = check_groups(num_groups, top_groups, num_experts, top_k)
+        if num_groups is not None and not kind.elementwise:
+            raise ValueError(f"num_groups: expected None with score={score!r}, for only sigmoid scores rank groups")
         for name, rate in (("bias_update_rate", bias_update_rate), ("aux_loss", aux_loss), ("z_loss", z_loss)):
             checks.number(name, rate, least=0)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -112,6 +121,9 @@ class Router(nn.Module):
         if (aux_loss or bias_update_rate) and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
             name = type(self.choice).__name__
             raise ValueError(f"aux_loss, bias_update_rate: expected 0 with {name}, where scores do not make the load")
+        if num_groups is not None and self.choice is not None and self.choice.LOAD_IS_CHOSEN:
+            name = type(self.choice).__name__
+            raise ValueError(f"num_groups: expected None with {name}, where tokens do not rank experts")
 
         self.score = score
         by_choice = renormalize is None and top_k > 1 and self.choice is not None and self.choice.RENORMALIZES
@@ -174,9 +186,10 @@ class Router(nn.Module):
         self._bias()  # with assign=True the checkpoint's tensor, of whatever dtype
 
     def extra_repr(self) -> str:
-        """Sizes, score and choice, for the module's repr."""
+        """Sizes, score, groups and choice, for the module's repr."""
         choice = "" if self.choice is None else f", choose={self.choice}"
-        return f"{self.d_model}, experts={self.num_experts}, top_k={self.top_k}, score={self.score}{choice}"
+        groups = "" if self.num_groups == 1 else f", num_groups={self.num_groups}, top_groups={self.top_groups}"
+        return f"{self.d_model}, experts={self.num_experts}, top_k={self.top_k}, score={self.score}{groups}{choice}"
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Routing:
         """x (T, d) floating point; token_ids (T,) integers, of any shape, for hash routing alone.
@@ -192,6 +205,7 @@ class Router(nn.Module):
         padding = None if mask is None else ~mask[:, None]
         logits = router_logits.entry((x, self.weight), unobserved=hidden)(x, self.weight, mask)
         options, choice, bias = (self.score, self.renormalize, self.scale), self.choice, self._bias()
+        groups = self.num_groups, self.top_groups
         if bias is not None:
             refuse_another_bias(self, bias)
         pair_tokens = token_offsets = load = None
@@ -203,12 +217,13 @@ class Router(nn.Module):
             scores = fallback.chosen_scores(logits, experts, *options)
         elif choice is None or (choice.eval_top_k and not self.training):
             route = ops.route_top_k.entry((logits,), unobserved=hidden)
-            scores, experts = route(logits, bias, self.top_k, *options)
+            scores, experts = route(logits, bias, self.top_k, *options, *groups)
             chosen = experts
         else:
             keys = fallback.selection_keys(logits, self.score, bias)
             # The token choice: experts alone, which do not depend on the kind of scores.
-            chosen = ops.route_top_k.entry((), unobserved=hidden)(keys, None, self.top_k, "topk_softmax", False, 1.0)[1]
+            alone = keys, None, self.top_k, "topk_softmax", False, 1.0
+            chosen = ops.route_top_k.entry((), unobserved=hidden)(*alone, *groups)[1]
             ranked = SCORES[self.score].value(logits.detach())
             if padding is not None:
                 chosen, ranked = chosen.masked_fill(padding, -1), ranked.masked_fill(padding, 0)

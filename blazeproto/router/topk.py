@@ -13,7 +13,7 @@ from blazeproto.router.public import RowKernel, public
 from blazeproto.router.scores import SCORES, Score, renormalizes, score_named
 from blazeproto.runtime import arrays, checks
 
-MAX_TOP_K, MAX_EXPERTS = 16, 1024
+MAX_TOP_K, MAX_EXPERTS, MAX_GROUPS = 16, 1024, 32
 THREADS = 256  # of a block
 MIN_BLOCKS = 3  # on a multiprocessor, of topk_route, which bounds its registers
 MAX_BLOCKS = 132 * 32  # then a block goes on with further tokens
@@ -24,18 +24,36 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def route_kernel(logits: Any, top_k: int, biased: bool, score: str, renormalize: bool, scale: float) -> RowKernel:
+def route_kernel(
+    logits: Any,
+    top_k: int,
+    biased: bool,
+    score: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> RowKernel:
     """`topk_kernels.topk_route` for these logits; where there is no bias, any address will do for it."""
     num_experts = logits.shape[1]
     # Whether all rows begin at multiples of 16 bytes and hold whole groups of eight: then a load takes 16 bytes.
     aligned = num_experts % 8 == 0 and (arrays.simulated() or logits.data_ptr() % 16 == 0)
     options = score, renormalize, scale, biased, logits.dtype == "bfloat16", aligned
-    return forward_kernel(num_experts, top_k, *options)
+    return forward_kernel(num_experts, top_k, *options, num_groups, top_groups)
 
 
 @lru_cache(maxsize=256)
 def forward_kernel(
-    num_experts: int, top_k: int, score: str, renormalize: bool, scale: float, biased: bool, half: bool, aligned: bool
+    num_experts: int,
+    top_k: int,
+    score: str,
+    renormalize: bool,
+    scale: float,
+    biased: bool,
+    half: bool,
+    aligned: bool,
+    num_groups: int = 1,
+    top_groups: int = 1,
 ) -> RowKernel:
     """`topk_kernels.topk_route` for one E, K and set of options. half: bf16 logits.  aligned: see `route_kernel`."""
     from blazeproto.router import topk_kernels
@@ -57,6 +75,8 @@ def forward_kernel(
         scale=scale,
         half=half,
         aligned=aligned,
+        num_groups=num_groups,
+        top_groups=top_groups,
     )
 
 
@@ -84,7 +104,7 @@ def backward_kernel(num_experts: int, top_k: int, score: str, renormalize: bool,
 
 
 def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
-    num_tokens, num_experts, top_k = sizes["T"], sizes["E"], sizes.get("K", call.get("top_k"))
+    num_tokens, num_experts, top_k = sizes["T"], sizes["E"], sizes["K"] if "K" in sizes else call["top_k"]
     if not 1 <= num_experts <= MAX_EXPERTS or num_tokens >= 2**31:
         expected = f"(T, E) with T < 2**31 and 1 <= E <= {MAX_EXPERTS}"
         raise ValueError(f"logits: expected {expected}, got {(num_tokens, num_experts)}")
@@ -94,6 +114,25 @@ def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
         raise ValueError(f"top_k: expected 1 to {most} for E={num_experts}, got {top_k}")
     if call.get("bias") is not None and not SCORES[call["score"]].elementwise:
         raise ValueError(f"bias: expected None with score={call['score']!r}, for only sigmoid scores take one")
+    sizes["groups"] = check_groups(call.get("num_groups"), call.get("top_groups"), num_experts, top_k)
+    if sizes["groups"][0] > MAX_GROUPS:
+        raise ValueError(f"num_groups: expected at most {MAX_GROUPS}, got {call['num_groups']}")
+
+
+def check_groups(num_groups: int | None, top_groups: int | None, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Both numbers, 1 and 1 where every group stays. TypeError or ValueError unless they fit E and K, or both are None."""
+    if num_groups is None and top_groups is None:
+        return 1, 1
+    groups = checks.integer("num_groups", num_groups, least=1)
+    kept = checks.integer("top_groups", top_groups, least=1)
+    if num_experts % groups:
+        raise ValueError(f"num_groups: expected a divisor of E={num_experts}, got {groups}")
+    if kept > groups:
+        raise ValueError(f"top_groups: expected at most num_groups={groups}, got {kept}")
+    most = num_experts // groups * kept
+    if top_k > most:
+        raise ValueError(f"top_k: expected at most {most}, the experts of {kept} of {groups} groups, got {top_k}")
+    return (1, 1) if kept == groups else (groups, kept)
 
 
 def check_scoring(call: dict[str, Any]) -> None:
@@ -110,9 +149,9 @@ def scoring(call: dict[str, Any]) -> tuple[str, bool, float]:
     {"logits": "float32|bfloat16 T E", "bias": "float32 E"},
     {"scores": "float32 T top_k", "experts": "int32 T top_k"},
     _check,
-    lambda place, call, logits, bias, *made: route_kernel(logits, call["top_k"], bias is not None, *scoring(call)).over(
-        call["T"], place, (logits, logits if bias is None else bias, *made)
-    ),
+    lambda place, call, logits, bias, *made: route_kernel(
+        logits, call["top_k"], bias is not None, *scoring(call), *call["groups"]
+    ).over(call["T"], place, (logits, logits if bias is None else bias, *made)),
 )
 def topk_route(
     logits: Any,
@@ -122,6 +161,8 @@ def topk_route(
     bias: Any = None,
     renormalize: bool | None = None,
     scale: float = 1.0,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
     out: tuple[Any, Any] | None = None,
     stream: int | None = None,
 ) -> Any:
@@ -134,8 +175,11 @@ def topk_route(
     bias: for sigmoid scores alone: added for the choice and not to the score (DeepSeek-V3 eq. 16).
     renormalize: divide a token's scores by their sum; default: with sigmoid and K > 1 alone.  scale: multiplies the scores at the
     end.
-    Ties go to the lower expert id. A token with a NaN or infinite logit gets experts 0 … K-1 and NaN scores, and no other token
-    notices.
+    num_groups, top_groups: G, up to 32, and how many of them stay, both or neither (DeepSeek-V3 §2.1.2). E / G neighbours are a
+    group. Its score is the sum of its two largest keys, in fp32, and experts outside a token's best groups cannot be chosen. Keys
+    are sigmoid scores, plus the bias if there is one; with the other kinds of scores they are the logits.
+    Ties go to the lower expert id, among groups to the lower group. A token with a NaN or infinite logit gets experts 0 … K-1 and
+    NaN scores, and no other token notices.
     out: (scores, experts) to fill.
 
     Compiled when first called: before a CUDA-graph capture call it once with logits of the same shape, dtype and

@@ -16,6 +16,9 @@ to sort, and ties go to the lower id. Where two neighbours among the best K + 1 
 isn't certain: the warp then asks again, for each choice that isn't, which whole number comes after the one before. For
 normal fp32 logits that is one token in 1700 (E = 128, K = 8); for bf16 never, since its lower 16 bits are free.
 
+With groups (DeepSeek-V3 §2.1.2) the best of them are found first, of the values as they are, and an expert of another group
+counts as one beyond E.
+
 Afterwards the lanes share the K choices: each reads its logits again (they are in the cache) and computes their scores.
 A token with a NaN or an infinite logit gets experts 0 … K-1 and NaN scores, and passes no gradient; no other token
 notices.
@@ -31,7 +34,7 @@ written. At T = 1 Mi, E = 128, K = 8 in fp32: 604 MB, 0.14 ms forward.
 import math
 from typing import Any
 
-from blazeproto.router.best import GROUP, merge_of, sort_group
+from blazeproto.router.best import EIGHT, best_groups_of, from_sortable, merge_of, sort_eight, sortable
 from blazeproto.router.scores import LOG2_E, SCORES, sums_to_one
 from blazeproto.runtime.numba import cuda, float32, int32, int64, uint16, uint32
 from blazeproto.runtime.warp import (
@@ -72,21 +75,6 @@ def storer(half: bool) -> Any:
 
 
 @device
-def sortable(value):
-    """An integer that orders as fp32 values do, above 0 for every number; -0 equals +0."""
-    bits = float_bits(value + float32(0.0))
-    negative = uint32(int32(bits) >> int32(31))  # all ones or none
-    return uint32(bits ^ (negative | uint32(0x80000000)))
-
-
-@device
-def from_sortable(key):
-    """The value that `sortable` made this of."""
-    positive = uint32(int32(key) >> int32(31))
-    return bits_float(uint32(key ^ (~positive | uint32(0x80000000))))
-
-
-@device
 def depth_of(value):
     """How far a logit lies below 0, as an integer that orders as the depth does."""
     return float_bits(abs(min(float32(value), float32(0.0))))
@@ -103,21 +91,26 @@ def topk_route(
     scale: float,
     half: bool,
     aligned: bool,
+    num_groups: int,
+    top_groups: int,
 ) -> Any:
     """scores (T, K) fp32 and experts (T, K) int32 of logits (T, E), best first.
 
-    aligned: rows of logits begin at multiples of 16 bytes and hold whole groups of eight.
+    aligned: rows of logits begin at multiples of 16 bytes and hold whole eights.
     """
-    num_groups = -(-num_experts // (lanes * GROUP))  # a lane's, of eight experts
-    per_lane = num_groups * GROUP
+    eights = -(-num_experts // (lanes * EIGHT))  # a lane's
+    per_lane = eights * EIGHT
     size = 1 << (top_k - 1).bit_length()  # of the lists of best keys,
     used = min(top_k + 1, size)  # and how many are wanted: K, and one more to know whether the last of them is certain
     slots = -(-top_k // lanes)  # a lane's choices, when they are shared
     tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
-    id_mask = (1 << (num_groups * lanes * GROUP - 1).bit_length()) - 1
-    certain = half and not biased and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
+    id_mask = (1 << (eights * lanes * EIGHT - 1).bit_length()) - 1
+    grouped, group_size = num_groups > 1, num_experts // num_groups
+    by_value = biased or (grouped and SCORES[score].elementwise)  # experts are ranked, not by logit
+    certain = half and not by_value and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
     maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes, threads)
     load, merge = loader(half), merge_of(size, used)
+    best_groups = best_groups_of(num_groups, top_groups, group_size, lanes, per_lane, partner)
     elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
     sum_all = not (elementwise or sum_chosen)
     fast_value, _, fast_scaled, *_ = SCORES[score].on_device()
@@ -125,12 +118,16 @@ def topk_route(
     @device
     def ranked(value, expert, bias):
         """The number by which experts are chosen."""
-        return fast_value(value) + bias[min(expert, num_experts - 1)] if biased else value
+        number = fast_value(value) if by_value else value
+        return number + bias[min(expert, num_experts - 1)] if biased else number
 
     @device
-    def key_of(number, expert):
-        """That as an integer; 0 for experts beyond E."""
-        return sortable(number) if expert < num_experts else uint32(0)
+    def key_of(number, expert, kept):
+        """That as an integer; 0 for experts beyond E, and for those of a group that isn't ``kept``."""
+        inside = expert < num_experts
+        if grouped:
+            inside &= uint32(kept >> uint32(min(expert, num_experts - 1) // group_size)) & uint32(1) != uint32(0)
+        return sortable(number) if inside else uint32(0)
 
     @device
     def id_of(key):
@@ -140,7 +137,7 @@ def topk_route(
         thread = int32(cuda.threadIdx.x)
         lane = int32(thread & (lanes - 1))
         values = cuda.local.array(per_lane, float32)  # registers, and so the next
-        keys = cuda.local.array(GROUP, uint32)
+        keys = cuda.local.array(EIGHT, uint32)
         best = cuda.local.array(size, uint32)
         theirs = cuda.local.array(size, uint32)
         choices = cuda.local.array(slots, int32)
@@ -151,42 +148,45 @@ def topk_route(
         while 0 <= first < tokens:  # below 0: past 2**31
             token = int32(min(int32(first + (thread >> shift)), int32(tokens - 1)))
             row = int64(token) * num_experts
-            for j in range(num_groups):
-                expert = int32((j * lanes + lane) * GROUP)
+            for j in range(eights):
+                expert = int32((j * lanes + lane) * EIGHT)
                 if aligned:
-                    eight = load_eight(logits, row + min(expert, int32(num_experts - GROUP)))
-                    for i in range(GROUP):
-                        values[j * GROUP + i] = eight[i] if expert < num_experts else float32(0.0)
+                    eight = load_eight(logits, row + min(expert, int32(num_experts - EIGHT)))
+                    for i in range(EIGHT):
+                        values[j * EIGHT + i] = eight[i] if expert < num_experts else float32(0.0)
                 else:
-                    for i in range(GROUP):
+                    for i in range(EIGHT):
                         inside = expert + i < num_experts
-                        values[j * GROUP + i] = load(logits, row + expert + i) if inside else float32(0.0)
+                        values[j * EIGHT + i] = load(logits, row + expert + i) if inside else float32(0.0)
             finite = float32(0.0)  # stays 0 unless a value is NaN or infinite
             for i in range(per_lane):
                 finite += values[i] * float32(0.0)
             broken = any_of(finite != float32(0.0))
-            if biased:  # here, for with this in its body LLVM wouldn't unroll the next loop
+            if by_value:  # here, for with this in its body LLVM wouldn't unroll the next loop
                 for i in range(per_lane):
-                    values[i] = ranked(values[i], (i // GROUP * lanes + lane) * GROUP + i % GROUP, bias)
+                    values[i] = ranked(values[i], (i // EIGHT * lanes + lane) * EIGHT + i % EIGHT, bias)
+            kept = uint32(0)
+            if grouped:
+                kept = best_groups(values, lane)
 
             # Fast: the id takes the key's lowest bits, upside down, so that lower ids are larger. One number to sort
             # by.
             unchosen = uint32(0)  # the best key that a full list lost
             for i in range(size):
                 best[i] = uint32(0)
-            for j in range(num_groups):
-                for i in range(GROUP):
-                    expert = int32((j * lanes + lane) * GROUP + i)
-                    key = key_of(values[j * GROUP + i], expert)
+            for j in range(eights):
+                for i in range(EIGHT):
+                    expert = int32((j * lanes + lane) * EIGHT + i)
+                    key = key_of(values[j * EIGHT + i], expert, kept)
                     keys[i] = uint32(key | uint32(id_mask)) ^ uint32(expert)
-                sort_group(keys)
+                sort_eight(keys)
                 if j == 0:
-                    for i in range(min(used, GROUP)):
+                    for i in range(min(used, EIGHT)):
                         best[i] = keys[i]
                 else:
-                    unchosen = max(unchosen, merge(best, keys, min(size, GROUP)))
-                if size < GROUP:
-                    unchosen = max(unchosen, keys[min(size, GROUP - 1)])
+                    unchosen = max(unchosen, merge(best, keys, min(size, EIGHT)))
+                if size < EIGHT:
+                    unchosen = max(unchosen, keys[min(size, EIGHT - 1)])
             for step in range(shift):
                 for i in range(size):
                     theirs[i] = partner(best[i], 1 << step)
@@ -208,13 +208,13 @@ def topk_route(
                     for j in range(top_k - 1):
                         last_id = id_of(best[j]) if j + 1 == k else last_id
                     if last_id >= 0:
-                        last = key_of(ranked(load(logits, row + last_id), last_id, bias), last_id)
+                        last = key_of(ranked(load(logits, row + last_id), last_id, bias), last_id, kept)
                     mine, mine_id = uint32(0), uint32(0xFFFFFFFF)
-                    for j in range(num_groups):
-                        for i in range(GROUP):
-                            expert = int32((j * lanes + lane) * GROUP + i)
+                    for j in range(eights):
+                        for i in range(EIGHT):
+                            expert = int32((j * lanes + lane) * EIGHT + i)
                             value = load(logits, row + min(expert, int32(num_experts - 1)))
-                            key = key_of(ranked(value, expert, bias), expert)
+                            key = key_of(ranked(value, expert, bias), expert, kept)
                             after_last = (key < last) | ((key == last) & (expert > last_id))
                             mine_id = uint32(expert) if after_last & (key > mine) else mine_id
                             mine = key if after_last & (key > mine) else mine
@@ -253,10 +253,10 @@ def topk_route(
             factor = float32(1.0)
             if sum_all:
                 exponentials = float32(0.0)
-                for j in range(num_groups):
-                    for i in range(GROUP):
-                        term = fast_exp2((values[j * GROUP + i] - top) * float32(LOG2_E))
-                        inside = (j * lanes + lane) * GROUP + i < num_experts
+                for j in range(eights):
+                    for i in range(EIGHT):
+                        term = fast_exp2((values[j * EIGHT + i] - top) * float32(LOG2_E))
+                        inside = (j * lanes + lane) * EIGHT + i < num_experts
                         exponentials += term if inside else float32(0.0)
                 factor = fast_reciprocal(total(exponentials))
             if sum_chosen:

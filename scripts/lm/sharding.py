@@ -131,7 +131,8 @@ class Sharding:
         load = routing.load
         if routing.pair_tokens is not None:  # the load that the loss is of comes before any rounding
             keys = fallback.selection_keys(routing.logits.detach(), router.score, router.expert_bias)
-            load = fallback.expert_load(fallback.choose_top_k(keys, router.top_k), router.num_experts)
+            chosen = fallback.choose_top_k(keys, router.top_k, router.num_groups, router.top_groups)
+            load = fallback.expert_load(chosen, router.num_experts)
         mean = self.ranks.mean(load.to(torch.float32))
         loss = router.aux_loss * fallback.load_balancing_loss(routing.logits, mean, router.top_k, router.score)
         return routing._replace(aux_losses=routing.aux_losses | {"load_balancing": loss})

@@ -130,11 +130,11 @@ def randomise(module: nn.Module) -> None:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
 
 
-def configuration(family: str) -> Any:
+def configuration(family: str, **options: Any) -> Any:
     """A tiny one of a family (its model type)."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family](**{**SMALL, **EXTRA.get(family, {})}, use_cache=False)
+    return CONFIG_MAPPING[family](**{**SMALL, **EXTRA.get(family, {}), **options}, use_cache=False)
 
 
 def tiny(family: str, **options: Any) -> Any:

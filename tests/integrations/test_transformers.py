@@ -16,6 +16,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
 
+from blazeproto import MoE  # noqa: E402
 from blazeproto.autograd import backends  # noqa: E402
 from blazeproto.autograd.low_rank import LowRank  # noqa: E402
 from blazeproto.integrations import peft  # noqa: E402
@@ -103,6 +104,93 @@ def test_a_model_trains_as_eager(family: str, calls: list[str]) -> None:
 @pytest.mark.parametrize("family", OTHERS)
 def test_another_model_trains_as_eager(family: str, calls: list[str]) -> None:
     agrees_with_eager(family, calls)
+
+
+# --- DeepSeek-V3, whose tokens choose among their best groups -------------------------------------------------------------
+
+
+def deepseek_v3(bias: float = 0.0, **options: Any) -> Any:
+    """A model with 16 experts in 4 groups, of which a token has 4 experts in 2. bias: the mean of the balancing one."""
+    sizes = {"n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16, "num_experts_per_tok": 4}
+    sizes |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    torch.manual_seed(0)
+    config = families.configuration("deepseek_v3", **(sizes | options))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    families.randomise(model)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, bias, 0.1)
+    return model
+
+
+def moe_of(block: Any) -> MoE:
+    """A DeepSeek-V3 block as a layer of ours: router, experts and shared expert, with the block's weights."""
+    config, shared = block.config, block.shared_experts
+    sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts, config.num_experts_per_tok
+    groups = {"num_groups": config.n_group, "top_groups": config.topk_group}
+    layer = MoE(
+        *sizes, d_shared=shared.down_proj.in_features, score="sigmoid", scale=config.routed_scaling_factor, **groups
+    )
+    weights = {
+        "router.weight": block.gate.weight,
+        "router.expert_bias": block.gate.e_score_correction_bias,
+        "gate_up_proj": block.experts.gate_up_proj,
+        "down_proj": block.experts.down_proj,
+        "shared_expert.gate_up_proj": torch.cat((shared.gate_proj.weight, shared.up_proj.weight)),
+        "shared_expert.down_proj": shared.down_proj.weight,
+    }
+    layer.load_state_dict(weights)
+    return layer
+
+
+class Output(torch.nn.Module):
+    """A layer's output alone, as a transformers model's block returns it."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+def logits_of(model: Any, implementation: str) -> Tensor:
+    model.set_experts_implementation(implementation)
+    with torch.no_grad():
+        return model(input_ids=tokens()).logits
+
+
+def test_deepseek_v3_with_groups_has_eagers_logits(calls: list[str]) -> None:
+    """With our experts beside its own router, and with our router too."""
+    model = deepseek_v3()
+    eager = logits_of(model, "eager")
+    assert not torch.allclose(logits_of(deepseek_v3(n_group=1, topk_group=1), "eager"), eager, atol=0.01), "no groups"
+    close(logits_of(model, "blazeproto"), eager)
+    assert len(calls) == len(model.model.layers)
+    for layer in model.model.layers:
+        layer.mlp = Output(moe_of(layer.mlp))
+    close(logits_of(model, "eager"), eager)
+
+
+@pytest.mark.parametrize("bias", [0.0, pytest.param(-2.0, id="negative keys")])
+def test_a_block_of_deepseek_v3_is_a_layer_of_ours(bias: float) -> None:
+    if bias and not families.is_newest():
+        pytest.skip("earlier versions may set the keys of other groups to 0, which win over negative ones")
+    block = deepseek_v3(bias).model.layers[1].mlp
+    layer, x = moe_of(block), torch.randn(50, 32)
+    _, *theirs = block.gate(x)
+    routing = layer.router(x)
+    dense = [torch.zeros(50, 16).scatter(1, ids.long(), s) for s, ids in (routing[:2], theirs)]
+    close(*dense)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    (out, _), wanted = layer(inputs[0][None]), block(inputs[1][None])
+    close(out, wanted)
+    d_out = torch.randn(wanted.shape)
+    (out * d_out).sum().backward()
+    (wanted * d_out).sum().backward()
+    close(inputs[0].grad, inputs[1].grad)
+    close(layer.router.weight.grad, block.gate.weight.grad)
+    close(layer.gate_up_proj.grad, block.experts.gate_up_proj.grad)
+    close(layer.down_proj.grad, block.experts.down_proj.grad)
 
 
 def outputs_and_gradients(experts: Any, implementation: str, inputs: tuple[Tensor, ...]) -> list[Tensor]:

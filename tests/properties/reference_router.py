@@ -3,7 +3,7 @@
 Choices are made by Python's `sorted`, scores and losses by torch, so that autograd gives their gradients. Where two keys are
 so close that rounding may exchange them, the choice is called uncertain: see `Order`.
 
-    token choice     MoEBlaze §2.1; with a bias: DeepSeek-V3 §2.1.2, eq. 16
+    token choice     MoEBlaze §2.1; with a bias, eq. 16, and among the best groups: DeepSeek-V3 §2.1.2
     token rounding   SonicMoE §5, Algorithm 4; roundings: appendix E.2, Algorithm 6
     expert choice    Zhou et al. 2022, §3.2
     capacity         GShard Algorithm 1 (slot), Switch Transformer §2.2 (token), V-MoE §4.1 (score)
@@ -98,13 +98,26 @@ def _log_scores(logits: Tensor, score: str) -> Tensor:
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
 
-def token_choice(keys: Tensor, tolerances: Tensor, top_k: int, exact: bool, order: Order) -> list[list[int]]:
-    """The K experts with the largest keys (T, E) of each token, largest first. tolerances (T, E): how far a computed key
-    may be off. exact: keys are computed without rounding, so that equal ones are equal anywhere."""
+def group_scores(keys: Sequence[float], num_groups: int) -> list[float]:
+    """The sum of each group's two largest keys."""
+    size = len(keys) // num_groups
+    return [sum(sorted(keys[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)]
+
+
+def token_choice(
+    keys: Tensor, tolerances: Tensor, top_k: int, exact: bool, order: Order, num_groups: int = 1, top_groups: int = 1
+) -> list[list[int]]:
+    """The K experts with the largest keys (T, E) of each token, largest first, out of its best groups. tolerances (T, E): how
+    far a computed key may be off. exact: keys are computed without rounding, so that equal ones are equal anywhere."""
     chosen = []
     for token, (row, tolerance) in enumerate(zip(keys.tolist(), tolerances.tolist(), strict=True)):
         mine = Order()
-        best = mine.falling(row, lambda i, j: exact, max(tolerance), top_k)[:top_k]
+        alike = lambda i, j: exact  # noqa: E731
+        sums = group_scores(row, num_groups)
+        groups = mine.first([list(range(num_groups))], sums, alike, 3 * max(tolerance), top_groups)
+        experts = [e for e in range(len(row)) if e // (len(row) // num_groups) in groups]
+        best = mine.falling([row[e] for e in experts], alike, max(tolerance), top_k)[:top_k]
+        best = [experts[place] for place in best]
         chosen.append(best)
         if mine.uncertain:
             order.uncertain = True

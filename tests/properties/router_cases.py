@@ -74,16 +74,25 @@ def draw_router(data: Any, d: int, num_experts: int, top_k: int, dtype: torch.dt
     rate = data.draw(st.sampled_from([0.0, 1e-3, 0.5]), "rate")
     if choice in ("expert_choice", "hash"):
         losses["aux_loss"] = rate = 0.0
+    score = data.draw(st.sampled_from(["softmax_topk", "topk_softmax", "sigmoid"]), "score")
+    groups = {}
+    if score == "sigmoid" and choice not in ("expert_choice", "hash") and data.draw(st.booleans(), "groups"):
+        number = data.draw(
+            st.sampled_from([n for n in range(1, num_experts + 1) if num_experts % n == 0]), "num_groups"
+        )
+        least = -(-top_k * number // num_experts)
+        groups = {"num_groups": number, "top_groups": data.draw(st.integers(least, number), "top_groups")}
     router = Router(
         d,
         num_experts,
         top_k,
-        score=data.draw(st.sampled_from(["softmax_topk", "topk_softmax", "sigmoid"]), "score"),
+        score=score,
         renormalize=data.draw(st.sampled_from([None, True, False]), "renormalize"),
         scale=data.draw(st.sampled_from([1.0, 1.0, 2.5, 0.125, 16.0]), "scale"),
         bias_update_rate=rate,
         choose=choice,
         dtype=dtype,
+        **groups,
         **losses,
         **options,
     )
@@ -159,7 +168,10 @@ def expect(case: Case, x: Tensor, weight: Tensor) -> Expected:
             keys = scores + router.expert_bias.double()
             key_error = score_error * scores + unit * keys.abs() + least
         order = reference.Order()
-        chosen = reference.token_choice(keys, key_error, router.top_k, exact and router.expert_bias is None, order)
+        groups = router.num_groups, router.top_groups
+        chosen = reference.token_choice(
+            keys, key_error, router.top_k, exact and router.expert_bias is None, order, *groups
+        )
         masks = []
         if case.varies:
             # A sigmoid may differ in the last bit between a vector's lanes and what is left over.
@@ -229,6 +241,12 @@ def check_choice(case: Case, routing: Routing, expected: Expected) -> None:
             assert got == want, f"token {token}"
             continue
         keys, slack = expected.keys[token], 2 * expected.key_error[token].max()
-        ranked = [*got, *sorted(set(range(len(keys))) - set(got))]
+        num_groups, top_groups = case.router.num_groups, case.router.top_groups
+        size, sums = len(keys) // num_groups, reference.group_scores(keys.tolist(), num_groups)
+        best = [g for g in range(num_groups) if sums[g] >= sorted(sums)[-top_groups] - 3 * slack]
+        mine = {e // size for e in got}
+        assert len(mine) <= top_groups and mine <= set(best), f"token {token}"
+        same_groups = {e for e in range(len(keys)) if e // size in mine}
+        ranked = [*got, *sorted(same_groups - set(got))]
         for place in range(len(got)):
             assert (keys[ranked[place]] >= keys[ranked[place + 1 :]] - slack).all(), f"token {token}, place {place}"

@@ -74,6 +74,14 @@ def best(keys: Sequence[Any], count: int) -> list[int]:
     return sorted(range(len(keys)), key=lambda i: (-keys[i], i))[:count]
 
 
+def best_of_groups(keys: Sequence[Any], count: int, num_groups: int, top_groups: int) -> list[int]:
+    """DeepSeek-V3 §2.1.2, node-limited routing, and its published code: no expert outside the best groups, by the sum of a
+    group's two largest keys."""
+    size = len(keys) // num_groups
+    groups = best([sum(sorted(keys[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)], top_groups)
+    return [e for e in best(keys, len(keys)) if e // size in groups][:count]
+
+
 def token_rounding(
     scores: Scores, chosen: Sequence[Sequence[int]], tile: int, rule: str, draws: Sequence[float]
 ) -> Pairs:

@@ -27,8 +27,13 @@ CASES = [
     (3, 128, 8, {"score": "softmax_topk"}),
     (2, 72, 16, {"score": "topk_softmax"}),
     (2, 200, 6, {"score": "sigmoid", "biased": True}),
+    # groups of eight experts, of a single one, of three that share eights with others; keys whose sums are exact, and not
+    (3, 48, 5, {"score": "sigmoid", "biased": True, "num_groups": 6, "top_groups": 2}),
+    (3, 36, 7, {"score": "topk_softmax", "num_groups": 12, "top_groups": 4}),
+    (3, 6, 2, {"score": "topk_softmax", "num_groups": 6, "top_groups": 3}),
+    (2, 128, 8, {"score": "sigmoid", "biased": True, "scale": 2.5, "num_groups": 8, "top_groups": 3}),
 ]
-FEW = slice(1, 5)  # each score, fp32 and bf16, a bias, one lane a token and more
+FEW = [1, 2, 3, 4, 11]  # each score, fp32 and bf16, a bias, groups, one lane a token and more
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -73,8 +78,9 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
     given = to_bfloat16(logits) if half else logits
     logits = from_bfloat16(given) if half else logits
 
-    scores, experts = topk_route(given, top_k, bias=bias, **options)
-    right_scores, right = fallback.topk_route(logits, top_k, bias=bias, **options)
+    groups = {name: options.pop(name, None) for name in ("num_groups", "top_groups")}
+    scores, experts = topk_route(given, top_k, bias=bias, **groups, **options)
+    right_scores, right = fallback.topk_route(logits, top_k, bias=bias, **groups, **options)
     if not np.array_equal(experts, right):
         yield f"experts\n{experts}\nexpected\n{right}"
     elif not np.allclose(scores, right_scores, rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -92,8 +98,8 @@ def check_case(num_tokens: int, num_experts: int, top_k: int, half: bool, option
 
 def check_topk(part: str) -> Iterator[str]:
     topk.THREADS = 32  # the simulator runs a Python thread for each CUDA thread
-    cases = list(enumerate(CASES))
-    for index, (num_tokens, num_experts, top_k, options) in cases[FEW] if part == "few" else cases:
+    for index in FEW if part == "few" else range(len(CASES)):
+        num_tokens, num_experts, top_k, options = CASES[index]
         half = index % 3 == 1
         for line in check_case(num_tokens, num_experts, top_k, half, options):
             yield f"T={num_tokens} E={num_experts} K={top_k} {options}{' bf16' if half else ''}: {line}"

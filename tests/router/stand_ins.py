@@ -17,7 +17,7 @@ Compute = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]
 BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the outputs, which are the last operands
     "topk_route": lambda c, _, logits, bias, *made: fallback.topk_route(
-        logits, c["top_k"], bias=bias if c["biased"] else None, **scoring(c)
+        logits, c["top_k"], bias=bias if c["biased"] else None, **scoring(c), **groups_of(c)
     ),
     "topk_route_backward": lambda c, _, *given: fallback.topk_route_backward(*given[:3], **scoring(c)),
     "score_pairs": lambda c, _, *given: fallback.score_pairs(*given[:3], **scoring(c)),
@@ -36,6 +36,10 @@ BY_ROWS: dict[str, Compute] = {  # (constants, numbers, *operands) -> the output
 def scoring(constants: dict[str, Any]) -> dict[str, Any]:
     together = constants.get("renormalize", constants.get("together"))
     return {"score": constants["score"], "renormalize": together, "scale": constants["scale"]}
+
+
+def groups_of(constants: dict[str, Any]) -> dict[str, int]:
+    return {name: constants[name] for name in ("num_groups", "top_groups")}
 
 
 def fill(outputs: Sequence[torch.Tensor], made: Any) -> None:

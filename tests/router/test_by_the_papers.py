@@ -21,6 +21,10 @@ CHOICES: list[dict[str, Any]] = [
     {"choose": "expert_choice"},
     *({"choose": "capacity", "priority": priority} for priority in ("slot", "token", "score")),
     {"choose": "hash", "seed": 3},
+    *(
+        {"choose": choose, "score": "sigmoid", "num_groups": num_groups, "top_groups": 2}
+        for choose, num_groups in (("top_k", 3), ("top_k", 4), ("token_rounding", 4), ("capacity", 3))
+    ),
 ]
 
 
@@ -31,7 +35,7 @@ def expected_pairs(
     rows, choice = logits.tolist(), router.choice
     scores = SCORES[router.score].value(logits)
     keys = rows if router.expert_bias is None else (scores + router.expert_bias).tolist()
-    chosen = [papers.best(row, router.top_k) for row in keys]
+    chosen = [papers.best_of_groups(row, router.top_k, router.num_groups, router.top_groups) for row in keys]
     options = vars(choice) if choice is not None else {}
     if "seed" in options:
         chosen = [papers.hashed(i, router.num_experts, router.top_k, options["seed"]) for i in ids]
@@ -47,9 +51,10 @@ def expected_pairs(
 
 def check_router(seed: int, options: dict[str, Any]) -> None:
     rng = random.Random(seed)
-    num_tokens, num_experts = rng.randint(1, 9), rng.randint(1, 7)
-    top_k = rng.randint(1, num_experts)
-    score = rng.choice(["softmax_topk", "topk_softmax", "sigmoid"])
+    num_groups = options.get("num_groups", 1)
+    num_tokens, num_experts = rng.randint(1, 9), num_groups * rng.randint(1, 7 if num_groups == 1 else 3)
+    top_k = rng.randint(1, num_experts // num_groups * options.get("top_groups", 1))
+    score = options.get("score") or rng.choice(["softmax_topk", "topk_softmax", "sigmoid"])
     options = {
         "score": score,
         "renormalize": rng.choice([None, True, False]),

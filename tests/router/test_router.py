@@ -16,6 +16,7 @@ from blazeproto.router.router import ROUTERS, Router, Routing, make_router, rout
 from blazeproto.router.scores import SCORES
 from blazeproto.runtime import checks
 
+GROUPED: dict[str, Any] = {"score": "sigmoid", "num_groups": 4, "top_groups": 2}
 VARYING = [name for name in ROUTERS if name.startswith(("token_rounding", "expert_choice", "capacity"))]
 
 
@@ -312,6 +313,11 @@ def test_repr_names_the_choice() -> None:
     assert "TokenRounding(tile=8, rule='nr_f'" in repr(named("token_rounding"))
 
 
+def test_repr_names_the_groups_that_are_left_out() -> None:
+    assert "num_groups=4, top_groups=2" in repr(Router(16, 8, 2, **GROUPED))
+    assert "groups" not in repr(Router(16, 8, 2, **(GROUPED | {"top_groups": 4})))
+
+
 def test_choice_objects_are_taken_as_they_are() -> None:
     choice = TokenRounding(tile=4)
     assert Router(16, 8, 2, choose=choice).choice is choice
@@ -345,6 +351,15 @@ def test_choice_objects_are_taken_as_they_are() -> None:
         ({"dtype": "float32"}, TypeError, "dtype: expected a floating-point torch.dtype or None, got 'float32'"),
         ({"choose": TokenRounding(), "tile": 8}, TypeError, "carries its own options"),
         ({"choose": "hash", "aux_loss": 0.1}, ValueError, "expected 0 with Hash"),
+        ({**GROUPED, "top_groups": None}, TypeError, "top_groups: expected an int, got NoneType"),
+        ({**GROUPED, "num_groups": None}, TypeError, "num_groups: expected an int, got NoneType"),
+        ({**GROUPED, "num_groups": 0}, ValueError, "num_groups: expected at least 1, got 0"),
+        ({**GROUPED, "num_groups": 3}, ValueError, "num_groups: expected a divisor of E=8, got 3"),
+        ({**GROUPED, "top_groups": 5}, ValueError, "top_groups: expected at most num_groups=4, got 5"),
+        ({**GROUPED, "top_k": 5}, ValueError, "top_k: expected at most 4, the experts of 2 of 4 groups, got 5"),
+        ({**GROUPED, "score": "softmax_topk"}, ValueError, "num_groups: expected None with score='softmax_topk'"),
+        ({**GROUPED, "choose": "hash"}, ValueError, "num_groups: expected None with Hash"),
+        ({**GROUPED, "choose": "expert_choice"}, ValueError, "num_groups: expected None with ExpertChoice"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

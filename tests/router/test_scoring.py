@@ -157,7 +157,8 @@ def test_operators_pass_opcheck() -> None:
     for score in SCORES:
         logits = torch.randn(4, 6, requires_grad=True)
         torch.library.opcheck(ops.route_top_k.overload, (logits, None, 2, score, True, 1.5))
-    torch.library.opcheck(ops.route_top_k.overload, (logits, torch.randn(6), 2, "sigmoid", False, 1.0))
+    for groups in ((), (3, 2)):
+        torch.library.opcheck(ops.route_top_k.overload, (logits, torch.randn(6), 2, "sigmoid", False, 1.0, *groups))
 
 
 def test_expert_load_counts_ids_in_range_alone() -> None:
@@ -252,21 +253,24 @@ def test_gradients(score: str) -> None:
     torch.autograd.gradcheck(fallback.z_loss, logits)
 
 
+@pytest.mark.parametrize("groups", [(), (4, 2)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("score", SCORES)
-def test_the_kernels_are_called_as_the_fallback_is(score: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_are_called_as_the_fallback_is(
+    score: str, biased: bool, groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there are kernels the operators launch them, and take what they give: here the fallback stands for them."""
     if biased and score != "sigmoid":
         return
     torch.manual_seed(0)
-    logits = torch.randn(9, 7, requires_grad=True)
+    logits = torch.randn(9, 8, requires_grad=True)
     with torch.no_grad():
         logits[4] = math.nan
-    bias = torch.randn(7) if biased else None
+    bias = torch.randn(8) if biased else None
     weight = torch.randn(9, 3)
 
     def outcome() -> tuple[torch.Tensor, ...]:
-        scores, experts = ops.route_top_k(logits, bias, 3, score, True, 1.5)
+        scores, experts = ops.route_top_k(logits, bias, 3, score, True, 1.5, *groups)
         return scores, experts, torch.autograd.grad((scores * weight).nansum(), logits)[0].nan_to_num(0.0)
 
     expected = outcome()

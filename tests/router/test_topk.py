@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from by_the_papers import best_of_groups
 from simulator import simulate
 
-from blazeproto.router import fallback, topk_route, topk_route_backward
+from blazeproto.router import fallback, ops, topk_route, topk_route_backward
 from blazeproto.runtime import arrays
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -70,13 +72,78 @@ def test_ties_go_to_the_lower_id():
     assert fallback.topk_route(np.array([[1.0, 2.0, 2.0, -0.0, 0.0, 1.0]]), 5)[1].tolist() == [[1, 2, 0, 5, 3]]
 
 
+GROUPS = {"num_groups": 4, "top_groups": 2}
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(2, 12), torch.zeros(2, 12).numpy()], ids=["torch", "numpy"])
+def test_ties_go_to_the_lower_group_then_to_the_lower_id(logits):
+    logits[0, [3, 4, 9, 10]] = 1  # groups 1 and 3, equal; then group 0 before group 2, of zeros
+    assert fallback.topk_route(logits, 6, score="sigmoid", **GROUPS)[1].tolist() == [[3, 4, 9, 10, 5, 11], [*range(6)]]
+
+
+def test_a_group_is_worth_its_two_best():
+    logits = np.array([[9.0, -9, -9, 1, 1, 0, 2, -1, 2, 0, 0, 0]])
+    _, experts = fallback.topk_route(logits, 6, score="topk_softmax", **GROUPS)
+    assert experts.tolist() == [[6, 8, 3, 4, 5, 7]]  # the one best expert, 9, is in a group worth 0
+    one_each = fallback.topk_route(logits, 2, score="topk_softmax", num_groups=12, top_groups=2)
+    assert one_each[1].tolist() == fallback.topk_route(logits, 2, score="topk_softmax")[1].tolist() == [[0, 6]]
+
+
+def test_an_expert_of_another_group_cannot_win_where_every_key_is_negative():
+    """Some code sets the keys of the other groups to 0, which is above these."""
+    bias = np.full(12, -2.0)
+    bias[6:] -= 1
+    _, experts = fallback.topk_route(np.zeros((1, 12)), 6, score="sigmoid", bias=bias, **GROUPS)
+    assert experts.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("bias", [None, np.array([-np.inf] * 9 + [0.5] * 3)], ids=["plain", "infinite bias"])
+def test_experts_of_groups_are_valid_whatever_the_logits_are(bias):
+    logits = np.array([[np.nan] * 12, [np.inf] * 12, [-1e30] * 12, [*range(12)]])
+    scores, experts = fallback.topk_route(logits, 6, score="sigmoid", bias=bias, **GROUPS)
+    assert (experts[:2] == np.arange(6)).all() and np.isnan(scores[:2]).all() and np.isfinite(scores[2:]).all()
+    assert all(len({*row}) == 6 and len({e // 3 for e in row}) == 2 for row in experts.tolist())
+    assert (fallback.topk_route_backward(logits, experts, scores, score="sigmoid")[:2] == 0).all()
+
+
+def test_all_groups_are_no_groups():
+    logits = np.array([[100.0, 200, 300, -300, -200, -100]])  # sigmoids of 1 and 0
+    _, experts = fallback.topk_route(logits, 6, score="sigmoid", num_groups=3, top_groups=3)
+    assert experts.tolist() == fallback.topk_route(logits, 6, score="sigmoid")[1].tolist() == [[2, 1, 0, 5, 4, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_deepseek_v3_against_loops(dtype):
+    """E = 256 in 8 groups, 4 of them chosen, K = 8, factor 2.5, and the gradients."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 256, dtype=dtype, generator=draw, requires_grad=True)
+    bias, d_scores = 0.3 * torch.randn(256, dtype=dtype, generator=draw), torch.randn(20, 8, generator=draw).to(dtype)
+    scores, experts = ops.route_top_k(logits, bias, 8, "sigmoid", True, 2.5, 8, 4)
+    right = []
+    for row in logits.detach().tolist():
+        keys = [1 / (1 + math.exp(-x)) + b for x, b in zip(row, bias.tolist(), strict=True)]
+        right.append(best_of_groups(keys, 8, 8, 4))
+    assert experts.tolist() == right
+    plain = ops.route_top_k(logits, bias, 8, "sigmoid", True, 2.5)[1]
+    assert (plain != experts).any(dim=1).sum() > 10, "the groups make a difference"
+    exact = logits.detach().double().requires_grad_()
+    sigmoids = 1 / (1 + (-exact).exp())
+    chosen = torch.stack([sigmoids[t, row] for t, row in enumerate(right)])
+    wanted = 2.5 * chosen / chosen.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=0)
+    got, slopes = (torch.autograd.grad((s * d_scores).sum(), v)[0] for s, v in ((scores, logits), (wanted, exact)))
+    torch.testing.assert_close(got.double(), slopes, rtol=1e-4, atol=1e-7)
+
+
 FULL = pytest.mark.full
 FORWARD = [
-    (128, 8, "softmax_topk", False, False, True),
-    pytest.param(8, 2, "softmax_topk", False, False, True, marks=FULL),
-    pytest.param(512, 10, "sigmoid", True, False, True, marks=FULL),
-    pytest.param(1000, 9, "softmax_topk", False, False, False, marks=FULL),
-    pytest.param(1024, 16, "sigmoid", True, True, True, marks=FULL),
+    (128, 8, "softmax_topk", False, False, True, 1, 1),
+    pytest.param(8, 2, "softmax_topk", False, False, True, 1, 1, marks=FULL),
+    pytest.param(512, 10, "sigmoid", True, False, True, 1, 1, marks=FULL),
+    pytest.param(1000, 9, "softmax_topk", False, False, False, 1, 1, marks=FULL),
+    pytest.param(1024, 16, "sigmoid", True, True, True, 1, 1, marks=FULL),
+    (256, 8, "sigmoid", True, False, True, 8, 4),
+    pytest.param(160, 6, "sigmoid", True, True, True, 8, 3, marks=FULL),
 ]
 
 
@@ -87,11 +154,12 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize(("num_experts", "top_k", "score", "biased", "half", "aligned"), FORWARD)
-def test_forward_compiles(fresh_cache, num_experts, top_k, score, biased, half, aligned):
+@pytest.mark.parametrize(("num_experts", "top_k", "score", "biased", "half", "aligned", *GROUPS), FORWARD)
+def test_forward_compiles(fresh_cache, num_experts, top_k, score, biased, half, aligned, num_groups, top_groups):
     from blazeproto.router import topk
 
-    forward = topk.forward_kernel(num_experts, top_k, score, score == "sigmoid", 1.0, biased, half, aligned)
+    options = score, score == "sigmoid", 1.0, biased, half, aligned, num_groups, top_groups
+    forward = topk.forward_kernel(num_experts, top_k, *options)
     assert ("ld.global.v4" in check_kernel(forward)) == aligned
 
 
@@ -115,13 +183,13 @@ def test_sorting_networks(monkeypatch):
     from blazeproto.router import best
 
     monkeypatch.setattr(best, "order", best.order.py_func)  # the kernels' own code, as plain Python
-    for bits in itertools.product([0, 1], repeat=best.GROUP):
+    for bits in itertools.product([0, 1], repeat=best.EIGHT):
         keys = list(bits)
-        best.sort_group.py_func(keys)
+        best.sort_eight.py_func(keys)
         assert keys == sorted(bits, reverse=True)
     for size, used in [(1, 1), (2, 2), (4, 4), (8, 6), (8, 8), (16, 11), (16, 16)]:
         merge = best.merge_of(size, used).py_func
-        for count in {min(size, best.GROUP), size}:  # of a sorted group, of another list
+        for count in {min(size, best.EIGHT), size}:  # of a sorted eight, of another list
             for ones, others in itertools.product(range(used + 1), range(count + 1)):
                 kept, keys = [1] * ones + [0] * (size - ones), [1] * others + [0] * (count - others)
                 everything = sorted(kept + keys, reverse=True)
@@ -148,6 +216,11 @@ def on_device(*shape, dtype="float32"):
         (on_device(4, 8, dtype="float64"), 2, {}, TypeError, "logits: expected dtype float32 or bfloat16, got float64"),
         (on_device(4, 8), 2, {"score": "cosine"}, ValueError, "score: expected one of .*, got 'cosine'"),
         (on_device(4, 8), 2, {"bias": on_device(8)}, ValueError, "bias: expected None with score='softmax_topk'"),
+        (on_device(4, 8), 2, {"num_groups": 4}, TypeError, "top_groups: expected an int, got NoneType"),
+        (on_device(4, 8), 2, {"num_groups": 3, "top_groups": 2}, ValueError, "num_groups: expected a divisor of E=8"),
+        (on_device(4, 8), 5, GROUPS, ValueError, "top_k: expected at most 4, the experts of 2 of 4 groups, got 5"),
+        (on_device(4, 64), 2, {"num_groups": 64, "top_groups": 4}, ValueError, "num_groups: expected at most 32, got"),
+        (torch.zeros(4, 8), 5, GROUPS, ValueError, "top_k: expected at most 4, the experts of 2 of 4 groups, got 5"),
         (torch.zeros(4, 8), 9, {}, ValueError, "top_k: expected 1 to 8 for E=8, got 9"),
         (np.zeros((4, 8), np.float32), 2, {"bias": np.zeros(8)}, ValueError, "bias: expected None with score="),
         (np.zeros((4, 8), np.uint16), 2, {}, TypeError, r"logits: .* got uint16; .* logits = \(logits.astype"),

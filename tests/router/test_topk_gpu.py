@@ -8,7 +8,7 @@ import torch
 from routings import to_numpy
 from test_topk import OPTIONS, by_torch
 
-from blazeproto.router import fallback, topk_route, topk_route_backward
+from blazeproto.router import fallback, ops, topk_route, topk_route_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +87,54 @@ def test_bias():
         assert (experts.sort(1).values.diff(dim=1) > 0).all()
         right = by_torch(logits.double(), experts, "sigmoid", scale=2.5)
         torch.testing.assert_close(scores.double(), right, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "num_groups", "top_groups"),
+    [(1000, 8, 2, 4, 2), (777, 16, 3, 16, 5), (2000, 36, 5, 12, 4), (900, 256, 8, 8, 4), (501, 1024, 16, 32, 4)],
+)
+def test_groups_of_logits_as_the_twin(num_tokens, num_experts, top_k, num_groups, top_groups, dtype):
+    """Their sums have one rounding, so that the choice is the twin's to the bit, with ties, and broken tokens."""
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    logits[:100] = logits[:100].round()
+    logits[100:200] = 1 + logits[100:200] * 1e-7
+    logits[200:300, ::2] = 0.0
+    logits[300:400:7, num_experts // 3] = torch.nan
+    logits[301:400:7, num_experts - 1] = -torch.inf
+    logits[400:420] = (torch.arange(num_experts, device="cuda") + 0x40200000).int().view(torch.float32)
+    logits = logits.to(dtype)
+    options = {"score": "topk_softmax", "num_groups": num_groups, "top_groups": top_groups}
+    scores, experts = topk_route(logits, top_k, **options)
+    right_scores, right = fallback.topk_route(logits.float().cpu().numpy(), top_k, **options)
+    np.testing.assert_array_equal(to_numpy(experts), right)
+    np.testing.assert_allclose(to_numpy(scores), right_scores, rtol=3e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_experts", [256, 160])
+def test_deepseek_v3(num_experts):
+    """8 groups, 4 of them chosen, K = 8, a bias, factor 2.5, with the gradient, against float64; through the operator too."""
+    logits = torch.randn(4096, num_experts, device="cuda", requires_grad=True)
+    bias, d_scores = torch.randn(num_experts, device="cuda") * 0.1, torch.randn(4096, 8, device="cuda")
+    scores, experts = ops.route_top_k(logits, bias, 8, "sigmoid", True, 2.5, 8, 4)
+    exact = logits.detach().double().requires_grad_()
+    keys = exact.detach().sigmoid() + bias.double()
+    right = fallback.choose_top_k(keys, 8, 8, 4)
+    # Where float64 sees no two groups, and no two experts, so near to each other that rounding may exchange them.
+    sums = keys.view(4096, 8, -1).topk(2).values.sum(2).sort(1, descending=True).values
+    apart = (sums[:, 3] - sums[:, 4] > 1e-5) & (keys.sort(1).values.diff(dim=1).amin(1) > 1e-6)
+    assert apart.float().mean() > 0.8 and torch.equal(experts[apart], right[apart])
+    assert (experts.sort(1).values.diff(dim=1) > 0).all()
+    groups = (experts // (num_experts // 8)).sort(1).values
+    assert ((groups.diff(dim=1) > 0).sum(1) < 4).all()
+    wanted = by_torch(exact, experts, "sigmoid", scale=2.5)
+    torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=0)
+    slopes = [torch.autograd.grad((s * d_scores).sum(), v)[0] for s, v in ((scores, logits), (wanted, exact))]
+    torch.testing.assert_close(slopes[0].double(), slopes[1], rtol=1e-4, atol=2e-6)
+
+    options = {"score": "sigmoid", "bias": bias, "scale": 2.5, "num_groups": 8, "top_groups": 4}
+    part = topk_route(logits.detach()[1000:1003].flip(0).contiguous(), 8, **options)
+    assert torch.equal(part[1].flip(0), experts[1000:1003]) and torch.equal(part[0].flip(0), scores[1000:1003])
 
 
 def test_large_and_the_same_bits_each_time():

@@ -171,17 +171,49 @@ def make_logits(num_tokens: int, num_experts: int, seed: int = 0) -> np.ndarray:
     ],
 )
 def test_top_k(score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, renormalize: bool | None) -> None:
+    check_top_k(score, num_tokens, num_experts, top_k, half, renormalize, {})
+
+
+@pytest.mark.parametrize(
+    ("score", "num_tokens", "num_experts", "top_k", "half", "num_groups", "top_groups"),
+    [
+        ("sigmoid", 37, 40, 3, False, 5, 2),
+        full("sigmoid", 19, 256, 8, False, 8, 4),  # DeepSeek-V3
+        full("sigmoid", 19, 256, 8, True, 8, 4),
+        full("sigmoid", 37, 160, 6, False, 8, 3),
+        full("topk_softmax", 37, 36, 5, False, 12, 5),
+        full("topk_softmax", 19, 40, 3, True, 20, 2),
+        full("topk_softmax", 33, 7, 3, False, 7, 4),
+        full("softmax_topk", 37, 512, 16, False, 32, 4),
+    ],
+)
+def test_top_k_of_groups(
+    score: Any, num_tokens: int, num_experts: int, top_k: int, half: bool, num_groups: int, top_groups: int
+) -> None:
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    check_top_k(score, num_tokens, num_experts, top_k, half, None, groups)
+
+
+def check_top_k(
+    score: Any,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    half: bool,
+    renormalize: bool | None,
+    groups: dict[str, int],
+) -> None:
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scale": 1.5}
     for seed in range(1 if num_tokens == 37 else 3):
         rng, logits = np.random.default_rng(seed), make_logits(num_tokens, num_experts, seed)
         given = (logits.view(np.uint32) >> 16).astype(np.uint16) if half else logits
         logits = from_bfloat16_bits(given) if half else logits
         bias = rng.standard_normal(num_experts).astype(np.float32) if SCORES[score].elementwise else None
-        scores, experts = fallback.topk_route(logits, top_k, bias=bias, **options)
+        scores, experts = fallback.topk_route(logits, top_k, bias=bias, **groups, **options)
         anyhow = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (num_tokens, 1)), axis=1)[:, :top_k]
         d_scores = rng.standard_normal(scores.shape).astype(np.float32)
         with on_machine(seed if num_tokens else -1):
-            made = topk_route(given, top_k, bias=bias, **options)
+            made = topk_route(given, top_k, bias=bias, **groups, **options)
             slopes = [
                 topk_route_backward(given, np.ascontiguousarray(chosen), d_scores, **options)
                 for chosen in (experts, anyhow)
