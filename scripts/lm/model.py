@@ -21,6 +21,7 @@ B is the number of sequences, T of positions in one, d the model's width, V = 25
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from functools import cache, partial
@@ -263,6 +264,7 @@ def load_data(data: str, context: int, runs: Path | None = None) -> tuple[Tensor
     place = Path(data) if data else Path(sysconfig.get_paths()["stdlib"])
     try:
         if place.is_dir():
+            os.scandir(place).close()  # OSError where it cannot be listed, which looks empty otherwise
             files = text_files(place, "*" if data else "*.py", runs)
         elif place.exists() and not place.is_file():
             raise OSError("a pipe or a device cannot be read again, as --resume must")

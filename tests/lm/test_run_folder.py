@@ -98,6 +98,23 @@ def test_a_file_whose_name_or_content_is_not_utf8(text: Path, tmp_path: Path) ->
     assert len(load_data(str(tmp_path), 32)[0]) >= len(before)
 
 
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="data: expected text of over 330 bytes, got 0 in"):
+        load_data(str(tmp_path / "empty"), 32)
+
+    def denied(place: object) -> Any:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(
+        ValueError, match=r"data: expected a file or a folder that can be read, got .*Permission denied"
+    ):
+        load_data(str(text), 32)
+
+
 def test_the_command_to_go_on_can_be_pasted(
     text: Path, tiny: list[str], run: Run, at_step: AtStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
