@@ -207,7 +207,7 @@ CASES = (
         "",
         "",
         ("wgmma.mma", "st.shared"),
-        lines(MULTIPLY, "+wgmma.wait_group.sync.aligned 0;", "@%p1 " + STORE),
+        lines(MULTIPLY, "+wgmma.wait_group.sync.aligned 0;", "bar.sync 0;", "@%p1 " + STORE),
     ),
     Case(
         "a proxy fence before wgmma",
