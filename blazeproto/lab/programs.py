@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.gemm.compile import Kernel, compile_in_subprocess
+from blazeproto.lab.declared import Pointee, elements
 from blazeproto.lab.machine.cta import placed
 from blazeproto.lab.machine.machine import Machine
 from blazeproto.lab.machine.ptx import Entry, EntryParameter, Program
@@ -99,7 +100,8 @@ def run(
     cluster: CTAs of a cluster.  seed: of the schedule.  entry: the kernel's name as in the PTX, where there is more than one.
     most: instructions of all warps, beyond which it is a MachineError that says where they are; as of a loop without end.
 
-    arguments: one for each parameter. A NumPy array (bf16 as uint16) is its address. A NumPy number has the parameter's size; a
+    arguments: one for each parameter. A NumPy array (bf16 as uint16) is its address; where CUDA C++ source declares a pointer to
+    numbers, its dtype has to be of these. A NumPy number has the parameter's size; a
     Python int or float takes its size and, of .f32 and .f64, its type. A `tensor_map`. A struct is its bytes, a NumPy void,
     or a tuple of arrays, NumPy numbers and tensor maps, which lie as C has them.
 
@@ -191,7 +193,7 @@ def _launch(
     entry: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments and options of `blazeproto.lab.machine.cta.Launch`, behind its world."""
-    program, entry_name = _program(kernel, entry)
+    program, entry_name, declared = _program(kernel, entry)
     whole_grid, whole_block = _sizes("grid", grid), _sizes("block", block)
     if prod(whole_block) > MOST_THREADS:
         raise ValueError(f"block: expected at most {MOST_THREADS} threads, got {block}")
@@ -202,7 +204,7 @@ def _launch(
     if whole_grid[0] % cluster:
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs, got {grid}")
     _check_limits(program, program.entry(entry_name), whole_block, shared, cluster)
-    parameters, maps = _laid_out(machine, program, entry_name, arguments)
+    parameters, maps = _laid_out(machine, program, entry_name, arguments, declared)
     options = {"shared_bytes": shared, "cluster": cluster, "maps": maps}
     return (program, entry_name, whole_grid, whole_block, parameters), options
 
@@ -228,30 +230,33 @@ def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared
 # --- The kernel --------------------------------------------------------------------------------------------------------------
 
 
-def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
+def _program(kernel: Any, entry: str | None) -> tuple[Program, str, list[Pointee | None]]:
+    """The program, its entry's name, and what its parameters point to as far as the source says."""
+    source = ""
     if isinstance(kernel, NumbaKernel):
         text = kernel.ptx()
     elif isinstance(kernel, Kernel):
         text, entry = kernel.ptx, entry or kernel.entry
     elif isinstance(kernel, str | Path):
-        text = _text(kernel)
+        source, text = _texts(kernel)
     else:
         raise TypeError(f"kernel: expected text, a path, a Kernel or a NumbaKernel, got {type(kernel).__name__}")
     if entry is not None and not isinstance(entry, str):
         raise TypeError(f"entry: expected a kernel's name or None, got {type(entry).__name__}")
     program = Program.read(text)
-    return program, program.entry(entry).name
+    name = program.entry(entry).name
+    return program, name, elements(source, name)
 
 
-def _text(kernel: str | Path) -> str:
-    """PTX of a text or a file."""
+def _texts(kernel: str | Path) -> tuple[str, str]:
+    """The text, or that of the file, and its PTX."""
     is_path = isinstance(kernel, Path) or ("\n" not in kernel and "{" not in kernel)
     if is_path and (len(str(kernel)) > LONGEST_PATH or not Path(kernel).is_file()):
         got = repr(str(kernel)[:200])
         raise FileNotFoundError(f"kernel: expected PTX text, CUDA C++ source or a file of either, got {got}")
     source = Path(kernel).read_text() if is_path else str(kernel)
     if _PTX.search(source):
-        return source
+        return source, source
     if "__global__" not in source:
         raise ValueError("kernel: expected an .entry (PTX) or a __global__ function (CUDA C++), got neither")
     if sys.platform == "darwin":
@@ -260,7 +265,7 @@ def _text(kernel: str | Path) -> str:
         path = Path(kernel).resolve() if is_path else Path(folder) / "kernel.cu"
         if not is_path:
             path.write_text(source)
-        return compile_in_subprocess(Kernel(str(path), "")).ptx
+        return source, compile_in_subprocess(Kernel(str(path), "")).ptx
 
 
 def _sizes(name: str, value: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -277,7 +282,7 @@ def _sizes(name: str, value: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _laid_out(
-    machine: Machine, program: Program, entry: str, arguments: Sequence[Any]
+    machine: Machine, program: Program, entry: str, arguments: Sequence[Any], declared: list[Pointee | None]
 ) -> tuple[bytes, dict[int, TensorMap]]:
     """The bytes of all parameters, and tensor maps by their offsets in these."""
     taken = program.entry(entry)
@@ -286,7 +291,8 @@ def _laid_out(
     if len(arguments) != len(taken.parameters):
         raise ValueError(f"arguments: expected {len(taken.parameters)} for {entry}, got {len(arguments)}")
     data, maps = bytearray(taken.parameter_bytes), dict[int, TensorMap]()
-    for number, (value, parameter) in enumerate(zip(arguments, taken.parameters, strict=True)):
+    declared = declared if len(declared) == len(arguments) else [None] * len(arguments)
+    for number, (value, parameter, element) in enumerate(zip(arguments, taken.parameters, declared, strict=True)):
         name = f"argument {number} ({parameter.size} bytes, .{parameter.kind})"
         struct, made, whole = isinstance(value, tuple), bytearray(), 1
         for place, member in enumerate(value if struct else (value,)):
@@ -295,6 +301,8 @@ def _laid_out(
                 machine.address(array, f"argument {number}" + f", member {place}" * struct)
                 if array is value and parameter.kind == "f64":
                     raise TypeError(f"{name}: expected a number, got an array, which is an address")
+                if array is value and element and not element.holds(array.dtype):
+                    raise TypeError(f"{name}: expected an array of {element}, got {array.dtype}")
             one, alignment = _bytes(machine, name, member, None if struct else parameter)
             made += bytes(-len(made) % alignment)
             if isinstance(member, ArrayMap):

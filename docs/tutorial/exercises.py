@@ -6,20 +6,25 @@
 stable_rank: wrong. experts=[3, 1, 0, 1, ...], 100 of them, E=4: ranks[0] is 1, expected 0 (100 of 100 differ)
 
 A solution in NumPy is a function; one for Numba a kernel, with ``cuda.jit`` or without; one in CUDA the text that replaces a
-region of a source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. CUDA is compiled by a
-`Workbench`, whose ``check()`` judges the whole kernel: on a Hopper GPU, elsewhere on the machine (`blazeproto.lab.machine`).
+region of a source file. NumPy and Numba are compared with the twins, on random and adversarial inputs. Numba's PTX runs on the
+machine (`blazeproto.lab.machine`), which reports races; where Numba can't compile, its simulator runs the kernel instead. CUDA is
+compiled by a `Workbench`, whose ``check()`` judges the whole kernel: on a Hopper GPU, elsewhere on the machine.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,11 @@ from blazeproto.runtime import checks
 from blazeproto.runtime.arrays import simulated
 
 THREADS = 64  # of a block of the Numba exercises: two warps
+MOST = 10**6  # instructions of a launch
+SECONDS = 300  # that another process may take
+Launch = Callable[
+    ..., str
+]  # of a kernel, with a number of blocks and arrays by name; returns what races, "" if nothing does
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,15 @@ class Exercise:
     """What is asked for.
 
     name, task: the exercise, and what its solution must do.  judge: takes a solution and returns what is wrong with it, "" if
-    nothing is.  file, first, last: of a CUDA exercise, the source file and the first and the last line of what is replaced.
+    nothing is.  judge_launches: the same of a Numba kernel, whose `Launch` it takes.
+    file, first, last: of a CUDA exercise, the source file and the first and the last line of what is replaced.
     product: of a CUDA exercise, the one that `Workbench` checks.
     """
 
     name: str
     task: str
     judge: Callable[[Any], str] | None = None
+    judge_launches: Callable[[Launch], str] | None = None
     file: str = ""
     first: str = ""
     last: str = ""
@@ -101,16 +113,19 @@ def check_exercise(name: str, solution: Any) -> Outcome:
     """Judge a solution: a function (NumPy), a kernel, with ``cuda.jit`` or without (Numba), or CUDA text.
 
     ValueError for an unknown exercise; TypeError for a solution of another kind; RuntimeError for a Numba exercise outside the
-    simulator. Whatever the solution itself raises is in the report.
+    simulator, where Numba can't compile. Whatever the solution itself raises is in the report.
     """
     checks.one_of("name", name, tuple(EXERCISES))
     exercise = EXERCISES[name]
-    if exercise.judge is None:
+    if exercise.file:
         if not isinstance(solution, str):
             raise TypeError(f"solution: expected CUDA text for {name}, got {type(solution).__name__}")
         return _check_cuda(exercise, solution)
     if not callable(solution):
         raise TypeError(f"solution: expected a function for {name}, got {type(solution).__name__}")
+    if exercise.judge_launches:
+        return _check_numba(exercise, getattr(solution, "py_func", getattr(solution, "fn", solution)))
+    assert exercise.judge
     wrong = exercise.judge(solution)
     return Outcome(name, not wrong, wrong or "As the twin on all inputs.")
 
@@ -134,7 +149,7 @@ def _routings() -> Iterator[tuple[np.ndarray, int]]:
         yield rng.random((num_tokens, num_experts)).argsort(axis=1)[:, :top_k].astype(np.int32), num_experts
     yield np.tile(np.array([2, 0], np.int32), (70, 1)), 5
     ids = rng.random((50, 6)).argsort(axis=1)[:, :2]
-    yield np.where(rng.random(ids.shape) < 0.4, rng.choice([-1, 6, 2**31 - 1], ids.shape), ids).astype(np.int32), 6
+    yield np.where(rng.random(ids.shape) < 0.4, rng.choice([-1, 6, 1000], ids.shape), ids).astype(np.int32), 6
     yield np.full((9, 2), -1, np.int32), 3
 
 
@@ -210,7 +225,86 @@ def _judge_score_gradient(solution: Callable[..., Any]) -> str:
     )
 
 
-# --- Numba, in the simulator ---------------------------------------------------------------------------------------------
+# --- Numba ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_numba(exercise: Exercise, kernel: Callable[..., Any]) -> Outcome:
+    """On the machine. Beside the simulator Numba compiles nothing, so that another process judges for this one."""
+    assert exercise.judge_launches
+    if not simulated():
+        if reason := _unable():
+            raise RuntimeError(f"{reason}: set NUMBA_ENABLE_CUDASIM=1 before numba is imported, for Numba's simulator")
+        wrong = exercise.judge_launches(partial(_launch_on_machine, kernel))
+        return Outcome(exercise.name, not wrong, wrong or "As the twin on all inputs, and without a race.")
+    outcome = _outcome_of_another_process(exercise.name, kernel)
+    if isinstance(outcome, Outcome):
+        return outcome
+    wrong = exercise.judge_launches(partial(_launch_in_simulator, kernel))
+    simulator = f"In Numba's simulator, which reports no race ({outcome})"
+    return Outcome(exercise.name, not wrong, wrong or f"{simulator}: as the twin on all inputs.")
+
+
+@cache
+def _ptx(kernel: Callable[..., Any]) -> str:
+    """Of a kernel that takes two arrays of int32."""
+    from blazeproto.runtime.numba import cuda, types
+
+    array = types.Array(types.int32, 1, "C")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a function that is in no file
+        made = cuda.compile(
+            kernel, types.void(array, array), device=False, abi="numba", cc=(9, 0), output="ptx", lineinfo=True
+        )
+    return made[0] if isinstance(made[0], str) else made[0].decode()
+
+
+def _unable() -> str:
+    """Why Numba compiles no kernel at all here; "" where it does."""
+
+    def nothing(experts: Any, counts: Any) -> None: ...
+
+    try:
+        _ptx(nothing)
+    except Exception as error:  # noqa: BLE001  of a missing library, whatever says so
+        return f"Numba can't compile here: {type(error).__name__}"
+    return ""
+
+
+def _launch_on_machine(kernel: Callable[..., Any], blocks: int, **arrays: np.ndarray) -> str:
+    from blazeproto import lab
+
+    words = []  # of an array as Numba's kernels take it, but its address: no owner, size, bytes of an element, shape, stride
+    for array in arrays.values():
+        words += [0, 0, array.size, array.itemsize, array, array.size, array.itemsize]
+    return "\n".join(map(str, lab.run(_ptx(kernel), blocks, THREADS, words, most=MOST).races))
+
+
+def _outcome_of_another_process(name: str, kernel: Callable[..., Any]) -> Outcome | str:
+    """What `check_exercise` says of a kernel outside the simulator, or why it can't."""
+    from numba import cloudpickle
+
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, name],
+            input=cloudpickle.dumps(kernel),
+            capture_output=True,
+            env=environment,
+            timeout=SECONDS,
+            check=True,
+        )
+        return Outcome(name, *json.loads(done.stdout.splitlines()[-1]))
+    except (subprocess.SubprocessError, OSError) as error:
+        said = (getattr(error, "stderr", None) or str(error).encode()).decode().strip()
+        return said.splitlines()[-1].removeprefix("RuntimeError: ").partition(": set ")[0]
+
+
+def _judge_kernel_of_another_process() -> None:
+    """Of the exercise that the command line names, the kernel on standard input."""
+    from numba import cloudpickle
+
+    outcome = check_exercise(sys.argv[1], cloudpickle.load(sys.stdin.buffer))
+    print(json.dumps([outcome.passed, outcome.report]))
 
 
 class GlobalMemory:
@@ -242,15 +336,16 @@ class GlobalMemory:
         self.array[self._checked(index)] = value
 
 
-def _launch(kernel: Callable[..., Any], blocks: int, *arrays: GlobalMemory) -> None:
+def _launch_in_simulator(kernel: Callable[..., Any], blocks: int, **arrays: np.ndarray) -> str:
     from blazeproto.runtime.numba import cuda
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)  # the simulator waits in a loop, which would keep the interpreter from its threads
     try:
-        cuda.jit(getattr(kernel, "py_func", kernel))[blocks, THREADS](*arrays)
+        cuda.jit(kernel)[blocks, THREADS](*(GlobalMemory(name, array) for name, array in arrays.items()))
     finally:
         sys.setswitchinterval(interval)
+    return ""
 
 
 def _lists_of_ids() -> Iterator[tuple[np.ndarray, int]]:
@@ -262,17 +357,17 @@ def _lists_of_ids() -> Iterator[tuple[np.ndarray, int]]:
     yield np.array([1], np.int32), 8
 
 
-def _judge_expert_histogram(solution: Callable[..., Any]) -> str:
+def _judge_expert_histogram(launch: Launch) -> str:
     def run(ids: np.ndarray, num_experts: int) -> str:
         counts = np.zeros(num_experts, np.int32)
-        _launch(solution, 1, GlobalMemory("experts", ids), GlobalMemory("counts", counts))
+        race = launch(1, experts=ids, counts=counts)
         expected = dispatch_twin.build_dispatch(ids[:, None], num_experts).expert_token_offsets
-        return _mismatch("counts", counts, np.diff(expected))
+        return race or _mismatch("counts", counts, np.diff(expected))
 
-    return _judged_in_simulator(run)
+    return _judged(run)
 
 
-def _judge_stable_rank(solution: Callable[..., Any]) -> str:
+def _judge_stable_rank(launch: Launch) -> str:
     def run(ids: np.ndarray, num_experts: int) -> str:
         ranks, expected = np.full(ids.size, -77, np.int32), np.full(ids.size, -1, np.int32)
         for start in range(0, ids.size, THREADS):
@@ -282,16 +377,14 @@ def _judge_stable_rank(solution: Callable[..., Any]) -> str:
             here = (chunk >= 0) & (chunk < num_experts)
             first_rows = dispatch.expert_token_offsets[chunk[here]]
             expected[start : start + THREADS][here] = dispatch.token_index_map[here] - first_rows
-        experts = GlobalMemory("experts", np.where(ids < num_experts, ids, -1))
-        _launch(solution, -(-ids.size // THREADS), experts, GlobalMemory("ranks", ranks))
-        return _mismatch("ranks", ranks, expected)
+        experts = np.where(ids < num_experts, ids, np.int32(-1))
+        race = launch(-(-ids.size // THREADS), experts=experts, ranks=ranks)
+        return race or _mismatch("ranks", ranks, expected)
 
-    return _judged_in_simulator(run)
+    return _judged(run)
 
 
-def _judged_in_simulator(run: Callable[[np.ndarray, int], str]) -> str:
-    if not simulated():
-        raise RuntimeError("Numba's simulator is off: set NUMBA_ENABLE_CUDASIM=1 before numba is imported")
+def _judged(run: Callable[[np.ndarray, int], str]) -> str:
     return _first_wrong(
         (f"experts={_shown(ids)}, {ids.size} of them, E={num_experts}", partial(run, ids, num_experts))
         for ids, num_experts in _lists_of_ids()
@@ -339,14 +432,14 @@ EXERCISES = {
             "expert_histogram",
             "expert_histogram(experts, counts): a Numba kernel of one block. counts (E,) comes in as zeros and leaves with the "
             "number of pairs of each expert. experts (P,) may have more elements than there are threads, and ids outside [0, E).",
-            _judge_expert_histogram,
+            judge_launches=_judge_expert_histogram,
         ),
         Exercise(
             "stable_rank",
             f"stable_rank(experts, ranks): a Numba kernel of {THREADS} threads a block, each with one pair of its block's chunk. "
             "ranks[p] = how many pairs before p in the same chunk have the same expert, -1 where experts[p] is -1. "
             "The last chunk may be shorter.",
-            _judge_stable_rank,
+            judge_launches=_judge_stable_rank,
         ),
         Exercise(
             "silu_by_exp",
@@ -368,3 +461,6 @@ EXERCISES = {
         ),
     )
 }
+
+if __name__ == "__main__":
+    _judge_kernel_of_another_process()

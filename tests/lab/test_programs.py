@@ -103,6 +103,14 @@ def test_reduction_with_shared_memory_and_the_race_without_its_barrier() -> None
     assert {"kernel.cu:4", "kernel.cu:7"} <= {side.split(": ")[0] for race in races for side in race[2:]}
 
 
+def test_a_run_that_an_error_cuts_short_is_not_said_to_have_no_race() -> None:
+    with pytest.raises(MachineError, match="out of bounds") as raised:
+        lab.run(SAXPY, 1, 32, [1.0, np.ones(4, np.float32), np.ones(32, np.float32), 32])
+    assert str(raised.value).endswith("not at its end; no race so far") and not raised.value.report.ended
+    stepper = lab.step(SAXPY, 1, 32, [1.0, np.ones(4, np.float32), np.ones(4, np.float32), 4])
+    assert "no race so far" in repr(stepper.step().report) and repr(stepper.finish()).endswith("instructions; no race")
+
+
 def test_a_misaligned_address() -> None:
     data = np.zeros(40, np.uint8)
     with pytest.raises(MachineError, match=r"kernel.cu:4.*not a multiple of 4 bytes.*lane 0"):

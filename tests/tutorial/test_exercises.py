@@ -1,4 +1,4 @@
-"""Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba in the simulator, in CUDA
+"""Solutions of the tutorial's exercises are right, and wrong ones are found: in NumPy here, in Numba and in CUDA
 on the machine; test_exercises_gpu.py judges those on a GPU."""
 
 from __future__ import annotations
@@ -56,7 +56,27 @@ def test_wrong_solutions_in_numpy(name: str, wrong: Callable[..., Any]) -> None:
 
 
 def test_solutions_and_wrong_ones_in_numba() -> None:
+    """On the machine: a race is found by its accesses, whatever came of it."""
+    pytest.importorskip("numba.cuda", reason="needs numba-cuda")
+    from wrong_numba import WRONG
+
+    for name, wrong in WRONG.items():
+        outcome = check_exercise(name, solution(name))
+        assert outcome and repr(outcome) == f"{name}: right. As the twin on all inputs, and without a race."
+        reports = {kernel.__name__: check_exercise(name, kernel) for kernel in wrong}
+        assert not [kernel for kernel, outcome in reports.items() if outcome]
+        races = {kernel for kernel, outcome in reports.items() if "race in byte" in outcome.report}
+        assert races == ({"racing"} if name == "expert_histogram" else {"without_a_barrier", "without_syncthreads"})
+        assert all("wrong_numba.py:" in reports[kernel].report for kernel in races)
+
+
+def test_numba_beside_its_simulator() -> None:
     simulate(FOLDER / "in_the_simulator.py")
+
+
+def test_ids_elsewhere_are_small_enough_to_count() -> None:
+    """A bincount of them, as the hint says, has as many numbers as the largest id."""
+    assert max(int(ids.max(initial=0)) for ids, _ in exercises._routings()) < 10**6
 
 
 @pytest.mark.parametrize("raised", [IndexError("too far"), SystemError("odd")])
@@ -109,9 +129,9 @@ def test_bad_input(name: str, given: Any, error: type[Exception], message: str) 
         check_exercise(name, given)
 
 
-def test_numba_needs_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercises, "simulated", lambda: False)
-    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"):
+def test_numba_that_can_neither_compile_nor_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercises, "_unable", lambda: "Numba can't compile here: ImportError")
+    with pytest.raises(RuntimeError, match="can't compile here: ImportError: set NUMBA_ENABLE_CUDASIM=1"):
         check_exercise("stable_rank", print)
 
 

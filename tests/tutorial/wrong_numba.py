@@ -60,7 +60,23 @@ def without_a_barrier(experts, ranks):
         ranks[pair] = rank if chunk[cuda.threadIdx.x] >= 0 else -1
 
 
+def without_syncthreads(experts, ranks):
+    """The solution but for its barrier: a thread reads what those before it may not have written."""
+    chunk = cuda.shared.array(64, int32)
+    pair = cuda.grid(1)
+    expert = -1
+    if pair < len(experts):
+        expert = experts[pair]
+    chunk[cuda.threadIdx.x] = expert
+    rank = 0
+    for earlier in range(cuda.threadIdx.x):
+        if chunk[earlier] == expert:
+            rank += 1
+    if pair < len(experts):
+        ranks[pair] = rank if expert >= 0 else -1
+
+
 WRONG = {
     "expert_histogram": (racing, once_a_thread, out_of_bounds),
-    "stable_rank": (itself_too, within_the_warp, without_a_barrier),
+    "stable_rank": (itself_too, within_the_warp, without_a_barrier, without_syncthreads),
 }

@@ -5,6 +5,7 @@ async proxy sees shared memory as fences left it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -17,7 +18,7 @@ from blazeproto.lab.machine.loads import located, write_by_threads
 from blazeproto.lab.machine.memory import IN_WINDOW, WINDOW, Block, bytes_at
 from blazeproto.lab.machine.operands import INT32, UINT16, UINT32, address, known
 from blazeproto.lab.machine.ptx import Address, Immediate, PtxError, Statement
-from blazeproto.lab.machine.warp import LANES, Compiled, Run, Wait, Warp
+from blazeproto.lab.machine.warp import LANE, LANES, Compiled, Run, Wait, Warp
 
 
 class Transaction:
@@ -40,7 +41,7 @@ class Transaction:
     ) -> None:
         self.warp, self.step, self.parts, self.next, self.generic = warp, step, parts, 0, generic
         self.queue, self.missing = queue or self, missing
-        self.key, self.orders = keys[0], [warp.cta.races.issue(warp, key, generic) for key in keys]
+        self.key, self.keys, self.orders = keys[0], keys, [warp.cta.races.issue(warp, key, generic) for key in keys]
         warp.cta.launch.world.pending.append(self)
 
     def perform(self) -> None:
@@ -55,32 +56,57 @@ class Transaction:
         return f"{self.step.instruction.line}: {self.step.instruction.opcode} of {self.warp.cta.name}, {self.warp.name}"
 
 
-# --- Groups: each kind's transactions of a warp, the last of them open ---------------------------------------------------------
+# --- Groups, which are a thread's own (PTX ISA §9.7.9.25.2.1) --------------------------------------------------------------
+
+OVER = -1
+
+
+class Groups:
+    """One kind's transactions of a warp. committed: groups of each lane.
+
+    issued: each transaction with the group that it is in, by part and lane; OVER where the lane did not issue it, or has waited.
+    """
+
+    def __init__(self) -> None:
+        self.committed = np.zeros(LANES, np.int64)
+        self.issued: list[tuple[Transaction, np.ndarray]] = []
+
+    def add(self, made: Transaction, lanes: np.ndarray) -> None:
+        self.issued.append((made, np.tile(np.where(lanes, self.committed, OVER), (len(made.parts), 1))))
 
 
 def _commit(kind: str, instruction: Statement, step: Compiled) -> Run:
     """§9.7.9.25.3 cp.async.commit_group and §9.7.9.27 cp.async.bulk.commit_group"""
-    return lambda warp, running: warp.cta.groups[warp, kind].append([])
+
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        warp.cta.groups[warp, kind].committed += warp.mask(running)
+
+    return run
 
 
 def _wait(kind: str, instruction: Statement, step: Compiled) -> Run:
-    """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups
-    have done their parts, wait_all: the open one too; with .read the first."""
+    """§9.7.9.25.3 cp.async.wait_group, wait_all and §9.7.9.27 cp.async.bulk.wait_group: all but the last so many groups of each
+    lane have done their parts, wait_all: the open one too; with .read the first. What lanes issued together has ended for the
+    warp when each of them has waited."""
     parts = 1 if "read" in instruction.words else 2
     left = int(instruction.operands[0].value) if instruction.operands else -1  # type: ignore[union-attr]
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
-        groups = warp.cta.groups[warp, kind]
-        waited = [one for group in groups[: max(len(groups) - 1 - left, 0)] for one in group]
+        groups, lanes = warp.cta.groups[warp, kind], warp.mask(running)
+        ended = np.where(lanes, groups.committed - left, 0)
+        waited = [(one, of[:parts]) for one, of in groups.issued if (of[:parts] < ended).any(where=of[:parts] != OVER)]
 
         def over() -> bool:
-            return all(one.next >= min(parts, len(one.parts)) for one in waited)
+            return all(one.next >= len(of) for one, of in waited)
 
         if not over():
             return Wait(over, instruction.text)
-        for one in waited:
-            for order in one.orders[:parts]:
-                warp.cta.races.finish(warp, order)
+        for one, of in waited:
+            of[of < ended] = OVER
+            for order, part in zip(one.orders, of, strict=False):
+                if (part == OVER).all():
+                    warp.cta.races.finish(warp, order)
+        groups.issued = [(one, of) for one, of in groups.issued if (of != OVER).any()]
         return None
 
     return run
@@ -119,31 +145,45 @@ def _copy(instruction: Statement, step: Compiled) -> Run:
             index = write_by_threads(warp, step, target, offsets, size, made)
             target.bytes[index], target.written[index] = data[lanes].reshape(-1), written[lanes].reshape(-1)
 
-        made = _issue_generic(warp, step, happen)
-        warp.cta.groups[warp, "copies"][-1].append(made)
+        mask = warp.mask(running)
+        name = mask.tobytes()
+        made = _issue_generic(warp, step, happen, ("copies", name))
+        warp.cta.groups[warp, "copies"].add(made, mask)
+        warp.cta.copies[warp][name] = Copies(made.orders[0], mask)
 
     return run
 
 
+@dataclass
+class Copies:
+    """The last copies that a warp's lanes issued together. left: the lanes whose copies no arrival at an mbarrier tracks."""
+
+    order: Any
+    left: np.ndarray
+
+
 def _arrive(instruction: Statement, step: Compiled) -> Run:
-    """§9.7.13.15.17 cp.async.mbarrier.arrive.noinc: each lane arrives when its copies so far are done."""
+    """§9.7.13.15.17 cp.async.mbarrier.arrive.noinc: each lane arrives when its own copies so far are done."""
     at = address(step, instruction.operands[0])
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         barriers = [mbarrier_at(warp, step, place) for place in at(warp, warp.active(running)).tolist()]
+        for one in warp.cta.copies[warp].values():
+            one.left = one.left & ~warp.mask(running)
+        tracked = [one.order for one in warp.cta.copies[warp].values() if not one.left.any()]
 
         def happen() -> None:
             for barrier in barriers:
-                warp.cta.races.release_transaction(made, barrier)
+                warp.cta.races.complete(barrier, tracked)
                 barrier.arrive(1)
 
-        made = _issue_generic(warp, step, happen)
+        _issue_generic(warp, step, happen, "arrivals")
 
     return run
 
 
-def _issue_generic(warp: Warp, step: Compiled, happen: Callable[[], None]) -> Transaction:
-    return Transaction(warp, step, [happen], ((warp, "copies"),), warp, generic=True)
+def _issue_generic(warp: Warp, step: Compiled, happen: Callable[[], None], kind: Any) -> Transaction:
+    return Transaction(warp, step, [happen], ((warp, kind),), warp, generic=True)
 
 
 # --- TMA ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +203,8 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
 
     def run(warp: Warp, running: np.ndarray | None) -> None:
         lanes, there = warp.active(running), len(warp.cta.cluster.ctas)
-        for start, place, signalled, mask, *corner in zip(*(get(warp, lanes).tolist() for get in given), strict=True):
+        words = zip(lanes.tolist(), *(get(warp, lanes).tolist() for get in given), strict=True)
+        for lane, start, place, signalled, mask, *corner in words:
             box = warp.cta.launch.maps.get(place)
             if box is None:
                 raise step.error(warp, f"no tensor map there: {warp.cta.describe(place)}")
@@ -174,7 +215,7 @@ def _tma(instruction: Statement, step: Compiled) -> Run:
             if load:
                 _issue_load(warp, step, box, moved, ranks, signalled)
             else:
-                _issue_store(warp, step, box, moved)
+                _issue_store(warp, lane, step, box, moved)
 
     return run
 
@@ -201,26 +242,30 @@ def _issue_load(warp: Warp, step: Compiled, box: Any, moved: Any, ranks: list[in
 
     def read() -> None:
         block, offsets, _ = _within(warp, step, box, None, sources[inside], size)
-        races.read(block, offsets, size, made, step)
+        for order in made.orders:
+            races.read(block, offsets, size, made, step, order)
         data[inside], written[inside] = block.known(offsets, size)
 
-    def write(rank: int, one: Any) -> None:
+    def write(number: int) -> None:
+        rank, one, order = ranks[number], barriers[number], made.orders[number]
         if warp.cta.gone(rank << WINDOW):
             raise step.error(warp, f"a load for rank {rank} of the cluster, which has ended")
         there = (places & IN_WINDOW) + (rank << WINDOW)
         target, offsets, index = _within(warp, step, box, warp.cta.cluster.ctas[rank].shared, there, size)
-        races.write(target, offsets, size, made, step)
+        races.write(target, offsets, size, made, step, order)
         target.bytes[index], target.written[index], target.stale[index] = data.reshape(-1), written.reshape(-1), False
-        races.release_transaction(made, one)
+        races.complete(one, [order])
         one.arrive(0, box.bytes)
 
-    under_way = [one.key for one in warp.cta.launch.world.pending]  # loads of one barrier end in any order
-    key = next(key for key in ((barriers[0].address, n) for n in count()) if key not in under_way)
-    writes = [partial(write, rank, one) for rank, one in zip(ranks, barriers, strict=True)]
-    made = Transaction(warp, step, [read, *writes], (key,))
+    under_way = {
+        key for one in warp.cta.launch.world.pending for key in one.keys
+    }  # loads of one barrier end in any order
+    keys = (tuple((one.address, n) for one in barriers) for n in count())
+    free = next(those for those in keys if under_way.isdisjoint(those))
+    made = Transaction(warp, step, [read, *(partial(write, number) for number in range(len(ranks)))], free)
 
 
-def _issue_store(warp: Warp, step: Compiled, box: Any, moved: Any) -> None:
+def _issue_store(warp: Warp, lane: int, step: Compiled, box: Any, moved: Any) -> None:
     """Who waits for its reads does not know that it has written."""
     targets, places, inside = moved
     size, races, kept = box.bytes // len(inside), warp.cta.races, list[np.ndarray]()
@@ -239,8 +284,8 @@ def _issue_store(warp: Warp, step: Compiled, box: Any, moved: Any) -> None:
         block.wrote(index)
         warp.cta.launch.world.stored(warp, step, block, offsets, size, made.orders[1])
 
-    made = Transaction(warp, step, [read, write], ((warp, "bulk reads"), (warp, "bulk writes")))
-    warp.cta.groups[warp, "bulk"][-1].append(made)
+    made = Transaction(warp, step, [read, write], ((warp, lane, "bulk reads"), (warp, lane, "bulk writes")))
+    warp.cta.groups[warp, "bulk"].add(made, lane == LANE)
 
 
 TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {

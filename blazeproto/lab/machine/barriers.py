@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blazeproto.lab.machine.memory import Semantics
+from blazeproto.lab.machine.memory import SCOPES, Semantics
 from blazeproto.lab.machine.operands import BOOL, UINT32, address, fetch, known, result
 from blazeproto.lab.machine.ptx import WORDS, Immediate, Nothing, PtxError, Statement
 from blazeproto.lab.machine.warp import LANES, OTHER_LANES, Compiled, Run, Wait, Warp, plain
@@ -74,9 +74,9 @@ class Named:
     expected: int = 0
     generation: int = 0
     votes: list[bool] = field(default_factory=list)
+    waiting: list[Warp] = field(default_factory=list)
     outcome: int = 0
     clocks: Any = None
-    released: Any = None
 
     def __str__(self) -> str:
         return f"barrier {self.number}: {self.arrived} of {self.expected} threads have arrived"
@@ -124,7 +124,7 @@ def _expect(warp: Warp, step: Compiled, place: int, count: int) -> None:
 def _arrive(warp: Warp, step: Compiled, place: int, count: int) -> None:
     """§9.7.13.15 mbarrier.arrive"""
     barrier = mbarrier_at(warp, step, place)
-    warp.cta.races.release(warp, barrier)
+    warp.cta.races.release(warp, barrier, SCOPES["cta"] if "relaxed" in step.instruction.words else 0)
     if count > barrier.pending:
         raise step.error(warp, f"{count} arrivals more than expected at {barrier}")
     barrier.arrive(count)
@@ -157,6 +157,7 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
     _, place, wanted = instruction.operands[:3]
     spinning, (register, _) = instruction.words[1] == "test_wait", result(instruction)
     at, parity = address(step, place), known(step, wanted, UINT32)
+    relaxed, scope = "relaxed" in instruction.words, SCOPES["cta"]
 
     def run(warp: Warp, running: np.ndarray | None) -> Wait | None:
         lanes = warp.active(running)
@@ -172,9 +173,12 @@ def mbarrier_wait(instruction: Statement, step: Compiled) -> Run:
         if len(phases) > 1:
             answers[lanes] = [phases[one].over for one in asked]
         warp.write(register, answers, running)
+        races = warp.cta.races
         for phase in phases.values():
-            if phase.over:
-                warp.cta.races.acquire(warp, phase.barrier.released)
+            if phase.over and relaxed:
+                warp.observed[scope] = races.joined(warp.observed.get(scope), phase.barrier.released)
+            elif phase.over:
+                races.acquire(warp, phase.barrier.released)
         return waits
 
     return run
@@ -234,15 +238,16 @@ def bar(instruction: Statement, step: Compiled) -> Run:
             ended = 0 if counts else LANES * cta.ended
             if named.generation == now and named.arrived + ended >= full:
                 named.outcome = combine(named.votes) if combine else 0
+                for one in named.waiting:
+                    cta.races.acquire(one, named.clocks)
                 named.arrived, named.votes, named.generation = 0, [], now + 1
-                named.released, named.clocks = named.clocks, None
-            if named.generation > now and how != "arrive":
-                cta.races.acquire(warp, named.released)
+                named.waiting, named.clocks = [], None
             return named.generation > now
 
         if how == "arrive":
             over()
             return None
+        named.waiting.append(warp)
         cta.at_barrier[warp.number] = named
         return Wait(over, named)
 
@@ -253,9 +258,10 @@ COMBINE: dict[str, Callable[[list[bool]], int]] = {"or": any, "and": all, "popc"
 
 
 def cluster_arrive(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
-    """§9.7.13.4 barrier.cluster.arrive"""
+    """§9.7.13.4 barrier.cluster.arrive; .relaxed hands on what fences have released."""
     warp.arrivals += 1
-    warp.cta.races.release(warp, warp.cta.cluster.phases[warp.arrivals])
+    relaxed = SCOPES["cluster"] if "relaxed" in step.instruction.words else 0
+    warp.cta.races.release(warp, warp.cta.cluster.phases[warp.arrivals], relaxed)
     warp.cta.launch.world.changes += 1
 
 
@@ -277,16 +283,30 @@ def cluster_wait(step: Compiled, warp: Warp, running: np.ndarray | None) -> Wait
 # --- Fences, and what changes no value -----------------------------------------------------------------------------------------
 
 
-def proxy_fence(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
-    """§9.7.13.3 fence.proxy.async shows the async proxy what threads wrote to shared memory."""
-    warp.cta.shared.stale[:] = False
-    warp.cta.races.fence(warp)
+def proxy_fence(instruction: Statement, step: Compiled) -> Run:
+    """§9.7.13.3 fence.proxy.async shows the async proxy what threads wrote to shared memory, to global memory, or to both."""
+    of_shared, of_global = "global" not in instruction.words, not any("shared" in word for word in instruction.words)
+    spaces = (0,) * of_shared + (1,) * of_global
+
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        if of_shared:
+            warp.cta.shared.stale[:] = False
+        warp.cta.races.fence(warp, spaces)
+
+    return run
 
 
 def fence(instruction: Statement, step: Compiled) -> Run:
     """§9.7.13.3 membar and fence of the generic proxy."""
     semantics = Semantics.of(instruction.words)
-    return lambda warp, running: warp.cta.launch.world.fence(warp, semantics)
+    if "mbarrier_init" not in instruction.words:
+        return lambda warp, running: warp.cta.launch.world.fence(warp, semantics)
+
+    def run(warp: Warp, running: np.ndarray | None) -> None:
+        races, scope = warp.cta.races, semantics.scope
+        warp.released[scope] = races.joined(warp.released.get(scope), races.initialised(warp))
+
+    return run
 
 
 def nothing(step: Compiled, warp: Warp, running: np.ndarray | None) -> None:
@@ -310,7 +330,7 @@ TABLE: dict[str, Callable[[Statement, Compiled], Run]] = {
     "barrier": bar,
     "barrier.cluster.arrive": plain(cluster_arrive),
     "barrier.cluster.wait": plain(cluster_wait),
-    "fence.proxy": plain(proxy_fence),
+    "fence.proxy": proxy_fence,
     "trap": plain(trap),
     "fence": fence,
     "membar": fence,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from blazeproto.lab.machine.asynchronous import Transaction
+from blazeproto.lab.machine.asynchronous import Copies, Groups
 from blazeproto.lab.machine.barriers import Mbarrier, Named
 from blazeproto.lab.machine.memory import IN_WINDOW, SHARED_BASE, WINDOW, Block, shared_block
 from blazeproto.lab.machine.ptx import Entry, Program
@@ -86,9 +86,8 @@ class Cta:
         self.shared = shared_block(rank, size)
         self.named, self.at_barrier = dict[int, Named](), dict[int, Named]()  # by number; by warp, of those that wait
         self.races: Any = launch.world.races
-        self.groups: dict[Any, list[list[Transaction]]] = defaultdict(
-            lambda: [[]]
-        )  # by warp and kind, the last one open
+        self.groups: dict[Any, Groups] = defaultdict(Groups)  # by warp and kind
+        self.copies: dict[Warp, dict[bytes, Copies]] = defaultdict(dict)  # by the lanes that issued them
         self.warpgroups: dict[int, Warpgroup] = defaultdict(Warpgroup)
         left = enumerate(range(self.threads, 0, -LANES))  # threads of a warp and those behind it
         self.warps = [Warp(self, n, threads, launch.entry.widths) for n, threads in left]

@@ -27,7 +27,7 @@ OPCODES = re.compile(
             rf"mbarrier\.(init|inval|(arrive|expect_tx|arrive\.expect_tx)(\.(release|relaxed))?{_SCOPE}){_WHERE}\.b64",
             rf"mbarrier\.(test|try)_wait\.parity(\.(acquire|relaxed))?{_SCOPE}{_SHARED}\.b64",
             rf"fence(\.(sc|acq_rel|acquire|release))?{_SCOPE}|membar\.(cta|gl|sys)|fence\.mbarrier_init\.release\.cluster",
-            r"fence\.proxy\.async(\.shared::(cta|cluster))?",
+            r"fence\.proxy\.async(\.global|\.shared::(cta|cluster))?",
             r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|nanosleep\.u32|griddepcontrol\.(wait|launch_dependents)|trap",
             rf"cp\.async\.(ca|cg){_SHARED}\.global(\.L2::(64|128|256)B)?|cp\.async\.mbarrier\.arrive\.noinc{_SHARED}\.b64",
             r"cp\.async\.(commit_group|wait_group|wait_all|bulk\.commit_group|bulk\.wait_group(\.read)?)",

@@ -4,8 +4,13 @@ Who acts is an *actor*: a warp, or something asynchronous, named by its issuer a
 bulk groups, a warpgroup's products, an mbarrier's loads). Every actor counts its epochs. A *clock* says which epochs of every
 actor are known to have ended; barriers, waits and arrivals hand clocks on (FastTrack: Flanagan, Freund 2009).
 
-The async proxy sees what threads did only behind a fence. So a warp has two clocks: of what it knows, and of what the async
-proxy may see, which a fence brings up to the first; an asynchronous access is judged by the second where threads acted.
+The async proxy sees what threads did only behind a fence. So a warp has three clocks: of what it knows, and of what the async
+proxy may see of it in shared and in global memory, which a fence brings up to the first; an asynchronous access is judged by
+these where threads acted.
+
+Asynchronous accesses are not in the order of the program (PTX ISA §8.9.1.1): two of one thread race unless the first was waited
+for, and who waits for one learns nothing else of the thread that issued it. A wgmma reads for four warps. What it reads has to
+be known to each of them, and it has ended for those who know that each of them has waited for it.
 
 Of a launch alone CTAs run one cluster after another, and nothing orders them: what an earlier cluster did is known to nobody.
 Atomics are ordered with each other alone. Of launches that run at once (world.py) acquire and release order threads of all CTAs
@@ -16,7 +21,7 @@ and a launch knows what the one before it on its GPU did. Lanes of a warp count 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +35,8 @@ if TYPE_CHECKING:
     from blazeproto.lab.machine.barriers import Mbarrier
     from blazeproto.lab.machine.warp import Compiled, Warp
 
-Clocks = np.ndarray  # (2, actors): the epochs that ended, and those that the async proxy sees
+SPACES = 2  # shared and global memory
+Clocks = np.ndarray  # (1 + SPACES, actors): the epochs that ended, and those that the async proxy sees in each space
 
 
 class Race(NamedTuple):
@@ -112,7 +118,7 @@ class Races:
             warp.actor = self._actor(warp, generic=True)
             cta = warp.cta
             self.homes[:, warp.actor] = cta.launch.gpu, warps[0].actor, cta.warps[0].actor
-            self.clocks[warp] = self.joined(known, np.zeros((2, self.size), np.int32))
+            self.clocks[warp] = self.joined(known, self._nothing())
             self._tick(warp)
 
     def end(self, warps: list[Warp]) -> Clocks:
@@ -131,6 +137,10 @@ class Races:
         self.generic = np.zeros(size, np.bool_)  # actors that are threads, or act as threads do
         self.homes = np.zeros((3, size), np.int32)  # their GPUs, clusters and CTAs, these by their first warps
         self.clocks: dict[Warp, Clocks] = {}
+        self.wholes, self.parts = list[int](), list[list[int]]()  # actors of which warps wait for parts, and these
+
+    def _nothing(self) -> Clocks:
+        return np.zeros((1 + SPACES, self.size), np.int32)
 
     def _actor(self, key: Any, generic: bool) -> int:
         if key not in self.actors:
@@ -160,9 +170,11 @@ class Races:
 
     # --- What orders ---------------------------------------------------------------------------------------------------------
 
-    def release(self, warp: Warp, to: Any) -> None:
-        """To a barrier: it knows what the warp knows."""
-        to.clocks = self.joined(to.clocks, self.snapshot(warp))
+    def release(self, warp: Warp, to: Any, relaxed: int = 0) -> None:
+        """To a barrier: it knows what the warp knows. relaxed: what its fences of at least this scope released, and no more."""
+        fenced = [clocks for scope, clocks in warp.released.items() if scope >= relaxed]
+        for clocks in fenced if relaxed else [self.snapshot(warp)]:
+            to.clocks = self.joined(to.clocks, clocks)
 
     def snapshot(self, warp: Warp) -> Clocks:
         """What the warp knows so far."""
@@ -188,52 +200,79 @@ class Races:
     def acquire(self, warp: Warp, clocks: Clocks | None) -> None:
         """A warp has waited for those whose clocks these are."""
         self.clocks[warp] = self.joined(clocks, self.clocks[warp])
+        self._join_parts(warp)
 
-    def fence(self, warp: Warp) -> None:
-        """The async proxy sees what the warp knows."""
-        known, seen = self.clocks[warp]
-        np.maximum(known, seen, out=seen)
+    def fence(self, warp: Warp, spaces: tuple[int, ...]) -> None:
+        """The async proxy sees what the warp knows: 0, in shared memory; 1, in global memory."""
+        known, *seen = self.clocks[warp]
+        for space in spaces:
+            np.maximum(known, seen[space], out=seen[space])
         self._tick(warp)
 
     def issue(self, warp: Warp, key: Any, generic: bool = False) -> Order:
         """A transaction, an epoch of its own of the actor that its key names; who waits for it learns of that."""
         actor = self._actor(key, generic)
         self.homes[:, actor] = self.homes[:, warp.actor]
-        return Order(actor, self._next(actor), self.clocks[warp].copy())
+        return Order(actor, self._next(actor), self.snapshot(warp))
 
     def join(self, transaction: Transaction, warp: Warp) -> None:
-        """Another warp issues it too."""
+        """Another warp issues it too, and accesses memory by it: what each of them knows counts."""
         order = transaction.orders[0]
-        transaction.orders[0] = order._replace(clocks=self.joined(order.clocks, self.clocks[warp]))
+        transaction.orders[0] = order._replace(clocks=np.minimum(self._fit(order.clocks), self.snapshot(warp)))
 
     def finish(self, warp: Warp, order: Order) -> None:
         """The warp has waited for a transaction."""
         known = self.clocks[warp][0]
         known[order.actor] = max(known[order.actor], order.epoch)
 
-    def release_transaction(self, transaction: Transaction, barrier: Mbarrier) -> None:
-        """It completes a barrier's bytes or arrives there."""
-        actor, epoch, clocks = transaction.orders[0]
-        barrier.clocks = self.joined(barrier.clocks, clocks)
-        barrier.clocks[0, actor] = max(barrier.clocks[0, actor], epoch)
+    def finish_part(self, warp: Warp, order: Order, part: int, parts: int) -> None:
+        """The warp has waited for its part of a transaction of several warps; who knows of all parts knows that it has ended."""
+        if order.actor not in self.wholes:
+            self.parts.append([self._actor(("part", order.actor, number), generic=False) for number in range(parts)])
+            self.wholes.append(order.actor)
+        mine = self.parts[self.wholes.index(order.actor)][part]
+        self.clocks[warp][0, mine] = order.epoch
+        self._join_parts(warp)
+
+    def _join_parts(self, warp: Warp) -> None:
+        if self.wholes:
+            known = self.clocks[warp][0]
+            known[self.wholes] = np.maximum(known[self.wholes], known[self.parts].min(axis=1))
+
+    def complete(self, barrier: Mbarrier, orders: Iterable[Order]) -> None:
+        """Transactions complete a barrier's bytes, or arrive there: it knows of them, and of nothing else (§8.9.1.1)."""
+        barrier.clocks = self.joined(barrier.clocks, self._nothing())
+        for actor, epoch, _ in orders:
+            barrier.clocks[0, actor] = max(barrier.clocks[0, actor], epoch)
 
     def initialise(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
         """Who uses a barrier has to know that it was initialised."""
-        barrier.made = warp.actor, self.epochs[warp.actor], self._site(warp, step)
+        actor = self._actor((warp, "mbarriers"), generic=True)
+        epoch = self.clocks[warp][0, actor] = self._next(actor)
+        barrier.made = actor, epoch, self._site(warp, step)
+
+    def initialised(self, warp: Warp) -> Clocks:
+        """What fence.mbarrier_init releases."""
+        known, actor = self._nothing(), self._actor((warp, "mbarriers"), generic=True)
+        known[0, actor] = self.clocks[warp][0, actor]
+        return known
 
     def use(self, warp: Warp, barrier: Mbarrier, step: Compiled) -> None:
         actor, epoch, site = barrier.made
-        if epoch > self.clocks[warp][0, actor] and actor != warp.actor:
+        if epoch > self.clocks[warp][0, actor]:
             self._report(warp.cta.describe(barrier.address), site, self._site(warp, step), "a barrier made, then used")
 
     # --- Accesses ------------------------------------------------------------------------------------------------------------
 
-    def read(self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Compiled) -> None:
-        """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction."""
+    def read(
+        self, block: Block, offsets: np.ndarray, size: int, by: Any, step: Compiled, order: Order | None = None
+    ) -> None:
+        """offsets: of pieces of ``size`` bytes.  by: a warp, or a transaction.  order: of the part of a transaction that reads,
+        where it is not its first."""
         if block.read_only or not len(offsets):
             return
         block, nc = block.home, self.together and step.semantics.nc
-        shadow, who = self.shadows.get(block), self._who(by, step, None)
+        shadow, who = self.shadows.get(block), self._who(by, step, order, block)
         if shadow is None:
             if block.address >> 40:
                 self.unwritten.setdefault(block, []).append((offsets, size, who._replace(known=np.zeros(0, np.int32))))
@@ -252,11 +291,11 @@ class Races:
         step: Compiled,
         order: Order | None = None,
     ) -> None:
-        """As `read`.  order: of the part of a transaction that writes, where it is not its own."""
+        """As `read`."""
         if not len(offsets):
             return
         block = block.home
-        shadow, who = self.shadows.get(block), self._who(by, step, order)
+        shadow, who = self.shadows.get(block), self._who(by, step, order, block)
         if shadow is None:
             shadow = self.shadows[block] = Shadow(block.size)
             for read, of_size, reader in self.unwritten.pop(block, ()):
@@ -268,17 +307,19 @@ class Races:
             row[1, index] = 0
         shadow.last[:, index] = np.array([[who.actor], [who.epoch], [who.site], [who.scope]])
 
-    def _who(self, by: Any, step: Compiled, order: Order | None) -> Access:
+    def _who(self, by: Any, step: Compiled, order: Order | None, block: Block) -> Access:
         semantics = step.semantics
         if by in self.clocks:
             scope = semantics.scope if self.together else SYSTEM * semantics.atomic
             known = self.clocks[by]
             if self.together and semantics.nc:  # §9.7.9.9: nobody writes it while the launch runs
-                known = self.joined(by.cta.launch.known, np.zeros((2, self.size), np.int32))
+                known = self.joined(by.cta.launch.known, self._nothing())
+                known[0, by.actor] = self.epochs[by.actor]
             return Access(*self.now(by), self._site(by, step), known[0], None, scope)
         order = order or by.orders[0]
-        known, seen = self._fit(order.clocks)
-        return Access(order.actor, order.epoch, self._site(by.warp, step), known, None if by.generic else seen, 0)
+        known, *seen = self._fit(order.clocks)
+        visible = None if by.generic else seen[block.address >> 40 > 0]
+        return Access(order.actor, order.epoch, self._site(by.warp, step), known, visible, 0)
 
     def _judge(self, block: Block, shadow: Shadow, row: np.ndarray, index: np.ndarray, by: Access, kind: str) -> None:
         """Reports where an actor does not know that these accesses have ended."""
@@ -286,7 +327,7 @@ class Races:
         clash = when > by.known[who]
         if by.seen is not None:
             clash |= (when > by.seen[who]) & self.generic[who]
-        clash &= who != by.actor
+        clash &= (who != by.actor) | (when != by.epoch)
         if self.earlier:
             clash |= (when <= self.earlier) & (when > 0)
         if by.scope and clash.any():
@@ -331,6 +372,6 @@ class Unwatched:
     def note(self, *_: Any, **__: Any) -> Any:
         """What anybody does."""
 
-    begin = release = acquire = fence = issue = join = finish = joined = note
+    begin = release = acquire = fence = issue = join = finish = finish_part = joined = note
     snapshot = now = knows = apart = note
-    release_transaction = initialise = use = read = write = note
+    complete = initialise = initialised = use = read = write = note

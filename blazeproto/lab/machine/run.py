@@ -41,16 +41,21 @@ class Deadlock(MachineError):
 
 @dataclass(repr=False)
 class Report:
-    """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again."""
+    """What a run found: races as pairs of source lines, steps of all warps, and the seed that gives the same run again.
+
+    ended: whether it came to its end, as one that an error cut short did not.
+    """
 
     entry: str
     seed: int
     steps: int = 0
     races: list[Race] = field(default_factory=list)
+    ended: bool = False
 
     def __repr__(self) -> str:
-        found = "\n".join(map(str, self.races)) or "no race"
-        return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions; {found}"
+        found = "\n".join(map(str, self.races)) or ("no race" if self.ended else "no race so far")
+        not_yet = "" if self.ended else ", not at its end"
+        return f"{self.entry}, seed {self.seed}: {self.steps} warp instructions{not_yet}; {found}"
 
 
 def start(
@@ -77,6 +82,7 @@ def start(
             schedule.tell()
             if progress:
                 progress(first // launch.cluster + 1, launch.count // launch.cluster)
+        report.ended = True
 
     return report, schedules()
 

@@ -42,6 +42,7 @@ def run_together(
     schedule = Together(world, races, queues, resident, random.Random(seed), report)
     schedule.finish(most)
     schedule.tell()
+    report.ended = True
     return report
 
 

@@ -80,7 +80,7 @@ def _wait(instruction: Statement, step: Compiled) -> Run:
         if any(not one.next for one in awaited):
             return Wait(lambda: awaited[0].next > 0, f"wgmma.wait_group {left}")
         for one in awaited:
-            warp.cta.races.finish(warp, one.orders[0])
+            warp.cta.races.finish_part(warp, one.orders[0], mine, WARPS)
         for registers, last in group.last[mine].items():
             if last < until and registers[0] in warp.in_flight:
                 rows = matrices.matrix_to_fragment(group.sums[registers])[mine].view(np.uint32)

@@ -100,8 +100,6 @@ class World:
 
     def fence(self, warp: Warp, semantics: Semantics) -> None:
         """Between weaker accesses: it acquires what was observed before it, and what is stored behind it releases."""
-        if not self.gpus:
-            return
         if semantics.acquire:
             for needed, clocks in warp.observed.items():
                 if needed <= semantics.scope:
@@ -120,7 +118,7 @@ class World:
 class LateStore:
     """A store that the other GPUs don't see yet; `Schedule` handles it as a transaction."""
 
-    missing, orders = 0, ()
+    missing, orders, keys = 0, (), ()
 
     def __init__(
         self, warp: Warp, step: Compiled, block: Block, index: np.ndarray, number: int, actor: int, epoch: int

@@ -139,3 +139,60 @@ def test_a_name_too_long_for_a_file() -> None:
 def test_no_register_of_this_name() -> None:
     with pytest.raises(KeyError):
         lab.step(COPY, 1, 128, [zeros(128), zeros(128)]).matrix(["nobody"])
+
+
+@pytest.mark.parametrize(
+    ("declared", "dtype"),
+    [
+        ("float*", np.float64),
+        ("const __nv_bfloat16* __restrict__", np.float64),
+        ("__nv_bfloat16*", np.float16),
+        ("__nv_bfloat16*", np.int16),
+        ("const float *", np.int32),
+        ("u16*", np.uint32),
+        ("long long*", np.int32),
+        ("unsigned*", np.float32),
+        ("double*", np.float32),
+    ],
+)
+def test_an_array_of_another_type_than_the_source_declares(declared: str, dtype: Any) -> None:
+    source = f"typedef unsigned short u16; struct __nv_bfloat16 {{ short bits; }};\n{ONE.replace('TYPE', declared)}"
+    with pytest.raises(TypeError, match=rf"argument 0 .*expected an array of .*, got {np.dtype(dtype)}"):
+        lab.run(source, 1, 1, [np.zeros(4, dtype), zeros(4)])
+
+
+@pytest.mark.parametrize(
+    ("declared", "dtype"),
+    [
+        ("float*", np.float32),
+        ("float*", np.uint32),
+        ("__nv_bfloat16*", np.uint16),
+        ("unsigned char*", np.int8),
+        ("unsigned long long*", np.int64),
+        ("void*", np.float64),
+        ("float4*", np.float32),
+        ("float**", np.uint64),
+    ],
+)
+def test_an_array_of_the_type_that_the_source_declares_or_of_its_bits(declared: str, dtype: Any) -> None:
+    """And of any type where the source says none."""
+    source = f"struct __nv_bfloat16 {{ short bits; }};\n{ONE.replace('TYPE', declared)}"
+    assert lab.run(source, 1, 1, [np.zeros(4, dtype), out := zeros(4)]).ended and out[0] == 1
+
+
+def test_types_are_those_of_the_kernel_that_runs() -> None:
+    """One of several kernels, by a mangled name too; none of a template or of a comment."""
+    from blazeproto.lab.declared import elements
+
+    source = """
+    /* __global__ void first(int* x) { */
+    __global__ void __launch_bounds__(64) first(float* x, int n) {}
+    __global__ void second(const double* x, long* y) {} // __global__ void second(int* x) {
+    template <class T> __global__ void third(T* x) {}
+    """
+    assert [str(one) for one in elements(source, "_Z5firstPfi")] == [
+        "float, 4 bytes each (or their bits, uint32)",
+        "None",
+    ]
+    assert [one and one.size for one in elements(source, "second")] == [8, None]
+    assert elements(source, "_Z5thirdIfEvPT_") == [None] and elements(source, "fourth") == []

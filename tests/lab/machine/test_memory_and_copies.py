@@ -10,7 +10,7 @@ import pytest
 from blazeproto import lab
 from blazeproto.lab.machine import Machine, MachineError, Program
 from blazeproto.lab.machine.run import run as run_program
-from blazeproto.lab.programs import _text
+from blazeproto.lab.programs import _texts
 from tests.lab.machine.small_kernels import INTS, WGMMA, cuda, faults_of, ptx, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="NVRTC is not on macOS")
@@ -89,7 +89,7 @@ def test_what_cp_async_copies_of_nobody_s_bytes() -> None:
     given, out = machine.empty((128,), np.int32), machine.zeros((32,), np.int32)
     parameters = b"".join(machine.address(array).to_bytes(8, "little") for array in (out, given))
     with pytest.raises(MachineError, match="nobody wrote"):
-        run_program(Program.read(_text(cuda(body))), None, (1,), (32,), parameters, memory=machine.memory)
+        run_program(Program.read(_texts(cuda(body))[1]), None, (1,), (32,), parameters, memory=machine.memory)
 
 
 @pytest.mark.parametrize("mask", [0, 7])

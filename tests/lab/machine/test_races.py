@@ -207,7 +207,7 @@ CASES = (
         "",
         "",
         ("wgmma.mma", "st.shared"),
-        lines(MULTIPLY, "+wgmma.wait_group.sync.aligned 0;", "@%p1 " + STORE),
+        lines(MULTIPLY, "+wgmma.wait_group.sync.aligned 0;", "bar.sync 0;", "@%p1 " + STORE),
     ),
     Case(
         "a proxy fence before wgmma",
@@ -379,7 +379,7 @@ def test_shared_memory_ends_with_its_cta() -> None:
 def test_a_deadlock_tells_who_waits_for_what_in_order() -> None:
     text = said("", 3, warp0=lines(ARRIVE, WAIT), warp1="bar.sync 5, 64;")
     first, second, *rest = text.splitlines()[1:]
-    assert "nobody can go on" in text and text.endswith("no race") and "seed 0" in text
+    assert "nobody can go on" in text and text.endswith("not at its end; no race so far") and "seed 0" in text
     assert "CTA 0, warp 0 at made.ptx:" in first and "the phase of parity 0 of the mbarrier at byte 4096 of" in first
     assert "made at made.ptx:1; its phase 0 has 2 of 3 arrivals and 0 bytes missing" in first
     assert "CTA 0, warp 1 at made.ptx:" in second and "barrier 5: 32 of 64 threads have arrived" in second
