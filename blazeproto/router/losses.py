@@ -59,7 +59,7 @@ def forward_kernels(
     )
     sums = NumbaKernel(
         losses_kernels.routing_sums,
-        "int32* float32* float32* int32* float32* float32* int64 int64 int64",
+        "int32* float32* float32* int32* int32* float32* float32* int64 int64 int64",
         threads=SUM_THREADS,
         columns=power_of_two(num_experts),
         num_experts=num_experts,
@@ -108,7 +108,7 @@ def _check(sizes: dict[str, Any], call: dict[str, Any]) -> None:
     {"logits": "float32 T E", "experts": "int32 T K"},
     {"load": "int32 E", "balance_loss": "float32", "z_loss": "float32"},
     _check,
-    lambda place, call, *arrays: launch(place, arrays, *map(call.get, OPTIONS)),
+    lambda place, call, *arrays: launch(place, (*arrays[:3], *arrays[2:]), *map(call.get, OPTIONS)),
 )
 def routing_losses(
     logits: Any,
@@ -140,7 +140,7 @@ def routing_losses(
 
 
 def launch(place: Place, operands: tuple[Any, ...], score: str, balance: bool, z: bool, masked: bool) -> None:
-    """`routing_losses` of checked arrays: logits, experts; load, the two losses; workspace."""
+    """`routing_losses` of checked arrays: logits, experts; load, where a copy of it goes, the two losses; workspace."""
     logits, experts, *made, workspace = operands
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]
     blocks, tokens = _blocks(num_tokens, num_experts)

@@ -134,7 +134,7 @@ def routing_partials(
 
 
 def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z: bool, masked: bool) -> Any:
-    """load (E,) int32 and the losses, an fp32 number each, from the parts of all blocks; one block.
+    """load (E,) int32, a copy of it, and the losses, an fp32 number each, from the parts of all blocks; one block.
 
     balance_loss is E Σ f P / T with f = load / (T K), z_loss the sum of logsumexp² over T; 0 where one is not asked for.
     ``columns`` is a power of two, of at least E: as many threads add up the experts of every ``threads / columns``-th block.
@@ -142,7 +142,7 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
     strides = threads // columns
     halvings = threads.bit_length() - 1
 
-    def routing_sums(loads, probabilities, squares, load, balance_loss, z_loss, num_blocks, num_tokens, top_k):
+    def routing_sums(loads, probabilities, squares, load, copy, balance_loss, z_loss, num_blocks, num_tokens, top_k):
         thread = int32(cuda.threadIdx.x)
         expert, stride = int32(thread & (columns - 1)), int32(thread // columns)
         counts = cuda.shared.array(threads, int32)
@@ -163,6 +163,7 @@ def routing_sums(threads: int, columns: int, num_experts: int, balance: bool, z:
                 total += sums[s * columns + thread]
             if thread < num_experts:
                 load[thread] = count
+                copy[thread] = count
         cuda.syncthreads()
 
         square, share = float32(0.0), float32(0.0)

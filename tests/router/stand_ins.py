@@ -58,9 +58,10 @@ def play_kernels(patch: pytest.MonkeyPatch) -> set[str]:
 
     def launch_losses(place: Any, operands: tuple[torch.Tensor, ...], *options: Any) -> None:
         launched.add("routing_losses")
-        logits, experts, *outputs, _ = operands
+        logits, experts, load, kept, *outputs, _ = operands
         named = dict(zip(losses.OPTIONS, options, strict=True))
-        fill(outputs, fallback.routing_losses(logits.detach(), experts, **named))
+        fill((load, *outputs), fallback.routing_losses(logits.detach(), experts, **named))
+        kept.copy_(load)
 
     def launch_choice(
         place: Any, operands: tuple[Any, ...], by: str, options: Sequence[float], size: Any, limits: Any
