@@ -158,37 +158,38 @@ def routing_losses_backward(
     return kernel.over(num_tokens, place_of(logits), given, num_tokens, top_k, made=made)
 
 
-def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return logits.new_empty(()), logits.new_empty(()), *_integers(logits, logits.shape[1:])
+def _losses_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return logits.new_empty(()), logits.new_empty(()), *_integers(logits, logits.shape[1:], logits.shape[1:])
 
 
 @define(
     "routing_losses(Tensor logits, Tensor experts, str score, float balance, float z, bool masked) "
-    "-> (Tensor balance_loss, Tensor z_loss, Tensor load)",
+    "-> (Tensor balance_loss, Tensor z_loss, Tensor load, Tensor kept)",
     _losses_fake,
     **_derivative(
         routing_losses_backward,
         2,
-        lambda inputs, output: ((inputs[0], output[2]), (inputs[1].shape[1], *inputs[2:])),
+        lambda inputs, output: ((inputs[0], output[3]), (inputs[1].shape[1], *inputs[2:])),
     ),
 )
 def routing_losses(
     logits: Tensor, experts: Tensor, score: str, balance: float, z: float, masked: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fallback.load_balancing_loss` and `fallback.z_loss` of the logits (T, E) and the choice ``experts`` (T, K), each times its
-    coefficient (0 where that is 0), and the load (E,) int32. Differentiable in the logits; backward keeps them and the load.
+    coefficient (0 where that is 0), the load (E,) int32, and a copy of it. Differentiable in the logits; backward keeps them and
+    the copy, so that whoever is given the load may sum it over ranks in place.
 
     masked: a token with expert -1 has no part in them; its logits are NaN.
     """
     wanted = score, bool(balance), bool(z), masked
     if _kernels_take(logits) and len(logits):
-        balance_loss, z_loss, load = _losses_fake(logits)
+        balance_loss, z_loss, load, _ = _losses_fake(logits)
         workspace = logits.new_empty(losses.losses_workspace(*logits.shape))
         ids = narrow_ids(experts).contiguous()
         losses.launch(place_of(logits), (logits, ids, load, balance_loss, z_loss, workspace), *wanted)
     else:
         load, balance_loss, z_loss = fallback.routing_losses(logits, experts, **_named(wanted, losses.OPTIONS))
-    return _times(balance_loss, balance), _times(z_loss, z), load
+    return _times(balance_loss, balance), _times(z_loss, z), load, load.clone()
 
 
 # --- A number of experts that varies -----------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class Router(nn.Module):
         aux_losses = {}
         if load is None or self.aux_loss or self.z_loss:  # of the token choice, before any rounding or dropping
             losses = ops.routing_losses.entry((logits,), unobserved=hidden)
-            balance, z, token_load = losses(logits, chosen, self.score, self.aux_loss, self.z_loss, mask is not None)
+            balance, z, token_load, _ = losses(logits, chosen, self.score, self.aux_loss, self.z_loss, mask is not None)
             load = token_load if load is None else load
             named = {"load_balancing": (self.aux_loss, balance), "z": (self.z_loss, z)}
             aux_losses = {name: loss for name, (coefficient, loss) in named.items() if coefficient}
