@@ -75,10 +75,12 @@ def test_ties_go_to_the_lower_id():
 GROUPS = {"num_groups": 4, "top_groups": 2}
 
 
-@pytest.mark.parametrize("logits", [torch.zeros(2, 12), torch.zeros(2, 12).numpy()], ids=["torch", "numpy"])
-def test_ties_go_to_the_lower_group_then_to_the_lower_id(logits):
-    logits[0, [3, 4, 9, 10]] = 1  # groups 1 and 3, equal; then group 0 before group 2, of zeros
-    assert fallback.topk_route(logits, 6, score="sigmoid", **GROUPS)[1].tolist() == [[3, 4, 9, 10, 5, 11], [*range(6)]]
+@pytest.mark.parametrize("logits", [torch.zeros(3, 12), torch.zeros(3, 12).numpy()], ids=["torch", "numpy"])
+def test_ties_go_to_the_lower_group_and_to_the_lower_id(logits):
+    logits[1, [3, 4, 9, 10]] = 1
+    logits[2, [0, 9, 10]] = 1  # group 3 comes before group 0, and expert 0 before 9
+    experts = fallback.topk_route(logits, 6, score="sigmoid", **GROUPS)[1].tolist()
+    assert experts == [[0, 1, 2, 3, 4, 5], [3, 4, 9, 10, 5, 11], [0, 9, 10, 1, 2, 11]]
 
 
 def test_a_group_is_worth_its_two_best():
