@@ -222,6 +222,7 @@ def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared
 
 
 def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
+    checks.instance("entry", entry, str, optional=True)
     if isinstance(kernel, NumbaKernel):
         text = kernel.ptx()
     elif isinstance(kernel, Kernel):

@@ -36,6 +36,13 @@ def boolean(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
+def instance(name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """TypeError unless ``value`` is a ``kind``; ``optional``: or None."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        expected = f"{kind.__name__} or None" if optional else kind.__name__
+        raise TypeError(f"{name}: expected a {expected}, got {type(value).__name__}")
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """``"; did you mean 'X'?"`` for the known name that is nearest to ``name``; empty where none is near."""
     near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
