@@ -250,7 +250,7 @@ def with_parameters(name: str, **values: float) -> str:
     TypeError unless all are numbers. ValueError for a name without such parameters, for a value that is not finite, in float32
     too, and for one that is not above 0 where it has to be.
     """
-    row = _PARAMETRISED.get(name)
+    row = _PARAMETRISED.get(name) if isinstance(name, str) else None
     if row is None or not values.keys() <= {parameter.name for parameter in row.parameters}:
         known = ", ".join(
             f"{each.name}({', '.join(p.name for p in each.parameters)})" for each in _PARAMETRISED.values()

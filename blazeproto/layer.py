@@ -17,7 +17,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
 from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
-from blazeproto.autograd.checks import check_dtype, check_weights
+from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
@@ -118,7 +118,7 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
         for name, size in (("num_experts", num_experts), ("top_k", top_k)):
             if (routed := getattr(router, name, size)) != size:
-                raise ValueError(f"router: expected one for {name}={size}, got one for {routed}")
+                raise ValueError(f"router: expected {name}={size} as the layer has, got a router with {name}={routed}")
         self.router = router
 
         up_width = d_expert * activation_named(options.activation).halves
@@ -167,8 +167,7 @@ class MoE(nn.Module, Shown):
         it takes no row, has no part in loads and losses, and gets no gradient; what x holds there, NaN too, changes nothing.
         TypeError or ValueError names what does not fit.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+        check_dense("x", x)
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.d_model)
@@ -254,6 +253,7 @@ class MoE(nn.Module, Shown):
     def max_pairs(self, num_tokens: int) -> int:
         """The most pairs that the router makes of ``num_tokens`` tokens: T K, or the bound of a choice that varies."""
         choice = self._varying_choice()
+        integer("num_tokens", num_tokens, least=0)
         most: int = num_tokens * self.top_k
         return most if choice is None else choice.max_pairs(num_tokens, self.num_experts, self.top_k)
 

@@ -13,6 +13,7 @@ from blazeproto.autograd.options import Options
 from blazeproto.dispatch.structures import Dispatch
 from blazeproto.gemm.quantize import BLOCK
 from blazeproto.gemm.tiles import GATHERED_ELEMENTS
+from blazeproto.runtime.checks import instance
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -69,7 +70,8 @@ def check_experts(
     if down_factors is not None and options.combine != "gather":
         raise ValueError(f"combine: expected 'gather' with down_factors, got {options.combine!r}")
     if options.precision != "bf16":
-        _check_fp8((*up, down_proj), (up_bias, down_bias, up_factors, down_factors), options)
+        beside = {"up_bias": up_bias, "down_bias": down_bias, "up_factors": up_factors, "down_factors": down_factors}
+        _check_fp8((*up, down_proj), [name for name, given in beside.items() if given is not None], options)
     on_gpu, backend = device.type == "cuda", options.backend
     if x.numel() >= GATHERED_ELEMENTS and (backend == "hopper" or (backend == "auto" and on_gpu)):
         raise ValueError(
@@ -79,10 +81,10 @@ def check_experts(
         backend_on(backend, device, autocast_dtype(device.type) or x.dtype, num_experts, d_model, d_expert)
 
 
-def check_dtype(dtype: object) -> None:
-    """TypeError for an argument ``dtype`` that is neither None nor a dtype of tokens and weights."""
+def check_dtype(dtype: object, name: str = "dtype") -> None:
+    """TypeError for an argument of this name that is neither None nor a dtype of tokens and weights."""
     if dtype not in (None, *FLOAT_DTYPES):
-        raise TypeError(f"dtype: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
+        raise TypeError(f"{name}: expected None or one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
 
 
 def check_weights(
@@ -102,8 +104,8 @@ def why_refused(*weights_and_options: Any) -> str:
     return ""
 
 
-def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Options) -> None:
-    """What precision="fp8" takes. weights: down_proj last."""
+def _check_fp8(weights: tuple[Tensor, ...], absent: list[str], options: Options) -> None:
+    """What precision="fp8" takes. weights: down_proj last.  absent: what came of the arguments that it does not take."""
     (_, d_model, d_expert), activation = weights[-1].shape, activation_named(options.activation)
     for wrong, expected, got in (
         (
@@ -114,16 +116,16 @@ def _check_fp8(weights: tuple[Tensor, ...], absent: tuple[Any, ...], options: Op
         (
             not activation.gated or activation.alternating,
             "a gated activation whose halves lie apart",
-            options.activation,
+            repr(options.activation),
         ),
-        (any(part is not None for part in absent), "neither biases nor factors", "some"),
-        (not all(t.is_contiguous() for t in weights), "contiguous weights", "transposed ones"),
-        (options.combine != "gather", "combine='gather'", options.combine),
-        (options.save == "paper", "save='minimal' or 'recompute'", "paper"),
+        (absent, "neither biases nor low-rank factors", ", ".join(absent)),
+        (not all(t.is_contiguous() for t in weights), "contiguous weights", "transposed weights"),
+        (options.combine != "gather", "combine='gather'", repr(options.combine)),
+        (options.save == "paper", "save='minimal' or 'recompute'", "'paper'"),
         (options.workspace_bytes is not None, "workspace_bytes=None", options.workspace_bytes),
     ):
         if wrong:
-            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got!r}")
+            raise ValueError(f"precision: expected {expected} with {options.precision!r}, got {got}")
 
 
 def check_choice(
@@ -234,8 +236,7 @@ def _check_dispatch(
     num_tokens: int, num_experts: int, device: torch.device, scores: Tensor, dispatch: Dispatch
 ) -> None:
     """Index arrays that no operator made: the kernels trust them."""
-    if not isinstance(dispatch, Dispatch):
-        raise TypeError(f"dispatch: expected a Dispatch, got {type(dispatch).__name__}")
+    instance("dispatch", dispatch, Dispatch)
     num_pairs, top_k = dispatch.num_pairs, dispatch.top_k
     came = tuple(dispatch.expert_token_offsets.shape)
     if came != (num_experts + 1,):
@@ -264,6 +265,18 @@ def _check_dispatch(
         )
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    """TypeError unless it is a tensor that lies on one rank, with a stride for each dimension."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if hasattr(tensor, "placements"):
+        raise TypeError(f"{name}: expected a torch.Tensor that is local, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense torch.Tensor, got {'a nested one' if tensor.is_nested else tensor.layout}"
+        )
+
+
 def _check_tensor(
     name: str,
     tensor: Any,
@@ -273,10 +286,7 @@ def _check_tensor(
     words: str = "",
 ) -> None:
     """words: the shape in symbols."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if hasattr(tensor, "placements"):
-        raise TypeError(f"{name}: expected a torch.Tensor that is local, got {type(tensor).__name__}")
+    check_dense(name, tensor)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:

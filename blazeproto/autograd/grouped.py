@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blazeproto.autograd import node
-from blazeproto.autograd.checks import check_counts, check_experts
+from blazeproto.autograd.checks import check_counts, check_dense, check_experts
 from blazeproto.autograd.chunks import WHOLE
 from blazeproto.autograd.low_rank import LowRank, tensors_of
 from blazeproto.autograd.mlp import encoded, operator_tensors
@@ -71,7 +71,8 @@ def grouped_experts(
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     factors = tensors_of(up_factors, down_factors)
     refuse_transforms("grouped_experts", (x, *up, down_proj, up_bias, down_bias, *factors))
-    num_experts = len(down_proj) if getattr(down_proj, "ndim", 0) else 0
+    check_dense("down_proj", down_proj)
+    num_experts = len(down_proj) if down_proj.dim() else 0
     with without_autocast(x.device.type if isinstance(x, Tensor) else "cpu"):
         check_experts(x, up, *weights, num_experts=num_experts, options=options, rows="R")
         check_counts(x, counts, num_experts)

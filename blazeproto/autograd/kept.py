@@ -18,9 +18,10 @@ from torch.optim.optimizer import (
 )
 
 from blazeproto.autograd.backends import backend_on
-from blazeproto.autograd.checks import check_dtype, check_experts
+from blazeproto.autograd.checks import check_dense, check_dtype, check_experts
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.autograd.options import Options
+from blazeproto.runtime.checks import instance
 
 _State = tuple[ref[torch.UntypedStorage], int, torch.Size, int | None]
 
@@ -92,7 +93,8 @@ class QuantizedWeights:
 
     def __post_init__(self) -> None:
         """What is not noted yet is of no weights: a compiled call would else take it for a record in an exported program."""
-        for record in (self.up, self.down):
+        for name, record in (("up", self.up), ("down", self.down)):
+            instance(name, record, Tensor)
             _MADE_OF.setdefault(record.untyped_storage())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,8 +115,7 @@ def records_of(
 ) -> tuple[Tensor, Tensor]:
     """up and down. TypeError for what is not `QuantizedWeights`; ValueError: they are not for x of this dtype or for this
     precision, or not of these weights as they are, which a compiled call finds in its operators (`node.experts`)."""
-    if not isinstance(quantized, QuantizedWeights):
-        raise TypeError(f"quantized: expected a QuantizedWeights or None, got {type(quantized).__name__}")
+    instance("quantized", quantized, QuantizedWeights, optional=True)
     for name, expected, got in (("precision", "fp8", precision), ("x", quantized.dtype, dtype)):
         if expected != got:
             raise ValueError(f"quantized: expected {name} in {expected}, got {got}")
@@ -138,9 +139,13 @@ def quantize_weights(
     To be called again when a weight has changed. TypeError or ValueError for weights that precision="fp8" does not take; for a
     DTensor too: what FSDP gathers for one forward is gone after it, so that there each forward quantizes weights.
     """
-    if not isinstance(down_proj, Tensor) or down_proj.dim() != 3:
-        got = tuple(down_proj.shape) if isinstance(down_proj, Tensor) else type(down_proj).__name__
-        raise TypeError(f"down_proj: expected a torch.Tensor of shape (E, d, n), got {got}")
+    for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        check_dense(name, weight)
+        check_dtype(weight.dtype, f"{name}.dtype")
+    if down_proj.dim() != 3 or not len(down_proj):
+        raise ValueError(f"down_proj: expected shape (E, d, n) with E >= 1, got {tuple(down_proj.shape)}")
+    if gate_up_proj.dtype != down_proj.dtype:
+        raise ValueError(f"down_proj: expected dtype {gate_up_proj.dtype} as gate_up_proj has, got {down_proj.dtype}")
     check_dtype(dtype)
     with torch.inference_mode(False):  # or no backward could save what is made
         dtype = dtype or autocast_dtype(down_proj.device.type) or down_proj.dtype

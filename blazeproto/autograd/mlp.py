@@ -44,7 +44,7 @@ from blazeproto.autograd.options import Options, merged, takes_options
 from blazeproto.autograd.peers import PeersNamed
 from blazeproto.autograd.private import refuse_transforms, unobserved
 from blazeproto.dispatch.structures import Dispatch
-from blazeproto.runtime.checks import integer
+from blazeproto.runtime.checks import instance, integer
 
 
 @takes_options()
@@ -111,6 +111,7 @@ def moe_mlp(
         RuntimeError: on a double backward.
     """
     options = merged("moe_mlp", options, keywords)
+    instance("peers", peers, PeersNamed, optional=True)
     options = options if peers is None else replace(options, backend=peers.backend)
     kept: tuple[Tensor | None, Tensor | None] = (None, None)
     if not torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ from blazeproto.activations import activation_named
 from blazeproto.autograd.records import row_bytes, weight_bytes
 from blazeproto.gemm.recipe import Recipe, name_of
 from blazeproto.gemm.tiles import CHUNK
+from blazeproto.runtime.checks import boolean, integer, one_of
 
 
 class SavePolicy(StrEnum):
@@ -69,8 +70,16 @@ def saved_bytes(
         ``pair_tokens`` and ``token_offsets`` are kept too.
     up_rank, down_rank: of low-rank factors; 0 for none.  precision, keep_transposed: as in `moe_mlp`; fp8 has no factors.
 
-    ValueError for an unknown policy, activation or precision.
+    ValueError for an unknown policy, activation or precision, TypeError or ValueError for another value that does not fit.
     """
+    optional = {"row_capacity": row_capacity or 0, "varying_pairs": varying_pairs or 0}
+    counts = {"num_tokens": num_tokens, "top_k": top_k, "up_rank": up_rank, "down_rank": down_rank, **optional}
+    sizes = {"d_model": d_model, "d_expert": d_expert, "num_experts": num_experts, "itemsize": itemsize}
+    for least, given in ((0, counts), (1, sizes | {"num_chunks": num_chunks})):
+        for name, size in given.items():
+            integer(name, size, least)
+    boolean("keep_transposed", keep_transposed)
+    one_of("save", save, [policy.value for policy in SavePolicy])
     policy, halves = SavePolicy(save), activation_named(activation).halves
     of_row = d_expert * halves + padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H
     of_row = 0 if policy is SavePolicy.RECOMPUTE else of_row + d_expert * (policy is SavePolicy.PAPER)

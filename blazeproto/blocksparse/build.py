@@ -57,10 +57,9 @@ def topology_of(
     Arrays are int32, of the kind that the dispatch has; B = (M / 128) (max n_e / 128), and G B for ``up``; what lies behind those
     in use is -1. TypeError or ValueError names the argument, what was expected and what came; nothing is launched.
     """
-    if not isinstance(dispatch, Dispatch):
-        raise TypeError(f"dispatch: expected a Dispatch, got {type(dispatch).__name__}")
-    bounds = bounds_of(dispatch, widths, halves)
+    checks.instance("dispatch", dispatch, Dispatch)
     made = topology_arrays(dispatch.token_index_map, dispatch, widths, halves, stream=stream)
+    bounds = bounds_of(dispatch, widths, halves)
     (M, N), count = (BLOCK * bounds.rows, BLOCK * bounds.columns[-1]), len(FIELDS)
     down = Topology((M, N), *made[:count])
     up = Topology((M, halves * N), *made[count : 2 * count]) if halves > 1 else down

@@ -5,7 +5,7 @@ dX       <--padded_scatter--       <--experts--        <--padded_gather-- dO, we
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 from blazeproto.blocksparse.topology import Padding
 from blazeproto.dispatch.structures import Addresses, Dispatch
 from blazeproto.gemm.arguments import Arguments, Array, TwinArguments
+from blazeproto.gemm.blocks import BLOCK
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.specification import Specification
 from blazeproto.gemm.tiles import CHUNK
+from blazeproto.runtime import checks
 from blazeproto.runtime.arrays import view
 from blazeproto.runtime.numba_kernel import NumbaKernel
 
@@ -29,16 +31,16 @@ class PaddedArguments(Arguments):
     """The arrays of a call with a padding, checked. Letters: as of a dispatch, and M, rows."""
 
     def __init__(self, padding: Any, dispatch: Dispatch, stream: int | None) -> None:
-        if not isinstance(padding, Padding):
-            raise TypeError(f"padding: expected a Padding, got {type(padding).__name__}")
+        checks.instance("padding", padding, Padding)
         super().__init__(dispatch, stream)
         self.padding = padding
-        (rows,) = self._view("padding.row_pairs", padding.row_pairs).shape[:1] or (0,)
-        self.sizes |= {"M": rows}
+        R, E = self.sizes["R"], self.sizes["E"]
+        self.sizes |= {"M": BLOCK * (R // BLOCK + min(E, R))}  # `topology_of`'s
+        self._checked("padding.row_pairs", padding.row_pairs, "M", "int32")
 
     def lists(self) -> dict[str, Any]:
         """The dispatch's lists, checked, as the padding's are."""
-        for name, shape in (("row_pairs", "M"), ("pair_rows", "P"), ("expert_row_offsets", str(self.sizes["E"] + 1))):
+        for name, shape in (("pair_rows", "P"), ("expert_row_offsets", str(self.sizes["E"] + 1))):
             self._checked(f"padding.{name}", getattr(self.padding, name), shape, "int32")
         return super().lists()
 
@@ -58,7 +60,8 @@ class PaddedSpecification(Specification):
         for array in self.inputs:
             given.read(array, call[array.name])
         for array in self.outputs:
-            given.write(array, call["out"])
+            given.write(replace(array, name="out"), call["out"])
+            given.arrays[array.name], given.views[array.name] = given.arrays.pop("out"), given.views.pop("out")
         return given
 
     def _store(self, array: Array, value: Any, out: Any, call: Mapping[str, Any], m: Any) -> None:

@@ -109,7 +109,7 @@ def workspace_bytes(
     (with at least two rows of E entries), "dense" mostly the T·E map; "sort" takes its memory from CuPy.
     row_capacity: whatever it is, adds 4·T·K; None: there is none. TypeError or ValueError for what cannot be a shape.
     """
-    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
+    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity, method)
     return _workspace_bytes(_module(method), *shape, row_capacity is not None)
 
 
@@ -118,7 +118,10 @@ def _workspace_bytes(method: Any, num_tokens: int, top_k: int, num_experts: int,
     return needed + 4 * num_tokens * top_k if limited else needed
 
 
-def _checked_shape(num_tokens: int, top_k: int, num_experts: int, row_capacity: int | None) -> tuple[int, int, int]:
+def _checked_shape(
+    num_tokens: int, top_k: int, num_experts: int, row_capacity: int | None, method: str
+) -> tuple[int, int, int]:
+    checks.one_of("method", method, METHODS)
     if row_capacity is not None:
         checks.integer("row_capacity", row_capacity, least=0)
     return (
@@ -144,7 +147,7 @@ def prepare_dispatch(
     row_capacity: whether there is one; any number will do.  dtype: of the ids.  device: a CUDA ordinal.
     TypeError or ValueError for what cannot be a shape, or for another method or dtype.
     """
-    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity)
+    shape = _checked_shape(num_tokens, top_k, num_experts, row_capacity, method)
     checks.one_of("dtype", dtype, ("int32", "int64"))
     checks.integer("device", device, least=0)
     for kernel in _module(method).kernels(*shape, dtype):
@@ -185,7 +188,6 @@ def _launcher(method: str, capacity: int | None) -> Callable[..., None]:
 
 @cache
 def _module(method: str) -> Any:
-    checks.one_of("method", method, METHODS)
     return import_module(f"blazeproto.dispatch.{method}")
 
 

@@ -108,10 +108,8 @@ class Arguments:
     halves = 0  # G, where there is an activation
 
     def __init__(self, dispatch: Dispatch, stream: int | None, config: TileConfig | None = None) -> None:
-        if not isinstance(dispatch, Dispatch):
-            raise TypeError(f"dispatch: expected a Dispatch, got {type(dispatch).__name__}")
-        if config is not None and not isinstance(config, TileConfig):
-            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        checks.instance("dispatch", dispatch, Dispatch)
+        checks.instance("config", config, TileConfig, optional=True)
         if stream is not None:
             checks.integer("stream", stream, least=0)
         self.dispatch, self.stream = dispatch, stream

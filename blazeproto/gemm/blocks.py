@@ -90,8 +90,7 @@ class BlockArguments(Arguments):
         missing = [name for name in ("shape", *FIELDS) if not hasattr(topology, name)]
         if missing:
             raise TypeError(f"topology: expected a Topology, got {type(topology).__name__} without {missing[0]}")
-        if config is not None and not isinstance(config, TileConfig):
-            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        checks.instance("config", config, TileConfig, optional=True)
         if stream is not None:
             checks.integer("stream", stream, least=0)
         self.topology, self.stream = topology, stream
@@ -139,8 +138,8 @@ class BlockSpecification(Specification):
         for array in self.inputs:
             given.read(array, call[array.name], shape_in(array, call))
         for array in self.outputs:
-            given.write(Array(array.name, shape_in(array, call)), call["out"])
-            given.arrays["out"] = given.arrays[array.name]
+            given.write(Array("out", shape_in(array, call)), call["out"])
+            given.arrays[array.name], given.views[array.name] = given.arrays["out"], given.views["out"]
         return given
 
     def twin_of(self, function: F) -> F:

@@ -29,8 +29,9 @@ def _settle(given: Arguments, call: Mapping[str, Any], outputs: tuple[Array, ...
     columns = call["columns"]
     if columns is None:
         return outputs
-    given.write(replace(outputs[0], shape="T width", added=True), call["out"])
-    if len(columns_within(columns, given.sizes["width"], given.multiple)) != given.sizes["d"]:
+    if isinstance(columns, range):  # what is none has no width that fits it
+        given.write(replace(outputs[0], shape="T width", added=True), call["out"])
+    if len(columns_within(columns, given.sizes.get("width", 0), given.multiple)) != given.sizes["d"]:
         raise ValueError(f"columns: expected as many as y has, {given.sizes['d']}, got {columns}")
     return ()
 

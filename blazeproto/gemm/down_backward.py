@@ -118,6 +118,7 @@ def score_partials(n: int, config: TileConfig | None = None) -> int:
     config: its tiles; default: those of `TILES`. TypeError or ValueError for an n that is no int of 0 or more.
     """
     checks.integer("n", n, least=0)
+    checks.instance("config", config, TileConfig, optional=True)
     return -(-n // (config or TILES["down_backward_act"]).tile_n)
 
 

@@ -63,8 +63,10 @@ def kernel_for(
     low_rank: wgmma in the last stage of low-rank factors.  debug: further macros (ptx.cuh).  sources: in place of the package's.
     ValueError for an unknown product, activation or impossible tiles, TypeError for an unknown variant.
     """
-    if config is not None and not isinstance(config, TileConfig):
-        raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+    checks.instance("config", config, TileConfig, optional=True)
+    checks.instance("debug", debug, tuple)
+    checks.instance("sources", sources, Path, optional=True)
+    checks.integer("low_rank", low_rank, least=0)
     products = PRODUCTS | BLOCK_PRODUCTS
     kernels = {key: entry.kernel for key, entry in products.items() if entry.kernel}
     checks.one_of("product", name, tuple(kernels))
@@ -132,6 +134,9 @@ def prepare(
     for name, value, least in (("device", device, 0), ("jobs", jobs, 1)):
         if value is not None:
             checks.integer(name, value, least)
+    flags = {"up_bias": up_bias, "down_bias": down_bias, "fused": fused, "fused_backward": fused_backward}
+    for name, flag in (flags | {"f32_weight_grads": f32_weight_grads, "transposed": transposed}).items():
+        checks.boolean(name, flag)
     sizes = Sizes(0, d_model, d_expert, num_experts, top_k or 0)
     up = Variant(False, transposed, up_bias, activation, fused=fused_backward, f32=f32_weight_grads)
     down = up._replace(bias=down_bias, fused=fused)

@@ -159,10 +159,12 @@ def weight_workspace(product: str, dw: Any, dispatch: Dispatch, config: TileConf
     or ValueError for a dw that is no array.
     """
     checks.one_of("product", product, (DOWN, UP))
+    checks.instance("dispatch", dispatch, Dispatch)
+    checks.instance("config", config, TileConfig, optional=True)
     if in_host_memory(dw):
         return 0
-    where = (dispatch.num_rows, dispatch.num_experts, current_device())
-    return workspace_elements(product, where, view(dw, "dw").shape, config)
+    shape, where = view(dw, "dw").shape, (dispatch.num_rows, dispatch.num_experts, current_device())
+    return workspace_elements(product, where, shape, config)
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------------

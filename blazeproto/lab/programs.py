@@ -232,6 +232,7 @@ def _check_limits(program: Program, entry: Entry, block: tuple[int, ...], shared
 
 def _program(kernel: Any, entry: str | None) -> tuple[Program, str, list[Pointee | None]]:
     """The program, its entry's name, and what its parameters point to as far as the source says."""
+    checks.instance("entry", entry, str, optional=True)
     source = ""
     if isinstance(kernel, NumbaKernel):
         text = kernel.ptx()
@@ -241,8 +242,6 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str, list[Pointee
         source, text = _texts(kernel)
     else:
         raise TypeError(f"kernel: expected text, a path, a Kernel or a NumbaKernel, got {type(kernel).__name__}")
-    if entry is not None and not isinstance(entry, str):
-        raise TypeError(f"entry: expected a kernel's name or None, got {type(entry).__name__}")
     program = Program.read(text)
     name = program.entry(entry).name
     return program, name, elements(source, name)

@@ -119,8 +119,7 @@ class Workbench:
     def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
         """What every bench has.  entry: the product in the registry."""
         checks.integer("seed", seed)
-        if config is not None and not isinstance(config, TileConfig):
-            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
+        checks.instance("config", config, TileConfig, optional=True)
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
         self.on_gpu = device == "auto" and _has_hopper()

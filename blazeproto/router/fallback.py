@@ -70,7 +70,8 @@ def chosen_scores(logits: Tensor, experts: Tensor, score: str, renormalize: bool
 def pair_scores(
     logits: Tensor, experts: Tensor, token_offsets: Tensor, score: str, renormalize: bool | None, scale: float
 ) -> Tensor:
-    """The scores (P,) of a flat list of distinct pairs, as `chosen_scores`; zero for the unused ones (expert -1).
+    """The scores (P,) of a flat list of distinct pairs, as `chosen_scores`; zero for the unused ones: expert -1, or behind
+    ``token_offsets[T]``.
 
     With ``renormalize``, and with ``topk_softmax``, a token's scores sum to one over the experts that it has in the list.
     """
@@ -78,7 +79,8 @@ def pair_scores(
     place = torch.arange(len(experts), dtype=torch.int32, device=experts.device)
     token = torch.searchsorted(token_offsets[1:].contiguous(), place, right=True)
     # One more entry of the flat (T, E) scores takes the unused pairs.
-    entry = torch.where(experts >= 0, token * num_experts + experts, num_tokens * num_experts)
+    used = (experts >= 0) & (token < num_tokens)
+    entry = torch.where(used, token * num_experts + experts, num_tokens * num_experts)
     if sums_to_one(score, renormalize):
         # Sums over a token's row keep one order; adding up pairs would not.
         mask = torch.zeros(logits.numel() + 1, dtype=torch.bool, device=logits.device).scatter(0, entry, True)

@@ -90,8 +90,8 @@ def public(
                     continue
                 kinds, shape = tuple(dtypes.split("|")), tuple(map(sizes.get, words))
                 device, aligned = views[0].device if views else None, min(arrays.ITEM_BYTES[kind] for kind in kinds)
-                if getattr(call[name], "device", None) == arrays.NO_DEVICE:  # float32 stands for bf16 there
-                    kinds += ("float32",)
+                if getattr(call[name], "device", None) == arrays.NO_DEVICE:
+                    kinds += ("float32",) if "bfloat16" in kinds else ()  # which float32 stands for there
                 else:
                     aligned = max(aligned, alignment)
                 views.append(arrays.expect(name, call[name], kinds, shape, device=device, alignment=aligned))

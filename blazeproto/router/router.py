@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd.backends import check_device
 from blazeproto.autograd.checkpoint import refuse_another_bias
+from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
@@ -262,20 +263,20 @@ class Router(nn.Module):
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None, mask: Tensor | None) -> None:
         refuse_transforms("Router", (x, self.weight))
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        check_dense("x", x)
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
         if x.dim() != 2 or x.shape[1] != self.d_model:
             raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
         if mask is not None:
             check_mask(mask, x.shape[0], x.device)
-        if not isinstance(self.choice, Hash):
-            return
         if token_ids is None:
-            raise ValueError("token_ids: expected T integers for hash routing, got None")
-        if not isinstance(token_ids, Tensor):
-            raise TypeError(f"token_ids: expected an integer tensor, got {type(token_ids).__name__}")
+            if isinstance(self.choice, Hash):
+                raise ValueError("token_ids: expected T integers for hash routing, got None")
+            return
+        check_dense("token_ids", token_ids)
         if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
             raise TypeError(f"token_ids: expected an integer tensor, got {token_ids.dtype}")
         if token_ids.numel() != x.shape[0]:
@@ -295,8 +296,9 @@ def _unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:
 
 def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
     """TypeError or ValueError unless ``mask`` has a bool for each of so many tokens, on this device."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask: expected a torch.bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+    check_dense("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected a torch.bool tensor, got {mask.dtype}")
     if mask.numel() != num_tokens:
         raise ValueError(f"mask: expected {num_tokens} bools, one a token, got shape {tuple(mask.shape)}")
     if mask.device != device:
@@ -344,9 +346,8 @@ def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
 
 def check_load(load: Tensor, num_experts: int, device: torch.device | None) -> None:
     """TypeError or ValueError unless ``load`` is (E,), integers or floating point, on this device (None: on any)."""
-    if not isinstance(load, Tensor):
-        raise TypeError(f"load: expected a tensor, got {type(load).__name__}")
-    if load.dtype == torch.bool or load.is_complex():
+    check_dense("load", load)
+    if load.dtype == torch.bool or load.is_complex() or load.is_quantized:
         raise TypeError(f"load: expected an integer or floating-point tensor, got {load.dtype}")
     if load.shape != (num_experts,):
         raise ValueError(f"load: expected shape ({num_experts},), one count an expert, got {tuple(load.shape)}")
@@ -360,8 +361,11 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
     "balance" is the largest load over the mean load, 1 at best; "entropy" that of the softmax of the logits, mean over tokens, in
     nats; and, given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped). Masked
     tokens do not count.
-    AttributeError for what is no `Routing`.
+    TypeError for what is no `Routing`, and TypeError or ValueError for a ``top_k`` that is no int of 1 or more.
     """
+    checks.instance("routing", routing, Routing)
+    if top_k is not None:
+        checks.integer("top_k", top_k, least=1)
     with torch.no_grad():
         (num_tokens, num_experts), mask = routing.logits.shape, routing.mask
         load = routing.load.to(torch.float32)

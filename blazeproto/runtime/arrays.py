@@ -92,7 +92,11 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         if device < 0:
             raise ValueError(f"{name}: expected an array on a CUDA device, got a tensor on {array.device}")
         dtype = _TORCH_DTYPES.get(array.dtype) or _TORCH_DTYPES.setdefault(array.dtype, str(array.dtype).split(".")[-1])
-        return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.stride(), device, array)
+        try:
+            return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array.stride(), device, array)
+        except RuntimeError as error:  # a sparse, nested, fake or distributed one
+            got = f"{kind.__name__}, {array.layout}"
+            raise TypeError(f"{name}: expected a tensor with strides and memory of its own, got {got}") from error
     if kind is BFloat16Array:
         return view(array.bits)._replace(owner=array)
     library = kind.__module__.partition(".")[0]
@@ -104,20 +108,29 @@ def view(array: Any, name: str = "array") -> DeviceArray:
         seen = numpy_view(array, name)
         dtype = "bfloat16" if seen.dtype == "uint16" else seen.dtype
         return seen._replace(ptr=machine.address(array), dtype=dtype, device=target.device_of(machine))
-    if hasattr(array, "__dlpack_device__"):  # before the other protocol, of which JAX makes an error for bf16
-        kind_of_device = int(array.__dlpack_device__()[0])
-        if kind_of_device not in (2, 13):  # kDLCUDA, kDLCUDAManaged
-            raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {kind_of_device}")
-        try:
-            return view(optional.cupy().from_dlpack(array), name)
-        except (NotImplementedError, TypeError) as error:
-            got = str(getattr(array, "dtype", "another"))
-            raise TypeError(f"{name}: expected a dtype that CuPy imports by DLPack{_BFLOAT16}, got {got}") from error
-    if getattr(array, "__cuda_array_interface__", None) is not None:
-        return view(optional.cupy().asarray(array), name)  # waits for the stream that the interface names
+    for protocol in ("__dlpack_device__", "__cuda_array_interface__"):  # JAX makes an error of the second for bf16
+        if getattr(array, protocol, None) is not None:
+            return _imported(array, name, protocol)
     raise TypeError(
         f"{name}: expected a device array (torch, CuPy, Numba, DLPack) or a NumPy array, got {kind.__qualname__}"
     )
+
+
+def _imported(array: Any, name: str, protocol: str) -> DeviceArray:
+    """By CuPy. ValueError for one that isn't on a CUDA device, TypeError for what CuPy can't import."""
+    by_dlpack = protocol == "__dlpack_device__"
+    try:
+        device = int(array.__dlpack_device__()[0]) if by_dlpack else 2
+        if device in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            cupy = optional.cupy()  # whose asarray waits for the stream that the interface names
+            return view(cupy.from_dlpack(array) if by_dlpack else cupy.asarray(array), name)
+    except ImportError:
+        raise
+    except Exception as error:  # whatever an array's own methods raise
+        got = str(getattr(array, "dtype", type(array).__qualname__))
+        expected = f"an array that CuPy imports by {protocol}{_BFLOAT16}"
+        raise TypeError(f"{name}: expected {expected}, got {got}: {error}") from error
+    raise ValueError(f"{name}: expected an array on a CUDA device, got DLPack device type {device}")
 
 
 def _strided(array: Any, address: int, device: int) -> DeviceArray:

@@ -32,16 +32,17 @@ def number(name: str, value: Any, *, least: float | None = None, above: float | 
         raise ValueError(f"{name}: expected a finite number{bound}, got {value}")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """TypeError unless ``value`` is an object of the class ``kind``."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
-
-
 def boolean(name: str, value: object) -> None:
     """TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def instance(name: str, value: object, kind: type, *, optional: bool = False) -> None:
+    """TypeError unless ``value`` is a ``kind``; ``optional``: or None."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        expected = f"{kind.__name__} or None" if optional else kind.__name__
+        raise TypeError(f"{name}: expected a {expected}, got {type(value).__name__}")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any, TypeVar
 
-from blazeproto.runtime import arrays, memory, optional, target
+from blazeproto.runtime import arrays, checks, memory, optional, target
 
 F = TypeVar("F", bound=Callable[..., Any])
 WRITTEN = ("out", "workspace")  # by every function that has such a parameter
@@ -45,12 +45,21 @@ def any_library(
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         first = next(iter(signature.parameters))
+        checked: dict[str, Callable[[str, Any], Any]] = {
+            name: checks.boolean
+            for name, parameter in signature.parameters.items()
+            if parameter.annotation in (bool, bool | None)
+        }
+        checked["stream"] = partial(checks.integer, least=0)
 
         @wraps(function)
         def run(*args: Any, **options: Any) -> Any:
+            for name in checked.keys() & options.keys():
+                if options[name] is not None or signature.parameters[name].default is not None:
+                    checked[name](name, options[name])
             array = args[0] if args else options.get(first)
             library = library_of(array)
-            if library is None:
+            if library in (None, "a GPU's"):
                 arrays.view(array, first)  # Numba's are known by their protocol; what is no array ends here
             if library in (None, "a GPU's") or (library == "numpy" and simulated and arrays.simulated()):
                 return function(*args, **options)
@@ -124,7 +133,7 @@ class _HostCall:
         if not in_host_memory(array):
             raise ValueError(f"{name}: expected an array in host memory, as {self.first} is, got one on a GPU")
         if id(array) not in self.taken:
-            self.taken[id(array)] = (array, *_to_numpy(array))
+            self.taken[id(array)] = (array, *_to_numpy(array, name))
         values = self.taken[id(array)][1]
         if values.dtype.kind == "f":
             self.float_dtypes.add(values.dtype.name)
@@ -203,14 +212,19 @@ def _dtype_name(array: Any) -> str:
     return getattr(array.dtype, "name", str(array.dtype).rpartition(".")[2])
 
 
-def _to_numpy(array: Any) -> tuple[Any, bool]:
-    """The NumPy array, and whether it has the same memory. bf16 becomes float32."""
+def _to_numpy(array: Any, name: str) -> tuple[Any, bool]:
+    """The NumPy array, and whether it has the same memory. bf16 becomes float32. TypeError for one whose memory NumPy can't read:
+    a sparse, quantized, nested, fake or distributed tensor."""
     import numpy
 
     library = library_of(array)
     if library == "torch":
         half = _dtype_name(array) == "bfloat16"
-        return (array.detach().float() if half else array.detach()).numpy(), not half
+        try:
+            return (array.detach().float() if half else array.detach()).numpy(), not half
+        except (RuntimeError, TypeError) as error:
+            got = f"{type(array).__name__} of {array.dtype}, {array.layout}"
+            raise TypeError(f"{name}: expected a tensor whose memory NumPy reads as it lies, got {got}") from error
     values = numpy.array(array) if library == "jax" else array  # a JAX array may not be written to
     half = values.dtype.name == "bfloat16"
     return values.astype("float32") if half else values, not half and values is array

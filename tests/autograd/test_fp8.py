@@ -403,7 +403,7 @@ def test_weights_are_quantized_in_inference_mode_too():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"bias": True}, "neither biases nor factors"),
+        ({"bias": True}, "neither biases nor low-rank factors with 'fp8', got up_bias, down_bias"),
         ({"combine": "fused"}, "combine='gather'"),
         ({"activation": "relu"}, "a gated activation"),
     ],
@@ -457,12 +457,33 @@ def test_what_is_no_precision_is_refused(precision):
         MoE(64, 128, 4, 2, precision=precision)
 
 
-@pytest.mark.parametrize("down", [3, torch.randn(64, 128)])
-def test_what_is_no_weight_is_not_quantized(down):
-    with pytest.raises(
-        TypeError, match=r"down_proj: expected a torch\.Tensor of shape \(E, d, n\), got (int|\(64, 128\))"
-    ):
-        quantize_weights(torch.randn(4, 256, 64), down)
+@pytest.mark.parametrize(
+    ("up", "down", "error", "message"),
+    [
+        ((4, 256, 64), 3, TypeError, "down_proj: expected a torch.Tensor, got int"),
+        (
+            (4, 256, 64),
+            torch.zeros(64, 128),
+            ValueError,
+            "down_proj: expected shape (E, d, n) with E >= 1, got (64, 128)",
+        ),
+        (
+            (0, 256, 64),
+            torch.zeros(0, 64, 128),
+            ValueError,
+            "down_proj: expected shape (E, d, n) with E >= 1, got (0, 64, 128)",
+        ),
+        (
+            (4, 256, 64),
+            torch.zeros(4, 64, 128).bfloat16(),
+            ValueError,
+            "down_proj: expected dtype torch.float32 as gate_up_proj has, got torch.bfloat16",
+        ),
+    ],
+)
+def test_what_is_no_weight_is_not_quantized(up, down, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        quantize_weights(torch.randn(up), down)
 
 
 def test_a_recipe_is_its_name():
@@ -539,7 +560,7 @@ REFUSED = {
     "paper": ({"save": "paper"}, SIZES, "save='minimal' or 'recompute' with 'fp8', got 'paper'"),
     "fused": ({"combine": "fused"}, SIZES, "combine='gather' with 'fp8', got 'fused'"),
     "chunks": ({"workspace_bytes": 10**6}, SIZES, "workspace_bytes=None with 'fp8', got 1000000"),
-    "factors": ({"up_factors": FACTORS}, SIZES, "neither biases nor factors with 'fp8', got 'some'"),
+    "factors": ({"up_factors": FACTORS}, SIZES, "neither biases nor low-rank factors with 'fp8', got up_factors"),
 }
 
 
@@ -553,10 +574,10 @@ def test_refusals(make_case, which):
 
 def test_biases_and_transposed_weights_are_refused(make_case):
     case = make_case(*SIZES, bias=True)
-    with pytest.raises(ValueError, match="precision: expected neither biases nor factors with 'fp8', got 'some'"):
+    with pytest.raises(ValueError, match="neither biases nor low-rank factors with 'fp8', got up_bias, down_bias"):
         case.forward(precision="fp8")
     lying, choice = case.gate_up_proj.mT.contiguous().mT, (case.scores, case.topk_experts)
-    with pytest.raises(ValueError, match="precision: expected contiguous weights with 'fp8', got 'transposed ones'"):
+    with pytest.raises(ValueError, match="precision: expected contiguous weights with 'fp8', got transposed weights"):
         moe_mlp(case.x, lying, case.down_proj, *choice, num_experts=5, precision="fp8")
     with pytest.raises(ValueError, match=r"precision: expected one of .*'fp8'.*got 'fp16'"):
         case.forward(precision="fp16")

@@ -286,7 +286,7 @@ BAD = {
     "router for another K": (
         {"router": Router(16, 4, 3)},
         ValueError,
-        r"router: expected one for top_k=2, got one for 3",
+        r"router: expected top_k=2 as the layer has, got a router with top_k=3",
     ),
     "router for other experts": ({"router": Router(16, 8, 2)}, ValueError, r"router: expected one for num_experts=4"),
 }

@@ -116,7 +116,7 @@ def test_an_array_crosses_by_its_own_dlpack(error: Exception | None, monkeypatch
         assert arrays.view(OnGpu()).dtype == "bfloat16"
     else:
         expected = (
-            r"x: expected a dtype that CuPy imports .*\(bfloat16: CuPy 14.1 or later, with ml_dtypes\), got bfloat16"
+            r"x: expected an array that CuPy imports .*\(bfloat16: CuPy 14.1 or later, with ml_dtypes\), got bfloat16"
         )
         with pytest.raises(TypeError, match=expected):
             arrays.view(OnGpu(), "x")
