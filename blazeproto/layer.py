@@ -278,22 +278,29 @@ class MoE(nn.Module, Shown):
         sizes = (num_tokens, self.top_k, self.d_model, self.d_expert, self.activation, itemsize)
         return chunk_tokens_for(self.workspace_bytes, *sizes, self.row_capacity, combine=self.combine)
 
-    def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+    def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None, *, input_grad: bool = True) -> int:
         """Bytes that the experts keep for backward for ``num_tokens`` tokens; router and shared expert keep their own, and
-        ``quantized`` counts as weights.
+        ``quantized`` counts as weights. 0 where neither x nor the router nor the experts need a gradient.
 
         dtype: of x as the experts see it; default: autocast's where it is enabled, else that of the weights.
+        input_grad: whether x needs a gradient.
         """
         check_dtype(dtype)
+        boolean("input_grad", input_grad)
         refuse_ranks(self.dispatcher, "saved_bytes")
         if dtype is None:
             dtype = self.down_proj.dtype
             if dtype != torch.float64:
                 dtype = autocast_dtype(self.down_proj.device.type) or dtype
         integer("num_tokens", num_tokens, least=0)
+        up, down, *biases = (self.up_proj_weight, self.down_proj, self.up_bias, self.down_proj_bias)
+        trained = (up, down, *(bias for bias in biases if bias is not None), *self.router.parameters())
+        if not (input_grad or any(parameter.requires_grad for parameter in trained)):
+            return 0
         choice, itemsize = self._varying_choice(), dtype.itemsize
         return saved_bytes(
-            self.options.policy(trains_down=self.down_proj.requires_grad),
+            self.options.policy(trains_down=down.requires_grad),
+            trains_up=up.requires_grad,
             num_tokens=num_tokens,
             d_model=self.d_model,
             d_expert=self.d_expert,
@@ -305,7 +312,7 @@ class MoE(nn.Module, Shown):
             row_capacity=self.row_capacity,
             varying_pairs=None if choice is None else self.max_pairs(num_tokens),
             precision=self.options.precision,
-            keep_transposed=self.keep_transposed and self.quantized is None,
+            keep_transposed=self.keep_transposed and self.quantized is None and input_grad,
         )
 
     def runs_on(self, dtype: torch.dtype | None = None) -> str:

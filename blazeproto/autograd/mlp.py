@@ -181,8 +181,8 @@ def operator_tensors(
 
 def encoded(options: Options, parameters: tuple[Tensor | None, ...]) -> str:
     """The options for the operators, with the save policy that a call with these tensors has."""
-    if not torch.is_grad_enabled():
-        return options.encode("recompute")  # nothing will ask for H
     needs = [t is not None and t.requires_grad for t in parameters]
+    if not (torch.is_grad_enabled() and any(needs)):
+        return options.encode("recompute")  # nothing will ask for H
     policy = options.policy(trains_down=needs[5] or needs[7])  # down_proj, down_a
     return options.encode(policy, keep_transposed=needs[0])  # without dX nothing reads W_up's transpose

@@ -126,6 +126,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.exchange = EXCHANGES.get(exchange)  # lives as long as the node
     # For what is not saved the dispatcher has tensors of shape (0,).
     saved = [t if t is not None and t.dim() > 1 else None for t in output[1:]]
+    needs = ctx.needs_input_grad
+    if saved[0] is not None and not (needs[1] or needs[3] or needs[10]):  # up_proj, up_a, up_rest: nothing else reads X
+        tensors[0] = None
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
     ctx.set_materialize_grads(False)  # or autograd would make zeros of their sizes
     ctx.save_for_backward(*tensors, pair_tokens, token_offsets, token_ranks, *saved)
@@ -141,6 +144,8 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     run = partial(backward.kernel, overwrite_h=overwrite_h) if direct else backward.gradients
     p, up_rest, saved = Parameters(*tensors[:10]), tensors[10], Saved(*tensors[19:])
     tail = (*tensors[11:16], top_k, *tensors[16:18], chunk_tokens, tensors[18], exchange, encoded)
+    if p.x is None:
+        p = p._replace(x=d_out.new_empty(1, 1).expand_as(d_out))  # for its shape
     del tensors
     release_saved_tensors(ctx)  # should this backward fail halfway, there may be no H for another
     *needs, needs_rest = ctx.needs_input_grad[:11]

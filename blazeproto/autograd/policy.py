@@ -23,7 +23,8 @@ class SavePolicy(StrEnum):
     and 4 (E + 1) bytes of offsets; weights are the caller's and not counted. "paper" is MoEBlaze's Algorithm 1.
     On the Hopper backend it is there to be measured: that kernel recomputes act from H in registers, which is
     cheaper than reading it, so the act that "paper" saves is never read. It is saved for the down projection's gradient, so
-    where that weight and the factors beside it are frozen, "paper" is "minimal".
+    where that weight and the factors beside it are frozen, "paper" is "minimal". Where those of the up projection are frozen,
+    only "recompute" saves X.
 
     Low-rank factors of rank r add X A_up^T and act A_down^T, 2rK bytes each, wherever H is saved; "recompute" makes both again
     with H. r counts as the next multiple of 8.
@@ -59,6 +60,7 @@ def saved_bytes(
     down_rank: int = 0,
     precision: str | Recipe = "bf16",
     keep_transposed: bool = True,
+    trains_up: bool = True,
 ) -> int:
     """Bytes that one call of `blazeproto.autograd.moe_mlp` keeps for backward; weights, factors and `QuantizedWeights` excluded.
 
@@ -69,6 +71,7 @@ def saved_bytes(
     varying_pairs: P, the places for pairs where the number of experts per token varies; then top_k does not count, and
         ``pair_tokens`` and ``token_offsets`` are kept too.
     up_rank, down_rank: of low-rank factors; 0 for none.  precision, keep_transposed: as in `moe_mlp`; fp8 has no factors.
+    trains_up: whether the up projection's weight or factor needs a gradient, which reads X.
 
     ValueError for an unknown policy, activation or precision, TypeError or ValueError for another value that does not fit.
     """
@@ -92,4 +95,5 @@ def saved_bytes(
     if name_of(precision) != "bf16" and of_row:
         copies = keep_transposed * (weight_bytes(d_model, of_row) + weight_bytes(d_expert, d_model))
         of_rows = rows * row_bytes(of_row) + num_experts * copies
-    return itemsize * num_tokens * d_model + of_rows + max(itemsize, 4) * pairs + lists
+    of_x = itemsize * num_tokens * d_model * (trains_up or policy is SavePolicy.RECOMPUTE)
+    return of_x + of_rows + max(itemsize, 4) * pairs + lists

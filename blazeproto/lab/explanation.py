@@ -22,7 +22,7 @@ from blazeproto.autograd.policy import SavePolicy
 from blazeproto.blocksparse.baselines import PlainMoE
 from blazeproto.gemm import Sizes
 from blazeproto.lab.fp8_steps import in_fp8
-from blazeproto.lab.steps import LayerCall, Step, steps_of
+from blazeproto.lab.steps import LayerCall, Step, Wanted, steps_of
 from blazeproto.lab.tables import Drawn, Table, View, in_bytes, in_ms, in_operations
 from blazeproto.layer import MoE
 from blazeproto.router import Router
@@ -49,7 +49,7 @@ class Totals:
 class Explanation(Drawn):
     """The steps of a layer's forward and backward, in order, as `Step` has them.
 
-    saved_bytes: what the experts keep for backward (`MoE.saved_bytes`); what the router keeps is in the rows too.
+    saved_bytes: what the experts keep for backward (`MoE.saved_bytes`, of this x); what the router keeps is in the rows too.
     """
 
     title: str
@@ -117,14 +117,16 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     token_ids: (...) integers, for hash routing alone.  measure: whether steps are timed where they can be.
 
     Each step has the arrays that it reads and writes, with their shapes; the bytes and operations; its floor on an H200
-    (`blazeproto.cost`); what it keeps for backward. The steps are those of the Hopper kernels, whatever the backend, and K, where
-    it varies, is that of this x's routing: the router runs once, which waits for the device. On a Hopper GPU whose kernels
+    (`blazeproto.cost`); what it keeps for backward. Backward makes the gradients of what requires one: of x, too, only if it
+    does. The steps are those of the Hopper kernels, whatever the backend, and K, where it varies, is that of this x's routing:
+    the router runs once, and then its load is waited for. On a Hopper GPU whose kernels
     the layer takes, each step is also timed: alone, ten times, by CUDA events, with an L2 cache that holds none of its
     inputs, unless ``measure`` is False; with precision="fp8" none is. That takes memory for all arrays of the layer at once.
     The layer is left as it was.
 
     TypeError or ValueError for another layer or x, and for weights and options that forward refuses; those of
-    `blazeproto.blocksparse` are other layers. RuntimeError for a layer with a dispatcher.
+    `blazeproto.blocksparse` are other layers; ValueError for one on "meta" where K varies. RuntimeError for a layer with a
+    dispatcher.
     """
     if not isinstance(layer, MoE) or isinstance(layer, PlainMoE):  # which has other steps
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
@@ -140,7 +142,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
     tokens = x.detach().reshape(-1, layer.d_model)
     routing = layer.router(tokens) if token_ids is None else layer.router(tokens, token_ids)
     dtype = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device.type) or x.dtype
-    call = _call_of(layer, tokens, routing, dtype)
+    call = _call_of(layer, tokens, routing, dtype, _wanted(layer, x))
     steps = steps_of(call)
     steps = [*in_fp8(steps, call.in_fp8)] if call.in_fp8 else steps
     sizes = (layer.num_experts, layer.d_model, layer.d_expert)
@@ -159,7 +161,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         f"MoE: T={call.sizes.T}, d={call.sizes.d}, n={call.sizes.n}, E={call.sizes.E}, K={_per_token(call)}, {layer.activation}, "
         f"save={call.save}, {'fp8 of ' if call.in_fp8 else ''}{str(dtype).removeprefix('torch.')}",
         tuple(steps),
-        layer.saved_bytes(call.sizes.T, dtype),
+        layer.saved_bytes(call.sizes.T, dtype, input_grad=x.requires_grad),
         _note(layer, call, dtype),
     )
 
@@ -172,6 +174,8 @@ def _per_token(call: LayerCall) -> str:
 
 def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
     notes = [f"Here the layer runs on {layer.runs_on(dtype)}."]
+    if without := [name for name, wanted in call.wanted._asdict().items() if not wanted and _has(layer, name)]:
+        notes.append(f"No gradient is made of {', '.join(without)}.")
     notes += ["Floors: the larger of operations and bytes at an H200's measured bf16 rate and bandwidth."]
     if dtype != torch.bfloat16:
         notes.append(f"x is {str(dtype).removeprefix('torch.')}: bytes are its own, but the rate is that of bf16.")
@@ -185,7 +189,7 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
         notes.append(
             f"The layer runs in {call.num_chunks} chunks of tokens; here its steps are those of the whole batch."
         )
-    if call.shared:
+    if call.shared and (call.wanted.x or call.wanted.shared_up or call.wanted.shared_down):
         notes.append("What the shared expert keeps for backward is not counted.")
     if call.router == "other":
         notes.append(
@@ -194,12 +198,28 @@ def _note(layer: MoE, call: LayerCall, dtype: torch.dtype) -> str:
     return " ".join(notes)
 
 
-def _weights_in_fp8(layer: MoE) -> str:
-    both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE
+def _wanted(layer: MoE, x: Tensor) -> Wanted:
+    shared = layer.shared_expert
+    weights = [layer.up_proj_weight, layer.up_bias, layer.down_proj, layer.down_proj_bias]
+    weights += [None, None] if shared is None else [getattr(shared, shared.up_name), shared.down_proj]
+    up, up_bias, down, down_bias, *of_shared = [weight is not None and weight.requires_grad for weight in weights]
+    of_router = any(parameter.requires_grad for parameter in layer.router.parameters())
+    return Wanted(x.requires_grad, up, up_bias, down, down_bias, of_router, *of_shared)
+
+
+def _has(layer: MoE, name: str) -> bool:
+    """Whether a layer has what `Wanted` calls so."""
+    return (layer.down_proj_bias is not None or "bias" not in name) and (
+        layer.shared_expert is not None or "shared" not in name
+    )
+
+
+def _weights_in_fp8(layer: MoE, wanted: Wanted) -> str:
+    both = layer.keep_transposed and layer.save != SavePolicy.RECOMPUTE and wanted.x
     return "before" if layer.quantized is not None else "both" if both else "each"
 
 
-def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> LayerCall:
+def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype, wanted: Wanted) -> LayerCall:
     pairs, num_tokens = routing.experts.numel(), len(tokens)
     chunks = num_chunks(num_tokens, layer._chunk_tokens(num_tokens, dtype.itemsize))
     capacity = pairs if layer.row_capacity is None else min(layer.row_capacity, pairs)
@@ -209,9 +229,14 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> La
     top_k = None if routing.pair_tokens is not None else routing.experts.shape[1]
     by_top_k = ours and top_k is not None and not isinstance(router.choice, Hash)
     halves = activation_named(layer.activation).halves
+    rows = pairs
+    if not ours or top_k is None:  # the load says how many pairs run
+        if routing.load.is_meta:
+            raise ValueError("x: expected values, which say how many experts a token has, got a meta tensor")
+        rows = int(routing.load.sum())
     return LayerCall(
         Sizes(num_tokens, layer.d_model, layer.d_expert, layer.num_experts, top_k or 0, halves),
-        rows=min(int(routing.load.sum()), capacity),
+        rows=min(rows, capacity),
         pairs=pairs,
         places=pairs if chunks > 1 else capacity,
         num_chunks=chunks,
@@ -219,12 +244,13 @@ def _call_of(layer: MoE, tokens: Tensor, routing: Any, dtype: torch.dtype) -> La
         weight_itemsize=layer.down_proj.itemsize,
         router_itemsize=weight.itemsize,
         logit_itemsize=routing.scores.itemsize,
-        save=f"{layer.save}",
+        save=layer.options.policy(trains_down=wanted.down_proj),
         fused=layer.combine != "gather",
         fused_backward=layer.combine == "fused_both",
         bias=layer.down_proj_bias is not None,
         shared=0 if layer.shared_expert is None else layer.shared_expert.down_proj.shape[1],
         router="top_k" if by_top_k else "choice" if ours else "other",
         losses=ours and any(coefficients),
-        in_fp8="" if layer.precision == "bf16" else _weights_in_fp8(layer),
+        wanted=wanted,
+        in_fp8="" if layer.precision == "bf16" else _weights_in_fp8(layer, wanted),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from blazeproto.gemm import PRODUCTS
 from blazeproto.gemm.quantize import scales_shape
 from blazeproto.gemm.recipe import FP8
 from blazeproto.lab.steps import Step, Traffic
@@ -35,14 +36,18 @@ def in_fp8(steps: Sequence[Step], weights: str) -> Iterator[Step]:
     """weights: when they are quantized: "each" order before its product, "both" in forward, or "before" the call."""
     last: list[Step] = []
     for step in steps:
+        if last and step.name not in {*PRODUCTS, "dX to x's dtype"}:
+            yield from last
+            last = []
         if step.name.removesuffix(" again") in BY_ROWS:
             yield from (*_tokens(step), *_weights(step, weights), _by_rows(step))
         elif step.name == "down_backward_weight":
             last = [*_tokens(step), *_gradient(step)]
         elif step.name == "up_backward_weight":
-            yield from (*_tokens(step), *_gradient(step), *last)
+            yield from (*_tokens(step), *_gradient(step))
         elif step.name != "weights to x's dtype" or weights != "before":
             yield step
+    yield from last
 
 
 def _quantize(of: Step, array: Traffic, *orders: Traffic, keeps: Iterable[Traffic] = ()) -> Step:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from typing import NamedTuple
 
@@ -70,6 +71,35 @@ class Step:
         return cost.floor_ms((self.operations or 0.0) / self.rate, self.bytes_read + self.bytes_written)
 
 
+class Wanted(NamedTuple):
+    """Whose gradients a backward makes: x's, those of the experts' parameters, of the router's, of the shared expert's."""
+
+    x: bool
+    up_proj: bool
+    up_bias: bool
+    down_proj: bool
+    down_bias: bool
+    router: bool
+    shared_up: bool
+    shared_down: bool
+
+    @property
+    def scores(self) -> bool:
+        """Whether scores and logits need one, on the way to x's or the router's."""
+        return self.x or self.router
+
+    @property
+    def experts(self) -> bool:
+        """Whether the experts have a backward, and keep anything for it."""
+        return any(self[:6])
+
+    def makes(self, name: str) -> bool:
+        """Whether an array of the name that a `Call` has for it is made: in forward every one is."""
+        of = {"dh": self.x or self.up_proj or self.up_bias, "a_scaled": self.down_proj, "d_scores": self.scores}
+        of |= {"d_up": self.up_proj, "d_up_bias": self.up_bias, "d_down": self.down_proj, "d_down_bias": self.down_bias}
+        return (of | dict.fromkeys(("dx_rows", "dx", "dx_fused"), self.x)).get(name, True)
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """What the steps of one call of a layer depend on.
@@ -78,10 +108,11 @@ class LayerCall:
     by row.  num_chunks: 1 for a whole batch.
     itemsize, weight_itemsize, router_itemsize, logit_itemsize: bytes of an element of x as the experts see it, of their weights,
     of the router's weight, of logits and scores.
-    save, bias, shared: the save policy, whether there are biases, the shared expert's width or 0.
+    save, bias, shared: the call's save policy, whether there are biases, the shared expert's width or 0.
     fused, fused_backward: whether `down_forward_fused` and `up_backward_act_fused` sum a token's rows, and not `combine`.
     router: "top_k", "choice" (hashing, token rounding, ...) or "other" (a module of the user's).
     losses: whether an auxiliary loss has a coefficient.
+    wanted: gradients.
     in_fp8: with precision="fp8" when weights are quantized, as `fp8_steps.in_fp8` has it; else "".
     """
 
@@ -101,6 +132,7 @@ class LayerCall:
     shared: int
     router: str
     losses: bool
+    wanted: Wanted
     in_fp8: str = ""
 
     @property
@@ -116,7 +148,7 @@ class LayerCall:
 
 
 def steps_of(layer: LayerCall) -> list[Step]:
-    """All steps of a forward and a backward in which x, the weights and the router's weight want gradients, in x's own dtype."""
+    """All steps of a forward and a backward, in x's own dtype. What a kernel makes along with what is wanted, it writes too."""
     return [*_forward(layer), *_backward(layer)]
 
 
@@ -153,6 +185,7 @@ def product_calls(s: LayerCall, phase: str) -> dict[str, Call]:
         for call in LAYER
         if (phase == "backward") == bool(BACKWARD & call.inputs.keys())
         and not call.f32
+        and any(s.wanted.makes(name) for name in call.made)
         and not (call.product == "combine" and (s.fused if "scores" in call.inputs else s.fused_backward))
         and call.entry.in_layer is not None
         and any(True for _ in call.entry.in_layer(s.sizes, up, down))
@@ -219,9 +252,11 @@ class _Arrays:
         self.shared = tuple(Traffic(f"shared {name}", size, s.weight_itemsize) for name, size in shared)
 
 
-def _cast_weights(s: LayerCall, a: _Arrays, phase: str) -> Iterator[Step]:
-    if s.weight_itemsize != s.itemsize:
-        yield Step(phase, "weights to x's dtype", a.masters, a.weights)
+def _cast_weights(s: LayerCall, a: _Arrays, phase: str, *which: bool) -> Iterator[Step]:
+    """which: whether up, whether down."""
+    if s.weight_itemsize != s.itemsize and any(which):
+        masters, weights = (tuple(compress(arrays, which)) for arrays in (a.masters, a.weights))
+        yield Step(phase, "weights to x's dtype", masters, weights)
 
 
 def _router_product(s: LayerCall) -> float:
@@ -229,53 +264,69 @@ def _router_product(s: LayerCall) -> float:
 
 
 def _forward(s: LayerCall) -> Iterator[Step]:
-    a, phase = _Arrays(s), "forward"
+    a, w, phase = _Arrays(s), s.wanted, "forward"
+    by_experts = w.experts and (w.up_proj or s.save == "recompute")  # x is kept
+
+    def kept(*arrays: Traffic, by: bool = w.experts) -> tuple[Traffic, ...]:
+        return arrays if by else ()
+
     if s.router == "other":
         yield Step(phase, "router", (a.x,), (a.scores, a.experts), None)
     else:
-        yield Step(phase, "router product", (a.x, a.router), (a.logits,), _router_product(s), (a.logits,))
-        yield Step(phase, _choice(s), (a.logits,), (a.scores, a.experts, *a.of_pairs), 0.0, (a.experts,))
+        keeps = (*kept(a.x, by=w.router and not by_experts), *kept(a.logits, by=w.scores))
+        yield Step(phase, "router product", (a.x, a.router), (a.logits,), _router_product(s), keeps)
+        made = (a.scores, a.experts, *a.of_pairs)
+        yield Step(phase, _choice(s), (a.logits,), made, 0.0, kept(a.experts, by=w.scores))
         if s.losses or s.sizes.K:
-            yield Step(phase, "load and losses", (a.logits, a.experts), (a.load,), 0.0, (a.load,) if s.losses else ())
-    yield Step(phase, "dispatch", (a.experts,), a.lists, 0.0, (*a.lists, *a.of_pairs))
-    yield from _cast_weights(s, a, phase)
-    keeps = {"up_forward": (a.x, *a.kept), "down_forward_fused": (a.scores,), "combine": (a.scores,)}
+            keeps = kept(a.load, by=s.losses and w.scores)
+            yield Step(phase, "load and losses", (a.logits, a.experts), (a.load,), 0.0, keeps)
+    yield Step(phase, "dispatch", (a.experts,), a.lists, 0.0, kept(*a.lists, *a.of_pairs))
+    yield from _cast_weights(s, a, phase, True, True)
+    by_product = {"up_forward": kept(*kept(a.x, by=by_experts), *a.kept)}
+    by_product |= dict.fromkeys(("down_forward_fused", "combine"), kept(a.scores))
     for name, call in product_calls(s, phase).items():
-        yield _product(s, call, phase, name, keeps.get(name, ()))
+        yield _product(s, call, phase, name, by_product.get(name, ()))
     if s.fused:
         yield Step(phase, "out to x's dtype", (a.out_f32,), (a.out,))
     if s.shared:
-        yield Step(phase, "shared expert", (a.x, *a.shared, a.out), (a.out,), _shared_operations(s))
+        yield Step(phase, "shared expert", (a.x, *a.shared, a.out), (a.out,), _shared_operations(s, s.sizes.halves + 1))
 
 
 def _choice(s: LayerCall) -> str:
     return "top-k" if s.router == "top_k" else "choice"
 
 
-def _shared_operations(s: LayerCall) -> float:
-    return 2.0 * s.sizes.T * s.sizes.d * s.shared * (s.sizes.halves + 1)
+def _shared_operations(s: LayerCall, products: int) -> float:
+    """products: of (T, d) by (d, width)."""
+    return 2.0 * s.sizes.T * s.sizes.d * s.shared * products
 
 
 def _backward(s: LayerCall) -> Iterator[Step]:
-    a, phase = _Arrays(s), "backward"
-    if s.shared:
-        d_shared = tuple(array._replace(name=f"d {array.name}") for array in a.shared)
-        reads = (a.d_out, a.x, *a.shared)
-        yield Step(phase, "shared expert", reads, (a.d_x, *d_shared), 2 * _shared_operations(s))
-    yield from _cast_weights(s, a, phase)
-    if s.save == "recompute":
+    a, w, phase, halves = _Arrays(s), s.wanted, "backward", s.sizes.halves
+    up, down, through = w.shared_up, w.shared_down, w.x or w.shared_up
+    if s.shared and (through or down):
+        d_shared = (array._replace(name=f"d {array.name}") for array in a.shared)
+        reads = compress((a.d_out, a.x, *a.shared), (True, up, w.x, through))
+        products = through + down + halves * (up + w.x)
+        writes = compress((a.d_x, *d_shared), (w.x, up, down))
+        yield Step(phase, "shared expert", tuple(reads), tuple(writes), _shared_operations(s, products))
+    calls, again = product_calls(s, phase), w.experts and s.save == "recompute"
+    yield from _cast_weights(s, a, phase, w.x or again, "down_backward_act" in calls)
+    if again:
         yield _product(s, CALLS["up_forward"], phase, "up_forward again")
-    for name, call in product_calls(s, phase).items():
+    for name, call in calls.items():
         yield _product(s, call, phase, name)
-    if s.fused_backward:
+    if s.fused_backward and w.x:
         yield Step(phase, "dX to x's dtype", (a.d_x_f32,), (a.d_x,))
-    if s.router == "other":
-        yield Step(phase, "router", (a.x, a.d_scores), (a.d_x,), None)
-    else:
+    if s.router == "other" and w.scores:
+        yield Step(phase, "router", (a.x, a.d_scores), (a.d_x,) * w.x, None)
+    elif w.scores:
         yield Step(phase, _choice(s), (a.logits, a.experts, a.d_scores), (a.d_logits,))
         if s.losses:
             yield Step(phase, "load and losses", (a.logits, a.load), (a.d_logits,))
             yield Step(phase, "sum of dlogits", (a.d_logits, a.d_logits), (a.d_logits,))
-        reads = (a.d_logits, a.x, a.router)
-        yield Step(phase, "router product", reads, (a.d_x, a.d_router), 2 * _router_product(s))
-    yield Step(phase, "sum of dX", (a.d_x, a.d_x), (a.d_x,))
+        reads = compress((a.d_logits, a.x, a.router), (True, w.router, w.x))
+        writes = compress((a.d_x, a.d_router), (w.x, w.router))
+        yield Step(phase, "router product", tuple(reads), tuple(writes), (w.x + w.router) * _router_product(s))
+    if w.x:
+        yield Step(phase, "sum of dX", (a.d_x, a.d_x), (a.d_x,))

@@ -98,11 +98,16 @@ def _logits_fake(x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs, output)
+    x, weight, mask = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, mask, output)
 
 
 def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
-    tensors = d_logits, *ctx.saved_tensors
+    x, weight, *rest = ctx.saved_tensors
+    if x is None:  # dX alone, for which its shape is enough
+        x = d_logits.new_empty(1, 1, dtype=ctx.dtype).expand(len(d_logits), weight.shape[1])
+    tensors = d_logits, x, weight, *rest
     hidden = not torch.is_grad_enabled() and unobserved(tensors)  # enabled: create_graph=True
     backward = router_logits_backward.kernel if hidden else router_logits_backward.gradients
     return *backward(ctx.needs_input_grad[:2], *tensors), None
@@ -115,8 +120,8 @@ def router_logits(x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
     """x (T, d) times weight (E, d) transposed, in fp32 at least and outside autocast -> (T, E).
 
     A token with a NaN or infinite logit gets NaN logits throughout, so that it shows in that token's output and in no other's.
-    So does one whose mask (T,) bool is False; what x has there reaches no gradient. Backward keeps x, the weight, the mask and
-    the logits.
+    So does one whose mask (T,) bool is False; what x has there reaches no gradient. Backward keeps the weight, the mask, the
+    logits and, where the weight is trained, x.
     """
     with without_autocast(x.device.type):
         if not _on_tensor_cores(x, weight):
@@ -153,7 +158,8 @@ def router_logits_backward(
 
     A token with NaN logits passes no gradient.
     """
-    (needs_x, needs_weight), x, num_experts = needs, x.contiguous(), len(weight)
+    (needs_x, needs_weight), num_experts = needs, len(weight)
+    x = x.contiguous() if needs_weight else x
     if mask is not None and needs_weight:
         x = x.masked_fill(~mask[:, None], 0)  # times a gradient of 0 a NaN would be one
     d_x = d_weight = None

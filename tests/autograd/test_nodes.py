@@ -41,6 +41,26 @@ def test_saved_bytes(make_case, bytes_saved_by, save, activation, workspace_byte
     assert saved == formula
 
 
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("workspace_bytes", [None, 20_000])
+def test_x_is_saved_where_it_is_read_again(make_case, bytes_saved_by, save, workspace_bytes):
+    """Not for dX and dW_down, whatever way dO lies, compiled or not."""
+    case, options = make_case(96, 32, 48, 6, 3), {"save": save, "workspace_bytes": workspace_bytes}
+    wanted = [case.x, case.down_proj]
+    everything = bytes_saved_by(lambda: case.forward(**options), [*wanted[1:], case.gate_up_proj])
+    _, *gradients = case.run(**options)
+    case.gate_up_proj.requires_grad_(False)
+    saved = bytes_saved_by(lambda: case.forward(**options), [*wanted[1:], case.gate_up_proj])
+    assert everything - saved == (0 if save == "recompute" else case.x.nbytes)
+    for compiled in (False, True)[: 1 + (save == "minimal")]:
+        run = torch.compile(case.forward, backend="aot_eager") if compiled else case.forward
+        for d_out in (case.d_out, case.d_out.t().contiguous().t()):
+            d_x, d_down = torch.autograd.grad(run(**options), wanted, d_out)
+            assert torch.allclose(d_x, gradients[0], rtol=1e-12) and torch.allclose(d_down, gradients[2], rtol=1e-12)
+        (d_x,) = torch.autograd.grad(run(**options).sum(), wanted[:1])  # whose dO has strides of 0
+        assert d_x.is_contiguous() and d_x.isfinite().all()
+
+
 @pytest.mark.parametrize("save", ["minimal", "paper"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_h_is_freed_before_the_up_backward(make_case, monkeypatch, save, keep):

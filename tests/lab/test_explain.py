@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     layer = MoE(512, 128, 8, 2, save=save, precision="fp8", keep_transposed=weights == "both", dtype=torch.bfloat16)
     if weights == "before":
         layer.quantize_weights()
-    made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16))
+    made = explain(layer, torch.randn(96, 512, dtype=torch.bfloat16, requires_grad=True))
     of_router = ("router product", "top-k", "load and losses")
     assert sum(step.kept_bytes for step in made.rows if step.name not in of_router) == layer.saved_bytes(96)
     backward = [step for step in made.rows if step.phase == "backward"]
@@ -77,7 +78,7 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     again = layer.gate_up_proj.nbytes if save == "recompute" else 0
     assert read == (0 if weights == "before" else once if kept else 2 * once + again)
     assert ("beside the weights" in repr(made)) == (weights == "before")
-    plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512)).totals().operations
+    plain = explain(MoE(512, 128, 8, 2, save=save), torch.randn(96, 512, requires_grad=True)).totals().operations
     assert made.totals().operations == plain
     assert [s.rate for s in made.rows if s.name in ("down_forward", *order)] == [2] * 5
     assert ("quantize down_proj^T" in names) == (weights != "before" and not kept)
@@ -86,24 +87,28 @@ def test_steps_in_fp8(save: str, weights: str) -> None:
     assert "fp8 of bfloat16" in repr(made)
 
 
+class Held:
+    """What autograd keeps in place of a tensor, so that it is seen to be dropped."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def kept_by_autograd(layer: MoE, x: Tensor, **inputs: Any) -> int:
-    """Bytes of all that a forward's graph keeps but for the parameters, each storage once."""
+    """Bytes of all that a forward's graph keeps but for the parameters, each storage once; what it keeps of losses that are not
+    returned is gone by then."""
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    storages: dict[int, int] = {}
-    kept = []
+    held: WeakSet[Held] = WeakSet()
 
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters and t.numel():
-            storages[storage.data_ptr()] = t.nbytes
-            kept.append(t)  # so that no other tensor comes to lie there
-        return t
+    def pack(t: Tensor) -> Held:
+        held.add(made := Held(t))
+        return made
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         out, stats = layer(x, **inputs)
-        made = (out.float().sum(), stats.aux_loss)
-    del made
-    return sum(storages.values())
+    tensors = {each.tensor.untyped_storage().data_ptr(): each.tensor for each in held}
+    del out, stats
+    return sum(t.nbytes for place, t in tensors.items() if place not in parameters)
 
 
 def test_a_policy_that_was_set_by_name() -> None:
@@ -119,9 +124,87 @@ def test_what_is_kept_is_what_autograd_keeps(save: str, router: str) -> None:
     layer, x, made = explained(save=save, router=router)
     by_experts = sum(s.kept_bytes for s in made.rows if s.name not in ("router product", "top-k", "load and losses"))
     assert by_experts == made.saved_bytes == layer.saved_bytes(96)
-    # Without coefficients the losses' node keeps the load too, until it is dropped with the losses.
-    load = 0 if layer.router.aux_loss else 4 * 8
-    assert made.totals().kept_bytes + load == kept_by_autograd(layer, x)
+    assert made.totals().kept_bytes == kept_by_autograd(layer, x)
+
+
+UP, DOWN, ROUTER = "gate_up_proj", "down_proj", "router.weight"
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+TRAINED = [(), (UP,), (DOWN,), (UP, DOWN), BIASES[:1], BIASES[1:], BIASES, (ROUTER,), (UP, DOWN, *BIASES, ROUTER)]
+
+
+@pytest.mark.parametrize("router", ["top_k", "topk_softmax", "token_rounding"])
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("trained", TRAINED, ids="-".join)
+def test_steps_are_those_of_what_is_trained(trained: tuple[str, ...], save: str, router: str) -> None:
+    """With and without a gradient of x: what is kept is what autograd keeps, and what is written is what has a gradient."""
+    layer = MoE(64, 32, 8, 2, router=router, save=save, bias=True, **({"tile": 16} if "round" in router else {}))
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trained)
+    for wants in (False, True):
+        x = torch.randn(96, 64).requires_grad_(wants)
+        made = explain(layer, x)
+        assert made.totals().kept_bytes == kept_by_autograd(layer, x)
+        of_router = ("router product", "top-k", "choice", "load and losses")
+        kept = sum(step.kept_bytes for step in made.rows if step.name not in of_router)
+        assert kept == made.saved_bytes == layer.saved_bytes(96, input_grad=wants)
+        backward = [step for step in made.rows if step.phase == "backward"]
+        written = {array.name for step in backward for array in step.writes}
+        out, stats = layer(x)
+        if not (wants or trained):
+            assert not backward and not made.saved_bytes and not out.requires_grad
+            continue
+        (out.sum() + stats.aux_loss).backward()
+        shown = {UP: "d gate_up_proj", DOWN: "d down_proj", ROUTER: "d router.weight"}
+        for name, parameter in layer.named_parameters():
+            if name in shown:
+                assert (shown[name] in written) == (parameter.grad is not None)
+        assert ("dX" in written) == (x.grad is not None) == ("up_backward_act" in [step.name for step in backward])
+        assert [array.shape for step in backward for array in step.writes if array.name == "bias"] == [
+            tuple(layer.get_parameter(name).shape) for name in reversed(BIASES) if name in trained
+        ]
+
+
+def test_what_has_no_gradient_is_told() -> None:
+    layer = MoE(64, 32, 8, 2, d_shared=16)
+    layer.down_proj.requires_grad_(False)
+    layer.shared_expert.down_proj.requires_grad_(False)
+    note = explain(layer, torch.randn(96, 64)).note
+    assert "No gradient is made of x, down_proj, shared_down." in note
+    (shared,) = [
+        s for s in explain(layer, torch.randn(96, 64)).rows if (s.phase, s.name) == ("backward", "shared expert")
+    ]
+    assert [array.name for array in shared.writes] == ["d shared gate_up_proj"]
+    layer.requires_grad_(False)
+    assert all(step.phase == "forward" for step in explain(layer, torch.randn(96, 64)).rows)
+    assert "No gradient" not in explain(MoE(64, 32, 8, 2), torch.randn(96, 64, requires_grad=True)).note
+
+
+@pytest.mark.parametrize("save", ["minimal", "recompute"])
+def test_fp8_without_gradients(save: str) -> None:
+    """No transposed weight is kept where x needs no gradient; dW_down comes last, also where dW_up is not made."""
+    layer = MoE(512, 128, 8, 2, save=save, precision="fp8", dtype=torch.bfloat16)
+    layer.gate_up_proj.requires_grad_(False)
+    for wants in (False, True):
+        x = torch.randn(96, 512, dtype=torch.bfloat16).requires_grad_(wants)
+        made = explain(layer, x)
+        of_router = ("router product", "top-k", "load and losses")
+        kept = sum(step.kept_bytes for step in made.rows if step.name not in of_router)
+        assert kept == made.saved_bytes and made.totals().kept_bytes == kept_by_autograd(layer, x)
+        names = [step.name for step in made.rows if step.phase == "backward"]
+        assert "up_backward_weight" not in names and ("up_backward_act" in names) == wants
+        assert names.index("down_backward_weight") == max(map(names.index, {*names} & {*PRODUCTS}))
+
+
+def test_a_layer_on_meta() -> None:
+    """Sizes say all where every token has K experts."""
+    layer, x = (
+        MoE(64, 32, 8, 2, dtype=torch.bfloat16, device="meta"),
+        torch.empty(96, 64, dtype=torch.bfloat16, device="meta"),
+    )
+    here = MoE(64, 32, 8, 2, dtype=torch.bfloat16)
+    assert explain(layer, x).rows == explain(here, torch.randn(96, 64, dtype=torch.bfloat16)).rows
+    with pytest.raises(ValueError, match=r"x: expected values, .* got a meta tensor"):
+        explain(MoE(64, 32, 8, 2, router="token_rounding", dtype=torch.bfloat16, device="meta"), x)
 
 
 @pytest.mark.parametrize(

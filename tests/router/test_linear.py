@@ -135,6 +135,19 @@ def test_split_operands_keep_the_accuracy(tensor_cores, weight_dtype, num_tokens
     check_linear(x, weight, {"logits": 1e-5, "dW": 2e-5})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_x_is_saved_for_a_trained_weight_alone(tensor_cores, dtype):
+    """Not for dX, which has the bits that it has beside dW."""
+    x, weight = torch.randn(50, 40, dtype=dtype).requires_grad_(), torch.randn(7, 40).requires_grad_()
+    d_logits = torch.randn(50, 7)
+    expected = torch.autograd.grad(linear.router_logits(x, weight, None), (x, weight), d_logits)[0]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        made = linear.router_logits(x, weight.detach(), None)
+    assert x.shape not in saved and made.shape in saved
+    assert torch.equal(torch.autograd.grad(made, x, d_logits)[0], expected)
+
+
 def test_a_broken_token_passes_no_gradient(tensor_cores):
     x, weight = torch.randn(50, 40).bfloat16(), torch.randn(7, 40).requires_grad_()
     clean = linear.router_logits(x, weight, None)
