@@ -25,7 +25,7 @@ from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes
 from blazeproto.autograd.private import saved_by_export
 from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
+from blazeproto.router.router import check_mask, check_takes_mask, dropped_share, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
 from blazeproto.runtime.shown import Shown
 
@@ -37,6 +37,13 @@ class MoEStats(NamedTuple):
     load: Tensor  # (E,) int32: pairs of each expert
     aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
     overflow: Tensor | None = None  # (1,) int32: pairs left out by a capacity, on all ranks; None without one
+    chosen_load: Tensor | None = None  # (E,) int32: of the token choice, where the router may drop pairs of it
+
+    @property
+    def dropped(self) -> Tensor | None:
+        """The share of the token choice's pairs that token rounding or the router's capacity dropped, () on the device; None
+        where neither can. With both loads summed over ranks it is the share on all."""
+        return dropped_share(self.load, self.chosen_load)
 
     @property
     def aux_loss(self) -> Tensor | float:
@@ -204,7 +211,8 @@ class MoE(nn.Module, Shown):
             shared = self.shared_expert(tokens, backend, self.options.save)
             out = out + (shared if mask is None else shared.where(mask.reshape(-1, 1), 0))
         aux_losses = refuse_lost_gradients(routing.aux_losses)
-        return out if x.dim() == 2 else out.view(x.shape), MoEStats(routing.load, aux_losses, overflow)
+        stats = MoEStats(routing.load, aux_losses, overflow, getattr(routing, "chosen_load", None))
+        return out if x.dim() == 2 else out.view(x.shape), stats
 
     def quantize_weights(self, dtype: torch.dtype | None = None) -> None:
         """With precision="fp8": quantize the experts' weights now, and keep that in ``quantized`` for all forwards to come.

@@ -19,6 +19,7 @@ class VaryingChoice:
     """The module whose ``launch_choice`` chooses the same on a Hopper GPU; empty where none does."""
     RENORMALIZES: ClassVar[bool] = False  # a token's scores, unless asked otherwise
     LOAD_IS_CHOSEN: ClassVar[bool] = False  # and not made by scores, so that there is nothing to balance
+    DROPS: ClassVar[bool] = False  # pairs of the token choice
     eval_top_k: bool
     """Whether plain token choice takes its place when not training."""
 

@@ -31,12 +31,14 @@ class TokenRounding(VaryingChoice):
 
     Every expert's token count becomes a multiple of ``tile`` (rows of the kernel's M tile) that is less than one tile
     away from token choice: the expert's lowest-scored tokens leave, or the best of the tokens that did not choose it
-    come. Works on the micro-batch; the paper advises at least two tiles an expert on average (appendix E.3).
+    come. Works on the micro-batch; the paper advises at least two tiles an expert on average (appendix E.3). Where T is below
+    a tile, or T K / E below half of one, most experts would round to no token at all: then every pair is kept as it is.
     """
 
     WAYS = RULES
     KERNELS = "blazeproto.router.pairs"
     RENORMALIZES = True  # SonicMoE §6.3.1
+    DROPS = True
     tile: int = 128
     rule: RoundingRule = "nr_f"
     eval_top_k: bool = True  # §6.3.1: plain token choice when not training
@@ -50,15 +52,20 @@ class TokenRounding(VaryingChoice):
     def by(self) -> str:
         return self.rule
 
-    def size(self, num_tokens: Any, num_experts: int, top_k: int) -> int:
-        return self.tile
+    def size(self, num_tokens: Any, num_experts: int, top_k: int) -> Any:
+        """The tile; 1, of which every count is a multiple, where rounding makes no sense. In integers alone, which torch.compile
+        can trace."""
+        halves, tiles = 2 * top_k * num_tokens // (self.tile * num_experts), num_tokens // self.tile
+        whole = halves * tiles  # 0 where either is
+        return 1 + (self.tile - 1) * (whole.clamp(max=1) if isinstance(whole, Tensor) else torch.sym_min(whole, 1))
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
+        tile = self.size(num_tokens, num_experts, top_k)
         padding = {  # the most rows that rounding can add
-            "nr_f": num_experts * ((self.tile - 1) // 2),
-            "balance_f": self.tile // 2,
+            "nr_f": num_experts * ((tile - 1) // 2),
+            "balance_f": tile // 2,
             "down": 0,
-        }.get(self.rule, num_experts * (self.tile - 1))
+        }.get(self.rule, num_experts * (tile - 1))
         return min(num_tokens * top_k + padding, num_tokens * num_experts)
 
     def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
@@ -217,6 +224,7 @@ class Capacity(WithCapacity):
     """
 
     WAYS = get_args(Priority)
+    DROPS = True
     capacity_factor: float = 1.25
     priority: Priority = "slot"
     eval_top_k: bool = False

@@ -23,7 +23,7 @@ from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
-from blazeproto.router.choices import Choice, Hash, make_choice
+from blazeproto.router.choices import Choice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
 from blazeproto.router.scores import SCORES, renormalizes, score_named
@@ -49,6 +49,12 @@ class Routing(NamedTuple):
     token_offsets: Tensor | None = None  # (T + 1,) int32, where each token's pairs begin
     pair_tokens: Tensor | None = None  # (P,) int32, the token of each pair
     mask: Tensor | None = None  # (T,) bool, as it was given
+    chosen_load: Tensor | None = None  # (E,) int32, of the token choice, where pairs of it may have been dropped since
+
+    @property
+    def dropped(self) -> Tensor | None:
+        """The share of the token choice's pairs that rounding or a capacity dropped, () on the device; None where neither can."""
+        return dropped_share(self.load, self.chosen_load)
 
 
 class Router(nn.Module):
@@ -209,7 +215,8 @@ class Router(nn.Module):
         groups = self.num_groups, self.top_groups
         if bias is not None:
             refuse_another_bias(self, bias)
-        pair_tokens = token_offsets = load = None
+        pair_tokens = token_offsets = load = chosen_load = None
+        drops = False
         if isinstance(choice, Hash):
             assert token_ids is not None  # _check_input
             seed = choice.seed & MASK_32  # no more of it counts
@@ -228,20 +235,24 @@ class Router(nn.Module):
             ranked = SCORES[self.score].value(logits.detach())
             if padding is not None:
                 chosen, ranked = chosen.masked_fill(padding, -1), ranked.masked_fill(padding, 0)
-            crossing = choice.crossing(ranked, chosen, counted=mask)
+            if isinstance(choice, TokenRounding) and not torch.compiler.is_compiling():
+                _warn_of_few(choice, *logits.shape, self.top_k)
+            crossing, drops = choice.crossing(ranked, chosen, counted=mask), choice.DROPS
             experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
             scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
         if padding is not None and pair_tokens is None:
             scores, experts = scores.masked_fill(padding, 0), experts.masked_fill(padding, -1)
             chosen = experts
         aux_losses = {}
-        if load is None or self.aux_loss or self.z_loss:  # of the token choice, before any rounding or dropping
+        if (
+            load is None or self.aux_loss or self.z_loss or drops
+        ):  # of the token choice, before any rounding or dropping
             losses = ops.routing_losses.entry((logits,), unobserved=hidden)
             balance, z, token_load, _ = losses(logits, chosen, self.score, self.aux_loss, self.z_loss, mask is not None)
-            load = token_load if load is None else load
+            load, chosen_load = token_load if load is None else load, token_load if drops else None
             named = {"load_balancing": (self.aux_loss, balance), "z": (self.z_loss, z)}
             aux_losses = {name: loss for name, (coefficient, loss) in named.items() if coefficient}
-        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens, mask)
+        return Routing(scores, experts, logits, load, aux_losses, token_offsets, pair_tokens, mask, chosen_load)
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
@@ -355,12 +366,28 @@ def check_load(load: Tensor, num_experts: int, device: torch.device | None) -> N
         raise ValueError(f"load: expected device {device} (the bias's), got {load.device}")
 
 
+def dropped_share(load: Tensor, chosen_load: Tensor | None) -> Tensor | None:
+    """The share of the token choice's pairs that did not run, () fp32, of loads (E,) before and after. An expert that has more
+    pairs than had chosen it has dropped none."""
+    if chosen_load is None:
+        return None
+    return (chosen_load - load).clamp(min=0).sum().float() / chosen_load.sum().clamp(min=1)
+
+
+def _warn_of_few(choice: TokenRounding, num_tokens: int, num_experts: int, top_k: int) -> None:
+    if choice.tile > 1 and num_tokens and choice.size(num_tokens, num_experts, top_k) == 1:
+        checks.warn_once(
+            f"tile: expected T of at least {choice.tile}, and T * K / E of at least half as many, to round to tiles with "
+            f"E={num_experts} and K={top_k}; a batch of fewer tokens keeps all its pairs, and nothing is rounded"
+        )
+
+
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:
     """Scalars on the device to log, none of them with a gradient, of what a router returned (``routing``).
 
     "balance" is the largest load over the mean load, 1 at best; "entropy" that of the softmax of the logits, mean over tokens, in
-    nats; and, given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped). Masked
-    tokens do not count.
+    nats; given the router's K as ``top_k``, "pairs" is pairs that run over T * K (below 1 what capacity dropped); and where
+    rounding or a capacity may drop pairs, "dropped" is the share that was. Masked tokens do not count.
     TypeError for what is no `Routing`, and TypeError or ValueError for a ``top_k`` that is no int of 1 or more.
     """
     checks.instance("routing", routing, Routing)
@@ -377,6 +404,8 @@ def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tenso
         stats = {"balance": load.amax() * num_experts / total.clamp(min=1), "entropy": entropies.sum() / tokens}
         if top_k is not None:
             stats["pairs"] = total / (tokens * top_k)
+        if (dropped := routing.dropped) is not None:
+            stats["dropped"] = dropped
         return stats
 
 

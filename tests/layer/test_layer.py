@@ -87,6 +87,17 @@ def test_every_router_trains(router, save):
     assert layer(x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name.startswith("token_rounding")])
+def test_rounding_leaves_a_small_batch_its_output(router):
+    layer, x = MoE(16, 12, 16, 1, router=router), torch.randn(512, 16)
+    out, stats = layer(x)
+    out.sum().backward()
+    assert stats.load.sum() == 512 and stats.dropped == 0
+    assert (out != 0).any(1).all() and layer.down_proj.grad.any()
+    assert layer.max_pairs(512) == 512
+    torch.testing.assert_close(out, layer.eval()(x)[0])
+
+
 def test_hash_router_takes_token_ids():
     layer = MoE(16, 24, 4, 2, router="hash")
     ids = torch.randint(0, 100, (3, 7))

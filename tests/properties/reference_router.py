@@ -152,6 +152,12 @@ def rounded(rule: str, tile: int, counts: Sequence[int], num_tokens: int) -> lis
     return results
 
 
+def tile_of(options: dict[str, Any], num_tokens: int, num_experts: int, top_k: int) -> int:
+    """1, which rounds nothing, below a tile of tokens, or half a tile an expert."""
+    tile: int = options.get("tile", 128)
+    return tile if num_tokens >= tile and num_tokens * top_k / num_experts >= tile / 2 else 1
+
+
 def choice_masks(
     name: str,
     options: dict[str, Any],
@@ -174,7 +180,7 @@ def choice_masks(
     factor = options.get("capacity_factor", 1.0 if name == "expert_choice" else 1.25)
     capacity = expert_capacity(num_tokens, num_experts, top_k, factor)
     possible = (
-        rounded(options.get("rule", "nr_f"), options.get("tile", 128), counts, num_tokens)
+        rounded(options.get("rule", "nr_f"), tile_of(options, num_tokens, num_experts, top_k), counts, num_tokens)
         if name == "token_rounding"
         else [[capacity if name == "expert_choice" else min(capacity, count)] for count in counts]
     )
@@ -202,7 +208,7 @@ def choice_masks(
 def max_pairs(name: str, options: dict[str, Any], num_tokens: int, num_experts: int, top_k: int) -> int:
     """P, the places for pairs: the table of docs/routers.md."""
     if name == "token_rounding":
-        tile, rule = options.get("tile", 128), options.get("rule", "nr_f")
+        tile, rule = tile_of(options, num_tokens, num_experts, top_k), options.get("rule", "nr_f")
         more = {"nr_f": num_experts * ((tile - 1) // 2), "balance_f": tile // 2, "down": 0}
         added = more.get(rule, num_experts * (tile - 1))
         return min(num_tokens * top_k + added, num_tokens * num_experts)

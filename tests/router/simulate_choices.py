@@ -27,7 +27,7 @@ from blazeproto.router import (
     score_pairs,
     score_pairs_backward,
 )
-from blazeproto.router.kinds import WAYS
+from blazeproto.router.kinds import RULES, WAYS
 from blazeproto.runtime import arrays
 
 # (T, E, K, kind): no token, one; E = 1; K = E; tokens and experts that are no multiples of a word; more experts than a tile
@@ -70,6 +70,8 @@ def check_few() -> Iterator[str]:
     with strict():
         for by in WAYS:
             yield from check_choice("ties", 36, 3, 2, by, size_of(by, 36, 2, 3))
+        for by in RULES:  # a tile of 1, where too few tokens come to round
+            yield from check_choice("ties", 20, 3, 2, by, 1)
         for by in ("nr_f", "expert_choice", "score"):
             yield from check_masked(by, 36, 13)
     yield from check_scores([(6, 5)], [(7, 3)])

@@ -40,7 +40,10 @@ def expected_pairs(
     if "seed" in options:
         chosen = [papers.hashed(i, router.num_experts, router.top_k, options["seed"]) for i in ids]
     if "rule" in options:
-        return chosen, papers.token_rounding(scores.tolist(), chosen, options["tile"], options["rule"], draws)
+        tile, (num_tokens, num_experts) = options["tile"], logits.shape
+        if num_tokens < tile or num_tokens * router.top_k < num_experts * tile / 2:
+            tile = 1  # nothing is rounded, which no paper says
+        return chosen, papers.token_rounding(scores.tolist(), chosen, tile, options["rule"], draws)
     if "priority" in options:
         factor = str(options["capacity_factor"])
         return chosen, papers.capacity(scores.tolist(), chosen, factor, options["priority"])

@@ -71,10 +71,39 @@ def test_rounding_gives_whole_tiles_less_than_one_from_token_choice(rule: str, c
     mask = choice(case.scores, case.experts)
     f, floor, ceil, fits = counts_of(case)
     n = mask.sum(dim=0)
+    (num_tokens, num_experts), top_k = case.scores.shape, case.experts.shape[1]
+    if num_tokens < case.tile or num_tokens * top_k / num_experts < case.tile / 2:
+        assert torch.equal(mask, case.chosen)
+        return
     assert (n % case.tile == 0).all()
     assert ((n - f).abs() < case.tile).all()
     assert ((n == floor) | ((n == ceil) & fits)).all()
     assert n.sum() <= choice.max_pairs(*case.scores.shape, case.experts.shape[1])
+
+
+@pytest.mark.parametrize("masked", [0, 7])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_batch_too_small_to_round_keeps_every_pair(rule: str, masked: int) -> None:
+    """T below a tile, or T K / E below half of one, where T counts unmasked tokens; from there on tiles are whole."""
+    torch.manual_seed(0)
+    choice, size = TokenRounding(tile=16, rule=rule), (4, 2)
+    for num_tokens, rounds in ((0, False), (1, False), (15, False), (16, True), (40, True)):
+        scores = torch.rand(num_tokens + masked, 4)
+        counted = torch.arange(num_tokens + masked) < num_tokens
+        experts = choose_top_k(scores, 2).masked_fill(~counted[:, None], -1)
+        scores[num_tokens:] = 0
+        crossing = choice.crossing(scores, experts, counted=counted if masked else None)
+        pair_experts, _, _, load = choose_pairs(*crossing)
+        chosen = fallback.expert_load(experts, 4)
+        if rounds:
+            assert (load % 16 == 0).all()
+        else:
+            assert choice.max_pairs(num_tokens, *size) == 2 * num_tokens
+            assert torch.equal(load, chosen)
+            assert (pair_experts >= 0).sum() == 2 * num_tokens
+    for num_tokens, rounds in ((63, False), (64, True)):  # K = 1, E = 8: below and at half a tile
+        assert (choice.size(num_tokens, 8, 1) == 16) == rounds
+        assert (choice.size(torch.tensor(num_tokens), 8, 1) == 16) == rounds
 
 
 @pytest.mark.parametrize("rule", RULES)

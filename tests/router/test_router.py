@@ -162,6 +162,47 @@ def test_a_nan_token_in_training(name: str) -> None:
     assert routing.scores[~mine].isfinite().all()
 
 
+def test_a_batch_too_small_to_round_warns_once_and_compiles() -> None:
+    checks.warn_once.cache_clear()
+    router, x = named("token_rounding", tile=16), torch.randn(40, 16)
+    with pytest.warns(
+        UserWarning, match="tile: expected T of at least 16, and T .* with E=8 and K=2; a batch of fewer"
+    ):
+        assert router(x[:8]).load.sum() == 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        router(x[:9])  # the second time
+        checks.warn_once.cache_clear()
+        router(x)
+        router.eval()(x[:8])
+    torch.compiler.reset()
+    compiled = torch.compile(router.train(), fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (40, 8, 33, 15):
+        torch.testing.assert_close(compiled(x[:num_tokens]), router(x[:num_tokens]))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("aux_loss", [0.0, 0.01])
+@pytest.mark.parametrize("name", VARYING)
+def test_the_share_that_was_dropped(name: str, aux_loss: float, masked: bool) -> None:
+    options = {} if name == "expert_choice" else {"aux_loss": aux_loss}
+    router, x = named(name, **options), torch.randn(60, 16)
+    routing = router(x, mask=torch.arange(60) % 4 > 0 if masked else None)
+    if name == "expert_choice":
+        assert routing.dropped is None and "dropped" not in routing_stats(routing)
+        return
+    plain = named("top_k")
+    plain.load_state_dict(router.state_dict())
+    chosen = plain(x, mask=routing.mask)
+    pairs = {(t, e) for t, row in enumerate(chosen.experts.tolist()) for e in row if e >= 0}
+    listed = zip(routing.pair_tokens.tolist(), routing.experts.tolist(), strict=True)
+    share = len(pairs - set(listed)) / len(pairs)
+    assert routing.dropped.item() == pytest.approx(share)
+    assert routing_stats(routing)["dropped"].item() == pytest.approx(share)
+    assert (share > 0) or name in ("token_rounding_up", "token_rounding_sr_f", "token_rounding_nr_s", "capacity")
+    assert (plain(x).dropped is None and router.eval()(x).dropped is None) or name == "capacity"
+
+
 def test_scores_of_a_token_sum_to_one_when_renormalised() -> None:
     routing = named("token_rounding")(torch.randn(50, 16))
     assert routing.pair_tokens is not None
