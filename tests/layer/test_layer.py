@@ -288,7 +288,11 @@ BAD = {
         ValueError,
         r"router: expected top_k=2 as the layer has, got a router with top_k=3",
     ),
-    "router for other experts": ({"router": Router(16, 8, 2)}, ValueError, r"router: expected one for num_experts=4"),
+    "router for other experts": (
+        {"router": Router(16, 8, 2)},
+        ValueError,
+        r"router: expected num_experts=4 as the layer has, got a router with num_experts=8",
+    ),
 }
 
 
