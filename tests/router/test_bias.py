@@ -108,8 +108,8 @@ def test_the_mean_load_is_exact() -> None:
         ),
         (torch.ones(8, dtype=torch.complex64), TypeError, "load: expected an integer or floating-point tensor"),
         (torch.ones(8, device="meta"), ValueError, "load: expected device cpu .*, got meta"),
-        ([1] * 8, TypeError, "load: expected a tensor, got list"),
-        (np.ones(8), TypeError, "load: expected a tensor, got ndarray"),
+        ([1] * 8, TypeError, "load: expected a torch.Tensor, got list"),
+        (np.ones(8), TypeError, "load: expected a torch.Tensor, got ndarray"),
     ],
 )
 def test_loads_that_are_refused(load: Any, error: type[Exception], message: str) -> None:
