@@ -15,7 +15,7 @@ sys.path.insert(0, str(COPY))
 
 
 def modules() -> list[str]:
-    """Of the package, those that are imported; who imports comes behind what it imports."""
+    """The package's modules that are imported; each comes behind what it imports."""
     names, done = {name for name in sys.modules if name.partition(".")[0] == "blazeproto"}, list[str]()
 
     def add(name: str) -> None:
