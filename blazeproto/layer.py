@@ -6,9 +6,11 @@
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import check_mask, check_takes_mask, dropped_share, make_router, router_keywords
 from blazeproto.runtime.checks import boolean, integer, nearest
 from blazeproto.runtime.shown import Shown
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 @saved_by_export
@@ -53,6 +57,17 @@ class MoEStats(NamedTuple):
             return 0.0
         with torch.enable_grad() if any(map(is_watched, losses)) else nullcontext():
             return sum(losses[1:], losses[0])
+
+
+def _with_known_keywords(init: Init) -> Init:
+    """Decorates MoE.__init__: an unknown keyword is refused before Python misses the size that was meant by it."""
+
+    @wraps(init)
+    def checked(self: Any, *sizes: Any, **keywords: Any) -> None:
+        _check_keywords(keywords)
+        init(self, *sizes, **keywords)
+
+    return checked  # type: ignore[return-value]
 
 
 class MoE(nn.Module, Shown):
@@ -88,6 +103,7 @@ class MoE(nn.Module, Shown):
 
         def __getattr__(self, name: str) -> Any: ...  # the options, properties that are made below
 
+    @_with_known_keywords
     @takes_options(rest="router_options")
     def __init__(
         self,
@@ -117,7 +133,6 @@ class MoE(nn.Module, Shown):
 
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
-            _check_keywords(keywords)
             router = make_router(router, d_model, num_experts, top_k, **where, **keywords)
         elif not isinstance(router, nn.Module):
             raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
@@ -367,14 +382,25 @@ for _name in OPTION_NAMES:
     setattr(MoE, _name, _option_of_layer(_name))
 
 
-def _check_keywords(options: dict[str, Any]) -> None:
-    """TypeError for a keyword that neither the layer nor any router takes, with the nearest one that exists."""
+_OTHERS_NAMES = {  # of the sizes, in Hugging Face's configurations
+    "hidden_size": "d_model",
+    "intermediate_size": "d_expert",
+    "moe_intermediate_size": "d_expert",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "top_k",
+}
+
+
+def _check_keywords(keywords: dict[str, Any]) -> None:
+    """TypeError for a keyword that neither the layer nor any router takes, with the one that is meant or the nearest."""
     of_choices = [option.name for kind in CHOICES.values() for option in fields(kind)]
     known = {*router_keywords(), *of_choices, *inspect.signature(MoE).parameters} - {"router_options"}
-    if "router_options" in options:
+    if "router_options" in keywords:
         raise TypeError(
             "router_options: expected each as a keyword of its own, MoE(..., aux_loss=0.01), got them together"
         )
-    for name in options:
+    for name in keywords:
         if name not in known:
-            raise TypeError(f"{name}: unknown keyword of MoE and its router{nearest(name, known)}")
+            near = nearest(_OTHERS_NAMES.get(name, name), known)
+            raise TypeError(f"{name}: unknown keyword of MoE and its router{near}")

@@ -1,6 +1,5 @@
 """What is saved, what is recomputed, in which order the kernels run: the bridge to PyTorch."""
 
-from blazeproto.autograd import flops as _flops  # noqa: F401 - registers formulas
 from blazeproto.autograd.checkpoint import checkpoint_contexts, checkpoint_policy
 from blazeproto.autograd.dispatcher import Arrived, Dispatcher
 from blazeproto.autograd.grouped import grouped_experts

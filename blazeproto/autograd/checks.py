@@ -41,6 +41,9 @@ def check_experts(
         raise ValueError(f"x: expected shape ({rows}, d), got {tuple(x.shape)}")
     d_model, device = x.shape[1], x.device
     _check_tensor("down_proj", down_proj, FLOAT_DTYPES, device)
+    weights_have = [w.size(0) if isinstance(w, Tensor) and w.dim() == 3 else None for w in (*up, down_proj)]
+    if {*weights_have} == {weights_have[-1]} and weights_have[-1] not in (None, num_experts):
+        raise ValueError(f"num_experts: expected {weights_have[-1]} as the weights have, got {num_experts}")
     if down_proj.dim() != 3 or down_proj.shape[:2] != (num_experts, d_model):
         raise ValueError(
             f"down_proj: expected shape (E, d, n) = ({num_experts}, {d_model}, n), got {tuple(down_proj.shape)}"
@@ -156,6 +159,8 @@ def check_choice(
             )
     else:
         _check_ids(num_tokens, device, scores, topk_experts, pair_tokens, token_offsets)
+        if options.validate and topk_experts is not None and not topk_experts.is_meta:
+            _validate(topk_experts, num_experts)
     if options.workspace_bytes is not None and (dispatch is not None or pair_tokens is not None):
         raise ValueError(
             "workspace_bytes: expected None with dispatch= or a varying number of experts per token (chunks of tokens "
@@ -230,6 +235,24 @@ def _check_ids(
         _check_tensor("pair_tokens", pair_tokens, (torch.int32,), device, tuple(topk_experts.shape), "(P,)")
         _check_tensor("token_offsets", token_offsets, (torch.int32,), device, (num_tokens + 1,), "(T + 1,)")
     _check_tensor("scores", scores, FLOAT_DTYPES, device, tuple(topk_experts.shape), "that of topk_experts")
+
+
+def _validate(topk_experts: Tensor, num_experts: int) -> None:
+    """ValueError for an id that is neither -1 nor an expert's, or that is twice in a row of (T, K); waits for the device."""
+    if torch.compiler.is_compiling() or (topk_experts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(
+            "validate: expected False where a graph is captured or compiled, since the host reads the ids"
+        )
+    outside = (topk_experts < -1) | (topk_experts >= num_experts)
+    rows = topk_experts.sort(dim=1).values if topk_experts.dim() == 2 else topk_experts[:, None]
+    twice = (rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] >= 0)
+    for wrong, expected in (
+        (outside, f"ids from 0 to {num_experts - 1}, or -1"),
+        (twice, "distinct ids in a token's row"),
+    ):
+        if places := wrong.nonzero()[:1].tolist():
+            place = places[0][0]
+            raise ValueError(f"topk_experts: expected {expected}, got {topk_experts[place].tolist()} at [{place}]")
 
 
 def _check_dispatch(

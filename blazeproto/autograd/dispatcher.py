@@ -11,6 +11,7 @@ not here. So `moe_mlp` is also what a program calls that moves rows itself, with
 experts per row for what is not here; `grouped_experts` is that for rows sorted by expert.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -144,6 +145,8 @@ def dispatched_mlp(
     choice = (topk_experts, None, pair_tokens, token_offsets)
     check_choice(x, scores, *choice, num_experts=num_experts, options=options)
     x, scores = as_experts_see(x, scores)
+    if options.validate:  # of the ids that arrive, some are other ranks'
+        options = replace(options, validate=False)
     arrived = dispatcher.dispatch(x, scores, topk_experts, pair_tokens, token_offsets)
     partial = moe_mlp(
         arrived.x,

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from torch.utils.flop_counter import register_flop_formula
-
-from blazeproto.autograd import node
 from blazeproto.autograd.arguments import Made, Parameters, Saved
 
 Shape = Sequence[int]
@@ -24,14 +21,12 @@ def _of_all_rows(num_rows: int, *weights: Shape | None) -> int:
     return sum(2 * num_rows * prod(weight[1:]) for weight in weights if weight is not None)
 
 
-@register_flop_formula(node.experts.overload.overloadpacket)
 def experts(*arguments: Any, **out: Any) -> int:
     """Forward: H and Y, each with what two factors add."""
     p, up_rest, num_rows = Parameters(*arguments[:10]), arguments[10], arguments[13][0]
     return _of_all_rows(num_rows, p.up_proj, up_rest, p.up_a, p.up_b, p.down_proj, p.down_a, p.down_b)
 
 
-@register_flop_formula(node.backward.overload.overloadpacket)
 def backward(
     needs: Sequence[bool], d_out: Shape | None, dh: Shape | None, a_scaled: Shape | None, *arguments: Any, **out: Any
 ) -> int:

@@ -18,11 +18,11 @@ from blazeproto.autograd.chunks import WHOLE
 from blazeproto.autograd.low_rank import LowRank, tensors_of
 from blazeproto.autograd.mlp import encoded, operator_tensors
 from blazeproto.autograd.operators import on_another_gpu, without_autocast
-from blazeproto.autograd.options import Options, merged, takes_options
+from blazeproto.autograd.options import DEFAULTS, Options, merged, takes_options
 from blazeproto.autograd.private import refuse_transforms, unobserved
 
 
-@takes_options("row_capacity", "workspace_bytes")
+@takes_options("row_capacity", "workspace_bytes", "validate")
 def grouped_experts(
     x: Tensor,
     gate_up_proj: Tensor | tuple[Tensor, Tensor],
@@ -64,9 +64,10 @@ def grouped_experts(
         RuntimeError: on a double backward.
     """
     options = merged("grouped_experts", options, keywords)
-    for name in ("row_capacity", "workspace_bytes"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name}: expected None for rows that have arrived, got {getattr(options, name)}")
+    for name in ("row_capacity", "workspace_bytes", "validate"):
+        expected, got = getattr(DEFAULTS, name), getattr(options, name)
+        if got != expected:
+            raise ValueError(f"{name}: expected {expected} for rows that have arrived, got {got}")
     up = gate_up_proj if isinstance(gate_up_proj, tuple) else (gate_up_proj,)
     weights = (down_proj, up_bias, down_bias, up_factors, down_factors)
     factors = tensors_of(up_factors, down_factors)

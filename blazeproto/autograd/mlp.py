@@ -80,7 +80,7 @@ def moe_mlp(
             A transposed view of (E, d, 2n), as gpt-oss has it, is read where it lies, and its gradient lies likewise.
         down_proj: (E, d, n), or a transposed view of (E, n, d); of any dtype that gate_up_proj may have.
         scores: (T, K) or (P,) when experts per token vary; the router's, differentiable, cast to float32, or float64 with x.
-        topk_experts: (T, K) expert ids, int32 or int64, distinct in a row, which is not checked; (P,) when experts per token
+        topk_experts: (T, K) expert ids, int32 or int64, distinct in a row, which ``validate`` checks; (P,) when experts per token
             vary. An id outside [0, E) means "not here": the pair adds nothing and its gradients are zero. So K may exceed E,
             as on a rank with two of 64 experts. Not needed with ``dispatch``.
         num_experts: E.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blazeproto.activations import activation_named
+from blazeproto.autograd import flops
 from blazeproto.autograd.arguments import DOWN, OF_DOWN, TAIL, WEIGHTS, Made, Parameters, Saved
 from blazeproto.autograd.backends import Backend, backend_on, dispatch_backend
 from blazeproto.autograd.chunks import WHOLE, Chunk, chunks_of, num_chunks, take
@@ -192,6 +193,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     _experts_fake,
     setup=_setup,
     backward=_backward,
+    flops=flops.experts,
 )
 def experts(*arguments: Any) -> tuple[Tensor | None, ...]:
     """`Parameters`, up_rest, and how operators' arguments end -> out (T, d), and `Saved`.
@@ -274,6 +276,7 @@ def _backward_fake(
     f"Tensor? up_a, Tensor? up_b, {OF_DOWN}, Tensor? h, Tensor? act, Tensor? xa, Tensor? act_a, Tensor? up_t, "
     f"Tensor? down_t, {TAIL}) -> Tensor[]",
     _backward_fake,
+    flops=flops.backward,
 )
 def backward(
     needs: Sequence[bool], d_out: Tensor | None, dh: Any, a_scaled: Any, *arguments: Any, overwrite_h: bool = False

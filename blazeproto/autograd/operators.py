@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from blazeproto.autograd.private import hooks_see_saved_tensors
 
-LIBRARY = torch.library.Library("blazeproto", "DEF")
-CHOOSING: set[Any] = set()
+# Beside torch's own record of the operators, where modules that are executed again (importlib.reload) find them.
+OPERATORS: dict[str, "Operator"] = vars(torch.ops.blazeproto).setdefault("operators", {})
+CHOOSING: set[Any] = vars(torch.ops.blazeproto).setdefault("choosing", set())
 """Overloads whose results are a choice of experts or its dispatch: a checkpoint policy keeps them, so that nothing is chosen
 twice."""
 
@@ -21,12 +23,14 @@ class Operator:
     """A torch operator as an object: calling it goes through torch's dispatcher.
 
     kernel: the Python function that it runs.  overload: what torch knows it as (``torch.ops.blazeproto.NAME.default``).
+    library: as long as it lives, torch knows the operator.  differentiated: the kernel as an autograd node; None without one.
     """
 
-    def __init__(self, name: str, kernel: Callable[..., Any]) -> None:
-        self.name, self.kernel = name, kernel
-        self.overload = getattr(torch.ops.blazeproto, name).default
-        self.differentiated: Callable[..., Any] | None = None  # the kernel as an autograd node
+    name: str
+    kernel: Callable[..., Any]
+    overload: Any
+    library: torch.library.Library | None
+    differentiated: Callable[..., Any] | None
 
     def __call__(self, *arguments: Any) -> Any:
         return self.overload(*arguments)
@@ -52,13 +56,15 @@ def define(
     chooses: bool = False,
     setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     backward: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an operator of the function below it, its kernel for every device.
+    """Make an operator of the function below it, its kernel for every device. Of a name that there is already, it is the same
+    object, with all of it made anew: so a module can be executed again, and who holds the operator runs what is new.
 
     fake: shapes and dtypes alone.  chooses: see `CHOOSING`.  setup, backward: its derivative, as
     ``torch.library.register_autograd`` takes them (``setup(ctx, inputs, output)``); ``ctx.alone`` is true where only the
     node can hold the outputs that aren't returned to the user. An operator that neither chooses nor has a derivative
-    raises when one is asked for.
+    raises when one is asked for.  flops: its operations, of shapes, as `torch.utils.flop_counter` asks.
 
     Kernel and fake may return None for an output. Of an operator that returns a list it is left out; another operator has a
     tensor of shape (0,) there.
@@ -67,14 +73,20 @@ def define(
 
     def decorate(kernel: Callable[..., Any]) -> Operator:
         torch_sees = _without_none if schema.endswith("-> Tensor[]") else _with_empty
-        LIBRARY.define(schema)
-        LIBRARY.impl(name, _on_its_gpu(torch_sees(kernel)), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"blazeproto::{name}", torch_sees(fake), lib=LIBRARY)
-        operator = Operator(name, kernel)
+        operator = OPERATORS.setdefault(name, Operator())
+        operator.__class__, operator.library = Operator, None  # with which torch forgets an earlier one
+        operator.library = library = torch.library.Library("blazeproto", "FRAGMENT")
+        library.define(schema)
+        library.impl(name, _on_its_gpu(torch_sees(kernel)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"blazeproto::{name}", torch_sees(fake), lib=library)
+        operator.name, operator.kernel, operator.differentiated = name, kernel, None
+        operator.overload = getattr(torch.ops.blazeproto, name).default
+        if flops is not None:
+            register_flop_formula(operator.overload.overloadpacket)(flops)
         if chooses:
             CHOOSING.add(operator.overload)
         if backward is not None and setup is not None:
-            torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup, lib=LIBRARY)
+            torch.library.register_autograd(f"blazeproto::{name}", backward, setup_context=setup, lib=library)
             operator.differentiated = _node(name, kernel, setup, backward)
         elif not chooses:
 
@@ -84,7 +96,7 @@ def define(
                     "the gradients of a backward pass with create_graph=True"
                 )
 
-            torch.library.register_autograd(f"blazeproto::{name}", refuse, lib=LIBRARY)
+            torch.library.register_autograd(f"blazeproto::{name}", refuse, lib=library)
         return operator
 
     return decorate

@@ -127,6 +127,18 @@ class Options:
         ),
     )
 
+    validate: bool = field(
+        default=False,
+        metadata=_about(
+            boolean,
+            """look at the ids of the experts: ValueError for one outside [0, E), and for one that a token names twice. Without it
+        an id outside is "not here", as of ids that count from 1 the last. The host waits for the device at each forward, so a
+        CUDA-graph capture and torch.compile raise RuntimeError. Padding of a ``mask`` and places for pairs that are not used
+        have -1, which passes.""",
+            in_operators=False,
+        ),
+    )
+
     def __post_init__(self) -> None:
         for name, check in _CHECKS:
             check(name, getattr(self, name))

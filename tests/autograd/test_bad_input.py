@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blazeproto import MoE
 from blazeproto.autograd import checks, moe_mlp, node
 
 
@@ -78,7 +79,11 @@ BAD = {
         ValueError,
         r"gate_up_proj: expected on cpu as x is, got meta",
     ),
-    "another number of experts": ({"num_experts": 4}, ValueError, r"down_proj: expected shape .* = \(4, 16, n\)"),
+    "another number of experts": (
+        {"num_experts": 4},
+        ValueError,
+        r"num_experts: expected 5 as the weights have, got 4",
+    ),
     "up bias of another shape": ({"up_bias": torch.ones(5, 24)}, ValueError, r"up_bias: expected shape .* = \(5, 48\)"),
     "down bias of another shape": ({"down_bias": torch.ones(5, 24)}, ValueError, r"down_bias: .* = \(5, 16\), got"),
     "scores of another shape": ({"scores": torch.ones(37, 2)}, ValueError, r"scores: .* = \(37, 3\), got \(37, 2\)"),
@@ -206,3 +211,47 @@ def test_what_the_hopper_backend_misses():
     assert "torch.bfloat16 tensors; they are torch.float32" in missing_for_hopper(gpu, torch.float32, 8, 64, 64)
     assert "multiples of 8 (16 bytes of bf16); one is 20" in missing_for_hopper(gpu, torch.bfloat16, 8, 64, 20)
     assert "at most 512 experts; there are 513" in missing_for_hopper(gpu, torch.bfloat16, 513, 64, 64)
+
+
+WRONG_IDS = {
+    "that count from 1": ([[1, 2, 3], [3, 4, 5]], r"expected ids from 0 to 4, or -1, got \[3, 4, 5\] at \[1\]"),
+    "below -1": ([[0, 1, -2], [0, 1, 2]], r"expected ids from 0 to 4, or -1, got \[0, 1, -2\] at \[0\]"),
+    "of 64 bits": ([[0, 1, 2], [0, 1, 2**32]], r"expected ids from 0 to 4, or -1, got \[0, 1, 4294967296\] at \[1\]"),
+    "twice": ([[0, 1, 2], [3, 0, 3]], r"expected distinct ids in a token's row, got \[3, 0, 3\] at \[1\]"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_IDS)
+def test_ids_are_looked_at_where_that_is_asked_for(make_case, what):
+    rows, message = WRONG_IDS[what]
+    case = make_case(2, 16, 24, 5, 3, dtype=torch.float32)
+    case.topk_experts = torch.tensor(rows)
+    if what != "twice":  # whose dispatch is unspecified
+        case.forward()
+    with pytest.raises(ValueError, match=f"topk_experts: {message}"):
+        case.forward(validate=True)
+
+
+def test_sound_ids_pass_and_padding_too(make_case):
+    case = make_case(37, 16, 24, 5, 3, dtype=torch.float32)
+    case.topk_experts[3] = -1
+    assert torch.equal(case.forward(validate=True), case.forward())
+    layer = MoE(16, 24, 5, 3, validate=True)
+    mask = torch.arange(4) < 3
+    assert torch.equal(layer(torch.ones(4, 16), mask=mask)[0][3], torch.zeros(16))
+    rounded = MoE(16, 24, 5, 3, router="expert_choice", validate=True)
+    assert rounded(torch.ones(9, 16))[0].shape == (9, 16)
+
+
+def test_ids_cannot_be_looked_at_in_a_compiled_graph(make_case):
+    case = make_case(2, 16, 24, 5, 3, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="validate: expected False where a graph is captured or compiled"):
+        torch.compile(case.forward, backend="eager", fullgraph=True)(validate=True)
+
+
+@pytest.mark.gpu
+def test_ids_cannot_be_looked_at_during_a_capture():
+    layer, x = MoE(64, 64, 8, 2, validate=True, device="cuda", dtype=torch.bfloat16), torch.randn(9, 64, device="cuda")
+    layer(x.bfloat16())
+    with pytest.raises(RuntimeError, match="validate: expected False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x.bfloat16())

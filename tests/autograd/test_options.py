@@ -11,7 +11,7 @@ from blazeproto import MoE, moe_mlp
 from blazeproto.autograd import Options, SavePolicy, grouped_experts
 
 TAKERS = {"moe_mlp": moe_mlp, "MoE": MoE, "grouped_experts": grouped_experts}
-LEFT_OUT = {"grouped_experts": {"row_capacity", "workspace_bytes"}}
+LEFT_OUT = {"grouped_experts": {"row_capacity", "workspace_bytes", "validate"}}
 OPTIONS = [
     (taker, option) for taker in TAKERS for option in fields(Options) if option.name not in LEFT_OUT.get(taker, ())
 ]

@@ -99,7 +99,7 @@ def test_memory_of_the_callers() -> None:
         ({"scores": np.zeros(3, np.float32)}, ValueError, "scores: expected 128 elements, one a pair, got shape"),
         ({"pair_rows": np.zeros(3, np.int32)}, ValueError, "padding.pair_rows: expected 128 elements, one a pair"),
         ({"row_pairs": np.zeros(640)}, TypeError, "padding.row_pairs: expected dtype int32, got float64"),
-        ({"out": np.zeros((3, 8), np.uint16)}, ValueError, "rows: expected shape"),
+        ({"out": np.zeros((3, 8), np.uint16)}, ValueError, "out: expected shape"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str, kernels: bool) -> None:

@@ -299,7 +299,11 @@ BAD = {
         ValueError,
         r"router: expected top_k=2 as the layer has, got a router with top_k=3",
     ),
-    "router for other experts": ({"router": Router(16, 8, 2)}, ValueError, r"router: expected one for num_experts=4"),
+    "router for other experts": (
+        {"router": Router(16, 8, 2)},
+        ValueError,
+        r"router: expected num_experts=4 as the layer has, got a router with num_experts=8",
+    ),
 }
 
 
@@ -328,7 +332,7 @@ def test_bad_input():
     x = torch.randn(2, 3, 16)
     with pytest.raises(TypeError, match=r"mask: expected a torch\.bool tensor, got torch\.int64"):
         layer(x, mask=torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"mask: expected a torch\.bool tensor, got list"):
+    with pytest.raises(TypeError, match=r"mask: expected a torch\.Tensor, got list"):
         layer(x, mask=[True] * 6)
     with pytest.raises(ValueError, match=r"mask: expected 6 bools, one a token, got shape \(2, 3, 1, 2\)"):
         layer(x, mask=torch.ones(2, 3, 1, 2, dtype=torch.bool))
@@ -407,3 +411,18 @@ def test_prepare(monkeypatch, options, weight_grads, dispatches):
 
 def test_prepare_does_nothing_where_the_torch_backend_runs():
     MoE(16, 24, 4, 2).prepare(100)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hidden_size", "d_model"),
+        ("num_local_experts", "num_experts"),
+        ("num_experts_per_tok", "top_k"),
+        ("d_modl", "d_model"),
+    ],
+)
+def test_a_size_under_another_name_is_told_from_a_missing_one(name, meant):
+    sizes = {"d_model": 16, "d_expert": 8, "num_experts": 4, "top_k": 2}
+    with pytest.raises(TypeError, match=f"^{name}: unknown keyword of MoE and its router; did you mean '{meant}'"):
+        MoE(**{name if key == meant else key: size for key, size in sizes.items()})

@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 from blazeproto.router import Router
 from blazeproto.router.router import updated_bias
@@ -53,78 +50,6 @@ CASTS: dict[str, Callable[[Router], Any]] = {
 def test_a_cast_leaves_the_bias_as_it_is(cast: Callable[[Router], Router]) -> None:
     bias = cast(biased()).expert_bias
     assert bias is not None and bias.dtype == torch.float32 and torch.equal(bias, BIAS)
-
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.mark.parametrize("use", ["step", "forward", "state_dict", "cast", "compiled"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bias_whose_data_is_a_rounded_copy(dtype: torch.dtype, use: str) -> None:
-    """FSDP1's ``buffer_dtype`` and the like assign it past the module's own casts."""
-    router, x = biased(), torch.randn(20, 16)
-    expected, steps = router(x), int(use == "step")
-    for buffer in router.buffers():
-        buffer.data = buffer.data.to(dtype)
-    if use == "step":
-        router.update_bias(torch.tensor([1, 1, 1, 1, 1, 1, 1, 9]))
-    elif use == "forward":
-        torch.testing.assert_close(router(x), expected, rtol=0, atol=0)
-    elif use == "state_dict":
-        assert torch.equal(router.state_dict()["expert_bias"], BIAS)
-    elif use == "cast":
-        router = copy.deepcopy(router).bfloat16()
-    else:
-        torch.compiler.reset()
-        compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
-        router.state_dict()
-    bias = router.expert_bias
-    assert bias is not None and bias.dtype == torch.float32
-    signs = torch.ones(8).index_fill(0, torch.tensor(7), -1)
-    torch.testing.assert_close(bias, BIAS + 1e-3 * steps * signs, rtol=0, atol=1e-9)
-
-
-def test_what_is_written_to_a_rounded_copy_is_kept() -> None:
-    router, written = biased(), torch.arange(8) % 2 == 0
-    router.expert_bias.data = router.expert_bias.data.bfloat16()
-    router.expert_bias[written] = 0.75
-    router.update_bias(torch.full((8,), 3))
-    assert torch.equal(router.expert_bias, torch.where(written, 0.75, BIAS))
-
-
-def test_another_bias_of_a_functional_call_leaves_the_routers_own() -> None:
-    router, other = biased(), torch.full((8,), 0.5)
-    x, before = torch.randn(20, 16), biased().expert_bias
-    for bias in (other, other.bfloat16()):
-        torch.func.functional_call(router, {"expert_bias": bias}, (x,))
-        assert torch.equal(bias.float(), other)
-    router.expert_bias.data = router.expert_bias.data.bfloat16()
-    router(x)
-    assert torch.equal(router.expert_bias, before)
-
-
-def test_mixed_precision_of_fsdp1(tmp_path: Path) -> None:
-    """Buffers in bf16, as Lightning and accelerate ask for in bf16 training; from 0.5 on a step of 1e-3 is lost in bf16."""
-    start = torch.tensor([0.7, 0.3, -0.6, 0.1])
-    store = dist.FileStore(str(tmp_path / "meeting"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        router = Router(16, 4, 2, score="sigmoid", bias_update_rate=1e-3)
-        router.expert_bias.copy_(start)
-        policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-        model = FullyShardedDataParallel(
-            torch.nn.Sequential(router), mixed_precision=policy, use_orig_params=True, device_id=torch.device("cpu")
-        )
-        assert torch.equal(model.state_dict()["0.expert_bias"], start)
-        for _ in range(3):
-            model(torch.randn(5, 16))
-            router.update_bias(torch.tensor([0, 1, 2, 1]))
-        expected = start + 3e-3 * torch.tensor([1.0, 0, -1, 0])
-        torch.testing.assert_close(router.expert_bias, expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(model.state_dict()["0.expert_bias"], expected, rtol=0, atol=1e-6)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -183,8 +108,8 @@ def test_the_mean_load_is_exact() -> None:
         ),
         (torch.ones(8, dtype=torch.complex64), TypeError, "load: expected an integer or floating-point tensor"),
         (torch.ones(8, device="meta"), ValueError, "load: expected device cpu .*, got meta"),
-        ([1] * 8, TypeError, "load: expected a .*ensor, got list"),
-        (np.ones(8), TypeError, "load: expected a .*ensor, got ndarray"),
+        ([1] * 8, TypeError, "load: expected a torch.Tensor, got list"),
+        (np.ones(8), TypeError, "load: expected a torch.Tensor, got ndarray"),
     ],
 )
 def test_loads_that_are_refused(load: Any, error: type[Exception], message: str) -> None:

@@ -417,8 +417,8 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
         (torch.zeros(3, 16, device="meta"), None, ValueError, "x: expected device cpu"),
         (torch.zeros(3, 16), None, ValueError, "token_ids: expected T integers for hash routing, got None"),
         (torch.zeros(3, 16), torch.zeros(3), TypeError, "token_ids: expected an integer tensor"),
-        (torch.zeros(3, 16), [0, 1, 2], TypeError, "token_ids: expected an integer tensor, got list"),
-        ([[0.0] * 16], None, TypeError, "x: expected a floating-point tensor, got list"),
+        (torch.zeros(3, 16), [0, 1, 2], TypeError, "token_ids: expected a torch.Tensor, got list"),
+        ([[0.0] * 16], None, TypeError, "x: expected a torch.Tensor, got list"),
         (torch.zeros(3, 16), torch.zeros(4, dtype=torch.int64), ValueError, "token_ids: expected 3 ids"),
     ],
 )

@@ -1,0 +1,20 @@
+"""Modules can be executed again: by importlib.reload, as IPython's autoreload does, and after sys.modules has lost them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import blazeproto
+
+
+def test_modules_can_be_executed_again(tmp_path: Path) -> None:
+    """A layer is right afterwards, and an operator that was edited runs as edited."""
+    shutil.copytree(
+        Path(blazeproto.__file__).parent, tmp_path / "blazeproto", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    command = [sys.executable, str(Path(__file__).with_name("reloading.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
