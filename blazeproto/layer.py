@@ -28,10 +28,11 @@ from blazeproto.autograd.private import saved_by_export
 from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
 from blazeproto.router.router import check_mask, check_takes_mask, dropped_share, make_router, router_keywords
-from blazeproto.runtime.checks import boolean, integer, nearest
+from blazeproto.runtime.checks import boolean, fixed, integer, nearest
 from blazeproto.runtime.shown import Shown
 
 Init = TypeVar("Init", bound=Callable[..., None])
+SIZES = ("d_model", "d_expert", "num_experts", "top_k", "widths")  # of a layer; dMoE has the last
 
 
 @saved_by_export
@@ -76,7 +77,8 @@ class MoE(nn.Module, Shown):
     out_t = sum over the experts e chosen for t of S_te down_e(act(up_e(x_t))), plus the shared expert's output.
 
     Args:
-        d_model, d_expert, num_experts, top_k: d, n, E, K; K is at least 1, and at most E unless ``router`` is a module.
+        d_model, d_expert, num_experts, top_k: d, n, E, K; K is at least 1, and at most E unless ``router`` is a module. They are
+            read-only afterwards, and a forward with a router or weights of other sizes raises ValueError.
         router: a name from ``blazeproto.router.ROUTERS`` ("top_k", "aux_free", "token_rounding", "expert_choice", ...),
             or a router module, which returns a ``Routing``.
         router_options: the keywords of `Router` for a named one, each a keyword here: ``MoE(..., aux_loss=0.01)``.
@@ -138,9 +140,7 @@ class MoE(nn.Module, Shown):
             raise TypeError(f"router: expected a name or a module, got {type(router).__name__}")
         elif keywords:
             raise TypeError(f"router: a module brings its own options, got {sorted(keywords)} too")
-        for name, size in (("num_experts", num_experts), ("top_k", top_k)):
-            if (routed := getattr(router, name, size)) != size:
-                raise ValueError(f"router: expected {name}={size} as the layer has, got a router with {name}={routed}")
+        self._check_router(router)
         self.router = router
 
         up_width = d_expert * activation_named(options.activation).halves
@@ -159,6 +159,14 @@ class MoE(nn.Module, Shown):
             device = torch.device("cuda") if on_host else self.down_proj.device
             backend_on("hopper", device, torch.bfloat16, num_experts, d_model, d_expert)
         self.reset_parameters()
+
+    def _check_router(self, router: nn.Module) -> None:
+        for name in ("num_experts", "top_k"):
+            if (routed := getattr(router, name, size := getattr(self, name))) != size:
+                raise ValueError(f"router: expected {name}={size} as the layer has, got a router with {name}={routed}")
+
+    def _down_shape(self) -> tuple[int, ...]:
+        return self.num_experts, self.d_model, self.d_expert
 
     @property
     def up_proj_weight(self) -> nn.Parameter:
@@ -192,6 +200,10 @@ class MoE(nn.Module, Shown):
         check_dense("x", x)
         if x.dim() == 0 or x.shape[-1] != self.d_model:
             raise ValueError(f"x: expected shape (..., {self.d_model}), got {tuple(x.shape)}")
+        self._check_router(self.router)
+        if self.dispatcher is None and self.down_proj.shape != self._down_shape():
+            got = tuple(self.down_proj.shape)
+            raise ValueError(f"down_proj: expected shape {self._down_shape()}, which the layer was made for, got {got}")
         tokens = x.reshape(-1, self.d_model)
         given = {name: value for name, value in {"token_ids": token_ids, "mask": mask}.items() if value is not None}
         if mask is not None:
@@ -351,6 +363,9 @@ class MoE(nn.Module, Shown):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and not isinstance(value, Options):
             raise TypeError(f"options: expected blazeproto.autograd.Options, got {type(value).__name__}")
+        if name == "options" and (shared := self._modules.get("shared_expert")) is not None:
+            shared.activation = value.activation
+        fixed(self, name, value, SIZES)
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:

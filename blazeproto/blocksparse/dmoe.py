@@ -82,6 +82,9 @@ class dMoE(PlainMoE):
         self.register_load_state_dict_pre_hook(_flattened)
         self.reset_parameters()
 
+    def _down_shape(self) -> tuple[int, ...]:
+        return sum(self.widths), self.d_model
+
     def extra_repr(self) -> str:
         """As `blazeproto.MoE` shows, with each expert's width where they differ."""
         shown = super().extra_repr()

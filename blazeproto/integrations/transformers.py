@@ -318,7 +318,8 @@ def experts_forward(
         up, down = up.mT, down.mT
     x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
     tensors = (x, up, down, top_k_weights, top_k_index)
-    given: dict[str, Any] = {"num_experts": down.shape[0], "up_bias": up_bias, "down_bias": down_bias}
+    given: dict[str, Any] = {"num_experts": getattr(experts, "num_experts", len(down))}
+    given |= {"up_bias": up_bias, "down_bias": down_bias}
     given["options"] = Options(activation=str(_activation(experts)), precision="bf16" if low_rank else precision)
     up_factors, down_factors = low_rank or (None, None)
     if (dispatcher := _dispatcher(experts)) is None:

@@ -68,6 +68,14 @@ class TokenRounding(VaryingChoice):
         }.get(self.rule, num_experts * (tile - 1))
         return min(num_tokens * top_k + padding, num_tokens * num_experts)
 
+    def warn_of_few(self, num_tokens: int, num_experts: int, top_k: int) -> None:
+        """A warning, once a process, where nothing is rounded."""
+        if self.tile > 1 and num_tokens and self.size(num_tokens, num_experts, top_k) == 1:
+            checks.warn_once(
+                f"tile: expected T of at least {self.tile}, and T * K / E of at least half as many, to round to tiles with "
+                f"E={num_experts} and K={top_k}; a batch of fewer tokens keeps all its pairs, and nothing is rounded"
+            )
+
     def draws(self, num_experts: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor | None:
         """In fp32 whatever torch's default dtype is: in bf16 a probability of .999 is 1."""
         if self.rule not in DRAWING_RULES:

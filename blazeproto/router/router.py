@@ -23,6 +23,7 @@ from blazeproto.autograd.checks import check_dense
 from blazeproto.autograd.operators import on_another_gpu
 from blazeproto.autograd.private import refuse_transforms, saved_by_export, unobserved
 from blazeproto.router import fallback, ops
+from blazeproto.router.bias import check_load, in_fp32, unrounded, updated_bias
 from blazeproto.router.choices import Choice, Hash, TokenRounding, make_choice
 from blazeproto.router.kinds import MASK_32
 from blazeproto.router.linear import router_logits
@@ -76,9 +77,10 @@ class Router(nn.Module):
         choose: ``top_k``, or a name from `choices.CHOICES` whose options follow as keywords (choose_options), or a choice object.
         device, dtype: of ``weight``.
 
-    ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32 buffer or None. Rounded to bf16 it
-    would choose other experts. It stays fp32, its values untouched, when the module is cast; where something assigns a rounded
-    copy to its ``data``, as FSDP1's ``buffer_dtype`` does, it is fp32 with its values again at the next use.
+    The sizes are read-only afterwards. ``weight`` is (E, d), as Hugging Face's gates have it; ``expert_bias`` (E,) is an fp32
+    buffer or None. Rounded to bf16 it would choose other experts. It stays fp32, its values untouched, when the module is cast;
+    where something assigns a rounded copy to its ``data``, as FSDP1's ``buffer_dtype`` does, it is fp32 with its values again at
+    the next use.
 
     Raises TypeError or ValueError that names the argument, what was expected and what came; for an unknown keyword, the
     nearest that exists.
@@ -150,6 +152,10 @@ class Router(nn.Module):
         self._bias()
         self.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        checks.fixed(self, name, value, ("d_model", "num_experts", "top_k"))
+        super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Uniform weights within 1/√d, as nn.Linear's; ``expert_bias`` 0."""
         bound = self.d_model**-0.5  # nn.Linear's
@@ -158,20 +164,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.expert_bias)
 
     def _bias(self) -> Tensor | None:
-        """``expert_bias`` in fp32. Its attribute ``exact`` is its memory; should its ``data`` become a rounded copy, the numbers
-        there that are the rounding of the exact ones count as these."""
-        bias = self.expert_bias
-        if bias is None:
-            return None
-        exact: Tensor | None = getattr(bias, "exact", None)
-        if torch.compiler.is_compiling() or type(bias) is not Tensor:
-            return bias if bias.dtype == torch.float32 or exact is None else exact.to(bias.device)
-        if bias.dtype != torch.float32:
-            with torch.inference_mode(False), torch.no_grad():
-                bias.data = _unrounded(bias, exact)
-        if exact is None or exact.data_ptr() != bias.data_ptr():
-            vars(bias)["exact"] = bias.detach()
-        return bias
+        return None if self.expert_bias is None else in_fp32(self.expert_bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """What `to`, `half`, `cuda`, `to_empty` and the like do, but that ``expert_bias`` keeps its values when it is cast."""
@@ -179,7 +172,7 @@ class Router(nn.Module):
         super()._apply(fn, recurse)
         moved = self.expert_bias
         if bias is not None and moved is not None and moved.dtype != torch.float32:
-            self.expert_bias = _unrounded(moved, bias)
+            self.expert_bias = unrounded(moved, bias)
         self._bias()
         return self
 
@@ -236,7 +229,7 @@ class Router(nn.Module):
             if padding is not None:
                 chosen, ranked = chosen.masked_fill(padding, -1), ranked.masked_fill(padding, 0)
             if isinstance(choice, TokenRounding) and not torch.compiler.is_compiling():
-                _warn_of_few(choice, *logits.shape, self.top_k)
+                choice.warn_of_few(len(logits), self.num_experts, self.top_k)
             crossing, drops = choice.crossing(ranked, chosen, counted=mask), choice.DROPS
             experts, pair_tokens, token_offsets, load = ops.choose_pairs.entry((), unobserved=hidden)(*crossing)
             scores = ops.score_pairs.entry((logits,), unobserved=hidden)(logits, experts, token_offsets, *options)
@@ -279,6 +272,12 @@ class Router(nn.Module):
             raise TypeError(f"x: expected a floating-point tensor, got {x.dtype}")
         if x.dim() != 2 or x.shape[1] != self.d_model:
             raise ValueError(f"x: expected shape (T, {self.d_model}), got {tuple(x.shape)}")
+        for name, shape in (("weight", (self.num_experts, self.d_model)), ("expert_bias", (self.num_experts,))):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"{name}: expected shape {shape}, which the router was made for, got {tuple(tensor.shape)}"
+                )
         if x.device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device} (the router's weight), got {x.device}")
         if mask is not None:
@@ -294,15 +293,6 @@ class Router(nn.Module):
             raise ValueError(f"token_ids: expected {x.shape[0]} ids, one a token, got shape {tuple(token_ids.shape)}")
         if token_ids.device != x.device:
             raise ValueError(f"token_ids: expected device {x.device}, got {token_ids.device}")
-
-
-def _unrounded(rounded: Tensor, exact: Tensor | None) -> Tensor:
-    """fp32 on the device of ``rounded``: its numbers, or the exact ones where it has their rounding."""
-    wide = rounded.float()
-    if exact is None or exact.is_meta or wide.is_meta:
-        return wide
-    exact = exact.to(wide.device)
-    return torch.where(exact.to(rounded.dtype) == rounded, exact, wide)
 
 
 def check_mask(mask: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -343,43 +333,12 @@ def _choice(choose: str | Choice, options: dict[str, Any]) -> Choice | None:
     return choose
 
 
-def updated_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
-    """The balancing bias after a step: up by ``rate`` where the load was below its mean, down where above.
-
-    Wang et al. 2024, "Auxiliary-loss-free load balancing", Algorithm 1 (DeepSeek-V3 §2.1.2). bias (E,) floating point,
-    load (E,) integers or floating point, on the same device, of the whole batch: sum it over ranks and accumulation steps
-    first. Returns a new bias, of the old one's dtype.
-    """
-    checks.number("rate", rate, least=0)
-    load = load.to(torch.float64)  # counts are exact, and so is what is compared: E times a load with the sum of all
-    return bias + rate * torch.sign(load.sum() - len(load) * load).to(bias.dtype)
-
-
-def check_load(load: Tensor, num_experts: int, device: torch.device | None) -> None:
-    """TypeError or ValueError unless ``load`` is (E,), integers or floating point, on this device (None: on any)."""
-    check_dense("load", load)
-    if load.dtype == torch.bool or load.is_complex() or load.is_quantized:
-        raise TypeError(f"load: expected an integer or floating-point tensor, got {load.dtype}")
-    if load.shape != (num_experts,):
-        raise ValueError(f"load: expected shape ({num_experts},), one count an expert, got {tuple(load.shape)}")
-    if device is not None and load.device != device:
-        raise ValueError(f"load: expected device {device} (the bias's), got {load.device}")
-
-
 def dropped_share(load: Tensor, chosen_load: Tensor | None) -> Tensor | None:
     """The share of the token choice's pairs that did not run, () fp32, of loads (E,) before and after. An expert that has more
     pairs than had chosen it has dropped none."""
     if chosen_load is None:
         return None
     return (chosen_load - load).clamp(min=0).sum().float() / chosen_load.sum().clamp(min=1)
-
-
-def _warn_of_few(choice: TokenRounding, num_tokens: int, num_experts: int, top_k: int) -> None:
-    if choice.tile > 1 and num_tokens and choice.size(num_tokens, num_experts, top_k) == 1:
-        checks.warn_once(
-            f"tile: expected T of at least {choice.tile}, and T * K / E of at least half as many, to round to tiles with "
-            f"E={num_experts} and K={top_k}; a batch of fewer tokens keeps all its pairs, and nothing is rounded"
-        )
 
 
 def routing_stats(routing: Routing, top_k: int | None = None) -> dict[str, Tensor]:

@@ -57,6 +57,15 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {tuple(allowed)}, got {value!r}{nearest(value, allowed)}")
 
 
+def fixed(owner: object, name: str, value: object, sizes: Sequence[str]) -> None:
+    """AttributeError where an attribute among ``sizes`` is set to another value than it has: weights were made for that."""
+    if name in sizes and (had := vars(owner).get(name, value)) != value:
+        kind = type(owner).__name__
+        raise AttributeError(
+            f"{name}: expected {had}, which this {kind} was made for, got {value}; make another and load its state"
+        )
+
+
 @cache
 def warn_once(message: str) -> None:
     """A warning of this text, once a process."""

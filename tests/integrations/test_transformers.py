@@ -520,6 +520,16 @@ def test_sentinels(folder: str, name: str) -> None:
         close(one, other)
 
 
+def test_weights_of_fewer_experts_than_the_module_says_are_refused() -> None:
+    """Three of four kept: eager raises where it meets the fourth, which here would be an expert of another rank."""
+    experts = families.experts_alone("mixtral", "modeling_mixtral.MixtralExperts")
+    for name, weight in [*experts.named_parameters()]:
+        setattr(experts, name, torch.nn.Parameter(weight.detach()[:3]))
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    with pytest.raises(ValueError, match=r"down_proj: expected shape \(E, d, n\) = \(4, 32, n\), got \(3, 32"):
+        outputs_and_gradients(experts, "blazeproto", inputs)
+
+
 def test_tokens_of_another_dtype_are_cast_to_the_weights() -> None:
     experts = experts_module().bfloat16()
     inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)

@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import blazeproto.layer
 from blazeproto import MoE, Router, dispatch, gemm
 from blazeproto.activations import ACTIVATIONS, activation_named
 from blazeproto.autograd import backends
 from blazeproto.autograd import moe_mlp as expert_mlp
+from blazeproto.blocksparse import DroppingMoE, SequentialMoE, dMoE
 from blazeproto.reference import moe_mlp
 from blazeproto.router.router import ROUTERS
 
@@ -312,6 +314,82 @@ def test_bad_arguments(what):
     replaced, error, message = BAD[what]
     with pytest.raises(error, match=message):
         MoE(**{"d_model": 16, "d_expert": 24, "num_experts": 4, "top_k": 2, **replaced})
+
+
+@pytest.mark.parametrize("name", ["d_model", "d_expert", "num_experts", "top_k", "widths"])
+def test_sizes_are_read_only(name):
+    layers = {layer: layer.router for layer in (MoE(16, 24, 4, 2), dMoE(16, [128, 256, 128, 128], 4, 2))}
+    for owner in [*layers, *layers.values()]:
+        if hasattr(owner, name):
+            value = getattr(owner, name)
+            setattr(owner, name, copy.copy(value))
+            with pytest.raises(
+                AttributeError, match=rf"{name}: expected .*, which this \w+ was made for, got 1; make another"
+            ):
+                setattr(owner, name, 1)
+            assert getattr(copy.deepcopy(owner), name) == value
+
+
+def pruned(layer, num_experts=3):
+    for name, weight in [*layer.named_parameters(recurse=False)]:
+        setattr(layer, name, nn.Parameter(weight.detach()[: len(weight) * num_experts // layer.num_experts]))
+
+
+def narrower(layer):
+    layer.gate_up_proj = nn.Parameter(layer.gate_up_proj.detach()[:, :24])
+    layer.down_proj = nn.Parameter(layer.down_proj.detach()[..., :12])
+
+
+def with_router(router):
+    return lambda layer: setattr(layer, "router", router)
+
+
+def with_rows_of(name, num_rows):
+    def change(layer):
+        tensor = getattr(layer.router, name).detach()[:num_rows]
+        setattr(layer.router, name, nn.Parameter(tensor) if name == "weight" else tensor)
+
+    return change
+
+
+LATER = {
+    "experts": (pruned, r"down_proj: expected shape \(4, 16, 24\), which the layer was made for, got \(3, 16, 24\)"),
+    "width": (narrower, r"down_proj: expected shape \(4, 16, 24\), which the layer was made for, got \(4, 16, 12\)"),
+    "router": (with_router(Router(16, 8, 2)), "router: expected one for num_experts=4, got one for 8"),
+    "K": (with_router(Router(16, 4, 3)), "router: expected one for top_k=2, got one for 3"),
+    "router's weight": (
+        with_rows_of("weight", 3),
+        r"weight: expected shape \(4, 16\), which the router was made for, got \(3",
+    ),
+    "bias": (with_rows_of("expert_bias", 3), r"expert_bias: expected shape \(4,\), which the router .*, got \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_sizes_that_part_after_construction(what):
+    """The router's pairs of experts that are not there would vanish, as those of other ranks do."""
+    change, message = LATER[what]
+    layer = MoE(16, 24, 4, 2, router="aux_free")
+    layer(torch.randn(9, 16))
+    change(layer)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(9, 16))
+
+
+@pytest.mark.parametrize("kind", [dMoE, DroppingMoE, SequentialMoE])
+def test_sizes_of_other_layers_that_part(kind):
+    layer = kind(16, 128, 4, 2)
+    pruned(layer)
+    with pytest.raises(ValueError, match=r"down_proj: expected shape .*, which the layer was made for"):
+        layer(torch.randn(9, 16))
+
+
+def test_an_activation_that_is_set_later_is_the_shared_experts_too():
+    layer, x = MoE(16, 24, 4, 2, d_shared=8), torch.randn(9, 16)
+    other = MoE(16, 24, 4, 2, d_shared=8, activation="geglu")
+    other.load_state_dict(layer.state_dict())
+    layer.activation = "geglu"
+    assert layer.shared_expert.activation == "geglu" and torch.equal(layer(x)[0], other(x)[0])
 
 
 @pytest.mark.parametrize("call", ["saved_bytes", "runs_on"])
