@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from blazeproto.gemm.compile import Kernel, compile_in_subprocess
+from blazeproto.lab.edit import refuse_changed
 from blazeproto.lab.machine.cta import placed
 from blazeproto.lab.machine.machine import Machine
 from blazeproto.lab.machine.ptx import Entry, EntryParameter, Program
@@ -232,6 +233,7 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str]:
     if isinstance(kernel, NumbaKernel):
         text = kernel.ptx()
     elif isinstance(kernel, Kernel):
+        refuse_changed(kernel)
         text, entry = kernel.ptx, entry or kernel.entry
     elif isinstance(kernel, str | Path):
         text = _text(kernel)
