@@ -32,20 +32,33 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
     assert "torch.Size([8, 128, 512])" in capsys.readouterr().out
 
 
-def test_the_lines_of_the_lab_run_on_a_cpu(tmp_path: Path) -> None:
-    """In a process of their own, for Numba decides at its import whether to simulate."""
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BLOCKS[1]]
+@pytest.mark.parametrize("simulator", ["0", "1"])
+def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) -> None:
+    """And `check`, at a small size, before the edit and after it; in a process of its own, for Numba decides at its import whether
+    to simulate."""
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": simulator, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    assert "CUDASIM" not in README and "Start `ipython`" in README and "`bench.check()`" in README
+    large, small, check = (
+        "T=4096, d=512, n=512, E=16, K=4",
+        "T=20, d=16, n=16, E=2, K=1",
+        "print(bool(bench.check()))\n",
+    )
+    assert large in BLOCKS[1]
+    before_edit, edit, rest = BLOCKS[1].replace(large, small).partition("header = ")
+    command = [sys.executable, "-c", before_edit + check + edit + rest + check]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "imbalance" in run.stdout, "the picture of a dispatch"
     assert "registers" in run.stdout, "that of a kernel"
     assert ".text.up_forward" in run.stdout, "its SASS"
     assert "\n+    return {up + 1.0f, 1.0f};\n" in run.stdout, "the edit"
+    assert [line for line in run.stdout.splitlines() if line in ("True", "False")] == ["True", "False"]
     before, after = (int(line) for line in run.stdout.splitlines() if line.isdigit())
     assert before < after, "additions in the machine code of the edited kernel, compiled"
     assert (tmp_path / "my_kernels" / "up.cu").exists()
     assert "/my_kernels/" in (ROOT / ".gitignore").read_text().split()
+    if simulator == "1":
+        return
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert "reopen()" in again.stderr and 'reopen("my_kernels")' in BLOCKS[1], "a second run is told how to go on"
 

@@ -109,6 +109,11 @@ class Kernel(Shown):
         lines = [f"#define {macro[2:].replace('=', ' ', 1)}" for macro in self.macros]
         return "\n".join([*lines, _expand(self.path, self.folder, set())])
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether its files are others than when `source` read them, which is before it is compiled."""
+        return "source" in self.__dict__ and self._read() != self.source
+
     @cached_property
     def complete(self) -> bool:
         """Whether `source` has all that the compiler reads but CUDA's own headers. Not where it includes the value of a macro,

@@ -272,6 +272,18 @@ GUARD_LINES, MOST_GUARD = 128, 4 << 20  # of an output, before and after it: as 
 ALIGNMENT = 512  # bytes
 
 
+def sums_of(arrays: Mapping[str, Tensor | None]) -> dict[str, int]:
+    """The sum of the bits of each."""
+    sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+
+
+def told_stray(name: str, counts: list[int]) -> list[str]:
+    """What an output's guards say. counts: of elements of 16 bits, before it, after it, and in rows that no pair has."""
+    places = ("before its first element", "past its last element", "to rows that no pair has")
+    return [f"{name}: wrote {2 * count} bytes {place}" for count, place in zip(counts, places, strict=True) if count]
+
+
 class Poisoned:
     """An output between two guards, all of it poisoned before each run."""
 

@@ -128,6 +128,15 @@ class EditedSources:
             raise CompileError(readable(str(error), sources, self.folder)) from None
 
 
+def refuse_changed(kernel: Kernel) -> None:
+    """ValueError for a kernel whose files have changed since it was compiled: its code is not theirs."""
+    if kernel.is_changed:
+        raise ValueError(
+            f"kernel: expected one of {kernel.path.name} and its headers as they are now, got one of earlier ones, "
+            f"{kernel!r}; Workbench(...).kernel compiles them again"
+        )
+
+
 def readable(log: str, sources: Path, folder: Path) -> str:
     """A compiler's log of files in ``sources``, told of the same files in ``folder``; before it each error with its line."""
     found = []

@@ -23,6 +23,7 @@ import numpy as np
 
 from blazeproto.gemm.compile import Kernel, compile_in_subprocess
 from blazeproto.lab.declared import Pointee, elements
+from blazeproto.lab.edit import refuse_changed
 from blazeproto.lab.machine.cta import placed
 from blazeproto.lab.machine.machine import Machine
 from blazeproto.lab.machine.ptx import Entry, EntryParameter, Program
@@ -237,6 +238,7 @@ def _program(kernel: Any, entry: str | None) -> tuple[Program, str, list[Pointee
     if isinstance(kernel, NumbaKernel):
         text = kernel.ptx()
     elif isinstance(kernel, Kernel):
+        refuse_changed(kernel)
         text, entry = kernel.ptx, entry or kernel.entry
     elif isinstance(kernel, str | Path):
         source, text = _texts(kernel)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blazeproto.gemm.compile import Kernel
+from blazeproto.lab.edit import refuse_changed
 from blazeproto.lab.tables import Drawn
 
 if TYPE_CHECKING:
@@ -174,11 +175,12 @@ def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
     an edited kernel shows edited lines.  lines: which of them to show, all by default: a file ("up.cu"), a line ("up.cu:172"),
     or else a regular expression that is searched for in "file:number" and in the line's text.
 
-    TypeError for what is no kernel or no text. ValueError for a kernel without line information, for what is no regular
+    TypeError for what is no kernel or no text. ValueError for a kernel whose files changed since, or without line information, for what is no regular
     expression, and for one that no line has. FileNotFoundError where there is no nvdisasm.
     """
     if not isinstance(kernel, Kernel):
         raise TypeError(f"kernel: expected a Kernel, got {type(kernel).__name__}")
+    refuse_changed(kernel)
     if not (lines is None or isinstance(lines, str)):
         raise TypeError(f"lines: expected a file or a regular expression, got {type(lines).__name__}")
     try:

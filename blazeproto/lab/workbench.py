@@ -28,13 +28,13 @@ from torch import Tensor
 from blazeproto import cost
 from blazeproto.activations import activation_named
 from blazeproto.gemm import PRODUCTS, Kernel, Sizes, TileConfig, product
-from blazeproto.gemm.compile import compile_many
+from blazeproto.gemm.compile import CUDA_SOURCES, compile_many
 from blazeproto.gemm.product import Build, Product
 from blazeproto.gemm.tiles import CHUNK, MAX_EXPERTS
 from blazeproto.lab import on_machine
 from blazeproto.lab.attended import Attended, seconds_of
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting
+from blazeproto.lab.calls import CALLS, LAYERS_OWN, Case, Output, Poisoned, Setting, sums_of, told_stray
 from blazeproto.lab.counters import HardwareCounters, counters
 from blazeproto.lab.edit import EditedSources
 from blazeproto.lab.machine import Machine
@@ -146,17 +146,17 @@ class Workbench:
         self.edited = EditedSources.copied(folder)
         return self.edited.folder
 
-    def reopen(self, folder: str | Path) -> Path:
-        """Goes on with a folder that `edit` filled before, in another session or for another product; its path.
-
-        ValueError where there is none.
+    def reopen(self, folder: str | Path) -> Workbench:
+        """Goes on with a folder that `edit` filled before, in another session or for another product; this bench, whose repr
+        has the folder's path. ValueError where there is none.
         """
         self.edited = EditedSources(folder)
-        return self.edited.folder
+        return self
 
     @property
     def kernel(self) -> Kernel:
-        """The product's main kernel, compiled from the sources as they are now: the same object while they are the same.
+        """The product's main kernel, compiled from the sources as they are now, the package's too: the same object while they
+        are the same. A layer goes on with the package's kernels as it read them.
 
         CompileError shows file, line and the line itself. Kernels that were compiled before stay usable, the last one
         as ``last_kernel``; a layer that uses one goes on with it.
@@ -167,13 +167,19 @@ class Workbench:
 
     def _build(self, *debug: str) -> Build:
         """debug: further macros."""
-        return Build((*product.DEBUG, *debug), self.edited.snapshot() if self.edited else None)
+        return Build((*product.DEBUG, *debug), self.edited.snapshot()) if self.edited else self._unedited(*debug)
+
+    def _unedited(self, *debug: str) -> Build:
+        """Of the package's sources as they are now, compiled apart if they have changed since this process read them."""
+        build = Build((*product.DEBUG, *debug))
+        changed = any(kernel.is_changed for kernel in self._kernels(build))
+        return build._replace(sources=EditedSources(CUDA_SOURCES).snapshot()) if changed else build
 
     def _compiled(self, *builds: Build) -> None:
         """All kernels of the product, at a time; the first build's main one becomes ``last_kernel``."""
         kernels = [kernel for build in builds for kernel in self._kernels(build)]
-        if self.edited:
-            self.edited.compile(kernels)
+        if any(kernel.sources for kernel in kernels):
+            (self.edited or EditedSources(CUDA_SOURCES)).compile(kernels)
         else:
             compile_many(kernels)
         self.last_kernel = kernels[0]
@@ -231,7 +237,7 @@ class Workbench:
             comparison.add(self._in_use())
             for name, memory in inputs.memory.items():
                 touched[name] = torch.maximum(touched[name], self._touched(name, memory))
-        stray = [line for name, counts in touched.items() for line in _stray(name, counts.tolist())]
+        stray = [line for name, counts in touched.items() for line in told_stray(name, counts.tolist())]
         stray += self._written_over()
         verdict = comparison.verdict(self.product, stray, self.part)
         return attended.verdict(verdict) if attended else verdict
@@ -253,7 +259,7 @@ class Workbench:
         self._needs_hopper("time")
         builds = {"ms": self._build()}
         if self.edited:
-            builds["unedited_ms"] = Build(product.DEBUG)
+            builds["unedited_ms"] = self._unedited()
         self._compiled(*builds.values())
         graphs = {name: self._graph(build) for name, build in builds.items()}
         measured = interleaved_ms({name: graph.replay for name, graph in graphs.items()}, rounds, queued=True)
@@ -336,7 +342,7 @@ class Workbench:
         read: dict[str, Tensor | None],
     ) -> Inputs:
         memory = {name: Poisoned(output, case.x.device) for name, output in outputs.items()}
-        return Inputs(case, given, outputs, memory, references, places, read, _sums(read))
+        return Inputs(case, given, outputs, memory, references, places, read, sums_of(read))
 
     def _run(self, build: Build, machine: Machine | None = None) -> None:
         for memory in self._inputs.memory.values():
@@ -363,7 +369,7 @@ class Workbench:
     def _written_over(self) -> list[str]:
         """Inputs that are not what they were. They are made again then."""
         inputs = self._inputs
-        now = _sums(inputs.read)
+        now = sums_of(inputs.read)
         changed = [f"{name}: wrote over this input" for name, value in inputs.sums.items() if now[name] != value]
         if changed:
             del self.__dict__["_inputs"]
@@ -386,14 +392,3 @@ def _read(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Every input."""
     arrays = {name: getattr(case, name) for name in LAYERS_OWN} | case.drawn | given
     return arrays | {f"dispatch.{name}": array for name, array in case.dispatch.arrays.items()}
-
-
-def _sums(arrays: Mapping[str, Tensor | None]) -> dict[str, int]:
-    """The sum of the bits of each."""
-    sums = {name: array.view(torch.int16).sum(dtype=torch.int64) for name, array in arrays.items() if array is not None}
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-
-
-def _stray(name: str, counts: list[int]) -> list[str]:
-    places = ("before its first element", "past its last element", "to rows that no pair has")
-    return [f"{name}: wrote {2 * count} bytes {place}" for count, place in zip(counts, places, strict=True) if count]

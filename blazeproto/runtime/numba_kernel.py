@@ -13,6 +13,8 @@ Under Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same object runs the sa
 import ast
 import hashlib
 import re
+import time
+import warnings
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib import metadata
@@ -22,10 +24,11 @@ from weakref import WeakSet
 
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver, optional
-from blazeproto.runtime.target import Handle, is_target, simulated
+from blazeproto.runtime.target import Handle, in_simulator, is_target, simulated
 
 CACHE_FORMAT = "3"  # part of every key: raise it when what a cache entry holds changes
 PACKAGE = Path(__file__).resolve().parents[1]  # blazeproto/
+BEGAN = time.time()  # about when kernels are imported
 
 
 class NumbaKernel:
@@ -64,7 +67,7 @@ class NumbaKernel:
         without.
         """
         if not lineinfo:
-            return _kept(f"{self.key(capability)}.numba.ptx", lambda: self._compile(capability, False)).decode()
+            return self._kept(f"{self.key(capability)}.numba.ptx", lambda: self._compile(capability, False)).decode()
 
         def make() -> bytes:
             try:
@@ -72,9 +75,13 @@ class NumbaKernel:
             except Exception:  # noqa: BLE001  libNVVM 12.9, of a few kernels with lines: "Symbol name with unsupported characters"
                 return self._compile(capability, False)
 
-        return _kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()
+        return self._kept(f"{self.key(capability)}.lineinfo.numba.ptx", make).decode()
 
     def _compile(self, capability: tuple[int, int], lineinfo: bool) -> bytes:
+        if in_simulator():
+            raise RuntimeError(
+                f"{self!r}: expected Numba's compiler, got its simulator; start without NUMBA_ENABLE_CUDASIM=1"
+            )
         from blazeproto.runtime.numba import cuda, types
 
         kinds = [(getattr(types, word.rstrip("*")), word.endswith("*")) for word in self.parameters]
@@ -93,7 +100,7 @@ class NumbaKernel:
 
     def cubin(self, capability: tuple[int, int] = (9, 0)) -> tuple[str, bytes]:
         """Entry name and machine code, from the cache or compiled now (about 1 s)."""
-        entry, code = _kept(f"{self.key(capability)}.numba.cubin", lambda: self._link(capability)).split(b"\n", 1)
+        entry, code = self._kept(f"{self.key(capability)}.numba.cubin", lambda: self._link(capability)).split(b"\n", 1)
         return entry.decode(), code
 
     def _link(self, capability: tuple[int, int]) -> bytes:
@@ -114,8 +121,24 @@ class NumbaKernel:
         """A hash of all that decides the machine code: sources, constants, compilers."""
         parts = [CACHE_FORMAT, self.name, self.parameters, self.threads, self.min_blocks, self.constants, capability]
         parts += [metadata.version(compiler) for compiler in ("numba", "numba-cuda")]
-        parts += [file.read_bytes() for file in source_files(Path(self.make.__code__.co_filename).resolve())]
+        parts += [file.read_bytes() for file in self._files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def _files(self) -> list[Path]:
+        return source_files(Path(self.make.__code__.co_filename).resolve())
+
+    def _kept(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """As the compile cache has it. Made, and not kept there, where a source was edited after it may have been imported: its
+        text is in the name, and need not be what is compiled."""
+        edited = [file.name for file in self._files if file.stat().st_mtime > BEGAN]
+        if not edited:
+            return _kept(name, make)
+        warnings.warn(
+            f"{self!r}: {', '.join(edited)} changed after this process began; compiled is what was imported, so start again",
+            stacklevel=4,
+        )
+        return make()
 
     def load(self, device: int) -> Any:
         """The kernel on a device (a CUDA ordinal), by `driver.load`. Compiled and loaded the first time; for a target neither."""

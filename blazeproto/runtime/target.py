@@ -21,9 +21,14 @@ FIRST_DEVICE = 1000  # no host has so many GPUs
 
 
 @cache
-def simulated() -> bool:
-    """Whether kernels run in Numba's simulator, on NumPy arrays."""
+def in_simulator() -> bool:
+    """Whether this process has Numba's simulator in its compiler's place."""
     return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+
+
+def simulated() -> bool:
+    """Whether launches from NumPy arrays run in Numba's simulator: in its process, where they go to no target."""
+    return in_simulator() and _chosen.get() is None
 
 
 class Target(Protocol):
@@ -83,13 +88,9 @@ def here() -> Target:
 def launches_on(target: Target) -> Iterator[None]:
     """Launches of this thread from NumPy arrays go to ``target``, those of a context inside this one to the inner one's.
 
-    RuntimeError under Numba's simulator; TypeError or ValueError for a number of multiprocessors that is none.
+    TypeError or ValueError for a number of multiprocessors that is none.
     """
     checks.integer("multiprocessors", target.multiprocessors, least=1)
-    if simulated():
-        raise RuntimeError(
-            "expected NUMBA_ENABLE_CUDASIM=0 beside a target of launches, got 1: the simulator takes them"
-        )
     token = _chosen.set(target)
     try:
         yield

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blazeproto.runtime.numba import cuda, float64, int32, uint32
-from blazeproto.runtime.target import simulated
+from blazeproto.runtime.target import in_simulator
 
 device = cuda.jit(device=True, inline="always")
 WARP = 32
@@ -44,7 +44,7 @@ def inclusive_scan(scratch, thread, threads, stride, value):
     return value, read
 
 
-if simulated():
+if in_simulator():
 
     @device
     def float_bits(value):
@@ -203,7 +203,7 @@ def group_of(lanes: int, threads: int) -> Group:
     """The functions for groups of ``lanes`` in blocks of ``threads``."""
     steps = lanes.bit_length() - 1
 
-    if simulated():
+    if in_simulator():
 
         @device
         def of_block(value):

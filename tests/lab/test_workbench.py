@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,16 +24,28 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto import gemm, lab
 from blazeproto.dispatch.structures import addresses
-from blazeproto.gemm import TileConfig, down_backward, fused, launch, linear, product, reduce, tickets, up, weight
+from blazeproto.gemm import (
+    TileConfig,
+    compile,
+    down_backward,
+    fused,
+    launch,
+    linear,
+    product,
+    reduce,
+    tickets,
+    up,
+    weight,
+)
 from blazeproto.gemm.combine import launch as launch_combine
 from blazeproto.gemm.compile import CUDA_SOURCES, CompileError, Kernel, compile_many
 from blazeproto.gemm.product import Build, Sizes, Variant
-from blazeproto.lab import Workbench, on_machine, workbench
+from blazeproto.lab import Workbench, edit, machine_code, on_machine, workbench
 from blazeproto.lab.bounds import Reference, reference
-from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned
+from blazeproto.lab.calls import CALLS, MOST_GUARD, POISON, Case, Output, Poisoned, sums_of, told_stray
 from blazeproto.lab.mismatch import Comparison, places_of
 from blazeproto.lab.oracle import EXACT, YARDSTICK, evaluate, make_case
-from blazeproto.lab.workbench import _read, _stray, _sums
+from blazeproto.lab.workbench import _read
 from blazeproto.runtime import cache as compile_cache
 from blazeproto.runtime import driver
 
@@ -76,7 +89,8 @@ def test_a_folder_that_is_not_empty_is_refused(bench: Workbench, tmp_path: Path,
 def test_a_folder_is_gone_on_with(bench: Workbench, folder: Path, tmp_path: Path) -> None:
     (folder / "combine.cu").write_text((folder / "combine.cu").read_text() + "// mine\n")
     other = Workbench("up_forward", T=64, d=64, n=64, E=4, K=2)
-    assert other.reopen(folder) == folder and "+// mine" in other.diff() and other.diff() == bench.diff()
+    assert other.reopen(folder) is other and str(folder) in repr(other)
+    assert "+// mine" in other.diff() and other.diff() == bench.diff()
     with pytest.raises(ValueError, match="folder: expected a folder with CUDA sources, as "):
         other.reopen(tmp_path / "absent")
     with pytest.raises(TypeError, match="folder: expected a path, got int"):
@@ -134,6 +148,39 @@ def test_an_edited_header_is_compiled_however_it_is_included(
     doubled = bench.kernel.cubin
     (folder / header).write_text("#define WEIGHT 3.0f\n")
     assert bench.kernel.cubin != doubled
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A copy of the package's own CUDA sources, which stands for them."""
+    path = tmp_path / "package"
+    shutil.copytree(compile.CUDA_SOURCES, path)
+    for module in (compile, edit, workbench):
+        monkeypatch.setattr(module, "CUDA_SOURCES", path)
+    return path
+
+
+@pytest.mark.parametrize("file", ["combine.cu", "ptx.cuh"])
+def test_the_package_s_sources_are_those_that_are_there_now(package: Path, file: str) -> None:
+    """Edited in place, a header too, after this process compiled them: no verdict is about the code before."""
+    bench = Workbench("combine", T=8, d=64, n=64, E=2, K=1, device="cpu")
+    before = bench.kernel
+    assert bench.check() and bench.kernel is before
+    source, original = package / file, (package / file).read_text()
+    at, mistake = (
+        (LINE, LINE + "    if (token == 5) return;\n") if file == FAST + ".cu" else ("(packed << 16)", "(packed)")
+    )
+    assert at in original
+    source.write_text(original.replace(at, mistake))
+    assert bench.kernel is not before and bench.kernel.cubin != before.cubin
+    verdicts = bench.check(), Workbench("combine", T=8, d=64, n=64, E=2, K=1, device="cpu").check()
+    assert not any(verdicts)
+    for judge in (lambda: machine_code(before), lambda: lab.run(before, 1, 32, [])):
+        with pytest.raises(ValueError, match=r"kernel: expected one of combine\.cu and its headers as they are now"):
+            judge()
+    with pytest.raises(CompileError, match=rf"{package}/combine\.cu\(1\): error"):
+        (package / "combine.cu").write_text("mistake")
+        bench.check()
 
 
 def test_a_source_that_is_gone_is_named_in_the_users_folder(bench: Workbench, folder: Path) -> None:
@@ -596,7 +643,7 @@ def test_stray_writes_are_counted(write: Callable, counts: list[int], dtype: tor
     write(memory, memory.words, guard)
     expected = [counts[0], counts[1], counts[2] * dtype.itemsize // 2]
     got = [*memory.touched().tolist(), int(memory.spare(5 if counts[2] == 0 else 6))]
-    assert got == expected and len(_stray("y", got)) == sum(count > 0 for count in expected)
+    assert got == expected and len(told_stray("y", got)) == sum(count > 0 for count in expected)
 
 
 def test_guards_of_a_long_workspace_are_bounded() -> None:
@@ -615,10 +662,10 @@ def test_an_output_that_is_added_to_begins_at_zero() -> None:
 def test_a_changed_input_changes_its_sum() -> None:
     case, _, values = made("combine")
     case = dataclasses.replace(case, scores=case.scores.clone())
-    before = _sums(_read(case, {"y": values["out"]}))
+    before = sums_of(_read(case, {"y": values["out"]}))
     values["out"][0, 0] += 1
     case.scores[3] = 7
-    after = _sums(_read(case, {"y": values["out"]}))
+    after = sums_of(_read(case, {"y": values["out"]}))
     assert {name for name in before if before[name] != after[name]} == {"y", "scores"}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import blazeproto
+from blazeproto.runtime import numba_kernel
 
 pytest.importorskip("numba.cuda", reason="needs numba-cuda")
 
@@ -76,6 +77,19 @@ def test_ptx_is_kept_with_lines_and_without(tmp_path: Path, monkeypatch: pytest.
     assert ".loc" not in plain and ".loc" in lined and "dispatch/limit.py" in lined
     monkeypatch.setattr(limit.KERNEL, "_compile", None)
     assert (limit.KERNEL.ptx(), limit.KERNEL.ptx(lineinfo=True)) == (plain, lined)
+
+
+def test_what_was_edited_since_it_was_imported_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache's name has the file's text, and what is compiled is the text before."""
+    from blazeproto.dispatch import limit
+
+    monkeypatch.setenv("BLAZEPROTO_CACHE", str(tmp_path))
+    monkeypatch.setattr(limit.KERNEL, "_compile", lambda *_: b"as it was imported")
+    file = Path(limit.__file__)
+    monkeypatch.setattr(numba_kernel, "BEGAN", file.stat().st_mtime - 1)
+    with pytest.warns(UserWarning, match=r"limit\.py.* changed after this process began; .* so start again"):
+        assert limit.KERNEL.ptx() == "as it was imported"
+    assert not any(tmp_path.iterdir())
 
 
 def test_where_the_compiler_fails_on_lines_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

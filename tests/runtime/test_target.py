@@ -24,7 +24,8 @@ from blazeproto.gemm.launch import Box, Params
 from blazeproto.gemm.rows import ROWS_PARAMS
 from blazeproto.gemm.tiles import CHOSEN, PLAIN, SMEM_LIMIT, TILES
 from blazeproto.gemm.weight import WEIGHT_PARAMS
-from blazeproto.runtime import arrays, driver, memory, optional, target
+from blazeproto.runtime import arrays, driver, memory, numba_kernel, optional, target
+from blazeproto.runtime.numba_kernel import NumbaKernel
 from blazeproto.runtime.target import launches_on
 from tests.runtime.calls import CALLS
 
@@ -558,9 +559,17 @@ def test_what_a_target_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, error, got in ((0, ValueError, "0"), (True, TypeError, "bool"), (2.0, TypeError, "float")):
         with pytest.raises(error, match=f"multiprocessors: expected .*, got {got}"), launches_on(Recorder(wrong)):  # type: ignore[arg-type]
             none_here()
-    monkeypatch.setattr(target, "simulated", lambda: True)
-    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM"), launches_on(Recorder()):
-        none_here()
+
+
+def test_a_target_takes_launches_in_the_simulator_s_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA C++ needs no Numba; what does is told how to get it."""
+    monkeypatch.setattr(target, "in_simulator", lambda: True)
+    monkeypatch.setattr(numba_kernel, "in_simulator", lambda: True)
+    assert target.simulated()
+    with launches_on(Recorder()):
+        assert not target.simulated()
+    with pytest.raises(RuntimeError, match="expected Numba's compiler, got its simulator; start without"):
+        NumbaKernel(lambda threads: none_here, "int32*", threads=32)._compile((9, 0), False)
 
 
 def test_what_lies_on_a_gpu_stays_there(machine: Recorder) -> None:
