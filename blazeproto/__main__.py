@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from blazeproto.runtime.optional import need
+
 if TYPE_CHECKING:
     from blazeproto.gemm import Kernel, Sizes
 
@@ -57,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return {"doctor": run_doctor, "bench": run_bench, "kernels": run_kernels}[given.command](given)
-    except ValueError as error:  # what the package says of the arguments
+    except (
+        ValueError,
+        ImportError,
+    ) as error:  # what the package says of the arguments, or of a package that is missing
         parser.error(str(error))
 
 
@@ -78,12 +83,17 @@ def show(view: Any) -> None:
     if console.is_terminal:
         console.print(view)
     else:
-        text: str = view.text(width=200)
-        print(text if console.encoding.startswith("utf") else text.translate(IN_ASCII))
+        say(view.text(width=200))
+
+
+def say(text: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text if encoding.lower().startswith("utf") else text.translate(IN_ASCII))
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
-    """Shows on a terminal that something goes on."""
+    """Shows on a terminal that something goes on. ImportError without rich."""
+    need("rich")
     from rich.console import Console
 
     return Console(stderr=True).status(text)
@@ -93,22 +103,20 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 
 
 def run_doctor(given: argparse.Namespace) -> int:
+    """Its lines are plain text: it must run where nothing is installed."""
     from blazeproto import doctor
-    from blazeproto.lab.tables import Table, View
 
-    with waiting("trying what is installed"):
-        checks = doctor.examine()
+    checks = doctor.examine()
     code = 0 if all(check.ok for check in checks) else 1
     if given.json:
         print(json.dumps([asdict(check) | {"ok": check.ok} for check in checks], indent=2))
         return code
-    rows = [[check.name, check.version, f"{'' if check.ok else '✗ '}{check.verdict}", check.detail] for check in checks]
-    columns = ["", "version", "verdict", "detail"]
-    mends = {f"mend {check.name}": check.mend for check in checks if check.mend and not check.ok}
-    note = "This machine has all that it can run." if code == 0 else "Something is missing; see the commands above."
-    show(View("blazeproto doctor", tables=[Table(columns, rows, left=columns)], note="" if mends else note))
-    if mends:
-        show(View("To mend it", mends))
+    for check in checks:
+        say(f"{check.name:<17}{check.version:<14}{'' if check.ok else '✗ '}{check.verdict:<15}{check.detail}".rstrip())
+    faults = [check for check in checks if not check.ok]
+    say("\nTo mend it" if faults else "\nThis machine has all that it can run.")
+    for check in faults:
+        say(f"mend {check.name:<17}{check.mend}")
     return code
 
 

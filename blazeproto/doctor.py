@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from blazeproto.runtime import optional
 from blazeproto.runtime.optional import CUPY, cuda_major, driver_cuda, installed, or_the_lab, requirement
 
-WANTED = {"numpy": "<2.5", "torch": ">=2.11,<2.16", **optional.WANTED}
+WANTED = {"numpy": "<3", "torch": ">=2.11,<2.16", **optional.WANTED}
 """Versions, as in pyproject.toml."""
 PYTHON = ">=3.11"
 HOPPER = (9, 0)
@@ -34,7 +34,7 @@ WORKS, MISSING, WRONG, BROKEN, ABSENT = "works", "missing", "wrong version", "do
 class Check:
     """verdict: "works", "missing", "wrong version", "does not work", or "not here", which is no fault.
 
-    needed: whether something that this machine could run does not run without it.  detail: what was tried, or what came instead.
+    needed: False of what is missing, where only the lab uses it.  detail: what was tried, or what came instead.
     mend: a command, empty where there is nothing to mend.
     """
 
@@ -87,16 +87,20 @@ def examine() -> list[Check]:
     disassembler = f"for machine code: pip install nvidia-cuda-nvdisasm{or_the_lab(major)}"
     missing = Check("nvdisasm", "", MISSING, disassembler, needed=False)
     what = "imports" if gpu else "imports; needed on a GPU alone"
+    lab = f"optional, for the lab: pip install -e '.[cu{major},lab]'"
+    for_kernels = "" if hopper else lab
+    for_nvrtc = "" if installed(["cuda-bindings"]) else for_kernels
     return [
         _python(),
         *_machine(gpu),
-        _cuda(gpu, runs["nvrtc"], mends["nvrtc"]),
-        _nvrtc(runs["nvrtc"], mends["nvrtc"]),
+        _cuda(gpu, runs["nvrtc"], mends["nvrtc"], for_nvrtc),
+        _nvrtc(runs["nvrtc"], mends["nvrtc"], for_nvrtc),
         _package("NumPy", ["numpy"], runs["numpy"], "imports", mends["numpy"]),
         _package("torch", ["torch"], runs["torch"], "trains a step on the torch backend", mends["torch"]),
         *([_ran("torch on the GPU", "", runs["torch_gpu"], "multiplies there", mends["torch"])] if gpu else []),
-        _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], needed=hopper),
-        _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"]),
+        _package("CuPy", CUPY, runs["cupy"], what, mends["cupy"], for_kernels),
+        _package("Numba", ["numba-cuda"], runs["numba-cuda"], "simulates a kernel", mends["numba-cuda"], for_kernels),
+        *(_package(name, [name], runs[name], "imports", _pip(name), lab) for name in optional.LAB),
         missing if tool.error else Check("nvdisasm", "", WORKS, tool.printed, needed=False),
         *(
             [_ran("kernels", "", runs["hopper"], "a dispatch and combine agree with their twins", mends["nvrtc"])]
@@ -172,19 +176,19 @@ def _machine(gpu: Gpu | None) -> list[Check]:
     ]
 
 
-def _cuda(gpu: Gpu | None, compiler: "Run", mend: str) -> Check:
+def _cuda(gpu: Gpu | None, compiler: "Run", mend: str, optional_for: str) -> Check:
     """The check of the CUDA packages, whose major version the driver must run."""
     version = _version_of(compiler)
     if not version:
-        return Check("CUDA", "", MISSING, "no NVRTC that says its version", mend)
+        return Check("CUDA", "", MISSING, optional_for or "no NVRTC that says its version", mend, not optional_for)
     if gpu is not None and int(version.split(".")[0]) > gpu.cuda[0]:
         return Check("CUDA", version, WRONG, f"the driver runs CUDA up to {gpu.cuda[0]}.{gpu.cuda[1]}", mend)
     return Check("CUDA", version, WORKS, "of the installed packages")
 
 
-def _nvrtc(run: "Run", mend: str) -> Check:
+def _nvrtc(run: "Run", mend: str, optional_for: str) -> Check:
     if not (version := _version_of(run)):
-        return Check("NVRTC", "", MISSING, run.error or "", mend)
+        return Check("NVRTC", "", MISSING, optional_for or run.error or "", mend, not optional_for)
     return _ran("NVRTC", version, run, "compiles for sm_90a", mend)
 
 
@@ -192,26 +196,27 @@ def _nvrtc(run: "Run", mend: str) -> Check:
 
 
 def _package(
-    name: str, distributions: Sequence[str], run: "Run", what: str, mend: str, *, needed: bool = True
+    name: str, distributions: Sequence[str], run: "Run", what: str, mend: str, optional_for: str = ""
 ) -> Check:
-    """Is it there, in a version that this package takes, and does it run?"""
+    """Is it there, in a version that this package takes, and does it run? optional_for: what it is for, where it may be missing;
+    there, but wrong or broken, it is a fault all the same."""
     versions = installed(distributions)
     if not versions:
-        return Check(name, "", MISSING, "" if needed else "needed on a Hopper GPU alone", mend, needed)
+        return Check(name, "", MISSING, optional_for, mend, not optional_for)
     if len(versions) > 1:
         remove = f"pip uninstall -y {' '.join(versions)} && {mend}"
-        return Check(name, "", BROKEN, f"{' and '.join(versions)} overwrite each other", remove, needed)
+        return Check(name, "", BROKEN, f"{' and '.join(versions)} overwrite each other", remove)
     version = next(iter(versions.values()))
     wanted = WANTED[next(key for key in WANTED if distributions[0].startswith(key))]
     if not SpecifierSet(wanted).contains(version, prereleases=True):
-        return Check(name, version, WRONG, f"expected {wanted}", mend, needed)
-    return _ran(name, version, run, what, mend, needed=needed)
+        return Check(name, version, WRONG, f"expected {wanted}", mend)
+    return _ran(name, version, run, what, mend)
 
 
-def _ran(name: str, version: str, run: "Run", what: str, mend: str, *, needed: bool = True) -> Check:
+def _ran(name: str, version: str, run: "Run", what: str, mend: str) -> Check:
     if run.error is None:
-        return Check(name, version, WORKS, what, "", needed)
-    return Check(name, version, BROKEN, run.error, mend.replace("install", "install --force-reinstall", 1), needed)
+        return Check(name, version, WORKS, what)
+    return Check(name, version, BROKEN, run.error, mend.replace("install", "install --force-reinstall", 1))
 
 
 # --- What is run -----------------------------------------------------------------------------------------------------------
@@ -251,6 +256,7 @@ with tempfile.TemporaryDirectory() as folder:
 """,
     "nvdisasm": "from blazeproto.gemm import nvrtc; print(nvrtc.find_tool('nvdisasm'))",
     "cupy": "import cupy",
+    **{name: f"import {name}" for name in optional.LAB},
     "numba-cuda": """
 import numpy
 from numba import cuda

@@ -52,11 +52,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
 from blazeproto.distributed import check_overflow
+from blazeproto.runtime.optional import LAB, need
 from scripts.bench.timing import SavedBytes
 from scripts.command import argument_parser, positive
 from scripts.lm import run_folder, sharding
@@ -111,6 +110,11 @@ class Display:
     """A bar with the latest numbers on a terminal, plain lines elsewhere."""
 
     def __init__(self, steps: int, *, quiet: bool = False) -> None:
+        for package in LAB:
+            need(package)  # also the one that draws when the run ends
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
         self.console = Console(highlight=False, quiet=quiet)
         self.steps, self.validated = steps, ""
         columns = "step", MofNCompleteColumn(), BarColumn(bar_width=None), "{task.description}", TimeRemainingColumn()

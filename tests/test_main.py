@@ -23,7 +23,8 @@ from blazeproto.runtime import optional
 ROOT = Path(__file__).resolve().parents[1]
 H200 = Gpu("NVIDIA H200", (9, 0), "580.1", (13, 0))
 OLD = Gpu("NVIDIA A100", (8, 0), "535.1", (12, 2))
-VERSIONS = {"numpy": "2.4.6", "torch": "2.13.0+cu130", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
+VERSIONS = {"numpy": "2.5.5", "torch": "2.13.0+cu130", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
+VERSIONS |= {"rich": "15.0.0", "matplotlib": "3.11.2"}
 
 
 def command(*arguments: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -96,7 +97,7 @@ def test_a_whole_machine_is_well(examine: Examine, gpu: Gpu | None) -> None:
 @pytest.mark.parametrize(
     ("package", "name", "mend"),
     [
-        ("numpy", "NumPy", "pip install 'numpy<2.5'"),
+        ("numpy", "NumPy", "pip install 'numpy<3'"),
         ("torch", "torch", "pip install 'torch>=2.11,<2.16'"),
         ("numba-cuda", "Numba", "pip install 'numba-cuda[cu13]>=0.20'"),
         ("cupy-cuda13x", "CuPy", "pip install 'cupy-cuda13x[ctk]>=13.6'"),
@@ -106,7 +107,7 @@ def test_a_whole_machine_is_well(examine: Examine, gpu: Gpu | None) -> None:
 def test_a_missing_package(examine: Examine, gpu: Gpu | None, package: str, name: str, mend: str) -> None:
     checks = examine(gpu, {p: version for p, version in VERSIONS.items() if p != package})
     assert checks[name].verdict == "missing"
-    assert checks[name].ok == (name == "CuPy" and gpu is None)  # which runs on a GPU alone
+    assert checks[name].ok == (name in ("CuPy", "Numba") and gpu is None)  # which the lab alone needs there
     without = gpu is None and package == "cupy-cuda13x"  # then nothing says which CUDA
     assert checks[name].mend == (mend.replace("cuda13x", "cuda12x") if without else mend)
     assert [check.name for check in checks.values() if not check.ok] == ([] if checks[name].ok else [name])
@@ -115,7 +116,7 @@ def test_a_missing_package(examine: Examine, gpu: Gpu | None, package: str, name
 @pytest.mark.parametrize(
     ("package", "version", "name"),
     [
-        ("numpy", "2.5.0", "NumPy"),
+        ("numpy", "3.0.0", "NumPy"),
         ("torch", "2.10.1", "torch"),
         ("torch", "2.16.0", "torch"),
         ("cupy-cuda13x", "13.5.1", "CuPy"),
@@ -150,16 +151,35 @@ def test_what_does_not_run(examine: Examine, probe: str, name: str) -> None:
 
 def test_without_nvrtc_cuda_is_missing(examine: Examine) -> None:
     checks = examine(None, VERSIONS, nvrtc="ModuleNotFoundError: No module named 'cuda'")
-    assert [checks[name].verdict for name in ("CUDA", "NVRTC")] == ["missing"] * 2
+    assert [(checks[name].verdict, checks[name].ok) for name in ("CUDA", "NVRTC")] == [("missing", True)] * 2
+    checks = examine(H200, VERSIONS, nvrtc="ModuleNotFoundError: No module named 'cuda'")
+    assert [(checks[name].verdict, checks[name].ok) for name in ("CUDA", "NVRTC")] == [("missing", False)] * 2
     assert checks["NVRTC"].mend == "pip install 'cupy-cuda13x[ctk]>=13.6' 'numba-cuda[cu13]>=0.20'"
+
+
+def test_bindings_without_their_library_are_a_fault(examine: Examine) -> None:
+    checks = examine(None, VERSIONS | {"cuda-bindings": "13.1"}, nvrtc="ModuleNotFoundError: no libnvrtc")
+    assert not checks["NVRTC"].ok and checks["NVRTC"].detail == "ModuleNotFoundError: no libnvrtc"
+
+
+def test_the_layer_alone_is_all_that_a_machine_without_a_gpu_needs(
+    examine: Examine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After `pip install -e .`, which brings neither rich, with which nothing is then drawn, nor CUDA's packages."""
+    versions = {name: VERSIONS[name] for name in ("numpy", "torch")}
+    checks = examine(None, versions, nvrtc="ModuleNotFoundError: cuda", nvdisasm="FileNotFoundError")
+    absent = [check for check in checks.values() if check.verdict == "missing" and check.name != "nvdisasm"]
+    assert {check.name for check in absent} == {"CUDA", "NVRTC", "CuPy", "Numba", "rich", "matplotlib"}
+    assert {check.detail for check in absent} == {"optional, for the lab: pip install -e '.[cu12,lab]'"}
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "✗" not in out and "all that it can run" in out and "mend" not in out
 
 
 def test_without_nvdisasm_nothing_fails(examine: Examine) -> None:
     check = examine(None, VERSIONS, nvdisasm="FileNotFoundError: nvdisasm")["nvdisasm"]
     assert check.verdict == "missing" and check.ok
-    assert check.detail.endswith(
-        "pip install nvidia-cuda-nvdisasm, or 'blazeproto[cu13,lab]' for all that the lab needs"
-    )
+    assert check.detail.endswith("pip install nvidia-cuda-nvdisasm, or -e '.[cu13,lab]' for all that the lab needs")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +206,7 @@ def test_doctor_and_errors_name_the_same_cuda(
     monkeypatch.setattr(optional, "_is_importable", lambda module: False)
     assert mend == f"pip install 'numba-cuda[cu{major}]>=0.20'"
     told = optional.missing("numba-cuda")
-    assert told == f"numba-cuda>=0.20, got none: {mend}, or 'blazeproto[cu{major},lab]' for all that the lab needs"
+    assert told == f"numba-cuda>=0.20, got none: {mend}, or -e '.[cu{major},lab]' for all that the lab needs"
 
 
 def test_exit_codes(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,10 +242,11 @@ def test_versions_are_those_of_pyproject() -> None:
         *(f"{name}{doctor.WANTED[name]}" for name in ("cuda-bindings", "cuda-core")),
     }
     assert wanted <= listed
+    assert {f"{name}{versions}" for name, versions in optional.LAB.items()} < {*project["optional-dependencies"]["lab"]}
     in_extras = {
         re.split(r"[<>=\[]", line)[0] for extra in ("cu12", "cu13") for line in project["optional-dependencies"][extra]
     }
-    assert in_extras == {*optional.WANTED, *optional.CUPY} - {"cupy", *optional.INTEGRATIONS}
+    assert in_extras == {*optional.KERNELS, *optional.CUPY} - {"cupy"}
     for name, versions in optional.INTEGRATIONS.items():
         assert project["optional-dependencies"][name] == [f"{name}{versions}"]
     assert project["requires-python"] == doctor.PYTHON

@@ -219,7 +219,7 @@ def _missing_on_device(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability != HOPPER_CAPABILITY:
         return f"a GPU of compute capability 9.0; cuda:{index} has {capability[0]}.{capability[1]}"
-    for package in optional.WANTED.keys() - optional.INTEGRATIONS.keys():
+    for package in optional.KERNELS:
         if lacks := optional.missing(package):
             warnings.warn(f"backend: the kernels of Hopper GPUs need {lacks}", stacklevel=2)
             return lacks

@@ -143,7 +143,7 @@ def include_folders() -> tuple[str, ...]:
     for header in HEADERS:
         folder = next((folder for folder in found + folders if (folder / header).is_file()), None)
         if folder is None:
-            raise CompileError(f"no <{header}>: pip install 'blazeproto[cu{version()[0]}]', or set CUDA_HOME")
+            raise CompileError(f"no <{header}>: pip install -e '.[cu{version()[0]}]', or set CUDA_HOME")
         found.append(folder)
     return tuple(dict.fromkeys(map(str, found)))
 

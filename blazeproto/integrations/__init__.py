@@ -1,4 +1,5 @@
-"""blazeproto in the programs that people already use, each of which has its module; `grouped` has what such programs share.
+"""blazeproto in the programs that people already use, each of which has its module; `gates` has the activations of
+transformers' experts.
 
     from blazeproto.integrations.transformers import register
     python -m torchtitan.train ... --override.imports blazeproto.integrations.torchtitan.experts

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from blazeproto.autograd import LowRank
 from blazeproto.integrations import transformers
-from blazeproto.runtime.optional import need
+from blazeproto.runtime.optional import look, need
 
 __all__ = ["REFUSED", "explain", "register"]
 
@@ -36,6 +36,15 @@ REFUSED: dict[str, Callable[[Any, str], bool]] = {
 """What is refused in an active adapter of a wrapper, and how it is recognised. peft refuses most of it when an adapter is made;
 a second adapter's bias it leaves out without a word."""
 
+_WRAPPER = "peft.tuners.lora.layer:ParamWrapper"
+_METHODS: dict[str, tuple[int, tuple[str, ...]] | None] = {
+    f"{_WRAPPER}.{name}": call
+    for name, call in {
+        "forward": (2, ()),
+        **dict.fromkeys(("get_base_layer", "get_param", "unmerge"), (1, ())),
+        **dict.fromkeys(("merged", "disable_adapters", "active_adapters"), None),
+    }.items()
+}
 
 # --- Which code path -----------------------------------------------------------------------------------------------------
 
@@ -70,7 +79,7 @@ def explain(model: nn.Module) -> dict[str, str]:
         The code paths, in the order of ``model.named_modules()``; {} where no parameter is targeted.
 
     Raises:
-        ImportError: peft is missing, or not of a version from 0.20 to 0.21.
+        ImportError: peft is missing, or not of a version from 0.20 on.
         TypeError: ``model`` is no module.
     """
     need("peft")
@@ -149,9 +158,10 @@ def register() -> None:
     does as before wherever the experts implementation is not "blazeproto". peft, ``tuners/lora/layer.py``.
 
     Raises:
-        ImportError: peft is missing, or not of a version from 0.20 to 0.21; or transformers, not from 5.17 to 5.23.
+        ImportError: peft is missing, not of a version from 0.20 on, or without what this uses of it; or transformers, likewise.
     """
     need("peft")
+    look("peft", _METHODS)
     need("transformers")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

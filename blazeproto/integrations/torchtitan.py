@@ -5,7 +5,7 @@
 torchtitan puts `Experts` in the place of its ``GroupedExperts`` in a model's configuration. Router, dispatcher and communication
 stay torchtitan's; parameters keep their names and shapes, so checkpoints are the same. As there, products are in bfloat16.
 
-Importing this module raises ImportError where torchtitan is missing, of a version that this isn't tested with, or lacks what its
+Importing this module raises ImportError where torchtitan is missing, older than 0.3, or lacks what is used of it or what its
 models import, such as Triton.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from blazeproto.autograd import grouped_experts
 from blazeproto.autograd.checks import FLOAT_DTYPES
 from blazeproto.autograd.options import Options
-from blazeproto.runtime.optional import need
+from blazeproto.runtime.optional import look, need
 
 __all__ = ["REFUSED", "Experts", "experts"]
 
@@ -26,13 +26,24 @@ need("torchtitan")  # before what only that version may have is imported
 
 try:
     import spmd_types as spmd
-    from torchtitan.config.override import derive, override
-    from torchtitan.models.common.moe import GroupedExperts
+    import torchtitan.models.common.moe  # noqa: F401
 except ModuleNotFoundError as error:
     hint = "; torch's builds for CUDA bring it, those for CPUs do not" if error.name == "triton" else ""
     raise ImportError(
         f"torchtitan: expected {error.name}, which its models import, got none{hint}", name=error.name
     ) from error
+look(
+    "torchtitan",
+    {
+        "torchtitan.config.override:derive": (2, ("save",)),
+        "torchtitan.config.override:override": (0, ("target", "description")),
+        "torchtitan.models.common.moe:GroupedExperts.Config": None,
+        "torchtitan.models.common.moe:GroupedExperts.forward": (3, ()),
+    },
+)
+
+from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 
 REFUSED = {
     "Float8": "float8 products",

@@ -20,20 +20,19 @@ What neither can take is refused by name, with the reason, before the module com
 
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from blazeproto.activations import activation_named, alternating
 from blazeproto.autograd import Dispatcher, LowRank, Options, moe_mlp
 from blazeproto.autograd.backends import what_runs
 from blazeproto.autograd.checks import FLOAT_DTYPES, why_refused
 from blazeproto.autograd.dispatcher import check_dispatcher, dispatched_mlp, own_factors
 from blazeproto.autograd.operators import autocast_dtype
 from blazeproto.gemm.recipe import Recipe, name_of
-from blazeproto.runtime.optional import need
+from blazeproto.integrations.gates import DEFAULT_GATE, activation_of, full_name, gate_name
+from blazeproto.runtime.optional import look, need
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,101 +44,21 @@ NAME = "blazeproto"
 
 # --- What a module has ---------------------------------------------------------------------------------------------------
 
+FLAGS = (
+    "has_gate",
+    "has_bias",
+    "is_transposed",
+    "is_concatenated",
+)  # of the decorator: `moe_mlp` computes what they say
+_MOE = "transformers.integrations.moe"
+_USES = {
+    f"{_MOE}:ALL_EXPERTS_FUNCTIONS.register": (2, ()),
+    f"{_MOE}:use_experts_implementation": (1, FLAGS),
+    f"{_MOE}:grouped_mm_experts_forward": (4, ()),
+    f"{_MOE}:{DEFAULT_GATE.removeprefix(_MOE + '.')}": (2, ()),
+    "transformers.integrations.finegrained_fp8:ALL_FP8_EXPERTS_FUNCTIONS.register": (2, ()),
+}
 QUANTISERS = ("torchao.", "bitsandbytes.")  # packages whose tensors are not what their dtype says
-LIBRARIES = ("torch.nn.modules.activation", "transformers.activations")
-FUNCTIONS = {  # the class of act_fn, and f of blazeproto.activations
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}
-PLAIN_FUNCTIONS = {nn.functional.silu: "silu", nn.functional.relu: "relu"}  # where act_fn is no module
-GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
-
-
-def _act_fn(experts: nn.Module) -> str | None:
-    """The name of f where act_fn is one of the table's."""
-    act_fn = getattr(experts, "act_fn", None)
-    if not isinstance(act_fn, nn.Module):
-        return next((name for function, name in PLAIN_FUNCTIONS.items() if act_fn is function), None)
-    kind = type(act_fn)
-    return FUNCTIONS.get(kind.__name__) if kind.__module__ in LIBRARIES else None
-
-
-def _glu_of_act_fn(experts: nn.Module) -> str | None:
-    return GATED.get(_act_fn(experts) or "")
-
-
-def _with(activation: str, **attributes: str) -> Callable[[nn.Module], str | None]:
-    """What tells the name of a gate with parameters, each of which is an attribute of the module."""
-
-    def name(experts: nn.Module) -> str:
-        values = [f"{parameter}={float(attrgetter(path)(experts))!r}" for parameter, path in attributes.items()]
-        return _in_table(f"{activation}({','.join(values)})")
-
-    return name
-
-
-def _limited_of_act_fn(experts: nn.Module) -> str | None:
-    return _with("limited_swiglu", limit="limit")(experts) if _act_fn(experts) == "silu" else None
-
-
-def _softcapped(experts: nn.Module) -> str | None:
-    """Inkling's gate, whose act_fn is a module of its own file that takes gate and up."""
-    if _name_of(type(experts.act_fn)) != "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU":
-        return None
-    caps = {"gate_cap": "act_fn.gate_softcap.softcap", "up_cap": "act_fn.up_softcap.softcap"}
-    return _with("softcapped_swiglu", **caps)(experts)
-
-
-@torch.compiler.assume_constant_result  # a compiler would trace the regular expression that reads a name
-def _in_table(name: str, alternates: bool = False) -> str:
-    """The name under which the table has an activation."""
-    return alternating(name) if alternates else activation_named(name).name
-
-
-DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
-MODELS: dict[str, Callable[[nn.Module], str | None]] = {  # the gates of transformers.models, as an activation
-    "beam.modeling_beam.BeamExperts": _glu_of_act_fn,
-    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": _limited_of_act_fn,
-    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": _with("limited_swiglu", limit="swiglu_limit"),
-    "gpt_oss.modeling_gpt_oss.GptOssExperts": _with("clamped_swiglu", limit="limit", alpha="alpha"),
-    "hy_v4.modeling_hy_v4.HYV4Experts": _with("limited_swiglu", limit="swiglu_limit"),
-    "inkling2.modeling_inkling2.Inkling2Experts": _softcapped,
-    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": _with(
-        "clamped_swiglu", limit="swiglu_limit", alpha="swiglu_alpha"
-    ),
-    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": _with(
-        "clamped_swiglu", limit="limit", alpha="alpha"
-    ),
-}
-GATES = {DEFAULT_GATE: _glu_of_act_fn} | {
-    f"transformers.models.{name}._apply_gate": gate for name, gate in MODELS.items()
-}
-
-
-def _gate_name(experts: Any) -> str:
-    own = "_apply_gate" in experts.__dict__
-    return _name_of(experts._apply_gate) if own else _name_of(type(experts), "_apply_gate")
-
-
-@torch.compiler.assume_constant_result  # a compiler reads no __qualname__
-def _name_of(thing: Any, attribute: str = "") -> str:
-    """The full name of a class or a function, or of that attribute of a class."""
-    named = getattr(thing, attribute) if attribute else thing
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _activation(experts: nn.Module) -> str | None:
-    """The activation of the table that a module's experts have, or None."""
-    if not experts.has_gate:
-        return _act_fn(experts)
-    known = GATES.get(_gate_name(experts))
-    name = None if known is None else known(experts)
-    return name if name is None or experts.is_concatenated else _in_table(name, True)
 
 
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -167,7 +86,7 @@ def _is_watched(act_fn: Any) -> bool:
 
 def _quantised(experts: nn.Module) -> bool:
     tensors = [tensor for tensor in _weights(experts) if tensor is not None]
-    return any(t.dtype not in FLOAT_DTYPES or _name_of(type(t)).startswith(QUANTISERS) for t in tensors)
+    return any(t.dtype not in FLOAT_DTYPES or full_name(type(t)).startswith(QUANTISERS) for t in tensors)
 
 
 def _offloaded(experts: nn.Module) -> bool:
@@ -206,10 +125,11 @@ def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def _why_grouped_mm(experts: nn.Module) -> str | None:
     """What keeps a module from `moe_mlp`; None where nothing does."""
-    if getattr(experts, "has_post_expert_norm", False):  # not there before transformers 5.18 or so
-        return "a norm after each expert"
-    if _activation(experts) is None:
-        gate, act_fn = _gate_name(experts), type(getattr(experts, "act_fn", None)).__name__
+    for name, value in experts.__dict__.items():
+        if value is True and name.startswith(("has_", "is_")) and name not in FLAGS:
+            return "a norm after each expert" if name == "has_post_expert_norm" else f"{name}, which is not known here"
+    if activation_of(experts) is None:
+        gate, act_fn = gate_name(experts), type(getattr(experts, "act_fn", None)).__name__
         own = experts.has_gate and gate != DEFAULT_GATE
         return f"its own gate, {gate.removeprefix(f'{experts.__module__}.')}" if own else f"the activation {act_fn}"
     if _is_watched(getattr(experts, "act_fn", None)):
@@ -266,7 +186,7 @@ def _our_path(experts: Any) -> str:
     up, down, up_bias, down_bias = _weights(experts)
     precision = name_of(getattr(ALL_EXPERTS_FUNCTIONS.get(NAME), "keywords", {}).get("precision", "bf16"))
     weights = (up.mT, down.mT) if experts.is_transposed else (up, down)
-    options = Options(activation=str(_activation(experts)), precision=precision)
+    options = Options(activation=str(activation_of(experts)), precision=precision)
     if precision != "bf16" and (why := why_refused(*weights, up_bias, down_bias, options)):
         return f"refused: {why}"
     dtype = autocast_dtype(down.device.type) or down.dtype
@@ -320,7 +240,7 @@ def experts_forward(
     tensors = (x, up, down, top_k_weights, top_k_index)
     given: dict[str, Any] = {"num_experts": getattr(experts, "num_experts", len(down))}
     given |= {"up_bias": up_bias, "down_bias": down_bias}
-    given["options"] = Options(activation=str(_activation(experts)), precision="bf16" if low_rank else precision)
+    given["options"] = Options(activation=str(activation_of(experts)), precision="bf16" if low_rank else precision)
     up_factors, down_factors = low_rank or (None, None)
     if (dispatcher := _dispatcher(experts)) is None:
         out = moe_mlp(*tensors, **given, up_factors=up_factors, down_factors=down_factors)
@@ -390,9 +310,11 @@ def register(*, precision: str | Recipe = "bf16") -> None:
     Hugging Face transformers, ``integrations/moe.py``.  precision: of all such experts, see docs/fp8.md; LoRA's have bf16's.
 
     Raises:
-        ImportError: transformers is missing, or not of a version from 5.17 to 5.23.  ValueError: no such precision.
+        ImportError: transformers is missing, not of a version 5 from 5.17 on, or without what this uses of it.
+        ValueError: no such precision.
     """
     need("transformers")
+    look("transformers", _USES)
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

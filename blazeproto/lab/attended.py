@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.lab.machine import Machine, MachineError
-from blazeproto.lab.verdict import Verdict
+from blazeproto.lab.verdict import Verdict  # before rich, for it says how to install that
+
+# isort: split
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 TILES_A_CTA = 4  # so that a CTA goes from tile to tile, as on a GPU, and the bar moves
 MOST_CTAS = 132  # multiprocessors of an H200

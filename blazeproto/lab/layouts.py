@@ -21,6 +21,7 @@ from blazeproto.gemm.registry import kernel_for
 from blazeproto.gemm.tiles import BF16, BK, BM, CHUNK, WARPGROUP, TileConfig
 from blazeproto.lab.svg import Picture, blank
 from blazeproto.runtime import checks
+from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -263,6 +264,7 @@ def _grid(
     colour: Callable[[int, int], int],
 ) -> Figure:
     """A table of coloured cells. colour: which of COLOURS."""
+    need("matplotlib")
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 

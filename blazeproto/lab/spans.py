@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from blazeproto.lab.svg import Picture, blank
+from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -165,6 +166,7 @@ def text(timeline: Timeline) -> str:
 
 def drawing(timeline: Timeline) -> Figure:
     """A row a warp; nested spans lie over those that they are within, and are lower."""
+    need("matplotlib")
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -6,6 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blazeproto.runtime.optional import need
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -22,6 +24,7 @@ class Picture:
 
     def svg(self) -> str:
         """The drawing, as the text of an SVG file: the same each time, without a script, its words as text."""
+        need("matplotlib")
         from matplotlib import rc_context
 
         file = io.StringIO()
@@ -42,6 +45,7 @@ class Picture:
 
 def blank(width: float, height: float, title: str) -> Axes:
     """Axes without a frame, alone in a figure of so many SVG units. A line's place in y is its number, from above."""
+    need("matplotlib")
     from matplotlib.figure import Figure
 
     ax = Figure((width / INCH, height / INCH), layout="constrained").subplots()

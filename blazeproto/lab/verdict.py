@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from blazeproto.lab.tables import Drawn  # first, for it says how to install rich
+
+# isort: split
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from blazeproto.lab.tables import Drawn
 
 WIDTH = 150  # characters of the plain text
 MOST_EXPERTS, MOST_ROW_TILES, MOST_COLUMN_TILES = 8, 16, 64  # of a map that is drawn

@@ -20,6 +20,7 @@ from blazeproto.gemm import Kernel, TileConfig
 from blazeproto.gemm.tiles import BF16, BK, BM, SMEM_LIMIT, TILES, WARPGROUP
 from blazeproto.lab.resources import resources
 from blazeproto.lab.tables import Bar, Cell, Table, View, in_bytes
+from blazeproto.runtime.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,6 +148,7 @@ def plot_load(dispatch: Any, ax: Axes | None = None) -> Axes:
     """
     loads = loads_of(dispatch)
     if ax is None:
+        need("matplotlib")
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=(8, 3), layout="constrained")

@@ -1,4 +1,4 @@
-"""Packages that only kernels or integrations need: whether they are installed, in a version that this package takes.
+"""Packages that only kernels, integrations or the lab need: whether they are installed, in a version that this package takes.
 
     need("cupy")  # ImportError: expected cupy>=13.6, got 13.5.1: pip install 'cupy-cuda12x[ctk]>=13.6'
     import cupy
@@ -8,20 +8,21 @@ Versions are those that pip wrote down, so nothing is imported to learn them. A 
 
 import ctypes
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from operator import attrgetter
 from typing import Any
 
-INTEGRATIONS = {"transformers": ">=5.17,<5.24", "peft": ">=0.20,<0.22", "torchtitan": ">=0.3,<0.4"}
-WANTED = {
-    "cupy": ">=13.6",
-    "numba-cuda": ">=0.20",
-    "cuda-bindings": ">=12.9,<14",
-    "cuda-core": ">=0.3,<2",
-    **INTEGRATIONS,
-}
+INTEGRATIONS = {"transformers": ">=5.17,<6", "peft": ">=0.20,<1", "torchtitan": ">=0.3,<1"}
+TESTED = {"transformers": "5.24", "peft": "0.21", "torchtitan": "0.3"}
+"""The newest minor version of each that the tests have run with; `need` warns of a newer one."""
+LAB = {"rich": "", "matplotlib": ""}
+KERNELS = {"cupy": ">=13.6", "numba-cuda": ">=0.20", "cuda-bindings": ">=12.9,<14", "cuda-core": ">=0.3,<2"}
+WANTED = {**KERNELS, **INTEGRATIONS, **LAB}
 """Versions, as in the extras of pyproject.toml; an integration's extra has its package's name."""
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")  # one package under three names
 _MODULES = {"numba-cuda": "numba_cuda", "cuda-bindings": "cuda.bindings", "cuda-core": "cuda.core"}
@@ -63,9 +64,34 @@ def missing(name: str) -> str | None:
 
 @cache
 def need(name: str) -> None:
-    """Call it before a package of `WANTED` is imported. ImportError where it is missing or of another version."""
+    """Call it before a package of `WANTED` is imported. ImportError where it is missing or of another version; of a newer minor
+    version than the one in `TESTED` it warns, once."""
     if lacks := missing(name):
         raise ImportError(f"expected {lacks}", name=_MODULES.get(name, name))
+    for version in installed([name] if name in TESTED else ()).values():
+        from packaging.version import Version
+
+        if Version(version).release[:2] > Version(TESTED[name]).release:
+            newer = f"{name} {version} is newer than {TESTED[name]}, the newest that blazeproto is tested with"
+            warnings.warn(newer, stacklevel=3)
+
+
+def look(name: str, uses: Mapping[str, tuple[int, Sequence[str]] | None]) -> None:
+    """Whether a package has what an integration uses of it. ImportError that names what it lacks.
+
+    uses: by its name, ``module:attribute``, each function with the number of positional arguments and the names of the others
+    that it is called with; None for what is not called.
+    """
+    for thing, call in uses.items():
+        module, _, path = thing.partition(":")
+        try:
+            found = attrgetter(path)(importlib.import_module(module))
+            if call is not None:
+                inspect.signature(found).bind(*range(call[0]), **dict.fromkeys(call[1]))
+        except (ImportError, AttributeError, TypeError) as error:
+            what = thing if call is None else f"{thing}({', '.join(['_'] * call[0] + [f'{w}=_' for w in call[1]])})"
+            version = installed([name]).get(name, "")
+            raise ImportError(f"{name} {version}: expected {what}, got the error: {error}", name=name) from error
 
 
 def cupy() -> Any:
@@ -105,8 +131,8 @@ def cuda_major(driver: tuple[int, int] | None) -> str:
 
 def command(name: str) -> str:
     """To mend a package of `WANTED`, with all that the lab needs where it is not installed."""
-    if name in INTEGRATIONS:
-        return f"pip install 'blazeproto[{name}]'"
+    if name in INTEGRATIONS or name in LAB:
+        return f"pip install -e '.[{name if name in INTEGRATIONS else 'lab'}]'"
     major = cuda_major(driver_cuda())
     one = f"pip install '{requirement(name, major)}'"
     return one if installed(CUPY if name == "cupy" else (name,)) else f"{one}{or_the_lab(major)}"
@@ -114,4 +140,4 @@ def command(name: str) -> str:
 
 def or_the_lab(major: str) -> str:
     """The end of a message that says how to install one package that the lab uses: how to install all of them."""
-    return f", or 'blazeproto[cu{major},lab]' for all that the lab needs"
+    return f", or -e '.[cu{major},lab]' for all that the lab needs"

@@ -23,14 +23,17 @@ class Shown:
         cls._repr_pretty_ = Shown._repr_pretty_  # type: ignore[method-assign]  # IPython looks where __repr__ is
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython calls; in a list or the like it gets the repr, and of a kernel where there is no compiler."""
+        """What IPython calls; in a list or the like it gets the repr, and of a kernel where there is no compiler, or no rich."""
         text = repr(self)
         if len(printer.stack) == 1:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ImportError):
                 made = lab_views().view(self)
                 text = made.text(min(made.width, shutil.get_terminal_size((made.width, 24)).columns))
         printer.text(text)
 
-    def _repr_html_(self) -> str:
-        made: str = lab_views().view(self)._repr_html_()
-        return made
+    def _repr_html_(self) -> str | None:
+        """What Jupyter calls; where there is no rich it gets None, and shows the repr."""
+        with suppress(ImportError):
+            made: str = lab_views().view(self)._repr_html_()
+            return made
+        return None

@@ -264,7 +264,7 @@ def main() -> None:
     options = arguments()
     need_hopper()
     if importlib.util.find_spec("transformers") is None:
-        refuse("transformers is not installed: pip install 'blazeproto[transformers]'; nothing was run")
+        refuse("transformers is not installed: pip install -e '.[transformers]'; nothing was run")
     from blazeproto.integrations.transformers import register
 
     register()

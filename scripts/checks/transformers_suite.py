@@ -61,10 +61,11 @@ def install() -> None:
     """Ours in the place of `TAKEN`, before a test imports it by name."""
     from transformers.integrations import moe
 
+    from blazeproto.integrations import gates
     from blazeproto.integrations import transformers as ours
 
     ours.moe_mlp = _counted("moe_mlp", ours.moe_mlp)
-    ours.GATES[STAND_IN_GATE] = ours.GATES[ours.DEFAULT_GATE]
+    gates.GATES[STAND_IN_GATE] = gates.GATES[gates.DEFAULT_GATE]
     replacement = _counted("experts", ours.experts_forward)
     setattr(moe, f"{TAKEN}_experts_forward", replacement)
     moe.ALL_EXPERTS_FUNCTIONS.register(TAKEN, replacement)

@@ -17,6 +17,7 @@ from torch import nn
 VOCABULARY = 64
 SMALL: dict[str, Any] = {  # by whatever name a configuration has for it; it ignores the others
     "vocab_size": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -113,7 +114,7 @@ def is_newest() -> bool:
     """Whether transformers is of the version whose families and classes these files name; earlier ones lack some."""
     import transformers
 
-    return transformers.__version__.startswith("5.23.")
+    return transformers.__version__.startswith("5.24.")
 
 
 def of_this_version(names: Iterable[str]) -> list[Any]:

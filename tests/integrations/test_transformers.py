@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
+transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto import MoE  # noqa: E402
 from blazeproto.autograd import backends  # noqa: E402
@@ -27,7 +27,10 @@ from tests.integrations.families import experts_of, tiny, tokens  # noqa: E402
 
 DOZEN = families.of_this_version(families.DOZEN)
 OTHERS = [family for family in families.causal_families() if family not in families.DOZEN]
-NEVER_BF16 = {"inkling2_text"}  # the model itself multiplies float32 by bf16, and torch refuses
+NEVER_BF16 = {
+    "inkling2_text",
+    "inkling2_loop_text",
+}  # the models themselves multiply float32 by bf16, and torch refuses
 IN_PLACE = "in place (torch: the kernels need a CUDA GPU of compute capability 9.0; the tensors are on cpu)"
 CLASSES = [(folder, name) for folder, names in families.decorated().items() for name in names]
 ELSEWHERE = {  # of the classes that are not "in place"
@@ -216,7 +219,7 @@ def test_every_experts_class_trains_as_eager(folder: str, name: str) -> None:
         close(got, want)
 
 
-@pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.23's classes")
+@pytest.mark.skipif(not families.is_newest(), reason="the table is of 5.24's classes")
 def test_roads_are_those_of_classes_that_there_are() -> None:
     assert {name.partition(".")[2] for _, name in CLASSES} >= ELSEWHERE.keys()
 
@@ -228,7 +231,10 @@ def test_roads_are_those_of_classes_that_there_are() -> None:
         ("deepseek_v4", "DeepseekV4Experts", "limited_swiglu(limit=1.25)"),
         ("glm5_next", "Glm5NextTextExperts", "limited_swiglu(limit=1.25)"),
         ("hy_v4", "HYV4Experts", "limited_swiglu(limit=1.25)"),
+        ("hy_v4_vl", "HYV4VLExperts", "limited_swiglu(limit=1.25)"),
         ("inkling2", "Inkling2Experts", "softcapped_swiglu(gate_cap=2.0,up_cap=3.0)"),
+        ("inkling2_loop", "Inkling2LoopExperts", "softcapped_swiglu(gate_cap=2.0,up_cap=3.0)"),
+        ("lara_mini", "LaraMiniExperts", "swiglu"),
         ("gemma4", "Gemma4TextExperts", "geglu_tanh"),
         ("diffusion_gemma", "DiffusionGemmaTextExperts", "geglu_tanh"),
     ],
@@ -244,7 +250,11 @@ def test_gates_of_their_own_run_in_place(folder: str, name: str, activation: str
 
 
 def test_a_gate_with_another_function_than_its_family_s_runs_as_it_is(calls: list[str]) -> None:
-    for folder, name in (("deepseek_v4", "DeepseekV4Experts"), ("inkling2", "Inkling2Experts")):
+    for folder, name in (
+        ("deepseek_v4", "DeepseekV4Experts"),
+        ("inkling2", "Inkling2Experts"),
+        ("inkling2_loop", "Inkling2LoopExperts"),
+    ):
         if folder in families.decorated():
             experts = families.experts_alone(folder, f"modeling_{folder}.{name}")
             experts.act_fn = torch.nn.GELU()
@@ -364,22 +374,66 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     optional.need.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.24.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "6.0.0.dev0"])
 def test_other_versions_are_refused(version: str, installed: dict[str, str]) -> None:
     installed["transformers"] = version
-    with pytest.raises(ImportError, match=rf"expected transformers>=5\.17,<5\.24, got {version}: pip install"):
+    with pytest.raises(ImportError, match=rf"expected transformers>=5\.17,<6, got {version}: pip install"):
         ours.register()
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.4"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.4"])
 def test_these_versions_are_taken(version: str, installed: dict[str, str]) -> None:
     installed["transformers"] = version
-    ours.register()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.register()
+
+
+@pytest.mark.parametrize("version", ["5.25.0", "5.100.0.dev0"])
+def test_a_newer_version_is_taken_with_a_warning(version: str, installed: dict[str, str]) -> None:
+    """Once, and of the caller's line."""
+    installed["transformers"] = version
+    with pytest.warns(
+        UserWarning, match=rf"transformers {version} is newer than 5\.24, the newest .* tested with"
+    ) as told:
+        ours.register()
+    assert [one.filename for one in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.register()
+
+
+def test_a_version_without_what_we_use_is_refused_by_name(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["transformers"] = "5.24.0"
+    moe = transformers.integrations.moe
+    monkeypatch.setattr(moe, "use_experts_implementation", lambda kind, *, has_gate, has_bias, is_concatenated: None)
+    with pytest.raises(
+        ImportError, match=r"^transformers 5\.24\.0: expected .*:use_experts_.*argument 'is_transposed'"
+    ):
+        ours.register()
+    monkeypatch.undo()
+    monkeypatch.delattr(moe, "grouped_mm_experts_forward")
+    with pytest.raises(ImportError, match=r"expected .*:grouped_mm_experts_forward\(_, _, _, _\), got .* no attribute"):
+        ours.register()
+
+
+def test_a_flag_that_we_do_not_know_runs_as_it_is(calls: list[str]) -> None:
+    """A later decorator may say of experts that they do something else besides."""
+    experts = experts_module()
+    experts.has_pre_expert_norm = True
+    assert path(experts) == "grouped_mm: has_pre_expert_norm, which is not known here"
+    inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    outputs_and_gradients(experts, "blazeproto", inputs)
+    assert not calls
+    experts.has_pre_expert_norm = False
+    assert path(experts) == IN_PLACE
 
 
 def test_a_missing_transformers_is_told(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional, "_is_importable", lambda module: False)
-    with pytest.raises(ImportError, match=r"expected transformers>=5\.17,<5\.24, got none: pip install 'blazeproto"):
+    with pytest.raises(ImportError, match=r"expected transformers>=5\.17,<6, got none: pip install -e '\.\[transf"):
         ours.register()
 
 
@@ -563,8 +617,8 @@ def test_compiles_without_a_graph_break(folder: str, name: str) -> None:
         pytest.skip("an earlier version lacks this family")
     experts = families.experts_alone(folder, name)
     torch._dynamo.reset()
-    decide = torch.compile(lambda m: (torch.ones(1), ours._why_grouped_mm(m), ours._activation(m)), backend="eager")
-    assert decide(experts)[1:] == (None, ours._activation(experts)), (
+    decide = torch.compile(lambda m: (torch.ones(1), ours._why_grouped_mm(m), ours.activation_of(m)), backend="eager")
+    assert decide(experts)[1:] == (None, ours.activation_of(experts)), (
         "the compiler reads what a module is as Python does"
     )
     inputs = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)

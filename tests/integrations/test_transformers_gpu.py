@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
+transformers = pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
 
 from blazeproto.integrations import transformers as ours  # noqa: E402
 from blazeproto.lab.accuracy import WORST_FACTOR, Pool  # noqa: E402

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs transformers 5.17 to 5.23")
-pytest.importorskip("peft", reason="needs peft 0.20 to 0.21")
+pytest.importorskip("transformers", reason="needs transformers 5.17 or later")
+pytest.importorskip("peft", reason="needs peft 0.20 or later")
 
 from blazeproto.distributed import AllToAll, Symmetric
 from blazeproto.integrations.transformers import expert_parallel, register

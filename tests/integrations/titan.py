@@ -35,7 +35,7 @@ def missing() -> str | None:
 def load() -> ModuleType:
     """`blazeproto.integrations.torchtitan`; skips where torchtitan isn't there."""
     if missing():
-        pytest.skip(f"needs torchtitan 0.3; missing: {missing()}", allow_module_level=True)
+        pytest.skip(f"needs torchtitan 0.3 or later; missing: {missing()}", allow_module_level=True)
     return importlib.import_module("blazeproto.integrations.torchtitan")
 
 

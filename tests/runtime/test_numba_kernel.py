@@ -69,6 +69,17 @@ def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path, monkeypatch: py
     assert entry.encode() in again and abs(len(again) - len(whole)) < 100  # Numba counts its functions in their names
 
 
+def test_kernels_compile_on_a_numpy_without_row_stack(tmp_path: Path) -> None:
+    """As it is from NumPy 2.5 on."""
+    code = (
+        "import numpy\nvars(numpy).pop('row_stack', None)\n"
+        "from blazeproto.dispatch import limit\nassert '.entry' in limit.KERNEL.ptx()"
+    )
+    environment = {**os.environ, "BLAZEPROTO_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ptx_is_kept_with_lines_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from blazeproto.dispatch import limit
 

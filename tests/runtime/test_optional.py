@@ -108,7 +108,7 @@ def test_a_missing_package(versions: dict[str, str]) -> None:
     with pytest.raises(ImportError) as error:
         optional.need("cupy")
     assert error.value.name == "cupy"
-    lab = ", or 'blazeproto[cu12,lab]' for all that the lab needs"
+    lab = ", or -e '.[cu12,lab]' for all that the lab needs"
     assert str(error.value) == f"expected cupy>=13.6, got none: pip install 'cupy-cuda12x[ctk]>=13.6'{lab}"
     versions["cuda-bindings"] = "13.1.0"
     told = optional.missing("cupy")
@@ -143,7 +143,13 @@ def test_a_disassembler_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_right_versions(versions: dict[str, str]) -> None:
     versions |= {"cupy": "13.6.0", "numba-cuda": "0.20.0+local", "cuda-bindings": "13.0rc1", "cuda-core": "1.2.2"}
-    versions |= {"transformers": "5.17.0", "peft": "0.21.2", "torchtitan": "0.3.0"}
+    versions |= {
+        "transformers": "5.17.0",
+        "peft": "0.21.2",
+        "torchtitan": "0.3.0",
+        "rich": "15.0.0",
+        "matplotlib": "3.11",
+    }
     for name in optional.WANTED:
         optional.need(name)
     versions.clear()
@@ -159,6 +165,60 @@ def test_what_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blocked", None)
     found = {name: optional._is_importable(name) for name in ("json", "sys", "blocked", "no_such_package.inside")}
     assert found == {"json": True, "sys": True, "blocked": False, "no_such_package.inside": False}
+
+
+WITHOUT_THE_LAB = """
+import sys
+sys.modules.update(rich=None, matplotlib=None)
+from blazeproto.runtime import optional
+installed = optional.installed
+optional.installed = lambda names: installed([name for name in names if name not in optional.LAB])
+"""
+
+
+def test_the_layer_needs_no_package_of_the_lab() -> None:
+    """It runs, and IPython and Jupyter show it by its repr."""
+    code = f"""{WITHOUT_THE_LAB}
+import io, torch, blazeproto
+from types import SimpleNamespace
+layer = blazeproto.MoE(16, 8, 4, 2)
+out, stats = layer(torch.randn(8, 16))
+(out.sum() + stats.aux_loss).backward()
+printed = []
+layer._repr_pretty_(SimpleNamespace(stack=[0], text=printed.append), False)
+assert printed == [repr(layer)] and layer._repr_html_() is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_draws_says_how_to_install_it() -> None:
+    code = f"""{WITHOUT_THE_LAB}
+import numpy
+from blazeproto.dispatch import reference
+from blazeproto.runtime import shown
+uses = (
+    "from blazeproto.lab import Workbench",
+    "from blazeproto.lab import explain",
+    "from blazeproto.lab import machine_code",
+    "from blazeproto.lab import views",
+    "import blazeproto.lab.attended",
+    "from blazeproto.__main__ import waiting; waiting('')",
+    "from blazeproto.lab import fragment; fragment('up_forward')._repr_html_()",
+    "from blazeproto.lab import svg; svg.blank(1, 1, '')",
+)
+for use in uses:
+    try:
+        exec(use)
+    except ImportError as error:
+        print(error)
+    else:
+        raise AssertionError(use)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = "expected {}, got none: pip install -e '.[lab]'"
+    assert done.stdout.splitlines() == [told.format("rich")] * 6 + [told.format("matplotlib")] * 2
 
 
 def test_the_hopper_backend_says_what_it_lacks(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ INSTALL = re.search(r"(?:^    (?:python3 -m venv|pip install) .+\n)+", README, r
 OF_PAGES = [
     line
     for page in pages.pages()
-    for line in re.findall(r"`(pip install 'blazeproto\[\w+\]')`", (pages.DOCS / page).read_text())
+    for line in re.findall(r"`(pip install -e '\.\[\w+\]')`", (pages.DOCS / page).read_text())
 ]
 NOTEBOOKS = sorted(path.name for path in (pages.DOCS / "tutorial").glob("*.ipynb"))
 
@@ -70,11 +70,11 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (folder / "constraints.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
     assert INSTALL is not None
     wheel = built / f"{STEM}-py3-none-any.whl"
-    lines = re.sub(r"-e '\.\[", f"-q '{wheel}[", INSTALL[0]).replace(
+    lines = re.sub(r"-e '\.\[", f"-q '{wheel}[", "\n".join([INSTALL[0], *OF_PAGES])).replace(
         "cu12", f"cu{optional.cuda_major(optional.driver_cuda())}"
     )
     made.run(
-        "\n".join([lines, *OF_PAGES]),
+        lines,
         seconds=1800,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         HOME=os.environ.get("HOME", str(folder)),  # pip's settings
@@ -89,7 +89,7 @@ def hopper() -> bool:
 
 def test_readme_and_pages_say_how_to_install() -> None:
     assert INSTALL is not None and "[cu12,lab]" in INSTALL[0]
-    assert {"pip install 'blazeproto[transformers]'", "pip install 'blazeproto[peft]'"} == set(OF_PAGES)
+    assert {"pip install -e '.[transformers]'", "pip install -e '.[peft]'"} == set(OF_PAGES)
 
 
 def test_the_first_notebook_says_how_to_open_them() -> None:

@@ -1,7 +1,9 @@
-"""What is handed out. The sdist has the whole repository (MANIFEST.in), the wheel the package alone; both are built here."""
+"""What is handed out. The sdist has the whole repository (MANIFEST.in), the wheel the package alone; both are built here, and
+what an editable install is made of."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -26,16 +28,21 @@ STEM = f"blazeproto-{blazeproto.__version__}"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with wheel and sdist, made of a copy of the repository by setuptools, as pip calls it; nothing is fetched."""
+    """A folder with wheel, sdist and editable wheel, made by setuptools, as pip calls it; nothing is fetched.
+
+    They are of a copy of the repository, ``clone/blazeproto`` in that folder.
+    """
     setuptools = pytest.importorskip("setuptools")
     if Version(setuptools.__version__) < Version("77"):
         pytest.skip(f"needs setuptools>=77, got {setuptools.__version__}")
-    copy, out = (tmp_path_factory.mktemp(name) for name in ("copy", "out"))
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
-    for folder in (".ci", ".gitignore", ".pre-commit-config.yaml"):
+    out = tmp_path_factory.mktemp("out")
+    copy = out / "clone" / "blazeproto"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for folder in (".ci", ".github", ".gitignore", ".pre-commit-config.yaml"):
         source = ROOT / folder
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / folder)
-    code = f"from setuptools import build_meta as b; out = {str(out)!r}; b.build_sdist(out); b.build_wheel(out)"
+    calls = "; ".join(f"b.build_{kind}({str(out)!r})" for kind in ("sdist", "wheel", "editable"))
+    code = f"from setuptools import build_meta as b; {calls}"
     done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -74,8 +81,23 @@ def test_the_sdist_has_the_repository(built: Path) -> None:
         names = {member.name.removeprefix(f"{STEM}/") for member in archive.getmembers()}
     here = Path(__file__).relative_to(ROOT).as_posix()
     assert {here, "pyproject.toml", "CHANGELOG.md", "Makefile", ".ci/run", "docs/decisions.md"} <= names
+    assert {"constraints.txt", ".github/workflows/test.yml"} <= names
     assert {"scripts/train_lm.py", "results/README.md", "blazeproto/gemm/cuda/up.cu"} <= names
     assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
+
+
+def test_an_editable_install_is_found_beside_the_clone(built: Path, tmp_path: Path) -> None:
+    """Where Python is started in the folder that has the clone, whose own folder is no package. Type checkers and editors, which
+    run nothing, find what a .pth file names."""
+    with zipfile.ZipFile(built / f"{STEM}-0.editable-py3-none-any.whl") as archive:
+        archive.extractall(tmp_path)
+    clone = built / "clone" / "blazeproto"
+    assert [path.read_text().split() for path in tmp_path.glob("*.pth")] == [[str(clone)]]
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import blazeproto; print(blazeproto.__file__, blazeproto.MoE)"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=clone.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split()[:1] == [str(clone / "blazeproto" / "__init__.py")], done.stderr
 
 
 def test_metadata(built: Path) -> None:
@@ -86,7 +108,7 @@ def test_metadata(built: Path) -> None:
     assert set(data.get_all("Provides-Extra", [])) == {"cu12", "cu13", "lab", "dev", "docs", *optional.INTEGRATIONS}
     required = [Requirement(line) for line in data.get_all("Requires-Dist", [])]
     always = {one.name for one in required if one.marker is None}
-    assert always == {"torch", "numpy", "rich", "matplotlib", "packaging"}
+    assert always == {"torch", "numpy", "packaging"}
     for major in ("12", "13"):
         chosen = [one for one in required if one.marker and one.marker.evaluate({"extra": f"cu{major}"})]
         asked = {one.name: sorted(one.extras) for one in chosen}
