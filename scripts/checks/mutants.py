@@ -47,7 +47,12 @@ KINDS = {
     "cuda": Kind(
         10,
         ("blazeproto/gemm/cuda/*.cu*",),
-        (f"{MACHINE}/test_variants.py", f"{MACHINE}/test_products.py", "tests/gemm", "tests/lab", "tests/autograd"),
+        (
+            *(f"{MACHINE}/test_{name}.py" for name in ("variants", "products", "fp8")),
+            "tests/gemm",
+            "tests/lab",
+            "tests/autograd",
+        ),
     ),
     "router": Kind(
         10,
