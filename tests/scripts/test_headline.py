@@ -87,7 +87,7 @@ def test_fewer_than_three_runs_count_for_nothing() -> None:
 
 
 def test_a_row_is_the_median_of_its_runs() -> None:
-    """Of each program's times, and of the ratios of each run: not the best of either."""
+    """Each program's times and the ratios of the runs have medians of their own; neither is the best."""
     runs = [
         run(MODEL, ours, sonic=theirs)
         for ours, theirs in ((10.0, 13.0), (8.0, 8.0), (11.0, 12.1), (20.0, 19.0), (9.0, 10.8))

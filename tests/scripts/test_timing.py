@@ -13,7 +13,7 @@ from scripts.bench.timing import KernelTime
 
 
 def test_kernel_times_are_medians_of_rounds() -> None:
-    """Of two calls a round their mean; the sums of durations are another median."""
+    """Two calls a round count as their mean; the sums of durations have a median of their own."""
     rounds = [(5.0, 20.0), (1.0, 60.0), (9.0, 70.0), (3.0, 80.0), (2.0, 10.0)]
     spans = [KernelTime(busy + step, total + step) for busy, total in rounds for step in (-1.0, 1.0)]
     found = timing._median_of_rounds(spans, 5)
