@@ -57,8 +57,9 @@ class Near:
     error: Tensor
     is_stored: bool = False
 
-    def __mul__(self, other: Near) -> Near:
+    def __mul__(self, other: Tensor | Near) -> Near:
         """The rounding of one multiplication is that of the number that is stored at last."""
+        other = _near(other)
         error = self.exact.abs() * other.error + self.error * other.exact.abs() + self.error * other.error
         return Near(self.exact * other.exact, error)
 

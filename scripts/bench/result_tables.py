@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from scripts.bench import fp8_tables
+from scripts.bench import fp8_tables, headline_tables
 from scripts.bench.attention_tables import attention_tiles_table
 from scripts.bench.blocksparse_tables import block_layers_table, block_products_claim, block_products_table
 from scripts.bench.common import read_json
@@ -293,7 +293,6 @@ def lora_table(record: Record) -> str:
 
 # name of a table -> (results file, what makes it)
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
-    "readme": ("models/layers", models.readme),
     "module": ("module", module_table),
     "router": ("router", router_table),
     "layer": ("layer", layer_table),
@@ -316,7 +315,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "attention_tiles": ("attention_tiles", attention_tiles_table),
     "train": ("train", training_table),
     "train_cpu": ("../cpu/train", training_table),
-    **DISTRIBUTED_TABLES | TRAINING | PAPER_TABLES | models.TABLES | fp8_tables.TABLES,
+    **DISTRIBUTED_TABLES | TRAINING | PAPER_TABLES | models.TABLES | fp8_tables.TABLES | headline_tables.TABLES,
 }
 
 
@@ -358,7 +357,7 @@ SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {
     "block_products_claim": ("blocksparse", block_products_claim),
     "experts_growth": ("dispatch", experts_growth),
     "predicted_claim": ("module products", predicted_claim),
-    **REVIEW | CLAIMS | TRAINING_CLAIMS | models.SENTENCES | fp8_tables.SENTENCES,
+    **REVIEW | CLAIMS | TRAINING_CLAIMS | models.SENTENCES | fp8_tables.SENTENCES | headline_tables.SENTENCES,
 }
 
 

@@ -108,7 +108,10 @@ VARYING = [  # the arrays in PAIRS' place, options
         ({1: ints(*tokens)}, {"validate": True}, ValueError, f"pair_tokens: .*, got {tokens[2]} for pair 2")
         for tokens in ([0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 3, 0], [0, 0, -1, 0])
     ),
-    ({0: ints(0, 1, 2, 3)}, {"validate": True}, ValueError, "pair_tokens: .*, got 0 for pair 3"),
+    *(
+        ({0: ints(0, 1, 2, expert)}, {"validate": True}, ValueError, "pair_tokens: .*, got 0 for pair 3")
+        for expert in (3, 0)
+    ),
 ]
 
 

@@ -161,10 +161,13 @@ def in_process(spec: Row, folder: Path) -> tuple[Row, dict[str, Tensor]]:
     return row, {} if "absent" in row else torch.load(folder / "results.pt")
 
 
-def measure_apart(names: Sequence[str], shape: Sizes, machine: Machine, *, alone: bool = True) -> Row:
+def measure_apart(
+    names: Sequence[str], shape: Sizes, machine: Machine, *, alone: bool = True, passes: int = PASSES
+) -> Row:
     """programs: the figures of each, medians of all its processes' rounds; why others are absent; the kernels launched.
 
-    The first is what the others are compared with. alone: whether it is measured where none of them runs.
+    The first is what the others are compared with. alone: whether it is measured where none of them runs.  passes: processes of
+    each program.
     RuntimeError where the first did not run. One that computes something else is absent.
     """
     first, *others = names
@@ -174,7 +177,7 @@ def measure_apart(names: Sequence[str], shape: Sizes, machine: Machine, *, alone
     kernels: Row = {}
     results: dict[str, dict[str, Tensor]] = {}
     with TemporaryDirectory() as folder:
-        for name in [*others, first] * (PASSES if machine.device == "cuda" else 1):
+        for name in [*others, first] * (passes if machine.device == "cuda" else 1):
             if name in absent or (name == first and not alone and absent.keys() >= {*others}):
                 continue
             spec = {"program": name, "cfg": cfg_of(shape), "device": machine.device, "rounds": machine.rounds}

@@ -15,8 +15,7 @@ from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.lab.times import Call
 from scripts.bench import module, peers
-from scripts.bench.common import RESULTS, cfg_of, folder_of, gpu_name, read_json, route
-from scripts.bench.identity import earlier
+from scripts.bench.common import route
 from scripts.bench.markdown import OURS
 from scripts.bench.models import apart, trained
 from scripts.bench.models.programs import BUILDS, Row, calls_of, figures, step
@@ -57,38 +56,16 @@ def fits(shape: Sizes, sets: int) -> bool:
     return sets * weight_bytes(shape) + activations < ROOM * torch.cuda.mem_get_info()[1]
 
 
-def from_modules(shape: Sizes) -> Row | None:
-    """SonicMoE's figures of module.json, and ours that stand beside them there; None without a row of what is here, on such a
-    GPU."""
-    path = RESULTS / "module.json"
-    rows = read_json(path)["rows"] if path.exists() else []
-    for row in rows:
-        here = row["cfg"] == cfg_of(shape) and folder_of(row["of"]["gpu"]) == folder_of(gpu_name())
-        if here and "sonic_fwdbwd_ms" in row and not earlier(row):
-            made = {"peak_MiB": row["sonic_peak_fwdbwd_MiB"], "measured": row["of"]["measured"]}
-            for part in ("fwd", "fwdbwd"):
-                made |= {f"{part}_ms": row[f"sonic_{part}_ms"], f"ours_{part}_ms": row[f"ours_{part}_ms"]}
-            return made
-    return None
-
-
 def models(case: Case, machine: Machine) -> Row:
-    """A model's layer: ours, SonicMoE's and transformers' grouped_mm.
-
-    SonicMoE is not measured again where module.json has it. Where they don't fit beside each other, each has its own processes.
+    """A model's layer: ours, SonicMoE's and transformers' grouped_mm. Where they don't fit beside each other, each has its own
+    processes.
     """
-    shape = case.shape
-    known = from_modules(shape) if machine.device == "cuda" else None
-    names = [OURS, *(name for name in machine.peers if not (name == "sonic" and known))]
+    shape, names = case.shape, [OURS, *machine.peers]
     # The weights, SonicMoE's copy of them, and one program's gradients.
     sets = 3 if "sonic" in names else 2
     if machine.device == "cpu" or fits(shape, sets):
-        row = beside(shape, names, machine)
-    else:
-        row = apart.measure_apart(names, shape, machine)
-    if known:
-        row["programs"]["sonic"] = known
-    return case.key | row
+        return case.key | beside(shape, names, machine)
+    return case.key | apart.measure_apart(names, shape, machine)
 
 
 def beside(shape: Sizes, names: list[str], machine: Machine) -> Row:

@@ -20,7 +20,7 @@ from scripts.bench import cpu, module
 from scripts.bench.common import MIB
 from scripts.bench.markdown import OURS
 from scripts.bench.paper.machine import Machine
-from scripts.bench.peers import LayerInputs, modules
+from scripts.bench.peers import LayerInputs, modules, torch_grouped
 from scripts.bench.peers.modules import AUX_LOSS, ModuleProgram
 
 Row = dict[str, Any]
@@ -81,11 +81,20 @@ def _liger(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     return made
 
 
+def _torch_grouped(experts: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """By torch's grouped_mm alone, as `scripts.bench.peers.torch_grouped` has it."""
+    up, down, ids = experts.gate_up_proj, experts.down_proj, ids.to(torch.int32)
+    shape = Sizes(len(x), x.shape[1], down.shape[2], len(down), ids.shape[1])
+    made: Tensor = torch_grouped.build(shape, LayerInputs(x, up, down, scores, ids, x)).forward()
+    return made
+
+
 Build = Callable[[Sizes, LayerInputs, Tensor], ModuleProgram]
 BUILDS: dict[str, Build] = {
     OURS: ours,
     "sonic": modules.sonic,
     "grouped_mm": partial(block, _grouped_mm),
+    "torch_grouped": partial(block, _torch_grouped),
     "liger": partial(block, _liger),
 }
 

@@ -242,7 +242,8 @@ def test_scores_of_pairs(score: Any, num_tokens: int, num_experts: int, renormal
     for seed in range(1 if num_tokens == 21 else 3):
         rng, logits = np.random.default_rng(seed), make_logits(num_tokens, num_experts, seed)
         mask = rng.random(logits.shape) < 0.6
-        mask[num_tokens // 2 :][:1] = False
+        mask[num_tokens // 2 :][:2] = False
+        logits[num_tokens // 2 :][:1] = np.nan  # a masked token
         listed = np.concatenate([np.nonzero(mask)[1], [-1] * 5]).astype(np.int32)
         offsets = np.concatenate([[0], mask.sum(axis=1).cumsum()]).astype(np.int32)
         d_scores = rng.standard_normal(len(listed)).astype(np.float32)
@@ -310,7 +311,11 @@ def test_choices_of_many_experts(
 
 @pytest.mark.parametrize(
     ("by", "masked", "threads"),
-    [("nr_f", 13, pairs.SELECT_THREADS), *(full(by, masked, 32) for by in WAYS for masked in (1, 30, 35, 36))],
+    [
+        *((by, 13, 32) for by in ("nr_f", "expert_choice", "slot")),
+        full("nr_f", 13, pairs.SELECT_THREADS),
+        *(full(by, masked, 32) for by in WAYS for masked in (1, 30, 35, 36)),
+    ],
 )
 def test_choices_with_masked_tokens(by: str, masked: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last tokens masked the pairs are those of the others alone. What lies at masked tokens is not read."""
@@ -355,7 +360,7 @@ def test_hashes(num_experts: int, top_k: int) -> None:
         full(4, 7, 2, "softmax_topk", False, False),
     ],
 )
-@pytest.mark.parametrize("masked", [False, full(True)])
+@pytest.mark.parametrize("masked", [False, True])
 def test_losses(
     num_tokens: int, num_experts: int, top_k: int, score: Any, balance: bool, z: bool, masked: bool
 ) -> None:

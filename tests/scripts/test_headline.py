@@ -1,0 +1,136 @@
+"""The headline's rule: medians of at least three runs, ratios within 2 % of 1 even, rows of one GPU and one set of kernels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from scripts.bench import headline, headline_tables
+from scripts.bench.headline_tables import NOT_MEASURED, together
+
+Row = dict[str, Any]
+MODEL, OTHER, THIRD, FOURTH = "Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b"
+
+
+@pytest.fixture(autouse=True)
+def of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of hand-made rows are no one's."""
+    monkeypatch.setattr("scripts.bench.markdown.earlier", lambda row: "")
+
+
+def run(label: str, ours: float, measured: str = "2026-11-27 20:00 UTC", of: Row | None = None, **peers: float) -> Row:
+    """A run: milliseconds of ours and of peers, forward and backward."""
+    times = {"blazeproto": ours} | peers
+    programs = {
+        name: {"fwdbwd_ms": ms, "fwd_ms": ms / 3, "peak_MiB": 100 * ms, "fwdbwd_rounds_ms": [ms]}
+        for name, ms in times.items()
+    }
+    about: Row = {
+        "gpu": "NVIDIA H200, 580",
+        "kernels": {"up": "a"},
+        "protocol_identity": "b",
+        "versions": "torch 2.11.0",
+    }
+    cfg = {"T": 16384, "d": 2048, "n": 768, "E": 128, "K": 8}
+    about |= {"measured": measured} | (of or {})
+    return {"cfg": cfg, "activation": "swiglu", "label": label, "programs": programs, "of": about}
+
+
+def record(**ratios: tuple[str, float, int]) -> Row:
+    """A row each: its model, SonicMoE's time over ours, and the number of runs."""
+    rows = [together([run(label, 10.0, sonic=10.0 * ratio)] * runs) for label, ratio, runs in ratios.values()]
+    return {"rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [
+        (0.5, "behind"),
+        (0.97, "behind"),
+        (0.985, "even"),
+        (1.0, "even"),
+        (1.015, "even"),
+        (1.03, "ahead"),
+        (2.0, "ahead"),
+    ],
+)
+def test_within_two_percent_is_even(ratio: float, verdict: str) -> None:
+    assert headline_tables.verdict(ratio) == verdict
+    (said,) = re.findall(r"it is (.*?):", headline_tables.headline_claim(record(one=(MODEL, ratio, 3))))
+    parts = {
+        "ahead": "faster on 1 of 1 models",
+        "even": f"faster on 0 of 1 models, even, within 2 %, on {MODEL}",
+        "behind": f"faster on 0 of 1 models, slower on {MODEL}",
+    }
+    assert said == parts[verdict]
+
+
+def test_the_claim_counts_each_model_once() -> None:
+    made = record(a=(MODEL, 1.21, 3), b=(OTHER, 0.97, 4), c=(THIRD, 1.0, 3), d=(FOURTH, 1.5, 2))
+    claim = headline_tables.headline_claim(made)
+    assert f"faster on 1 of 3 models, even, within 2 %, on {THIRD}, slower on {OTHER}" in claim
+    mean = (1.21 * 0.97 * 1.0) ** (1 / 3)
+    assert f": {mean:.2f} times as fast in the geometric mean (0.97 to 1.21)" in claim
+    assert "SonicMoE's module" in claim and "on one NVIDIA H200." in claim and FOURTH not in claim
+
+
+def test_fewer_than_three_runs_count_for_nothing() -> None:
+    made = record(a=(MODEL, 1.21, 2))
+    assert headline_tables.headline_claim(made) == NOT_MEASURED
+    assert headline_tables.times_ours(made["rows"][0], "sonic") is None
+    cells = headline_tables.headline_table(made).splitlines()[2].split(" | ")
+    assert cells[1] == "10.00" and cells[2] == headline_tables.number(None)
+    with_one_more = together([run(MODEL, 10.0, sonic=12.0)] * 2 + [run(MODEL, 10.0)])
+    assert headline_tables.times_ours(with_one_more, "sonic") is None, "a run without the peer is none of it"
+
+
+def test_a_row_is_the_median_of_its_runs() -> None:
+    """Each program's times and the ratios of the runs have medians of their own; neither is the best."""
+    runs = [
+        run(MODEL, ours, sonic=theirs)
+        for ours, theirs in ((10.0, 13.0), (8.0, 8.0), (11.0, 12.1), (20.0, 19.0), (9.0, 10.8))
+    ]
+    row = together(runs)
+    assert row["programs"]["blazeproto"]["fwdbwd_ms"] == 10.0 and row["programs"]["sonic"]["fwdbwd_ms"] == 12.1
+    assert row["programs"]["blazeproto"]["peak_MiB"] == 1000.0 and "fwdbwd_rounds_ms" not in row["programs"]["sonic"]
+    assert row["runs"] == runs and row["of"] == runs[-1]["of"]
+    assert headline_tables.times_ours(row, "sonic") == pytest.approx(1.1)
+    table = headline_tables.headline_table({"rows": [row]})
+    assert "1.10 (0.95 to 1.30)" in table and "the median of 5 runs" in table
+
+
+@pytest.mark.parametrize("key", ["gpu", "kernels", "protocol_identity"])
+def test_runs_of_others_do_not_go_together(key: str) -> None:
+    runs = [run(MODEL, 10.0, sonic=11.0), run(MODEL, 10.0, sonic=11.0, of={key: "another"})]
+    with pytest.raises(ValueError, match=f"expected the same {key} in all runs of {MODEL}"):
+        together(runs)
+    first, second = ({"rows": [together([each])]} for each in runs)
+    with pytest.raises(ValueError, match=f"expected the same {key}"):
+        headline.merged([first, second])
+
+
+def test_merged_files_have_all_runs_in_their_order() -> None:
+    late, early = "2026-11-27 22:00 UTC", "2026-11-27 19:00 UTC"
+    first = {
+        "name": "first",
+        "rows": [together([run(OTHER, 9.0, late)]), together([run(MODEL, 10.0, late, sonic=11.0)])],
+    }
+    second = {
+        "name": "second",
+        "rows": [together([run(MODEL, 12.0, early, sonic=12.0), run(MODEL, 14.0, early, sonic=18.0)])],
+    }
+    made = headline.merged([first, second])
+    rows = {row["label"]: row for row in made["rows"]}
+    assert made["name"] == "first" and {label: len(row["runs"]) for label, row in rows.items()} == {MODEL: 3, OTHER: 1}
+    order = [name for name in headline.BY_NAME if name in rows]
+    assert [*rows] == order
+    assert [each["of"]["measured"] for each in rows[MODEL]["runs"]] == [early, early, late]
+    assert rows[MODEL]["programs"]["blazeproto"]["fwdbwd_ms"] == 12.0 and rows[MODEL]["of"]["measured"] == late
+    assert headline_tables.times_ours(rows[MODEL], "sonic") == pytest.approx(1.1)
+
+
+def test_our_peak_is_beside_sonic_moes() -> None:
+    assert headline_tables.peak_ratio(together([run(MODEL, 10.0, sonic=16.0)])) == pytest.approx(10 / 16)
+    assert headline_tables.peak_ratio(together([run(MODEL, 10.0)])) is None

@@ -1,0 +1,70 @@
+"""Figures that tables and sentences make of rows: recomputed from rows made by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from scripts.bench import result_tables, training_tables
+from scripts.bench.distributed_tables import expert_parallel_table
+from scripts.bench.markdown import NOT_MEASURED
+
+SIZES = {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2}
+OF = {
+    "gpu": "GPU",
+    "measured": "2026-11-27 20:00 UTC",
+    "kernels": {},
+    "protocol_identity": "",
+    "versions": "torch 2.13.0",
+}
+
+
+@pytest.fixture(autouse=True)
+def of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of hand-made rows are no one's."""
+    monkeypatch.setattr("scripts.bench.markdown.earlier", lambda row: "")
+
+
+def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
+    row = {"shape": SIZES, "gpus": 2, "dispatcher": "symmetric", "peak_MiB": 300.0, "alone_MiB": 400.0, "of": OF}
+    other = row | {"shape": SIZES | {"T": 128}, "alone_MiB": None}
+    lines = expert_parallel_table({"ep": [row, other]}).splitlines()
+    assert lines[2].endswith("| 300 | 0.75 |") and lines[3].endswith("| 300 | – |")
+
+
+def test_ours_and_peers_have_a_column_each() -> None:
+    columns = result_tables.of_peers(["blazeproto", "sonic"], "forward ms", lambda figures: figures["ms"])
+    assert [head for head, _ in columns] == ["forward ms: ours", "SonicMoE"]
+    row: dict[str, Any] = {"peers": {"blazeproto": {"ms": 1.5}}}
+    assert [cell(row) for _, cell in columns] == ["1.50", "–"]
+
+
+def test_shapes_without_a_peer_are_left_out_of_its_ratios() -> None:
+    """One shape has SonicMoE's experts and no layer of theirs, the other has the layer alone."""
+    layer = {"rows": [
+        {"cfg": {"T": 1}, "peers": {"sonic": {"gpu_fwdbwd_ms": 2.0}, "blazeproto": {"gpu_fwdbwd_ms": 3.0}}, "of": OF},
+        {"cfg": {"T": 2}, "peers": {"blazeproto": {"gpu_fwdbwd_ms": 1.0}}, "of": OF},
+    ]}  # fmt: skip
+    module = {
+        "rows": [
+            {"cfg": {"T": 1}, "ours_fwdbwd_ms": 2.0},
+            {"cfg": {"T": 2}, "ours_fwdbwd_ms": 2.0, "sonic_fwdbwd_ms": 1.0},
+        ]
+    }
+    said = result_tables.experts_longer(layer, module)
+    assert "SonicMoE" not in said and "ours on 1 of 2 shapes, up to 1.50 times as long" in said
+    assert result_tables.experts_longer({"rows": layer["rows"][1:]}, {"rows": []}) == NOT_MEASURED
+
+
+def test_losses_are_compared_relative_to_the_others() -> None:
+    assert training_tables.from_float64({"losses": [4.04, 2.0]}, {"losses": [4.0, 2.5]}) == pytest.approx([0.01, 0.2])
+
+
+def test_seeds_are_as_far_apart_as_their_last_losses() -> None:
+    last = training_tables.SONICMOE_LAST
+    rows = {seed: {"losses": [9.0 * seed] + [loss] * last} for seed, loss in ((1, 2.5), (2, 3.25), (3, 2.75))}
+    apart = training_tables.seeds_apart(rows)
+    assert apart is not None and math.isclose(apart, 0.75)
+    assert training_tables.seeds_apart({1: rows[1]}) is None
