@@ -1,4 +1,4 @@
-"""blazeproto: Mixture-of-Experts training kernels for Hopper GPUs, small enough to read.
+"""blazeproto: Mixture-of-Experts training kernels for Hopper GPUs, in readable Python and CUDA.
 
     from blazeproto import MoE
     layer = MoE(d_model=512, d_expert=256, num_experts=16, top_k=4)

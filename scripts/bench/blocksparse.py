@@ -2,6 +2,7 @@
 
     python -m scripts.bench.blocksparse                   # -> results/h200/blocksparse.json
     python -m scripts.bench.blocksparse --parts stk       # the others' rows stay; stk, bsr: each in its own process
+    python -m scripts.bench.blocksparse --edit-megablocks # first has MegaBlocks and stk run beside today's Triton
     python -m scripts.bench.blocksparse --quick           # fewer rounds, few shapes -> blocksparse-quick.json
 
 products: the six products of a two-layer expert, forward and backward, for MoE-XS, S and M: 8 experts with as many rows each, so
@@ -31,7 +32,7 @@ from blazeproto.blocksparse import Topology, topology_of
 from blazeproto.dispatch import build_dispatch
 from blazeproto.gemm import Sizes
 from blazeproto.gemm.blocks import BLOCK
-from scripts.bench import peers
+from scripts.bench import megablocks_edits, peers
 from scripts.bench.common import (
     MIB,
     RESULTS,
@@ -312,8 +313,13 @@ def main() -> None:
     parts = (*default, "stk", "bsr")
     said = f"some of {', '.join(parts)}; default: {','.join(default)}"
     parser.add_argument("--parts", type=some_of(parts), default=default, help=said)
+    parser.add_argument(
+        "--edit-megablocks", action="store_true", help="edit the installed files, see megablocks_edits.py"
+    )
     options = settled(parser.parse_args(), "blocksparse", rounds=20)
     need_hopper()
+    if options.edit_megablocks:
+        print("edited", *megablocks_edits.edit())
     out = options.out or RESULTS / "blocksparse.json"
     record = begun("blocksparse", __doc__, 4)
     if out.exists():

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from blazeproto.gemm import Sizes
+from blazeproto.router import make_router
+from blazeproto.router.choice import VaryingChoice
 from scripts.bench import identity
 from scripts.command import argument_parser, need_hopper, positive
 
@@ -142,6 +144,19 @@ def settled(options: argparse.Namespace, name: str, rounds: int, quick_rounds: i
     if options.quick:
         options.out = options.out or RESULTS / f"{name}-quick.json"
     return options
+
+
+def sizes_of_run(config: Any, batch: int, ranks: int = 1) -> dict[str, Any]:
+    """What a row of a run of the language model says of its layers, by `layer_tiles.has_other_tiles`.
+
+    config: of `scripts.lm.settings`.  batch: a rank's sequences in a step.  ranks: over which the experts are spread.
+    """
+    tokens, experts, top_k = batch // config.accumulate * config.context, config.num_experts, config.top_k
+    tile = {"tile": config.rounding_tile} if "rounding" in config.router else {}
+    sizes = {"T": tokens, "d": config.d_model, "n": config.d_expert, "E": experts, "K": top_k}
+    choice = make_router(config.router, config.d_model, experts, top_k, device="meta", **tile).choice
+    most = choice.max_pairs(tokens, experts, top_k) if isinstance(choice, VaryingChoice) else ranks * tokens * top_k
+    return {"cfg": sizes, "ranks": ranks, "row_counts": [most], "several_sizes": True}
 
 
 # ---------------------------------------------------------------------------------------------------------- routings

@@ -39,6 +39,7 @@ from scripts.bench.common import (
     gpu_name,
     read_json,
     settled,
+    sizes_of_run,
     stamped,
     write_json,
 )
@@ -101,7 +102,8 @@ def weak_scaling(mode: str, config: Config, ranks: Ranks, rounds: int, steps: in
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
     alone, several = (config.batch * config.context / seconds for seconds in slowest.tolist())
     speeds = {"tokens_per_s_per_gpu": round(several, 1), "tokens_per_s_alone": round(alone, 1)}
-    return {"mode": mode, "gpus": ranks.size, **speeds, "efficiency": round(several / alone, 4)}
+    sizes = sizes_of_run(config, config.batch, ranks.size if "ep" in mode else 1)
+    return {"mode": mode, "gpus": ranks.size, **sizes, **speeds, "efficiency": round(several / alone, 4)}
 
 
 def losses_of(mode: str, config: Config, ranks: Ranks) -> list[float]:
@@ -123,6 +125,7 @@ def losses(mode: str, config: Config, ranks: Ranks) -> Row:
     return {
         "mode": mode,
         "gpus": ranks.size,
+        **sizes_of_run(config, config.batch // ranks.size, ranks.size if "ep" in mode else 1),
         "largest_difference": round(difference, 6),
         "step": step,
         "steps": config.steps,

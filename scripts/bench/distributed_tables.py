@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from scripts.bench.markdown import Record, figure, origin, plain_shape, table, words
+from scripts.bench.markdown import NOT_MEASURED, Record, figure, number, origin, plain_shape, table, words
 from scripts.bench.rank_memory import rank_memory_table
 
 STYLES = {"fsdp": ("#00798c", "o-"), "hsdp": ("#8d96a3", "s-"), "ep": ("#d1495b", "o--"), "ep+fsdp": ("#edae49", "s--")}
@@ -48,20 +48,16 @@ DISPATCHERS = {
 def expert_parallel_table(record: Record) -> str:
     """Layers with their experts over GPUs, and the exchange alone, by dispatcher."""
 
-    def shape(row: Record) -> str:
-        """Not as ``cfg``, of which tiles would follow: a rank's rows are not those of a layer of these sizes."""
-        return plain_shape({"cfg": row["shape"]})
-
     def dispatcher(row: Record) -> str:
         return DISPATCHERS[row["dispatcher"]] + (f" (absent: {row['absent']})" if "absent" in row else "")
 
-    alone = {shape(row): row["alone_MiB"] for row in record.get("ep", []) if row.get("alone_MiB")}
+    alone = {plain_shape(row): row["alone_MiB"] for row in record.get("ep", []) if row.get("alone_MiB")}
     rows = [
-        row | {"of_one": row.get("peak_MiB", math.nan) / alone.get(shape(row), math.nan)}
+        row | {"of_one": row.get("peak_MiB", math.nan) / alone.get(plain_shape(row), math.nan)}
         for row in record.get("ep", [])
     ]
     columns = [
-        ("T of a rank, d, n, E, K", shape),
+        ("T of a rank, d, n, E, K", plain_shape),
         ("GPUs", figure("gpus", digits=0)),
         ("dispatcher", dispatcher),
         ("forward, TFLOP/s a GPU", figure("fwd_tflops", digits=0)),
@@ -74,7 +70,21 @@ def expert_parallel_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(rows, 'torch')}".rstrip()
 
 
+def exchange_share(record: Record) -> str:
+    """Which share of a layer's forward the exchange is, by its sizes; a sentence."""
+    rows = [row for row in record.get("ep", []) if "dispatch_ms" in row and "fwd_ms" in row]
+    if not rows:
+        return NOT_MEASURED
+    shares = [
+        f"{number(100 * (row['dispatch_ms'] + row['combine_ms']) / row['fwd_ms'], 0)} % of forward at ({plain_shape(row)})"
+        for row in rows
+    ]
+    gpus = {f"{row['gpus']} {row['of']['gpu'].split(',')[0]}" for row in rows}
+    return f"With `Symmetric`, out and back are {', '.join(shares)}, on {', '.join(sorted(gpus))}."
+
+
 FILE = "distributed"
+SENTENCES = {"exchange_share": (FILE, exchange_share)}
 TABLES = {
     "weak_scaling": (FILE, weak_scaling_table),
     "rank_losses": (FILE, rank_losses_table),

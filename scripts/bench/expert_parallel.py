@@ -252,7 +252,11 @@ def measure(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
     options = {"row_capacity": int(CAPACITY * shape.T * shape.K)} if name == "capacity" else {}
     layer = layer_of(shape, given, dispatcher, options)
     captured = on_gpu and name != "all_to_all"
-    row: Row = {"shape": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
+    row: Row = {"cfg": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
+    row |= {
+        "ranks": ranks.size,
+        "row_counts": [options.get("row_capacity", ranks.size * shape.rows)],
+    }  # of a rank at most
     stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else torch.enable_grad()
     with stream:
         beside = dispatcher.layout.size if isinstance(dispatcher, Symmetric) else 0
@@ -278,7 +282,7 @@ def measure(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
 def measure_torchs(name: str, shape: Sizes, ranks: Ranks, timer: Timer) -> Row:
     """torch's exchange in a process for each rank: symmetric memory is of one backend in a process, and what fails there ends
     there."""
-    row: Row = {"shape": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
+    row: Row = {"cfg": cfg_of(shape), "gpus": ranks.size, "dispatcher": name}
     if ranks.device.type != "cuda":
         return row | {"absent": f"needs GPUs, got ranks on {ranks.device.type}"}
     folder = ranks.told(tempfile.mkdtemp() if ranks.first else "")
@@ -362,8 +366,8 @@ def main(words: list[str] | None = None) -> None:
                 torch.cuda.empty_cache()
                 if ranks.first:
                     print({field: value for field, value in row.items() if field != "of"}, flush=True)
-                    same = [row[field] for field in ("shape", "gpus", "dispatcher")]
-                    rows = [r for r in record.get("ep", ()) if [r[f] for f in ("shape", "gpus", "dispatcher")] != same]
+                    same = [row[field] for field in ("cfg", "gpus", "dispatcher")]
+                    rows = [r for r in record.get("ep", ()) if [r[f] for f in ("cfg", "gpus", "dispatcher")] != same]
                     record["ep"] = [*rows, row]
                     if out:
                         write_json(out, record)

@@ -94,25 +94,37 @@ def peers_table(record: Record) -> str:
     return f"{table(rows, columns)}\n\n{origin(record['rows'], 'torch', 'torchao', 'sgl-deep-gemm')}"
 
 
+MODES = {  # figures over bf16's in each mode, and how they are said
+    "in its default mode": (
+        ("bf16_fwdbwd_ms", "fp8_fwdbwd_ms", "forward and backward run {} times as fast as in bf16"),
+        ("bf16_fwd_ms", "fp8_fwd_with_weights_ms", "forward alone {} times"),
+        ("fp8_saved_MiB", "bf16_saved_MiB", "backward keeps {} times bf16's bytes"),
+        ("fp8_peak_MiB", "bf16_peak_MiB", "the peak is {} of bf16's"),
+    ),
+    "with `keep_transposed=False`": (
+        ("bf16_fwdbwd_ms", "fp8_each_fwdbwd_ms", "forward and backward run {} times as fast"),
+        ("fp8_each_saved_MiB", "bf16_saved_MiB", "backward keeps {} of bf16's bytes"),
+    ),
+    "with weights quantized before": (
+        ("bf16_fwdbwd_ms", "fp8_kept_fwdbwd_ms", "forward and backward run {} times as fast"),
+        ("bf16_fwd_ms", "fp8_fwd_ms", "forward alone {} times"),
+    ),
+}
+
+
 def claim(record: Record) -> str:
-    """How much faster a layer's experts are, and at what peak."""
+    """How much faster a layer's experts are in each mode, and how many bytes they take in that mode; geometric means."""
     rows = record["rows"]
     if not rows:
         return NOT_MEASURED
-    pairs = (
-        ("bf16_fwdbwd_ms", "fp8_fwdbwd_ms"),
-        ("bf16_fwd_ms", "fp8_fwd_ms"),
-        ("fp8_each_saved_MiB", "bf16_saved_MiB"),
-        ("fp8_peak_MiB", "bf16_peak_MiB"),
-    )
-    ratios = [[row[above] / row[below] for row in rows] for above, below in pairs]
-    spans = [f"{number(geometric_mean(each))} ({number(min(each))} to {number(max(each))})" for each in ratios]
-    return noted(
-        f"on {len(rows)} layers, in the geometric mean, forward and backward {spans[0]} times as fast as in bf16, forward with "
-        f"weights quantized before {spans[1]} times, at {spans[2]} of what bf16 saves for backward, weights' transposes aside, "
-        f"and {spans[3]} of its peak",
-        rows,
-    )
+
+    def said(above: str, below: str, words: str) -> str:
+        ratios = [row[above] / row[below] for row in rows]
+        return words.format(f"{number(geometric_mean(ratios))} ({number(min(ratios))} to {number(max(ratios))})")
+
+    modes = [f"{mode} {', '.join(said(*each) for each in figures)}" for mode, figures in MODES.items()]
+    gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
+    return noted(f"on {len(rows)} layers and one {gpus}, in the geometric mean: {'; '.join(modes)}", rows)
 
 
 TABLES = {

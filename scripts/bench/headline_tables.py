@@ -10,13 +10,13 @@ from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import NOT_MEASURED, OURS, Column, Record, caveat, number, origin, table
 from scripts.bench.models.shapes import T
 from scripts.bench.models.tables import of_floor
+from scripts.bench.module_tables import EVEN, span
 from scripts.bench.paper.cells import of
 
 HEADLINE = ("Qwen3-30B-A3B", "DeepSeek-V3", "Mixtral 8x7B", "gpt-oss-120b", "GLM-4.5-Air", "Kimi K2")
 MODELS_OF = {"h100": ("Qwen3-30B-A3B", "gpt-oss-120b", "Mixtral 8x7B")}
 PEERS = ("sonic", "grouped_mm", "torch_grouped")
 RUNS = 3
-EVEN = 0.02  # a ratio this near to 1 is even
 USERS_CALL = {
     "sonic": "SonicMoE's module",
     "grouped_mm": "transformers' Qwen3-MoE block with `grouped_mm`",
@@ -63,16 +63,12 @@ def verdict(ratio: float) -> str:
     return "even" if abs(ratio - 1) <= EVEN else "ahead" if ratio > 1 else "behind"
 
 
-def span(values: Sequence[float]) -> str:
-    return f"{number(min(values))} to {number(max(values))}"
-
-
 def with_span(peer: str) -> Callable[[Record], str]:
     """The median of the runs' ratios, and their range."""
 
     def cell(row: Record) -> str:
         found = times_ours(row, peer)
-        return number(None) if found is None else f"{number(found)} ({span(ratios(row, peer))})"
+        return number(None) if found is None else f"{number(found)} {span(ratios(row, peer))}"
 
     return cell
 
@@ -111,7 +107,7 @@ def headline_claim(record: Record) -> str:
         parts += [f"even, within 2 %, on {', '.join(of_kind['even'])}"] * bool(of_kind["even"])
         parts += [f"slower on {', '.join(of_kind['behind'])}"] * bool(of_kind["behind"])
         mean = f"{number(geometric_mean([*found.values()]))} times as fast in the geometric mean"
-        said.append(f"Than {USERS_CALL[peer]} it is {', '.join(parts)}: {mean} ({span([*found.values()])}).")
+        said.append(f"Than {USERS_CALL[peer]} it is {', '.join(parts)}: {mean} {span([*found.values()])}.")
     if not said:
         return NOT_MEASURED
     gpus = ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in record["rows"]}))

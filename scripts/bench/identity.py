@@ -8,7 +8,7 @@ An identity is a hash that a comment, white space, a docstring and other host co
 
 A results file has every kernel's description beside its identity. `is_current` makes the kernel of the description again, from
 the sources that are here, and compares. What else decides a time, and is in no identity: libraries, whose versions each row has,
-grids, and which of several kernels the host chooses; but `other_tiles` says whether a product has tiles that it no longer takes.
+grids, and which of several kernels the host chooses; but `has_other_tiles` says whether a product's tiles are others now.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blazeproto.gemm import compile
 from blazeproto.gemm.compile import Kernel
 from blazeproto.runtime import driver, numba_kernel
 from blazeproto.runtime.numba_kernel import NumbaKernel
-from scripts.bench.layer_tiles import other_tiles
+from scripts.bench.layer_tiles import has_other_tiles
 
 Description = dict[str, Any]  # of a kernel: what it is made again from
 
@@ -358,9 +358,10 @@ def earlier(row: Mapping[str, Any]) -> str:
     """
     of = row.get("of", {})
     kernels = of.get("kernels")
-    if kernels is None or not all(
-        is_current(name) and not other_tiles(KERNELS[name], row.get("cfg", {}), row.get("row_counts", ()))
-        for name in kernels
+    if (
+        kernels is None
+        or not all(map(is_current, kernels))
+        or has_other_tiles(row, [KERNELS[name] for name in kernels])
     ):
         return "kernels"
     if "protocol" not in of:

@@ -45,17 +45,38 @@ def _tiles_chosen(sizes: Sizes) -> dict[str, tuple[Any, ...]]:
     return {kernel.entry: _tiles(kernel.entry, kernel.defines) for kernel in made}
 
 
+def has_other_tiles(row: Mapping[str, Any], descriptions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether kernels that a row launched have tiles that their products do not take in a layer of the row's ``cfg``.
+
+    row_counts: numbers of rows that it had besides T K.  ranks: over which the experts are spread.  several_sizes: it launched
+    products of other numbers of rows too, a validation's, say: then it need only have launched today's tiles of its cfg, and
+    other tiles beside them tell nothing.
+    """
+    cfg, rows = row.get("cfg", {}), row.get("row_counts", ())
+    cfg = {**cfg, "E": cfg["E"] // row["ranks"]} if "ranks" in row else cfg
+    if not row.get("several_sizes"):
+        return any(other_tiles(each, cfg, rows) for each in descriptions)
+    made = {_tiles(each["entry"], each["defines"]) for each in descriptions if {"BN"} <= each.get("defines", {}).keys()}
+    exact = [_tiles_chosen(each) for each in _all_sizes(cfg, rows)]
+    launched = {entry for entry, *_ in made}
+    return any(entry in launched and made.isdisjoint(each[entry] for each in exact) for entry in exact[0])
+
+
+def _all_sizes(cfg: Mapping[str, int], rows: Sequence[int]) -> list[Sizes]:
+    sizes = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}, halves=cfg.get("halves", 2))
+    return [sizes, *(sizes._replace(T=count, K=1) for count in rows)]
+
+
 def other_tiles(description: Mapping[str, Any], cfg: Mapping[str, int], rows: Sequence[int] = ()) -> bool:
     """Whether a kernel has tiles that its product does not take in a layer of these sizes; False where the row has none, and of
     fp8, whose tiles no size chooses. rows: how many it may have besides T K, as those of a router that drops some."""
     defines = description.get("defines", {})
     if "BN" not in defines or "FP8" in defines or not set("TdnEK") <= cfg.keys():
         return False
-    sizes = Sizes(**{letter: cfg[letter] for letter in "TdnEK"}, halves=cfg.get("halves", 2))
     entry = description["entry"]
     tiles = _tiles(entry, description["defines"])
-    exact = [_tiles_chosen(each) for each in (sizes, *(sizes._replace(T=count, K=1) for count in rows))]
+    exact = [_tiles_chosen(each) for each in _all_sizes(cfg, rows)]
     if entry in exact[0]:
         return all(tiles != each[entry] for each in exact)
-    possible = _tiles_of_layer(sizes)
+    possible = _tiles_of_layer(_all_sizes(cfg, ())[0])
     return entry in {each for each, *_ in possible} and tiles not in possible

@@ -28,6 +28,7 @@ PACKAGES = ("sonic-moe", "quack-kernels", "torch")
 LEAST_RATIO, LEAST_MEAN = 1.05, 1.07
 CLOSE_SHAPES = dict.fromkeys((SHAPES[3], SHAPES[8], *EXTRA_SHAPES[2:4]), 1.03)
 LARGE_TABLES = ("sonicmoe-9a", "moeblaze-1")
+EVEN = 0.02  # a ratio this near to 1 is even
 TINY = "moeblaze-2"  # one tiny layer with five numbers of tokens
 
 
@@ -109,22 +110,28 @@ def mean_and_span(values: Sequence[float]) -> str:
     return f"{number(geometric_mean(values))} in the geometric mean {span(values)}"
 
 
+def is_tiny(row: Record) -> bool:
+    """Whether a row is of the tiny layer, whose ratios are far from the others'."""
+    return table_of(sizes_of(row)) == TINY
+
+
 def module_claim(record: Record) -> str:
-    """How much longer SonicMoE's module takes, one tiny layer apart, and how much memory; README's headline."""
+    """How much longer SonicMoE's module takes in one run of each shape, one tiny layer apart, and how much memory."""
     rows = compared(record)
     if not rows:
         return NOT_MEASURED
     parts = []
     for tiny, what in ((False, "shapes"), (True, "sizes of one tiny layer")):
-        times = [times_ours(row) for row in rows if (table_of(sizes_of(row)) == TINY) is tiny]
+        times = [times_ours(row) for row in rows if is_tiny(row) is tiny]
         if times:
-            mean = f"{number(geometric_mean(times))} times{'' if tiny else ' in the geometric mean'}"
-            parts.append(f"on {sum(time > 1 for time in times)} of {len(times)} {what}, {mean} {span(times)}")
+            ahead, behind = sum(time > 1 + EVEN for time in times), sum(time < 1 - EVEN for time in times)
+            counts = f"faster on {ahead}, even within 2 % on {len(times) - ahead - behind}, slower on {behind}"
+            parts.append(f"{counts} of {len(times)} {what}, {mean_and_span(times)}")
     peaks, gpus = [peak_ratio(row) for row in rows], ", ".join(sorted({row["of"]["gpu"].split(",")[0] for row in rows}))
     said = (
-        "A whole layer, `MoE` with its router and auxiliary loss, forward and backward, is faster than SonicMoE's module "
-        f"({versions_of(rows, PACKAGES)}; {gpus}) {', and '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory "
-        f"{span(peaks)}. All in bf16, router weights too.{_left_out(len(rows))}"
+        f"One run of each shape ({versions_of(rows, PACKAGES)}; {gpus}), forward and backward in bf16: beside SonicMoE's "
+        f"module ours is {'; '.join(parts)}, at {number(geometric_mean(peaks))} of its peak memory {span(peaks)}."
+        f"{_left_out(len(rows))}"
     )
     return f"{said} **({note[0].upper()}{note[1:]}.)**" if (note := caveat(rows)) else said
 

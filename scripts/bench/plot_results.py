@@ -326,7 +326,7 @@ def said_of(kernel: Record) -> str:
 
 
 PICTURES: tuple[tuple[str, Callable[[Record, Path], object], str], ...] = (
-    ("models/layers", plot_models, "speed.png"),
+    ("headline", plot_models, "speed.png"),
     ("models/figure_10", plot_figure_10, "models_figure_10.png"),
     ("layer", plot_experts, "experts.png"),
     ("layer", plot_memory, "memory.png"),

@@ -58,7 +58,7 @@ def rank_memory_table(record: Record) -> str:
     for row in record.get("ep", []):
         if "peak_MiB" not in row:
             continue
-        sizes = Sizes(**row["shape"])
+        sizes = Sizes(**row["cfg"])
         measured[sizes, row["gpus"], row["dispatcher"]] = row["peak_MiB"]
         if "alone_MiB" in row:
             measured[sizes, 1, "symmetric"] = row["alone_MiB"]

@@ -79,7 +79,8 @@ def memory_split(record: Record) -> str:
         if shares:
             said.append(f"{percents(shares)} with {activation}")
     return noted(
-        f"of the bytes that MegaBlocks keeps beyond ours, the activation's intermediates are {', '.join(said)}", rows
+        f"of the bytes that MegaBlocks keeps beyond ours (measured), the intermediates' (by formula) are {', '.join(said)}",
+        rows,
     )
 
 

@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,8 @@ def run(name: str, full: bool, seconds_left: float, log: Path) -> dict[str, Any]
             outcome = f"failed: killed after {limit:.0f} s"
     with log.open("rb") as source:
         source.seek(start)
-        lines = source.read().decode(errors="replace").replace(f"{REPOSITORY}/", "").splitlines()
+        text = source.read().decode(errors="replace").replace(f"{REPOSITORY}/", "")
+    lines = text.replace(f"{sysconfig.get_path('purelib')}/", "").splitlines()
     last = [line[:1000] for line in lines[-step.last_lines :]]
     print("\n".join(last), flush=True)
     record: dict[str, Any] = {

@@ -46,6 +46,7 @@ from scripts.bench.common import (
     in_turn,
     of_kernels,
     read_json,
+    sizes_of_run,
     write_json,
 )
 from scripts.bench.training_tables import TRAINING
@@ -137,7 +138,8 @@ def row_of(training: Training, place: Path) -> Row:
     config = training.config
     speeds = [line["tokens_per_s"] for line in lines[config.log_every :]]
     ms = 1e3 * config.batch * config.context / statistics.median(speeds) if speeds else None
-    row: Row = {"ms_a_step": ms, "saved_MiB": summary["saved_activation_bytes"] / MIB}
+    row = sizes_of_run(config, config.batch)
+    row |= {"ms_a_step": ms, "saved_MiB": summary["saved_activation_bytes"] / MIB}
     row |= {"seconds": summary["seconds"], "parameters": summary["parameters"], "balance": lines[-1]["balance"]}
     row["validation"] = [[line["step"] + 1, line["val_loss"]] for line in lines if "val_loss" in line]
     return training.key | row | {"losses": [line["loss"] for line in lines]}

@@ -8,7 +8,6 @@ from operator import itemgetter
 
 from blazeproto import cost
 from blazeproto.gemm import Sizes
-from scripts.bench.common import geometric_mean
 from scripts.bench.markdown import (
     LABELS,
     NOT_MEASURED,
@@ -18,15 +17,12 @@ from scripts.bench.markdown import (
     caveat,
     figure,
     number,
-    origin,
     plain_shape,
-    table,
 )
-from scripts.bench.models.shapes import MODELS, T
+from scripts.bench.module_tables import EVEN, mean_and_span
 from scripts.bench.paper.cells import SHAPE, Rows, experts_ms, floor, floor_cell, of, ratio, value
 from scripts.bench.paper.tables import Shown, markdown
 
-README_MODELS = ("Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "Mixtral 8x7B", "Llama 4 Scout", "Kimi K2")
 MODEL: Column = ("model", itemgetter("label"))
 PRINTED = {2: "1.15", 128: "20"}  # MegaBlocks, Figure 10: SwitchMLP's time over dMoE's, on an A100
 PRINTED_BATCH = {"dmoe": "64", "dropping": "32"}  # MegaBlocks, Table 3: dMoE-XS by MegaBlocks and by Tutel
@@ -44,16 +40,13 @@ SKEWED = {
 
 
 def times_ours(name: str, row: Record, part: str = "fwdbwd") -> float | None:
-    """A program's time over ours; SonicMoE's of module.json over ours that was measured beside it."""
-    program = row["programs"].get(name, {})
-    above, below = program.get(f"{part}_ms"), program.get(f"ours_{part}_ms", value(row, OURS, f"{part}_ms"))
+    """A program's time over ours."""
+    above, below = value(row, name, f"{part}_ms"), value(row, OURS, f"{part}_ms")
     return above / below if above and below else None
 
 
 def over_ours(name: str, part: str = "fwdbwd") -> Callable[[Record], str]:
-    return lambda row: (
-        number(times_ours(name, row, part)) + ("*" if "measured" in row["programs"].get(name, {}) else "")
-    )
+    return lambda row: number(times_ours(name, row, part))
 
 
 def module_ms(part: str, sizes: Sizes, gpu: str) -> float:
@@ -86,49 +79,31 @@ LAYERS_NOTE = (
     "Kernel time, ms; grouped_mm: transformers' Qwen3-MoE block, and the auxiliary loss as its models compute it. "
     "Router included."
 )
-APART = " *: SonicMoE beside ours in another run, the table of one whole layer above; the ratio is of that run."
-CLOSE = 1.01  # a ratio that other rounds may turn round
+NOT_THE_HEADLINE = "One run of each model: not the headline, which is the median of several runs."
 
 
-def layers(record: Record) -> str:
-    """The table, with what its stars mean where it has some."""
-    shown, programs = SHOWN["layers"], [program for row in record["rows"] for program in row["programs"].values()]
-    starred = any("measured" in program for program in programs)
-    return markdown(shown._replace(note=shown.note + APART) if starred else shown, record)
+def outside(record: Record, headline: Record) -> Record:
+    """The models that the headline has no row of."""
+    measured = {row["label"] for row in headline["rows"]}
+    return record | {"rows": [row for row in record["rows"] if row["label"] not in measured]}
 
 
-def claim(record: Record) -> str:
-    """On how many models ours is faster, by how much, on which it is slower than SonicMoE's, and which are missing; sentences."""
+def claim(record: Record, headline: Record) -> str:
+    """How ours stands beside each peer on the models of one run each, and which models are missing; sentences."""
     said, rows = [], record["rows"]
-    for name, who in (("sonic", "SonicMoE's module"), ("grouped_mm", "transformers' `grouped_mm`")):
+    for name, who in (
+        ("sonic", "SonicMoE's module"),
+        ("grouped_mm", "transformers' Qwen3-MoE block with `grouped_mm`"),
+    ):
         found = [times for row in rows if (times := times_ours(name, row)) is not None]
         if found:
-            ahead = f"{sum(times > 1 for times in found)} of {len(found)}"
-            ahead += f" ({close} by less than 1 %)" if (close := sum(1 < times < CLOSE for times in found)) else ""
-            span = f"{number(geometric_mean(found))} times in the geometric mean ({number(min(found))} to {number(max(found))})"
-            said.append(f"than {who} on {ahead}, {span}")
+            ahead, behind = sum(times > 1 + EVEN for times in found), sum(times < 1 - EVEN for times in found)
+            counts = f"faster on {ahead}, even within 2 % on {len(found) - ahead - behind}, slower on {behind} of {len(found)}"
+            said.append(f"beside {who} {counts}, {mean_and_span(found)}")
     if not said:
         return NOT_MEASURED
     of_earlier = f" ({note})" if (note := caveat(rows)) else ""
-    lines = [f"Of these layers ours is faster, forward + backward, {', and '.join(said)}{of_earlier}."]
-    for part, what in (("fwd", "forward"), ("fwdbwd", "forward + backward")):
-        ratios = {row["label"]: times_ours("sonic", row, part) for row in rows}
-        slower = [f"{label} ({number(value)})" for label, value in ratios.items() if value and value < 1]
-        lines += [f"SonicMoE's is faster {what} on {', '.join(slower)}."] if slower else []
-    missing = [model.name for model in MODELS if model.name not in {row["label"] for row in rows}]
-    return " ".join([*lines, *([f"Not measured: {', '.join(missing)}."] if missing else [])])
-
-
-def readme(record: Record) -> str:
-    """Some models, by name, forward + backward."""
-    rows = [row for name in README_MODELS for row in record["rows"] if row["label"] == name]
-    columns: list[Column] = [("a layer of", itemgetter("label")), ("blazeproto, ms", of(OURS, "fwdbwd_ms"))]
-    columns += [("SonicMoE / ours", lambda row: number(times_ours("sonic", row)))]
-    columns += [("grouped_mm / ours", lambda row: number(times_ours("grouped_mm", row))), ("floor / ours", of_floor)]
-    columns += [("peak, ours / SonicMoE", ratio(OURS, "sonic", "peak_MiB"))]
-    few = [f"{row['label']}: {row['cfg']['T']}" for row in rows if row["cfg"]["T"] != T]
-    note = f"Kernel time, forward + backward of {', '.join([f'{T} tokens', *few])}."
-    return f"{table(rows, columns)}\n\n{note} {origin(rows)}".rstrip()
+    return f"{NOT_THE_HEADLINE} Forward and backward, ours is {'; '.join(said)}{of_earlier}."
 
 
 def figure_10_columns(rows: Rows) -> list[Column]:
@@ -263,12 +238,12 @@ SHOWN = {
     ),
 }
 
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     f"models_{name}": (f"models/{shown.item}", partial(markdown, shown)) for name, shown in SHOWN.items()
-} | {"models_layers": ("models/layers", layers)}
+} | {"models_layers": ("models/layers headline", lambda *records: markdown(SHOWN["layers"], outside(*records)))}
 TABLES |= {
     f"models_{name}_h100": (f"../h100/models/{name}", partial(markdown, SHOWN[name]))
     for name in ("ratios", "liger", "quack")
 }
 """For docs/results.md: the results file and what makes the table, as `result_tables.TABLES` has them."""
-SENTENCES: dict[str, tuple[str, Callable[[Record], str]]] = {"models_claim": ("models/layers", claim)}
+SENTENCES: dict[str, tuple[str, Callable[..., str]]] = {"models_claim": ("models/layers headline", claim)}
