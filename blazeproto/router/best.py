@@ -101,51 +101,55 @@ def merge_of(size: int, used: int) -> Any:
 
 
 @device
-def add_two(firsts, seconds, group, first, second):
-    """Two more keys, the first the larger one, for the two best of a group."""
-    seconds[group] = max(min(firsts[group], first), max(seconds[group], second))
-    firsts[group] = max(firsts[group], first)
+def two_best(first, second, other_first, other_second):
+    """The two largest of two pairs, in each of which the larger comes first."""
+    return max(first, other_first), max(min(first, other_first), max(second, other_second))
 
 
 def best_groups_of(num_groups: int, top_groups: int, size: int, lanes: int, per_lane: int, partner: Any) -> Any:
-    """``best_groups(values, lane)``: a bit for each of a token's ``top_groups`` best of ``num_groups`` groups.
+    """``best_groups(values, lane)``: a bit for each of a lane's values, whether it is of one of the token's ``top_groups`` best
+    of ``num_groups`` groups.
 
-    A group is ``size`` experts. Groups rank by the sum of their two largest values, ties to the lower group. Every lane gets
-    the same.
-    values: this lane's ``per_lane`` of the token's values, as topk_kernels.py spreads them.  partner: of `warp.group_of`.
+    A group is ``size`` experts. Groups rank by the sum of their two largest values, ties to the lower group. There is a lane
+    for each group, which learns that group's sum and compares it with those of the others.
+    values: a lane has ``per_lane`` of the token's, at most 32, as topk_kernels.py spreads them.  partner: of `warp.group_of`.
     """
     unit = math.gcd(size, EIGHT)  # neighbours in a lane that are of one group, whichever lane it is
-    steps = lanes.bit_length() - 1
+    units, steps = per_lane // unit, lanes.bit_length() - 1
 
     @device
     def best_groups(values, lane):
-        firsts = cuda.local.array(num_groups, uint32)  # registers
-        seconds = cuda.local.array(num_groups, uint32)
+        groups = cuda.local.array(units, int32)  # registers, and so the next
+        firsts = cuda.local.array(units, uint32)
+        seconds = cuda.local.array(units, uint32)
+        for u in range(units):
+            groups[u] = int32((u * unit // EIGHT * lanes + lane) * EIGHT + u * unit % EIGHT) // size
+            firsts[u], seconds[u] = sortable(values[u * unit]), uint32(0)
+            for i in range(1, unit):
+                firsts[u], seconds[u] = two_best(firsts[u], seconds[u], sortable(values[u * unit + i]), uint32(0))
+        own = uint32(0)
         for g in range(num_groups):
-            firsts[g], seconds[g] = uint32(0), uint32(0)
-        for begin in range(0, per_lane, unit):
             first, second = uint32(0), uint32(0)
-            for i in range(unit):
-                key = sortable(values[begin + i])
-                second = max(second, min(first, key))
-                first = max(first, key)
-            group = int32((begin // EIGHT * lanes + lane) * EIGHT + begin % EIGHT) // size  # beyond E none
-            for g in range(num_groups):
-                add_two(firsts, seconds, g, first if group == g else uint32(0), second if group == g else uint32(0))
-        for g in range(num_groups):
+            for u in range(units):
+                inside = uint32(0xFFFFFFFF) if groups[u] == g else uint32(0)
+                first, second = two_best(first, second, uint32(firsts[u] & inside), uint32(seconds[u] & inside))
             for step in range(steps):
-                first, second = partner(firsts[g], 1 << step), partner(seconds[g], 1 << step)
-                add_two(firsts, seconds, g, first, second)
-            both = from_sortable(firsts[g])
+                first, second = two_best(first, second, partner(first, 1 << step), partner(second, 1 << step))
+            both = from_sortable(first)
             if size > 1:
-                both += from_sortable(seconds[g])
-            firsts[g] = sortable(both)
-        kept = uint32(0)
-        for g in range(num_groups):
-            better = int32(0)
-            for other in range(num_groups):
-                better += firsts[other] >= firsts[g] if other < g else firsts[other] > firsts[g]
-            kept |= uint32(better < top_groups) << uint32(g)
-        return kept
+                both += from_sortable(second)
+            own = sortable(both) if lane == g else own
+        better = int32(0)
+        for distance in range(1, lanes):
+            other = partner(own, distance)
+            better += int32((other > own) | ((other == own) & (lane ^ distance < lane)))
+        kept = uint32(better < top_groups) << uint32(lane)
+        for step in range(steps):
+            kept |= partner(kept, 1 << step)
+        mine = uint32(0)
+        for u in range(units):
+            bits = uint32(((1 << unit) - 1) << (u * unit))
+            mine |= bits if uint32(kept >> uint32(min(groups[u], num_groups - 1))) & uint32(1) else uint32(0)
+        return mine
 
     return best_groups

@@ -65,8 +65,8 @@ def forward_kernel(
         threads=THREADS,
         most_blocks=MAX_BLOCKS,
         min_blocks=MIN_BLOCKS,
-        # that share a token: up to 32 experts each, and four choices where E has groups of eight enough
-        lanes=power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)))),
+        # that share a token: up to 32 experts each, and four choices where E has eights enough; one for each group
+        lanes=power_of_two(max(-(-num_experts // 32), min(-(-top_k // 4), -(-num_experts // 8)), num_groups)),
         num_experts=num_experts,
         top_k=top_k,
         score=score,

@@ -105,12 +105,12 @@ def topk_route(
     slots = -(-top_k // lanes)  # a lane's choices, when they are shared
     tokens_per_block, shift = threads // lanes, lanes.bit_length() - 1
     id_mask = (1 << (eights * lanes * EIGHT - 1).bit_length()) - 1
-    grouped, group_size = num_groups > 1, num_experts // num_groups
+    grouped = num_groups > 1
     by_value = biased or (grouped and SCORES[score].elementwise)  # experts are ranked, not by logit
     certain = half and not by_value and id_mask < 2**16  # bf16 leaves the lower half of a key free for the id
     maximum, minimum, total, any_of, any_nearby, leading, partner = group_of(lanes, threads)
     load, merge = loader(half), merge_of(size, used)
-    best_groups = best_groups_of(num_groups, top_groups, group_size, lanes, per_lane, partner)
+    best_groups = best_groups_of(num_groups, top_groups, num_experts // num_groups, lanes, per_lane, partner)
     elementwise, sum_chosen = SCORES[score].elementwise, sums_to_one(score, renormalize)
     sum_all = not (elementwise or sum_chosen)
     fast_value, _, fast_scaled, *_ = SCORES[score].on_device()
@@ -122,12 +122,17 @@ def topk_route(
         return number + bias[min(expert, num_experts - 1)] if biased else number
 
     @device
-    def key_of(number, expert, kept):
-        """That as an integer; 0 for experts beyond E, and for those of a group that isn't ``kept``."""
-        inside = expert < num_experts
+    def key_of(number, expert):
+        """That as an integer; 0 for experts beyond E."""
+        return sortable(number) if expert < num_experts else uint32(0)
+
+    @device
+    def place_key(number, expert, place, kept):
+        """The same for one of a lane's places, of which a bit says whether its group is ``kept``: else 0."""
+        key = key_of(number, expert)
         if grouped:
-            inside &= uint32(kept >> uint32(min(expert, num_experts - 1) // group_size)) & uint32(1) != uint32(0)
-        return sortable(number) if inside else uint32(0)
+            key = key if uint32(kept >> uint32(place)) & uint32(1) else uint32(0)
+        return key
 
     @device
     def id_of(key):
@@ -177,7 +182,7 @@ def topk_route(
             for j in range(eights):
                 for i in range(EIGHT):
                     expert = int32((j * lanes + lane) * EIGHT + i)
-                    key = key_of(values[j * EIGHT + i], expert, kept)
+                    key = place_key(values[j * EIGHT + i], expert, j * EIGHT + i, kept)
                     keys[i] = uint32(key | uint32(id_mask)) ^ uint32(expert)
                 sort_eight(keys)
                 if j == 0:
@@ -208,13 +213,13 @@ def topk_route(
                     for j in range(top_k - 1):
                         last_id = id_of(best[j]) if j + 1 == k else last_id
                     if last_id >= 0:
-                        last = key_of(ranked(load(logits, row + last_id), last_id, bias), last_id, kept)
+                        last = key_of(ranked(load(logits, row + last_id), last_id, bias), last_id)
                     mine, mine_id = uint32(0), uint32(0xFFFFFFFF)
                     for j in range(eights):
                         for i in range(EIGHT):
                             expert = int32((j * lanes + lane) * EIGHT + i)
                             value = load(logits, row + min(expert, int32(num_experts - 1)))
-                            key = key_of(ranked(value, expert, bias), expert, kept)
+                            key = place_key(ranked(value, expert, bias), expert, j * EIGHT + i, kept)
                             after_last = (key < last) | ((key == last) & (expert > last_id))
                             mine_id = uint32(expert) if after_last & (key > mine) else mine_id
                             mine = key if after_last & (key > mine) else mine

@@ -146,6 +146,7 @@ FORWARD = [
     pytest.param(1024, 16, "sigmoid", True, True, True, 1, 1, marks=FULL),
     (256, 8, "sigmoid", True, False, True, 8, 4),
     pytest.param(160, 6, "sigmoid", True, True, True, 8, 3, marks=FULL),
+    pytest.param(999, 9, "sigmoid", True, False, False, 27, 3, marks=FULL),
 ]
 
 
