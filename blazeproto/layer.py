@@ -7,10 +7,9 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,46 +17,21 @@ from torch import Tensor, nn
 from blazeproto.activations import activation_named
 from blazeproto.autograd import QuantizedWeights, SavePolicy, moe_mlp, quantize_weights, saved_bytes
 from blazeproto.autograd.backends import backend_on, check_device, device_index, missing_for_hopper, what_runs
-from blazeproto.autograd.checkpoint import is_watched, refuse_lost_gradients
+from blazeproto.autograd.checkpoint import refuse_lost_gradients
 from blazeproto.autograd.checks import check_dense, check_dtype, check_weights
 from blazeproto.autograd.chunks import WHOLE, chunk_tokens_for, num_chunks
 from blazeproto.autograd.dispatcher import Dispatcher, dispatched_mlp, refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype, gradient_rounded
 from blazeproto.autograd.options import OPTION_NAMES, Options, documented, takes_options
-from blazeproto.autograd.private import saved_by_export
 from blazeproto.autograd.shared_expert import SharedExpert, up_name
 from blazeproto.router.choices import CHOICES
-from blazeproto.router.router import check_mask, check_takes_mask, dropped_share, make_router, router_keywords
+from blazeproto.router.router import check_mask, check_takes_mask, make_router, router_keywords
+from blazeproto.router.stats import MoEStats
 from blazeproto.runtime.checks import boolean, fixed, integer, nearest
 from blazeproto.runtime.shown import Shown
 
 Init = TypeVar("Init", bound=Callable[..., None])
 SIZES = ("d_model", "d_expert", "num_experts", "top_k", "widths")  # of a layer; dMoE has the last
-
-
-@saved_by_export
-class MoEStats(NamedTuple):
-    """What the router did in one forward pass."""
-
-    load: Tensor  # (E,) int32: pairs of each expert
-    aux_losses: dict[str, Tensor]  # scalars with their coefficients in, differentiable
-    overflow: Tensor | None = None  # (1,) int32: pairs left out by a capacity, on all ranks; None without one
-    chosen_load: Tensor | None = None  # (E,) int32: of the token choice, where the router may drop pairs of it
-
-    @property
-    def dropped(self) -> Tensor | None:
-        """The share of the token choice's pairs that token rounding or the router's capacity dropped, () on the device; None
-        where neither can. With both loads summed over ranks it is the share on all."""
-        return dropped_share(self.load, self.chosen_load)
-
-    @property
-    def aux_loss(self) -> Tensor | float:
-        """The auxiliary losses' sum, to add to the loss; 0.0 where the router has none."""
-        losses = list(self.aux_losses.values())
-        if not losses:
-            return 0.0
-        with torch.enable_grad() if any(map(is_watched, losses)) else nullcontext():
-            return sum(losses[1:], losses[0])
 
 
 def _with_known_keywords(init: Init) -> Init:

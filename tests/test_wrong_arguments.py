@@ -362,6 +362,7 @@ TAKEN = {  # on purpose, beside what a signature allows
     ("router.hash_route", "seed", "a negative"),
     *((f"lab.{name}", "seed", "a negative") for name in ("Workbench", "BlockWorkbench", "run", "step", "run_together")),
     *((f"cost.{name}", "top_k", "a number") for name in ("topk_bytes", "topk_backward_bytes")),
+    *((f"cost.{name}", "sizes", ".K: a number") for name in (*OF_SIZES, "predicted_work_ms")),  # a mean
     ("cost.known_gpu", "device", "a string"),
     ("cost.dispatch_bytes", "num_pairs", "a number"),
     ("Router", "scale", "a negative"),
@@ -409,19 +410,7 @@ FREE = {  # whose lengths no other argument decides
     "router.topk_route_backward": "logits",
 }
 UNRUN = {"dispatch.prepare_dispatch", "lab.machine_code"}  # they need a GPU, or compile
-PENDING = {
-    *((f"cost.{name}", "sizes") for name in (*OF_SIZES, "predicted_work_ms")),
-    ("cost.predicted_work_ms", "work"),
-    ("cost.known_gpu", "device"),
-    ("distributed.Symmetric", "device"),
-    ("distributed.check_overflow", "group"),
-    ("distributed.check_overflow", "module"),
-    ("distributed.clip_grad_norm_", "parameters"),
-    ("distributed.expert_parallel", "dispatcher"),
-    ("integrations.transformers.expert_parallel", "dispatcher"),
-    ("lab.explain", "measure"),
-    ("lab.explain", "x"),
-}
+PENDING: set[tuple[str, str]] = set()
 """Refused one day: an entry whose function refuses all of it fails, and is to be taken out."""
 
 

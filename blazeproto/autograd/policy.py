@@ -82,6 +82,7 @@ def saved_bytes(
         for name, size in given.items():
             integer(name, size, least)
     boolean("keep_transposed", keep_transposed)
+    boolean("trains_up", trains_up)
     one_of("save", save, [policy.value for policy in SavePolicy])
     policy, halves = SavePolicy(save), activation_named(activation).halves
     of_row = d_expert * halves + padded_rank(up_rank) + padded_rank(down_rank)  # elements that go with H

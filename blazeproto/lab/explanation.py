@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blazeproto.activations import activation_named
 from blazeproto.autograd.backends import missing_for_hopper
-from blazeproto.autograd.checks import check_weights
+from blazeproto.autograd.checks import check_dense, check_weights
 from blazeproto.autograd.chunks import num_chunks
 from blazeproto.autograd.dispatcher import refuse_ranks
 from blazeproto.autograd.operators import autocast_dtype
@@ -132,8 +132,7 @@ def explain(layer: MoE, x: Tensor, token_ids: Tensor | None = None, *, measure: 
         raise TypeError(f"layer: expected a MoE, got {type(layer).__name__}")
     refuse_ranks(layer.dispatcher, "explain")
     checks.boolean("measure", measure)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    check_dense("x", x)
     if x.dim() == 0 or x.shape[-1] != layer.d_model:
         raise ValueError(f"x: expected shape (..., {layer.d_model}), got {tuple(x.shape)}")
     if x.device != layer.down_proj.device:

@@ -123,6 +123,8 @@ def check_groups(num_groups: int | None, top_groups: int | None, num_experts: in
     """Both numbers, 1 and 1 where every group stays. TypeError or ValueError unless they fit E and K, or both are None."""
     if num_groups is None and top_groups is None:
         return 1, 1
+    if num_groups is None:
+        checks.integer("top_groups", top_groups, least=1)
     groups = checks.integer("num_groups", num_groups, least=1)
     kept = checks.integer("top_groups", top_groups, least=1)
     if num_experts % groups:
