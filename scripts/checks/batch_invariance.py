@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 
 from blazeproto import MoE, moe_mlp
-from scripts.bench.common import of_kernels, write_json
+from scripts.bench.common import of_kernels, read_json, write_json
 from scripts.bench.identity import launched
 from scripts.command import argument_parser, need_hopper, positive
 
 WIDTHS = (512, 768, 2048, 2880, 4096, 7168)
 EXPERTS = {8: 2, 64: 6, 128: 8, 512: 10}  # E: K
 ROUTERS = ("top_k", "topk_softmax", "aux_free")
-ODDS = {"eager": 6, "paper": 4, "recompute": 4, "chunks": 4, "masked": 4, "no_grad": 2, "graph": 2, "compiled": 0.05}
-WAYS = tuple(ODDS)  # compiling takes a quarter of a minute
+ODDS = {"eager": 6, "paper": 4, "recompute": 4, "chunks": 4, "masked": 4, "no_grad": 2, "graph": 2}
+WAYS = (*ODDS, "compiled")
+COMPILED = 11  # one case in so many is compiled, all of its batches: compiling takes a quarter of a minute
 LARGEST = 2**31  # bytes of all experts' weights
 OUTPUTS = ("ids", "scores", "out", "dx")
 Results = dict[str, Tensor]
@@ -80,6 +81,9 @@ class Layer:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(self.normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
+        self.compiled = {
+            called: torch.compile(called, fullgraph=True, dynamic=True) for called in (moe_mlp, self.module)
+        }  # what compiles when it is called
         self.x, self.d_out = (self.normal(case.T, case.d).bfloat16() for _ in range(2))
         ids = torch.rand(case.T, case.E + 8, device="cuda", generator=self.generator).topk(case.K).indices - 4
         self.ids = ids.int()
@@ -127,13 +131,13 @@ class Layer:
                 ids = ids.masked_fill(~mask[:, None], -1)
                 x = torch.where(mask[:, None], x, 0)
             weights = (layer.up_proj_weight, layer.down_proj, scores, ids)
-            function = torch.compile(moe_mlp, fullgraph=True) if compiled else moe_mlp
+            function = self.compiled[moe_mlp] if compiled else moe_mlp
             return ids, scores, function(x, *weights, num_experts=self.case.E, backend="hopper", **options)
         before, layer.options = layer.options, replace(layer.options, **options)
         chosen: list[Any] = []
         handle = layer.router.register_forward_hook(lambda *given: chosen.append(given[-1])) if not compiled else None
         try:
-            run = torch.compile(layer, fullgraph=True) if compiled else layer
+            run = self.compiled[layer] if compiled else layer
             out, _ = run(x) if mask is None else run(x, mask=mask)
             routing = chosen[0] if chosen else layer.router(x)
         finally:
@@ -179,8 +183,11 @@ def batches(case: Case, chosen: list[str]) -> Iterator[tuple[Tensor, str]]:
     cuts = sorted({0, case.T, *(draw.randint(0, case.T) for _ in range(draw.randint(0, 5)))})
     if case.T > 1 and draw.random() < 0.5:
         cuts = sorted({*cuts, 1})  # one token alone
+    drawn = [way for way in chosen if way in ODDS]
+    compiled = "compiled" in chosen and (not drawn or case.seed % COMPILED == 0)
     for begin, end in pairwise(cuts):
-        yield order[begin:end].cuda(), draw.choices(chosen, [ODDS[way] for way in chosen])[0]
+        way = "compiled" if compiled else draw.choices(drawn, [ODDS[way] for way in drawn])[0]
+        yield order[begin:end].cuda(), way
 
 
 def differing(whole: Results, part: Results, places: Tensor) -> dict[str, int]:
@@ -204,6 +211,19 @@ def run_case(case: Case, chosen: list[str], ways: Counter[str]) -> list[str]:
     return lines
 
 
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of several processes, each with seeds of its own. ValueError where seeds are missing between theirs."""
+    records = sorted(records, key=lambda record: int(record["seeds"][0]))
+    for before, after in pairwise(records):
+        if after["seeds"][0] != before["seeds"][1] + 1:
+            raise ValueError(f"--merge: expected seeds from {before['seeds'][1] + 1} on, got {after['seeds'][0]}")
+    made = {"seeds": [records[0]["seeds"][0], records[-1]["seeds"][1]], "cases": sum(each["cases"] for each in records)}
+    made["batches"] = dict(sum((Counter(each["batches"]) for each in records), Counter[str]()))
+    kernels = sorted({name for each in records for name in each["of"]["kernels"]})
+    differing = [line for each in records for line in each["differing"]]
+    return made | {"of": records[-1]["of"] | {"kernels": kernels}, "differing": differing}
+
+
 def main() -> int:
     parser = argument_parser("scripts.checks.batch_invariance", __doc__)
     parser.add_argument("--cases", type=positive, default=500)
@@ -211,10 +231,14 @@ def main() -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="how batches may run, some of " + ", ".join(WAYS))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--out", type=Path, help="file of results to write")
+    parser.add_argument("--merge", type=Path, nargs="+", help="only merge such files, into --out")
     options = parser.parse_args()
     chosen = options.ways.split(",")
     if unknown := set(chosen) - {*WAYS}:
         parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    if options.merge:
+        write_json(options.out, merged([read_json(path) for path in options.merge]))
+        return 0
     need_hopper()
     begin, ways, lines, done = time.monotonic(), Counter[str](), list[str](), 0
     with launched() as kernels:
