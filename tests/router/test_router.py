@@ -359,6 +359,29 @@ def test_repr_names_the_groups_that_are_left_out() -> None:
     assert "groups" not in repr(Router(16, 8, 2, **(GROUPED | {"top_groups": 4})))
 
 
+@pytest.mark.parametrize("choose", ["top_k", "token_rounding", "capacity"])
+def test_groups_with_a_mask_in_evaluation_and_compiled(choose: str) -> None:
+    torch.compiler.reset()
+    router = Router(16, 8, 4, choose=choose, **GROUPED, **({"tile": 4} if choose == "token_rounding" else {}))
+    assert router.expert_bias is not None
+    router.expert_bias.normal_()
+    mask = torch.rand(40) < 0.7
+    x = torch.randn(40, 16)
+    x[~mask] = math.nan
+    routing, alone = router(x, mask=mask), router(x[mask])
+    assert torch.equal(routing.load, alone.load) and routing.scores.isfinite().all()
+    torch.testing.assert_close(
+        torch.compile(router, fullgraph=True, backend="aot_eager")(x, mask=mask), routing, equal_nan=True
+    )
+    keys = fallback.selection_keys(alone.logits, "sigmoid", router.expert_bias)
+    chosen = fallback.choose_top_k(keys, 4, 4, 2)
+    assert ((chosen // 2).sort(dim=1).values.diff(dim=1) > 0).sum(dim=1).eq(1).all(), "two groups, and both whole"
+    if choose == "token_rounding":
+        router.eval()
+    if choose != "capacity":
+        assert torch.equal(router(x, mask=mask).experts[mask], chosen)
+
+
 def test_choice_objects_are_taken_as_they_are() -> None:
     choice = TokenRounding(tile=4)
     assert Router(16, 8, 2, choose=choice).choice is choice
