@@ -59,11 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return {"doctor": run_doctor, "bench": run_bench, "kernels": run_kernels}[given.command](given)
-    except (
-        ValueError,
-        ImportError,
-    ) as error:  # what the package says of the arguments, or of a package that is missing
+    except ValueError as error:  # what the package says of the arguments
         parser.error(str(error))
+    except ImportError as error:
+        parser.exit(1, f"error: {error}\n")
 
 
 def sizes_of(word: str) -> Sizes:

@@ -163,7 +163,12 @@ def _python() -> Check:
 def _machine(gpu: Gpu | None) -> list[Check]:
     if gpu is None:
         return [
-            Check("GPU", "", ABSENT, "the torch backend runs on the CPU, kernels compile, dispatch is simulated"),
+            Check(
+                "GPU",
+                "",
+                ABSENT,
+                "the torch backend runs on the CPU; with the lab, kernels compile and dispatch is simulated",
+            ),
             Check("driver", "", ABSENT),
         ]
     capability = ".".join(map(str, gpu.capability))
