@@ -15,7 +15,7 @@ SASS, compile errors and `diff` need none either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from math import prod
