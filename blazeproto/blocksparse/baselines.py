@@ -71,7 +71,7 @@ class PlainMoE(MoE):
         raise NotImplementedError
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None, *, input_grad: bool = True) -> int:
-        """NotImplementedError, whatever num_tokens and dtype: autograd decides what is kept, and
+        """NotImplementedError, whatever num_tokens, dtype, input_grad: autograd decides what is kept, and
         `torch.autograd.graph.saved_tensors_hooks` sees it."""
         raise NotImplementedError(f"saved_bytes: expected a layer that decides what is kept, got {type(self).__name__}")
 

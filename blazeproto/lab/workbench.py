@@ -171,7 +171,7 @@ class Workbench:
         return Build((*product.DEBUG, *debug), self.edited.snapshot()) if self.edited else self._unedited(*debug)
 
     def _unedited(self, *debug: str) -> Build:
-        """Of the package's sources as they are now, compiled apart if they have changed since this process read them."""
+        """The package's sources as they are now, compiled apart if they have changed since this process read them."""
         build = Build((*product.DEBUG, *debug))
         changed = any(kernel.is_changed for kernel in self._kernels(build))
         return build._replace(sources=EditedSources(CUDA_SOURCES).snapshot()) if changed else build
