@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ import torch
 
 import blazeproto
 from blazeproto.activations import ACTIVATIONS, activation_named, mathematics, with_parameters
+from blazeproto.gemm.tiles import TILES
+from blazeproto.lab.calls import Case
+from blazeproto.lab.oracle import YARDSTICK, evaluate, make_case
 
 PACKAGE = Path(blazeproto.__file__).parent
 
@@ -51,6 +55,30 @@ def test_nan_goes_through(name: str) -> None:
                 assert np.isnan(float(function(mathematics(nan), nan, *chosen.values)[0]))
                 at_nan = float(slope(mathematics(nan), nan, *chosen.values)[0])
                 assert np.isnan(at_nan) or at_nan == 1
+
+
+@pytest.mark.parametrize("product", ["up_forward", "down_backward_act"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_kernel_computes_it_on_both_sides_of_every_clamp(
+    name: str, product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Act and the slopes, by the kernels' PTX, at pre-activations beyond 10 and -10: the limits of the table are 7 and 10."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13")
+    from blazeproto.lab import workbench
+
+    def scaled(*sizes: Any, **options: Any) -> Case:
+        case = make_case(*sizes, **options)
+        case.x.mul_(8)
+        return case
+
+    monkeypatch.setattr(workbench, "make_case", scaled)
+    sizes = {"T": 24, "d": 16, "n": 16, "E": 2, "K": 1}
+    bench = workbench.Workbench(product, **sizes, activation=name, config=TILES[product], device="cpu")
+    h = evaluate(YARDSTICK, bench._inputs.case)["h"]
+    assert all(
+        (h[:, part] > 11).sum() > 9 < (h[:, part] < -11).sum() for part in (slice(0, None, 2), slice(1, None, 2))
+    )
+    assert bench.check()
 
 
 def test_macros_say_all_that_a_kernel_asks() -> None:

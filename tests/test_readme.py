@@ -34,8 +34,8 @@ def test_the_example_is_twelve_lines_and_runs(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("simulator", ["0", "1"])
 def test_the_session_of_the_lab_runs_on_a_cpu(tmp_path: Path, simulator: str) -> None:
-    """And `check`, at a small size, before the edit and after it. Its own process, for Numba decides at its import whether to
-    simulate."""
+    """And `check`, at a small size, before the edit and after it; in a process of its own, for Numba decides at its import
+    whether to simulate."""
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": simulator, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     assert "CUDASIM" not in README and "Start `ipython`" in README and "`bench.check()`" in README
     large, small, check = (

@@ -24,7 +24,6 @@ from blazeproto.autograd.operators import as_experts_see, cast
 from blazeproto.autograd.options import OPTION_NAMES, Options
 from blazeproto.layer import MoE, MoEStats
 from blazeproto.router.choices import Capacity
-from blazeproto.runtime.checks import integer
 
 Weights = list[Tensor | None]  # up, its bias or None, down, its bias or None
 PLAIN = Options(backend="torch")  # what these layers have, but for the activation
@@ -72,7 +71,7 @@ class PlainMoE(MoE):
         raise NotImplementedError
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None, *, input_grad: bool = True) -> int:
-        """NotImplementedError, whatever num_tokens, dtype and input_grad: autograd decides what is kept, and
+        """NotImplementedError, whatever num_tokens, dtype, input_grad: autograd decides what is kept, and
         `torch.autograd.graph.saved_tensors_hooks` sees it."""
         raise NotImplementedError(f"saved_bytes: expected a layer that decides what is kept, got {type(self).__name__}")
 
@@ -140,7 +139,6 @@ class DroppingMoE(PlainMoE):
 
     def capacity(self, num_tokens: int) -> int | None:
         """C for T = ``num_tokens``; None where it is dynamic."""
-        integer("num_tokens", num_tokens, least=0)
         return None if self.limit is None else self.limit.size(num_tokens, self.num_experts, self.top_k)
 
     def forward(

@@ -175,8 +175,8 @@ def machine_code(kernel: Kernel, lines: str | None = None) -> MachineCode:
     an edited kernel shows edited lines.  lines: which of them to show, all by default: a file ("up.cu"), a line ("up.cu:172"),
     or else a regular expression that is searched for in "file:number" and in the line's text.
 
-    TypeError for what is no kernel or no text. ValueError for a kernel whose files changed since, or without line information,
-    for what is no regular expression, and for one that no line has. FileNotFoundError where there is no nvdisasm.
+    TypeError for what is no kernel or no text. ValueError for a kernel whose files have changed since it was compiled, or without
+    line information, for what is no regular expression, and for one that no line has. FileNotFoundError without nvdisasm.
     """
     if not isinstance(kernel, Kernel):
         raise TypeError(f"kernel: expected a Kernel, got {type(kernel).__name__}")

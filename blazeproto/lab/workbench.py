@@ -119,7 +119,8 @@ class Workbench:
     def _set_up(self, product: str, entry: Product, seed: int, config: TileConfig | None, device: str) -> None:
         """What every bench has.  entry: the product in the registry."""
         checks.integer("seed", seed)
-        checks.instance("config", config, TileConfig, optional=True)
+        if config is not None and not isinstance(config, TileConfig):
+            raise TypeError(f"config: expected a TileConfig or None, got {type(config).__name__}")
         checks.one_of("device", device, ("auto", "cpu"))
         self.product, self.entry, self.seed, self.config = product, entry, seed, config
         self.on_gpu = device == "auto" and _has_hopper()
@@ -170,7 +171,7 @@ class Workbench:
         return Build((*product.DEBUG, *debug), self.edited.snapshot()) if self.edited else self._unedited(*debug)
 
     def _unedited(self, *debug: str) -> Build:
-        """A build of the package's sources as they are now, compiled apart if they have changed since this process read them."""
+        """The package's sources as they are now, compiled apart if they have changed since this process read them."""
         build = Build((*product.DEBUG, *debug))
         changed = any(kernel.is_changed for kernel in self._kernels(build))
         return build._replace(sources=EditedSources(CUDA_SOURCES).snapshot()) if changed else build
