@@ -125,8 +125,8 @@ def _refuse_fp8(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def _why_grouped_mm(experts: nn.Module) -> str | None:
     """What keeps a module from `moe_mlp`; None where nothing does."""
-    for name, value in experts.__dict__.items():
-        if value is True and name.startswith(("has_", "is_")) and name not in FLAGS:
+    for name in [] if torch.compiler.is_compiling() else experts.__dict__:  # torch.compile cannot walk it
+        if name.startswith(("has_", "is_")) and name not in FLAGS and getattr(experts, name) is True:
             return "a norm after each expert" if name == "has_post_expert_norm" else f"{name}, which is not known here"
     if activation_of(experts) is None:
         gate, act_fn = gate_name(experts), type(getattr(experts, "act_fn", None)).__name__

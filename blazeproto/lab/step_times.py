@@ -95,7 +95,7 @@ def _experts(layer: MoE, x: Tensor, routing: Any, of: LayerCall) -> dict[tuple[s
     calls["backward", "sum of dX"] = lambda: torch.add(x, case.d_out, out=other)
     if of.fused:
         calls["forward", "out to x's dtype"] = lambda: other.copy_(made["fused"])
-    if of.fused_backward:
+    if "dx_fused" in made:  # x needs a gradient
         calls["backward", "dX to x's dtype"] = lambda: other.copy_(made["dx_fused"])
     if of.save == "recompute":
         calls["backward", "up_forward again"] = calls["forward", "up_forward"]

@@ -57,7 +57,7 @@ class TokenRounding(VaryingChoice):
         can trace."""
         halves, tiles = 2 * top_k * num_tokens // (self.tile * num_experts), num_tokens // self.tile
         whole = halves * tiles  # 0 where either is
-        return 1 + (self.tile - 1) * (whole.clamp(max=1) if isinstance(whole, Tensor) else torch.sym_min(whole, 1))
+        return 1 + (self.tile - 1) * -(-whole // (whole + 1))  # the quotient rounded up: 0 or 1
 
     def max_pairs(self, num_tokens: int, num_experts: int, top_k: int) -> int:
         tile = self.size(num_tokens, num_experts, top_k)

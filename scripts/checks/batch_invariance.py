@@ -82,7 +82,7 @@ class Layer:
             for parameter in self.module.parameters():
                 parameter.copy_(self.normal(*parameter.shape) * parameter.shape[-1] ** -0.5)
         self.compiled = {
-            called: torch.compile(called, fullgraph=True, dynamic=True) for called in (moe_mlp, self.module)
+            called: torch.compile(called, fullgraph=True) for called in (moe_mlp, self.module)
         }  # what compiles when it is called
         self.x, self.d_out = (self.normal(case.T, case.d).bfloat16() for _ in range(2))
         ids = torch.rand(case.T, case.E + 8, device="cuda", generator=self.generator).topk(case.K).indices - 4

@@ -377,7 +377,7 @@ def test_every_step_has_a_call_that_runs(options: dict[str, Any], monkeypatch: p
 @pytest.mark.parametrize("options", [*LAYERS, {"dtype": torch.float32}], ids=lambda o: "-".join(o) or "plain")
 def test_each_step_is_timed_on_a_gpu(options: dict[str, Any]) -> None:
     layer = MoE(512, 256, 16, 4, device="cuda", **{"dtype": torch.bfloat16, **options})
-    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     made = explain(layer, x)
     not_timed = {step.name for step in made.rows if step.ms is None}
     assert not_timed <= {"choice", "load and losses", "sum of dlogits"} and (not not_timed or "tile" in options)

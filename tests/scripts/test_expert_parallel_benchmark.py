@@ -11,9 +11,7 @@ from scripts.bench.distributed_tables import expert_parallel_table
 
 def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
     out = tmp_path / "distributed.json"
-    out.write_text(
-        json.dumps({"losses": [{"mode": "ep"}], "ep": [{"shape": {}, "gpus": 2, "dispatcher": "symmetric"}]})
-    )
+    out.write_text(json.dumps({"losses": [{"mode": "ep"}], "ep": [{"cfg": {}, "gpus": 2, "dispatcher": "symmetric"}]}))
     for _ in range(2):
         expert_parallel.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(out)])
         record = json.loads(out.read_text())
@@ -21,7 +19,7 @@ def test_rows_of_all_dispatchers(tmp_path: Path) -> None:
         assert made == [(2, "symmetric"), *((1, name) for name in expert_parallel.DISPATCHERS)]
     assert record["losses"] == [{"mode": "ep"}]
     row = record["ep"][1]
-    assert row["shape"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
+    assert row["cfg"] == {"T": 64, "d": 64, "n": 32, "E": 8, "K": 2} and row["fwd_ms"] > 0 and row["payload_MiB"] == 0
     assert "| 64, 64, 32, 8, 2 | 1 | `Symmetric` |" in expert_parallel_table({"ep": record["ep"][1:]})
     why = "`all_to_all_vdev_2d`, the exchange alone (absent: needs GPUs, got ranks on cpu) | – |"
     assert why in expert_parallel_table({"ep": record["ep"][1:]})

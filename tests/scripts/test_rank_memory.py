@@ -20,9 +20,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['dispatcher']}-{Sizes(**row['shape'])}-{row['gpus']}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['dispatcher']}-{Sizes(**row['cfg'])}-{row['gpus']}")
 def test_computed_peaks_are_those_measured(row: dict) -> None:
-    sizes = Sizes(**row["shape"])
+    sizes = Sizes(**row["cfg"])
     bound = int(CAPACITY * sizes.rows) if row["dispatcher"] == "capacity" else None
     assert peak_bytes(sizes, row["gpus"], bound) / 2**20 == pytest.approx(row["peak_MiB"], abs=0.1)
     if "alone_MiB" in row:

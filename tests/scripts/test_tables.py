@@ -28,8 +28,8 @@ def of_today(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peak_over_several_gpus_is_beside_that_of_one() -> None:
-    row = {"shape": SIZES, "gpus": 2, "dispatcher": "symmetric", "peak_MiB": 300.0, "alone_MiB": 400.0, "of": OF}
-    other = row | {"shape": SIZES | {"T": 128}, "alone_MiB": None}
+    row = {"cfg": SIZES, "gpus": 2, "dispatcher": "symmetric", "peak_MiB": 300.0, "alone_MiB": 400.0, "of": OF}
+    other = row | {"cfg": SIZES | {"T": 128}, "alone_MiB": None}
     lines = expert_parallel_table({"ep": [row, other]}).splitlines()
     assert lines[2].endswith("| 300 | 0.75 |") and lines[3].endswith("| 300 | – |")
 
