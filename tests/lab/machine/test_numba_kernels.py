@@ -66,6 +66,7 @@ def close(made: Any, right: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None
     [
         ("tiled", "sentinels", 300, 37, 4, "int32"),
         ("dense", "zipf", 150, 37, 4, "int64"),
+        ("tiled", "random", 70, 300, 2, "int32"),  # two experts a thread
         *(
             full(method, *case)
             for method in ("tiled", "dense")
@@ -83,7 +84,7 @@ def close(made: Any, right: Any, rtol: float = 1e-5, atol: float = 1e-7) -> None
     ],
 )
 def test_dispatch(method: Any, kind: str, num_tokens: int, num_experts: int, top_k: int, dtype: str) -> None:
-    for seed in range(1 if num_experts == 37 else 3):
+    for seed in range(1 if num_experts in (37, 300) else 3):
         ids = make_routing(kind, num_tokens, num_experts, top_k, seed, dtype)
         with on_machine(seed):
             made = build_dispatch(ids, num_experts, method=method)

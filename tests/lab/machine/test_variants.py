@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra cu12 or cu13"
 
 from blazeproto.gemm import PRODUCTS, Sizes
 from blazeproto.gemm.arguments import LOW
+from blazeproto.gemm.linear import GROUPED_MM, grouped_mm
 from blazeproto.lab import oracle
 from blazeproto.lab.calls import Case
 from blazeproto.lab.machine import Machine
@@ -90,3 +91,10 @@ def test_a_product_is_right(name: str, activation: str) -> None:
 def test_weight_gradients_of_rows_in_order_are_right(name: str, f32: bool) -> None:
     product = PRODUCTS[name]
     assert not Trial(product.run, product.spec, case_of("relu"), {"gather": False}, f32=f32).run(Machine(2))
+
+
+def test_a_product_of_tokens_is_right() -> None:
+    """With nothing after it but a store: of gathered rows, with biases and low-rank factors."""
+    options, widths = {"transposed": True, "gather": True}, {"width": 72, "reduction": 40}
+    trial = Trial(grouped_mm, GROUPED_MM, case_of("relu"), options, 8, ("bias",), widths=widths)
+    assert not trial.run(Machine(2))
