@@ -181,7 +181,9 @@ def read(path: Path = LIST) -> list[Mutant]:
 
 
 def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
-    """The first test that fails with the fault in the checkout there, "it does not import", or "" where all pass."""
+    """The first test that fails with the fault in the checkout there, else how the run ended; "" where all pass.
+
+    RuntimeError where that test fails without the fault too."""
     tests = [each for each in mutant.tests or KINDS[mutant.kind].tests if (folder / each.split("::")[0]).exists()]
     command = [
         sys.executable,
@@ -197,21 +199,35 @@ def noticed(mutant: Mutant, folder: Path, jobs: int) -> str:
         str(jobs),
     ]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    whole = [] if "table" in mutant.file else ["-k", NOT_IDENTITIES]
+
+    def failed(*which: str) -> str:
+        try:
+            done = subprocess.run(
+                [*command, *which],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end in {SECONDS} s"
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        return "" if done.returncode == 0 else found[1] if found else f"exit code {done.returncode}"
+
     before = (folder / mutant.file).read_text()
     mutant.apply(folder)
     try:
-        done = subprocess.run(
-            [*command, *([] if "table" in mutant.file else ["-k", NOT_IDENTITIES]), *tests],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no end in {SECONDS} s"
+        by = failed(*whole, *tests)
     finally:
         (folder / mutant.file).write_text(before)
-    if done.returncode == 0:
-        return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found[1] if found else f"exit code {done.returncode}"
+    if "::" in by and failed(by):
+        raise RuntimeError(
+            f"{by}: expected a test that passes without the fault of {mutant.file}:{mutant.line}, got one that fails"
+        )
+    return by
 
 
 def copied(folder: Path) -> None:

@@ -165,7 +165,7 @@ def test_logits_are_right() -> None:
 
 
 def seconds_of(sizes: Sizes) -> float:
-    """Of a core, that up_forward takes with races watched, where its kernel has been compiled; of three runs the shortest."""
+    """What up_forward takes of a core with races watched, once its kernel is compiled; the shortest of three runs."""
     case = make_case(sizes, device="cpu")
     kernel_for("up_forward").compile()
     times = []
