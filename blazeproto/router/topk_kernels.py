@@ -91,8 +91,8 @@ def topk_route(
     scale: float,
     half: bool,
     aligned: bool,
-    num_groups: int,
-    top_groups: int,
+    num_groups: int = 1,
+    top_groups: int = 1,
 ) -> Any:
     """scores (T, K) fp32 and experts (T, K) int32 of logits (T, E), best first.
 
